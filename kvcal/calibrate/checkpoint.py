@@ -108,7 +108,9 @@ class CheckpointFolder:
             shutil.rmtree(self.folder)
 
     def place(self, name: str) -> Path:
-        """Where the file of that name is to be, its folder made. Raises KVCalError or OSError where there can be none."""
+        """Return the path that a file of that name is to have, its folder made. Raises KVCalError or OSError where there can
+        be none.
+        """
         self.folder.mkdir(exist_ok=True)
         write_atomically(self.folder / SETTINGS, json.dumps({"key": self.key}).encode())
         return self.folder / name
@@ -154,7 +156,7 @@ class CommandCheckpoint(CheckpointFolder):
         self._tried(lambda: write_atomically(path, json.dumps(saved).encode()))
 
     def file(self, name: str) -> Path | None:
-        """As `place`; None where nothing can be kept."""
+        """Like `place`, but None where nothing can be stored."""
         return self._tried(lambda: self.place(name))
 
     def place(self, name: str) -> Path:

@@ -178,7 +178,7 @@ class Collection:
 
     @property
     def rotary(self) -> int:
-        """Of the first layer with RoPE; 0 without one."""
+        """The rotary dimensions of the first layer with RoPE; 0 without one."""
         return next((part.rotary for part in self.parts if part.rotary), 0)
 
     @property
@@ -226,7 +226,9 @@ def _runs(counts: list[int]) -> Iterator[slice]:
 
 
 def _check_enough(method: VQKV, text: Windows, layers: int, heads: int) -> int:
-    """Before the model runs: how many vectors a codebook is trained on. Raises UsageError for fewer than codewords."""
+    """Return how many vectors a codebook is trained on; called before the model runs. Raises UsageError for fewer than
+    codewords.
+    """
     tokens = int(text.train.shape[1]) - method.sink
     if tokens < 1:
         raise UsageError(
@@ -272,7 +274,7 @@ class Sample:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """By name, scales as scales.ROLE."""
+        """The sample's tensors by name, scales as scales.ROLE."""
         scales = {f"scales.{role}": scale for role, scale in self.scales.items() if scale is not None}
         return {name: getattr(self, name) for name in self.VECTORS} | scales
 

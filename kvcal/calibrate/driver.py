@@ -269,7 +269,7 @@ def averages(metrics: list[dict[str, Any]]) -> dict[str, float]:
 
 @contextmanager
 def _failing(works: Sequence[LayerCheckpoint], others: Sequence[LayerCheckpoint] = ()) -> Iterator[None]:
-    """Within, an error says what stays on disk; after one that would come again, nothing does.
+    """Make an error within say what stays on disk; after one that would come again, nothing does.
 
     others: have no fitted layers to speak of.
     """

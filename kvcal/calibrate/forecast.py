@@ -67,8 +67,8 @@ def least_tokens(scheme: Scheme) -> int:
 def forecasts(
     model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None = None
 ) -> dict[str, Forecast]:
-    """Of each scheme, on token windows ids (N, T) int64, all in one batch. device: where a LayerSource puts its layers; a
-    model's own otherwise.
+    """Forecast the KL of each scheme on token windows ids (N, T) int64, all in one batch. device: where a LayerSource puts
+    its layers; a model's own otherwise.
     """
     if not schemes:
         return {}
@@ -229,8 +229,8 @@ def _kls(
 
 
 def _log_probabilities(capture: Capture, ids: Tensor, x: Tensor) -> Tensor:
-    """Of the last layer's output x (N, Q, hidden size): (N, Q, vocabulary) float32. The model's own forward, whose layers give
-    x whatever they are given, applies its norm, head and what lies between.
+    """Log probabilities (N, Q, vocabulary) float32 of the last layer's output x (N, Q, hidden). The model's own forward,
+    whose layers give x whatever they are given, applies its norm, head and what lies between.
     """
     with _layers_give(capture.decoder, x):
         logits: Tensor = capture.source.model(input_ids=ids, use_cache=False).logits

@@ -127,7 +127,7 @@ class Part(Protocol):
     def work(self) -> LayerCheckpoint: ...
 
     def open(self, stack: ExitStack) -> None:
-        """Before the first layer: what must be closed after the last goes on the stack."""
+        """Called before the first layer; what must be closed after the last goes on the stack."""
 
     def layer(self, taps: LayerTaps) -> None: ...
 

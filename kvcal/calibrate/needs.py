@@ -94,7 +94,7 @@ def _codec_needs(name: str, roles: Collection[Role], shape: Shape, group: int, t
 
 
 def few_vectors(method: VQKV, vectors: int) -> list[str]:
-    """The same for codebooks. vectors: that each is trained on."""
+    """A line where codebooks have too few vectors. vectors: that each is trained on."""
     whose = "codebooks of all layers" if method.shared else "codebooks of a layer"
     more = "give more --windows or --vectors, or smaller --sizes"
     need = Need(whose, vectors, "vectors", max(method.sizes), "codewords", more)
@@ -102,7 +102,7 @@ def few_vectors(method: VQKV, vectors: int) -> list[str]:
 
 
 def few_tokens(probes: Mapping[str, int], tokens: int) -> list[str]:
-    """The same for linear probes, by the widest. probes: inputs of each by name."""
+    """A line where linear probes have too few tokens, naming the widest. probes: inputs of each by name."""
     name, inputs = max(probes.items(), key=lambda item: item[1])
     short = sum(tokens < ADVISED * width for width in probes.values())
     need = Need(f"{short} of {len(probes)} probes, most of all {name}", tokens, "tokens", inputs, "inputs")

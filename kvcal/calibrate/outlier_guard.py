@@ -90,7 +90,7 @@ def window_length(schemes: Iterable[Scheme]) -> int:
 
 
 def grade(kl: float) -> str | None:
-    """In words, a forecast KL that is warned of; None for others."""
+    """Put a forecast KL that is warned of in words; None for others."""
     return next((word for least, word in GRADES if kl >= least), None)
 
 
@@ -192,7 +192,7 @@ def _apart(scheme: Scheme) -> bool:
 
 
 def _advice(results: Sequence[tuple[Tried, float]], kl: float) -> Advice:
-    """Of these alternatives and their forecast KL, where the scheme's own is `kl`.
+    """Advise among these alternatives and their forecast KL, where the scheme's own is `kl`.
 
     Unequal key channels are a cause where an alternative that treats them apart, at about the same bits, has BETTER times the
     KL or less. A large ratio alone is none: keys may be coded by channel, and values what is coarse.
@@ -341,7 +341,7 @@ def _factors(key: Codec) -> FactorBackbone | None:
 
 
 def _name(codec: Codec, role: Role) -> str | None:
-    """Of a codec, behind its predictor if it has one, that needs no data; None for others."""
+    """The short name of a codec that needs no data, behind its predictor if it has one; None for others."""
     return next(_names(codec, role), None)
 
 

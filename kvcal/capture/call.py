@@ -110,7 +110,7 @@ def layer_calls(decoder: Any, ids: Tensor) -> tuple[Tensor, dict[str, dict[str, 
 
 @contextmanager
 def _passed_by(layer: Any) -> Iterator[None]:
-    """Within, the layer gives back its input."""
+    """Let the layer give back its input within the block."""
     before = vars(layer).get("forward")
     layer.forward = lambda hidden_states, *args, **kwargs: hidden_states
     try:
@@ -172,7 +172,7 @@ def kv_repeats(site: AttentionSite, x: Tensor) -> int:
 
 @contextmanager
 def _as_if_ungrouped(attention: Any) -> Iterator[None]:
-    """Within, the attention module takes as many kv heads as query heads."""
+    """Let the attention module take as many kv heads as query heads within the block."""
     groups = attention.num_key_value_groups
     attention.num_key_value_groups = 1
     try:

@@ -48,7 +48,7 @@ TOKENS_PER_BATCH = {"cuda": 16384, "cpu": 4096}
 
 
 class LayerSource(Protocol):
-    """Where the model's parts come from. `kvcal.models.layerwise.LayerwiseWeights` is one, `WholeModel` another."""
+    """A source of the model's parts. `kvcal.models.layerwise.LayerwiseWeights` is one, `WholeModel` another."""
 
     model: Any  # complete in structure; its layers may be on the meta device
 
@@ -406,7 +406,7 @@ def _untimed(phase: str) -> AbstractContextManager[None]:
 
 
 def _timed(items: Iterator[Any], timer: Timer, phase: str) -> Iterator[Any]:
-    """The same items, the time to fetch each charged to a phase."""
+    """Yield the same items, the time to fetch each charged to a phase."""
     while True:
         with timer(phase):
             item = next(items, None)

@@ -177,7 +177,7 @@ class _LayerRun:
         return self._encode(codec, "k", advance=False)
 
     def encode_values(self, codec: Codec) -> HoldoutError:
-        """The same for values (lines 18 and 19), in the pass that also advances the hidden states (line 7)."""
+        """Encode values likewise (lines 18 and 19), in the pass that also advances the hidden states (line 7)."""
         return self._encode(codec, "v", advance=True)
 
     def _encode(self, codec: Codec, role: str, advance: bool) -> HoldoutError:

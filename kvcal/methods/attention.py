@@ -106,7 +106,9 @@ def blocks_of(windows: Windows, length: int) -> int:
 def probe(
     batch: TapBatch, layer: int, site: AttentionSite, shape: Shape, windows: Windows, stats: frozenset[str]
 ) -> Probe:
-    """From a layer's q, k, v (frame post_rope). Raises UsageError where the windows are too short to pack anything."""
+    """Sample a layer's attention from its q, k, v (frame post_rope). Raises UsageError where the windows are too short to
+    pack anything.
+    """
     assert batch.q is not None and batch.k is not None and batch.v is not None
     length = batch.k.shape[2]
     count = blocks_of(windows, length)
@@ -126,7 +128,7 @@ def probe(
 def _statistics(
     batch: TapBatch, shape: Shape, windows: Windows, names: frozenset[str], count: int
 ) -> dict[str, Tensor]:
-    """As a cache tells them to encode(): of each block's tokens before it is due."""
+    """Return the statistics that a cache would hand to encode(): of the tokens before each block is due."""
     assert batch.q is not None and batch.k is not None
     plan = Ledger(windows).begin(batch.k.shape[0], batch.k.shape[2], None)
     at, values = Prefixes(plan, windows, batch.k.device), {}

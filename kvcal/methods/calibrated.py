@@ -53,7 +53,7 @@ class CodebookBackbone:
     size: int = CODEWORDS
 
     def stages(self, dim: int) -> int:
-        """As many as come nearest to the bits, at least one."""
+        """The number of stages that comes nearest to the bits, at least one."""
         return max(1, round(self.bits * dim / (self.size.bit_length() - 1)))
 
     def learn(self, data: TrainingData) -> ResidualVQ:
@@ -78,8 +78,8 @@ class CodebookBackbone:
 
 
 def sampled(data: TrainingData, count: int, label: str) -> tuple[Tensor, Tensor]:
-    """So many of the training windows' vectors, evenly strewn, (count, D) float32, divided by a scale, (H, D) float16, that
-    gives them a mean square of about 1.
+    """Return so many of the training windows' vectors, evenly strewn, (count, D) float32, divided by a scale, (H, D)
+    float16, that gives them a mean square of about 1.
     """
     shape, tokens = data.shape, data.carry.tokens.stop - data.carry.tokens.start
     places = spread(data.vectors, count, label).sort().values

@@ -74,7 +74,7 @@ class StageReport:
 
 
 def last_fall(errors: Sequence[float]) -> float:
-    """By which fraction of it a stage's last iteration lowered the error: what Training.tolerance is compared with."""
+    """The fraction by which a stage's last iteration lowered its error: what Training.tolerance is compared with."""
     before, after = errors[-2:]
     return 1 - after / before if before else 0.0
 

@@ -76,7 +76,7 @@ class _Names:
                 raise UsageError(f"--per-layer {text}: layer {named[0]} is not compressed: {skipped[named[0]]}")
 
     def name(self, layer: int, layers: int, role: Role) -> str:
-        """Of this layer's codec."""
+        """The name of this layer's codec."""
         name = self.keys if role == "key" else self.values
         for e in self.read():
             name = e.codec if e.holds(layer, layers, role) else name
@@ -85,7 +85,7 @@ class _Names:
 
 @dataclass(frozen=True)
 class Composition(_Names):
-    """Of codecs with and without data, where there is text to learn from."""
+    """Which layer gets which codec, with data or without, where there is text to learn from."""
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -103,7 +103,7 @@ class Composition(_Names):
 
 @dataclass(frozen=True)
 class DataFreeComposition(_Names):
-    """Of codecs that need no data; UsageError for others."""
+    """Which layer gets which codec where none needs data; UsageError for others."""
 
     def __post_init__(self) -> None:
         for name in self.names:

@@ -86,7 +86,7 @@ class TrainingData:
 
     @property
     def vectors(self) -> int:
-        """Of one head each, that a pass shows in all."""
+        """How many vectors, each of one head, a pass over the training windows yields."""
         tokens: int = self.carry.tokens.stop - self.carry.tokens.start
         return self.carry.train * self.shape.heads * tokens
 
@@ -123,7 +123,7 @@ class TrainingData:
             moments.weigh(self.queries(batch))
 
     def moments(self) -> Moments:
-        """Of what is stored, with the metric of what it will be multiplied by: queries, or rows of the output projection."""
+        """Moments of what is stored, with the metric of what it will be multiplied by: queries or output projection rows."""
         moments: Moments | None = None
         for stored, batch in self.batches({"q"} if self.role == "key" else ()):
             moments = moments or Moments(self.shape, stored.device)

@@ -39,12 +39,12 @@ class Sizes:
     high: int = 48
 
     def stages_for(self, dim: int) -> Triple:
-        """The same codes a value at another head_dim, at least one stage."""
+        """Stages that keep the codes a value at another head_dim, at least one."""
         values, low, high = (max(1, int(stages * dim / PAPER_DIM + 0.5)) for stages in self.stages)
         return values, low, high
 
     def high_for(self, dim: int) -> int:
-        """The same part of a head, in whole RoPE pairs."""
+        """Dimensions that are the same part of a head of another size, in whole RoPE pairs."""
         return 2 * int(self.high * dim / PAPER_DIM / 2 + 0.5)
 
 

@@ -41,7 +41,7 @@ class Geometry:
 
     @classmethod
     def from_config(cls, config: Settings) -> Geometry:
-        """From the fields of a config.json (or `config.to_dict()`), defaults as Transformers sets them."""
+        """Read the fields of a config.json (or `config.to_dict()`), defaults as Transformers sets them."""
         heads = config["num_attention_heads"]
         sliding = config.get("sliding_window")
         if config.get("model_type") in ("qwen2", "qwen3", "smollm3") and not config.get("use_sliding_window"):

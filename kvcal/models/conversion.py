@@ -48,7 +48,7 @@ class Origin:
 
 
 class Origins:
-    """Of all parameters of a model, which may be on the meta device, in a checkpoint with tensors of these names."""
+    """Origins of all parameters of a model (maybe on the meta device) in a checkpoint with tensors of these names."""
 
     def __init__(self, model: Any, names: Iterable[str]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping

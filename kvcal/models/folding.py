@@ -60,7 +60,7 @@ def key_factors(scheme: Scheme) -> dict[int, Tensor]:
 
 
 def without_factors(scheme: Scheme) -> Scheme:
-    """The same scheme for a model that they were folded into."""
+    """The scheme for a model that its factors were folded into."""
     layers = tuple(
         LayerCodecs(pair.key.inner, pair.value) if pair is not None and isinstance(pair.key, Scaled) else pair
         for pair in scheme.layers

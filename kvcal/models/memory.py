@@ -49,7 +49,9 @@ def cuda_bytes(device: torch.device) -> float:
 
 
 def host_bytes() -> int | None:
-    """Of the machine, or of a control group that allows less (a container's); None where there is no /proc, as on macOS."""
+    """Free memory of the machine, or of a control group that allows less (a container's); None where there is no /proc, as
+    on macOS.
+    """
     try:
         fields = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
         machine = int(fields["MemAvailable"].removesuffix("kB")) * 1024

@@ -30,17 +30,17 @@ class ModelSource:
 
     @property
     def label(self) -> str:
-        """For messages: the short name and, where it differs, what it stands for."""
+        """The name for messages: the short name and, where it differs, what it stands for."""
         return f"{self.name} ({self.hub_id})" if self.hub_id and self.hub_id != self.name else self.name
 
     @property
     def public(self) -> str:
-        """For files that others read: as `name`, but of a folder its last part, for a path may tell who the user is."""
+        """The name for files that others read: `name`, but of a folder its last part, for a path may tell who the user is."""
         return self.stem if self.kind == "folder" else self.name
 
     @property
     def stem(self) -> str:
-        """For file names: `llama-3.2-3b`, or the last part of a hub id or of a path."""
+        """The name for file names: `llama-3.2-3b`, or the last part of a hub id or of a path."""
         if self.folder is not None and self.kind == "folder":
             return self.folder.resolve().name
         return self.name.rpartition("/")[2].lower()

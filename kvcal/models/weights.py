@@ -30,7 +30,7 @@ GOLDEN = -1640531527  # 2^32 / golden ratio, as int32
 
 
 class Weights(Protocol):
-    """Where parameters come from."""
+    """A source of parameters."""
 
     def get(self, name: str, like: Tensor, device: torch.device) -> Tensor:
         """The parameter of that name with the shape and dtype of `like` (a meta tensor), on `device`."""
@@ -84,7 +84,7 @@ class FileWeights:
         self._origins.check(self.label, _Shapes(self, list(self.shard_of)))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor in the files."""
+        """The shape of a tensor in the files."""
         return tuple(self._reader(self.shard_of[name], torch.device("cpu")).get_slice(name).get_shape())
 
     def _reader(self, shard: str, device: torch.device) -> Any:

@@ -103,7 +103,7 @@ class AttentionError:
 
 @dataclass
 class Perplexity:
-    """Of the windows, teacher-forced through the cache in steps."""
+    """Perplexity of the windows, teacher-forced through the cache in steps."""
 
     model: Any
     ids: Tensor
@@ -132,7 +132,7 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the search. max_bits: stored bits a value, at most, of the point that is chosen."""
+    """Settings of the search. max_bits: stored bits a value, at most, of the point that is chosen."""
 
     trials: int = 30
     seed: int = 0

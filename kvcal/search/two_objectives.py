@@ -391,7 +391,7 @@ def _rdb(url: str, storage: Storage) -> Any:
 
 
 def _public(url: str) -> str:
-    """Without user and password."""
+    """The URL without user and password."""
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{rest.rpartition('@')[2]}" if rest else url
 

@@ -201,7 +201,7 @@ def decoded(path: Path) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Without their ends."""
+    """Yield lines without their ends."""
     waiting: list[str] = []
     size = number = 0
     for text in decoded(path):

@@ -55,7 +55,7 @@ def quoted(name: str) -> str:
 
 
 def cut(name: str) -> str:
-    """At most SHOWN_NAME characters."""
+    """Cut a name to at most SHOWN_NAME characters."""
     return name if len(name) <= SHOWN_NAME else name[: SHOWN_NAME - 1] + "…"
 
 

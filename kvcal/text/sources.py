@@ -184,7 +184,7 @@ def evaluation_windows(
     progress: Progress | None = None,
     say: Say | None = None,
 ) -> EvaluationWindows:
-    """At most `windows` consecutive windows from the start (None: all there are); a short rest is cut off.
+    """Cut at most `windows` consecutive windows from the start (None: all there are); a short rest is cut off.
 
     say: told which files of a folder and which rows have been left out.
     """
@@ -217,7 +217,7 @@ def random_windows(vocab: int, *, windows: int, length: int, holdout: int = 0, s
 
 
 def random_evaluation(vocab: int, *, windows: int, length: int, seed: int = 0) -> EvaluationWindows:
-    """The same for evaluation."""
+    """Evaluation windows of random tokens."""
     drawn = random_windows(vocab, windows=windows, length=length, seed=seed)
     ids = drawn.train
     return EvaluationWindows(ids, drawn.source, drawn.sha256, ids_hash(ids), ids.numel(), bos=False)
