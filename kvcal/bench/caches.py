@@ -124,8 +124,8 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # as configs
 
 
 def weight_bytes(model: Any) -> int | None:
-    """Of the parameters that a decode step must read: all but the table of input embeddings, of which it reads a row a token,
-    unless the output's is the same. None with experts: which ones are read depends on the tokens.
+    """Bytes of the parameters that a decode step must read: all but the table of input embeddings, of which it reads a row a
+    token, unless the output's is the same. None with experts: which ones are read depends on the tokens.
     """
     config = hf.config_of(model)
     if any(getattr(config, name, None) for name in EXPERTS):
@@ -258,7 +258,9 @@ def _packed(
 
 
 def packed_bytes(cache: KVCalCache) -> int:
-    """Of what rows hold, room left out: packed blocks, windows, layers left to Transformers; and constants of the codecs."""
+    """Bytes of what rows hold, spare capacity left out: packed blocks, windows, layers left to Transformers; and constants
+    of the codecs.
+    """
     blocks, exact = int(cache.ledger.blocks.sum()), int((cache.ledger.sink + cache.ledger.window).sum())
     plain = [layer for layer, pair in zip(cache.layers, cache.scheme.layers, strict=True) if pair is None]
     total, model = cache.scheme.resident_bytes() + _held_bytes(plain), cast(Any, cache.model)

@@ -82,7 +82,7 @@ class Stepper:
         return logits
 
     def back(self) -> None:
-        """To the start."""
+        """Go back to the start."""
         self.start.again()
         self.token.zero_()
         self.place.fill_(self.start.length)
@@ -118,8 +118,8 @@ def run(model: Any, kind: Kind, batch: int, length: int, steps: int = STEPS, com
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Of one kind's forward. Kept code is not asked for: it is found by the call of attention, whichever of torch's backends
-    is set, so that cuDNN's served for flash, too (torch 2.11). Nothing stays that holds the cache.
+    """Compile one kind's forward. Code compiled before is not asked for: it is found by the call of attention, whichever of
+    torch's backends is set, so that cuDNN's served for flash, too (torch 2.11). Nothing stays that holds the cache.
     """
     from torch._functorch import config as autograd
     from torch._inductor import config as inductor
@@ -168,7 +168,7 @@ def typical(times: Sequence[float], start: Start) -> tuple[float, float | None]:
 
 
 def _warm_up(stepper: Stepper, aside: bool) -> None:
-    """On a stream of its own where a graph will be recorded, as torch asks; then back to the start."""
+    """Run steps on a stream of its own where a graph will be recorded, as torch asks; then back to the start."""
     if aside:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -133,7 +133,7 @@ MEASURED = ("auto", "cpu", "cuda", "jetson")  # what --device takes besides: cud
 
 
 def version(text: str) -> tuple[int, ...]:
-    """Of Triton, its first two numbers."""
+    """The first two numbers of Triton's version."""
     return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
 
 
@@ -200,7 +200,7 @@ def _matching(called: str, one: Device) -> int:
 
 
 def _as_large(one: Device, memory: float | None) -> bool:
-    """Of cards the name says it."""
+    """Tell devices of one name apart by their memory; cards' names say it."""
     return memory is None or not one.jetson or PART * one.memory < memory <= one.memory
 
 

@@ -74,7 +74,7 @@ def misread(filled: Filled, role: int, decoded: Tensor) -> str | None:
 
 
 def _error(codec: Codec, decoded: Tensor, raw: Tensor) -> float:
-    """Of one row (H, N * b, D): squared error over squares of the worst block; infinite if any is NaN."""
+    """The error of one row (H, N * b, D): squared error over squares of the worst block; infinite if any is NaN."""
     exact = raw.float()
     both = torch.stack([decoded.float() - exact, exact]).square()
     off, energy = both.unflatten(2, (-1, codec.shape.block)).sum((1, 3, 4))

@@ -54,7 +54,7 @@ def _rotary(one: Benched) -> int:
 
 
 def turns(case: Case, sink: int, blocks: int, recent: int) -> Rope:
-    """Of rows that begin at position 0, with room for so many tokens and blocks."""
+    """RoPE of rows that begin at position 0, with capacity for so many tokens and blocks."""
     first = turning.first_positions(torch.zeros(1, device=case.device), sink, blocks, recent)
     near, far = (angles(x, case.geometry.head_dim) for x in (torch.arange(turning.RUN, device=case.device), first))
     return Rope(torch.stack([far.cos(), far.sin()], -2), turning.near(near.cos(), near.sin()))

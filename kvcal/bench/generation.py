@@ -92,7 +92,7 @@ def compiled_rows(
     device: str,
     copy: float | None = None,
 ) -> Iterator[Row]:
-    """As generate_rows of CUDA graphs, of the forward that torch.compile makes: of each kind anew, a minute or so of an 8B
+    """Like generate_rows of CUDA graphs, with the forward that torch.compile makes: of each kind anew, a minute or so of an 8B
     model. Where there is no graph, the reason.
     """
     for batch, length in shapes:
@@ -268,7 +268,7 @@ def _call_row(
 
 
 def beside_fp16(rows: Sequence[Row]) -> list[Row]:
-    """The same rows with their ratios to the best FP16 of the same model and shape among them, eager or not.
+    """Return the rows with their ratios to the best FP16 of the same model and shape among them, eager or not.
 
     generate, generate-compiled, generate-call: time, of the same batch. largest-batch, largest-batch-call: `batch_to_fp16`,
     and `throughput_to_fp16` each at its own batch.

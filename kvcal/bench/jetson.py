@@ -214,7 +214,7 @@ def _size(one: Benched, values: int, length: int) -> float:
 
 
 def largest_miss(rows: Iterable[Row]) -> float:
-    """Of the FP16 totals that were not fitted: the largest relative error."""
+    """The largest relative error of the FP16 totals that were not fitted."""
     misses = [
         abs(float(row.more["off_by"]))
         for row in rows

@@ -64,8 +64,8 @@ SOME = 4  # rows of a batch
 
 
 def some_rows(batch: int, seed: int = 0) -> list[int]:
-    """At most SOME rows of a batch, for checks that cannot look at all of them: the first, the last, and others between them
-    by that seed.
+    """Choose at most SOME rows of a batch, for checks that cannot look at all of them: the first, the last, and others
+    between them by that seed.
     """
     order = torch.randperm(max(0, batch - 2), generator=torch.Generator().manual_seed(seed))
     return sorted({0, batch - 1, *(1 + int(row) for row in order[: SOME - 2])})
@@ -101,7 +101,7 @@ class Filled:
         return self.book_bytes_of(0) + self.book_bytes_of(1)
 
     def book_bytes_of(self, role: int) -> int:
-        """Of keys (0) or values (1)."""
+        """Bytes of the codebooks of keys (0) or values (1)."""
         return sum(nbytes(t) for name, t in self.pair[role].tensors().items() if "codebooks." in name)
 
     @property
@@ -236,13 +236,13 @@ def nbytes(stored: Stored) -> int:
 
 
 def rope(tokens: int, dim: int, device: torch.device) -> Turn:
-    """Of positions 0 to tokens - 1, halves paired as Llama pairs them."""
+    """RoPE of positions 0 to tokens - 1, halves paired as Llama pairs them."""
     angle = angles(torch.arange(tokens, device=device), dim).repeat(1, 2)[None]
     return Turn(angle.cos(), angle.sin())
 
 
 def angles(positions: Tensor, dim: int) -> Tensor:
-    """By which RoPE turns pairs of `dim` channels at positions (...): (..., dim / 2)."""
+    """Angles by which RoPE rotates pairs of `dim` channels at positions (...): (..., dim / 2)."""
     speed = ROPE_BASE ** -(torch.arange(dim // 2, device=positions.device) / (dim // 2))
     return positions[..., None] * speed
 

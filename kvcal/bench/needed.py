@@ -29,7 +29,7 @@ EXACT = 8  # a number in float64
 
 
 def whole(case: Case) -> int:
-    """Of all tokens: random keys and values and what they are packed to, with what a check decodes."""
+    """Bytes for all tokens: random keys and values and what they are packed to, with what a check decodes."""
     numbers = _keys(case)
     if case.device.type == "cuda":  # input and float32 numbers that were decoded, of keys and values
         return int(2 * numbers * (case.dtype.itemsize + 4 + case.scheme.stored_bits / 8))
@@ -38,7 +38,7 @@ def whole(case: Case) -> int:
 
 
 def peers(case: Case, dtype: torch.dtype) -> int:
-    """Of FP16's keys and values, with float64 ones of a row for the check."""
+    """Bytes for FP16's keys and values, with float64 ones of a row for the check."""
     numbers = _keys(case)
     if case.device.type == "cuda":
         return 2 * numbers * dtype.itemsize + 2 * numbers // case.batch * EXACT
@@ -47,12 +47,12 @@ def peers(case: Case, dtype: torch.dtype) -> int:
 
 
 def vectors(case: Case) -> int:
-    """Of batch * length vectors, of head_dim."""
+    """Bytes for batch * length vectors of head_dim."""
     return case.batch * case.length * case.geometry.head_dim * VECTOR
 
 
 def feed_forward(case: Case) -> int:
-    """Of three matrices and the same in float64."""
+    """Bytes for three matrices and the same in float64."""
     return 3 * case.geometry.hidden * case.geometry.intermediate * (case.dtype.itemsize + EXACT)
 
 
@@ -66,7 +66,7 @@ class FreeMemory:
 
     @classmethod
     def of(cls, clock: Clock) -> FreeMemory:
-        """As it is now."""
+        """Ask the device how much memory is free now."""
         return cls(clock.device, free_bytes(clock.device), clock.buffer_to_come())
 
     def lacks(self, size: int) -> str | None:

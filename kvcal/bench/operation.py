@@ -103,7 +103,7 @@ def needs_a_block(case: Case) -> int:
 
 
 def needs_of_append(case: Case) -> int:
-    """On a GPU, whose kernels put a block behind none, the least of it; elsewhere the store is copied."""
+    """Bytes an append needs: on a GPU, whose kernels put a block behind none, the least, elsewhere the store is copied."""
     return needs_a_block(case) if case.device.type == "cuda" else needed.whole(case)
 
 

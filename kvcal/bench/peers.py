@@ -120,8 +120,8 @@ def wrong(
 
 
 class Check:
-    """Of attention over these keys and values (B, H, T, D): of the queries of a call (B, Hq, new, D), and of those that
-    `pointed` makes, each of these in all places of a call. Computed once for all that is checked.
+    """A check of attention over these keys and values (B, H, T, D): of the queries of a call (B, Hq, new, D), and of those
+    that `pointed` makes, each of these in all places of a call. Computed once for all that is checked.
     """
 
     def __init__(self, queries: Tensor, keys: Tensor, values: Tensor, sink: int, recent: int) -> None:
@@ -161,8 +161,8 @@ def pointed(queries: Tensor, keys: Tensor, sink: int, recent: int) -> list[Tenso
 
 
 def places(tokens: int, sink: int, recent: int, count: int) -> list[int]:
-    """At most `count` of the tokens, those first that code leaves out first: the newest, the first of all, packed ones at both
-    ends and in the middle, the ends of both windows, then packed ones all over.
+    """Choose at most `count` of the tokens, those first that code leaves out first: the newest, the first of all, packed
+    ones at both ends and in the middle, the ends of both windows, then packed ones all over.
     """
     first, end = sink, tokens - recent  # of packed tokens
     ends = [tokens - 1, 0, end - 1, first, (first + end) // 2, sink - 1, end]
@@ -181,8 +181,8 @@ def measure(case: Case, clock: Clock) -> list[Peer]:
 
 
 def dtypes_of(case: Case) -> tuple[torch.dtype, ...]:
-    """On a GPU the model's, or both of 16 bits beside a model of float32: what is called FP16 is never wider. On a CPU float32
-    too: there it may be the faster one.
+    """The dtypes to try: on a GPU the model's, or both of 16 bits beside a model of float32: what is called FP16 is never
+    wider. On a CPU float32 too: there it may be the faster one.
     """
     if case.device.type != "cuda":
         return (*SIXTEEN, torch.float32)

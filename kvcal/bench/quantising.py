@@ -33,12 +33,12 @@ VECTORS_APART = 1e-3  # of the squared error: codes of the kernel against the co
 
 
 def rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
-    """Of keys and values that steps append, of SQuat's as they are corrected; else why the reference path is measured."""
+    """Rules of keys and values that steps append, of SQuat's as they are corrected; else why the reference is measured."""
     return fixed.refusal(case.scheme.codecs, False) or block_rules(case)
 
 
 def block_rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
-    """As `rules`, of whole blocks: of keys as `before_rounding` leaves them."""
+    """Like `rules`, for whole blocks: of keys as `before_rounding` leaves them."""
     key = case.scheme.codecs.key
     return _rules(case, key.inner if isinstance(key, Squat) else key, case.scheme.codecs.value)
 
@@ -185,7 +185,7 @@ def appends_vectors(case: Case) -> bool:
 
 
 def append_vectors(case: Case) -> Prepared:
-    """As append_by_kernel, of vector codes: windows, then for each band codewords and codes, programs that return at once
+    """Like append_by_kernel, for vector codes: windows, then for each band codewords and codes, programs that return at once
     where no block is due.
     """
     new, windows = fill(one_block(case)), _windows(case)

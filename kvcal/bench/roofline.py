@@ -107,7 +107,7 @@ def counted(keys: Form, values: Form, turned: bool = False, ratio: int = 4) -> f
 
 
 def counted_at(keys: Form, values: Form, turned: bool = False, ratio: int = 4) -> str | None:
-    """Of what shape the instructions are that `counted` gives, where this one may need more; None where it does not."""
+    """The shape of the instructions that `counted` gives, where this one may need more; None where it does not."""
     first, plain, other = _kinds(keys, values, turned)
     used = (first,) if plain == other else (first, plain, other)
     heads = {8 if ratio > 4 and name in (*COUNTED_OF_8, *ALIKE_OF_8) else 4 for name in used}
@@ -123,6 +123,6 @@ def of_another(dim: int, heads: str | None = None) -> str | None:
 
 
 def _kinds(keys: Form, values: Form, turned: bool) -> tuple[str, str, str]:
-    """Of keys as they are read, of values stored as keys are, of values."""
+    """Kinds of decoding: of keys as they are read, of values stored as keys are, of values."""
     first = kind(keys)
     return first + (BEFORE if turned else ""), first.replace("tiers", "outer 2"), kind(values)

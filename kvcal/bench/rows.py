@@ -128,7 +128,7 @@ def _check_row(name: str, row: Mapping[str, Any]) -> None:
 
 
 def _short(value: Any) -> str:
-    """As JSON, its beginning."""
+    """The beginning of the value as JSON."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     text = json.dumps(value)
@@ -198,7 +198,7 @@ def remarks(now: Sequence[Mapping[str, Any]], by: Mapping[str, Any], earlier: Ea
 
 
 def _settings(pairs: Iterable[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]) -> dict[str, list[str]]:
-    """Of SETTINGS that differ, the values of before and of now."""
+    """The values before and now of those SETTINGS that differ."""
     values: dict[str, list[tuple[str, str]]] = {}
     for row, every in pairs:
         for old in every:

@@ -45,7 +45,7 @@ class Benched:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As rows have them."""
+        """The settings as rows have them."""
         return {"sink": self.windows.sink, "recent": self.windows.recent, "block": self.windows.block}
 
     @property

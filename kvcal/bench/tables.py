@@ -170,7 +170,7 @@ def mlp(case: Case) -> Prepared:
         return out @ down.T
 
     def check() -> str | None:
-        """Of every row; x is small beside the weights."""
+        """Check every row; x is small next to the weights."""
         exact = forward(*(t.double() for t in (x, gate, up, down)))
         off = float((forward(x, gate, up, down).double() - exact).abs().max() / exact.abs().max())
         allowed = 16 * float(torch.finfo(case.dtype).eps)

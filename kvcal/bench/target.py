@@ -64,7 +64,7 @@ def board() -> str | None:
 
 
 def _profile(here: str) -> Device | None:
-    """Of this Jetson, as far as its name and memory tell it; without a device tree its GPU's."""
+    """The profile of this Jetson, as far as its name and memory tell it; without a device tree its GPU's."""
     if devices.board() is not None:
         return devices.recognised(here, devices.host_memory() / 2**30)
     if not torch.cuda.is_available():

@@ -175,7 +175,7 @@ def _id(label: Any) -> str | None:
 
 
 def _base_model(bundle: Bundle) -> str | None:
-    """Of a folded model the one before folding; none for random weights."""
+    """The base model, of a folded model the one before folding; none for random weights."""
     record = Table(bundle.provenance)
     if record.table("model").fields.get("random_weights"):
         return None
@@ -193,7 +193,7 @@ def _datasets(bundle: Bundle) -> list[str]:
 
 
 def _method(bundle: Bundle) -> str:
-    """As recorded; of another type what it was recorded as."""
+    """The method as recorded; where it is no text, what it was recorded as."""
     return str(Table(bundle.provenance).said("method") or "scheme")
 
 

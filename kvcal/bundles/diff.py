@@ -111,7 +111,9 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _digest(tensor: Tensor, digests: dict[int, str]) -> str:
-    """Of content, dtype and shape; codebooks of 100 MB that layers share are hashed once. digests: by id, of held tensors."""
+    """A hash of content, dtype and shape; codebooks of 100 MB that layers share are hashed once. digests: by id, of held
+    tensors.
+    """
     if id(tensor) not in digests:
         digests[id(tensor)] = _kind(tensor) + hashlib.sha256(tensor_bytes(tensor)).hexdigest()
     return digests[id(tensor)]

@@ -21,7 +21,7 @@ def given_bundle(path: Path, *, presets: bool = False) -> Bundle:
 
 
 def refuse_name(path: Path, *, presets: bool = False) -> None:
-    """The same check without reading the file."""
+    """Check as `given_bundle` does, without reading the file."""
     if not path.exists() and (instead := _meant(str(path).strip().lower(), presets)) is not None:
         raise CorruptBundle(f"{path}: no such bundle file; {instead}")
 

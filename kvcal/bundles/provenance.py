@@ -61,7 +61,9 @@ class Recorded:
     cpu: Mapping[str, Any] = field(default_factory=dict)
 
     def line(self, defaults: Options, output: str | None = None) -> str:
-        """As typed in a shell; options at their defaults are left out, local files stand under the recorded name."""
+        """The command as typed in a shell; options at their defaults are left out, local files stand under the recorded
+        name.
+        """
         words = ["kvcal", self.command, *self.positional]
         shown = dict(self.options)
         if self.model:

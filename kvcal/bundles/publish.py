@@ -202,7 +202,7 @@ def _chosen(repo: str, info: Any, file: str | None) -> str:
 
 
 def _is_bundle(name: str) -> bool:
-    """In the repository's root: a name with a folder would be written there."""
+    """Whether it is a bundle in the repository's root: a name with a folder would be written there."""
     return name.endswith(SUFFIX) and "/" not in name
 
 

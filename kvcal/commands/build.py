@@ -90,7 +90,7 @@ class Kind:
 
 
 def _mixkvq(o: dict[str, Any], source: ModelSource) -> Any:
-    """With fixed thresholds; what is to be searched goes another way."""
+    """Options of MixKVQ with fixed thresholds; what is to be searched goes another way."""
     from ..search.thresholds import with_thresholds
 
     settings, method = search_settings(o), mixkvq_method(o)
@@ -179,7 +179,7 @@ class Planner:
         return inputs
 
     def _combined(self, entry: Entry, plans: Mapping[str, Planned]) -> dict[str, Any]:
-        """Of what its parts are made of: parts that come out the same need no new combination."""
+        """The key of what its parts are made of: parts that come out the same need no new combination."""
         keys, values = (plans[part] for part in entry.parts)
         return {"method": "combine", "keys": keys.key, "values": values.key, "code": self.code}
 
@@ -198,7 +198,7 @@ class Planner:
         return self._seen[label]
 
     def gate_key(self, entry: Entry, sha256: str) -> str:
-        """Of everything that decides what the gates of a bundle say."""
+        """The key of everything that decides what the gates of a bundle say."""
         o = self.recipe.evaluation[entry.model]
         origin = text_for(o, resolve(o["model"], o["revision"]), "evaluation")
         text = (
@@ -222,7 +222,7 @@ def _model_key(o: Mapping[str, Any]) -> list[Any]:
 
 
 def device_name(o: Mapping[str, Any]) -> str:
-    """As provenance states it."""
+    """The device's name as provenance states it."""
     return provenance.device_name(pick_device(o["device"]))
 
 
@@ -346,7 +346,7 @@ def _opened(
 
 
 def _worker_start(parent: int, threads: int) -> None:
-    """As many threads as the parent has (they decide last bits on a CPU); lines instead of bars; ends with the parent."""
+    """Take as many threads as the parent has (they decide last bits on a CPU); lines instead of bars; ends with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C goes to all: one line is enough, the parent's
     torch.set_num_threads(threads)
     os.environ["TERM"] = "dumb"

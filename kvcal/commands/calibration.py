@@ -70,7 +70,7 @@ class Calibration:
         )
 
     def counts(self) -> dict[str, int]:
-        """For a command's result."""
+        """Counts of windows for a command's result."""
         return {
             "train_windows": len(self.text.train),
             "holdout_windows": len(self.text.holdout),

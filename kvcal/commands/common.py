@@ -211,7 +211,7 @@ def calibration_windows(
 def other_windows(
     o: dict[str, Any], tokenizer: Any, text_source: str, windows: int, length: int, say: Say
 ) -> sources.Windows | None:
-    """As many of --other-text, for methods that compare; None without it."""
+    """As many windows of --other-text, for methods that compare; None without it."""
     if o.get("other_text") is None:
         return None
     if text_source == RANDOM_TOKENS:

@@ -193,7 +193,7 @@ def run_compare(
 
 
 def _check_files(o: dict[str, Any]) -> None:
-    """Before any work: files that cannot be written, and an --output that holds something else."""
+    """Refuse before any work files that cannot be written, and an --output that holds something else."""
     for name in ("output", "csv"):
         if o[name] is not None:
             check_output(o[name], f"--{name}")
@@ -360,7 +360,9 @@ def _calibration(
 def _fitted(
     method: AquaKV, loaded: Any, fitting: dict[str, Any], work: CommandCheckpoint, name: str, say: Say
 ) -> Bundle:
-    """From `work`, where a killed run left it, whole or some layers of it. name: of its file."""
+    """Fit the method, or take the bundle from `work`, where a killed run left it, whole or some layers of it. name: of its
+    file.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = work.file(name) or Path(folder) / name
         if path.exists():

@@ -282,7 +282,7 @@ class Watched:
         return self._errors.rows()
 
     def state(self) -> dict[str, Any]:
-        """As JSON has it; `restore` takes it over."""
+        """What was watched as JSON has it; `restore` takes it over."""
         return {"errors": self._errors.state(), "audit": self.audit.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -293,7 +293,7 @@ class Watched:
 
 
 class WatchedBatches(BatchCheckpoint):
-    """With what was watched."""
+    """Checkpoints of batches together with what was watched."""
 
     def __init__(self, watched: Mapping[str, Watched], *rest: Any) -> None:
         super().__init__(*rest)

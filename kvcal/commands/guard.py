@@ -21,7 +21,7 @@ TEXT = "embedded:evaluation"
 
 
 def schemes_of(model: nn.Module, rows: Mapping[str, DataFree | Bundle]) -> dict[str, Scheme]:
-    """By the rows' names."""
+    """Schemes by the rows' names."""
     return {name: row.scheme if isinstance(row, Bundle) else row.scheme(model) for name, row in rows.items()}
 
 

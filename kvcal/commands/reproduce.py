@@ -123,7 +123,7 @@ def check_command(was: Recorded, defaults_of: DefaultsOf, options_of: OptionsOf)
 
 @contextmanager
 def _taken(was: Recorded) -> Iterator[None]:
-    """Within, a UsageError is one of the record's values."""
+    """Report a UsageError within as one of the record's values."""
     try:
         yield
     except UsageError as error:
@@ -296,7 +296,7 @@ class Rerun:
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """As many threads as then: how sums are split decides their last bits."""
+    """Take as many threads as the recorded run: how sums are split decides their last bits."""
     before = torch.get_num_threads()
     check_threads(count)
     if count is not None:

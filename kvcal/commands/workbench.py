@@ -38,7 +38,7 @@ class Opened:
 
     @property
     def record(self) -> dict[str, Any]:
-        """For provenance."""
+        """What provenance says of the model."""
         return model_record(self.name, self.revision, self.random_weights)
 
 

@@ -53,7 +53,7 @@ class Canary:
         return named[0] if named else None
 
     def counted(self, rows: Iterable[Mapping[str, Any]], audit: Audit) -> Canary:
-        """With what was seen in the evaluation's own caches; rows: of LayerErrors."""
+        """The canary with what was seen in the evaluation's own caches; rows: of LayerErrors."""
         silent = [
             row["layer"]
             for row in rows
@@ -236,7 +236,9 @@ def _blocks(layer: KVCalLayer) -> int:
 
 
 def _others(layer: KVCalLayer, other: KVCalLayer) -> list[Any]:
-    """As many blocks as `layer` holds, of the other window; where that has fewer (token selection), its own in reverse."""
+    """Return as many blocks as `layer` holds, of the other window; where that has fewer (token selection), its own in
+    reverse.
+    """
     count = _blocks(layer)
     if _blocks(other) >= count:
         return [

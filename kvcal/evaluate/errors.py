@@ -65,7 +65,8 @@ def head_errors_fault(metrics: dict[str, Any]) -> str | None:
 
 
 def measured_head_errors(model: Any, scheme: Scheme, ids: Tensor) -> HeadErrors:
-    """From token windows ids (N, T) int64, each in one forward pass, whose keys and values are the model's own.
+    """Measure errors of heads on token windows ids (N, T) int64, each in one forward pass, whose keys and values are the
+    model's own.
 
     Token selection is left out: an error is of tokens that are there. Raises UsageError where windows pack nothing.
     """

@@ -34,7 +34,7 @@ class LayerErrors:
         self.blocks_read[layer] += blocks
 
     def state(self) -> dict[str, Any]:
-        """As JSON has it; `of` makes the same again."""
+        """The sums as JSON has them; `of` makes the same again."""
         sums = [[None if one is None else one.tolist() for one in pair] for pair in self.sums]
         return {"sums": sums, "blocks_read": list(self.blocks_read)}
 

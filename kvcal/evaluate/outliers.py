@@ -36,7 +36,7 @@ def outlier_twin(model: Model, scale: float = SCALE, share: float = SHARE, seed:
 def write_outlier_twin(
     source: names.ModelSource, output: Path, *, scale: float = SCALE, share: float = SHARE, seed: int = 0
 ) -> None:
-    """The same as a new model folder, for other processes."""
+    """Write the twin as a new model folder, for other processes."""
     from ..models.weights import place_rotary
 
     parts = layerwise.open_layerwise(source, dtype="float32", device="cpu")

@@ -202,5 +202,5 @@ def _row(name: str, total: _Sums, model: Any, ids: Tensor) -> Row:
 
 
 def standard_error(numbers: list[float]) -> float:
-    """Of the mean of two or more numbers."""
+    """The standard error of the mean of two or more numbers."""
     return statistics.stdev(numbers) / math.sqrt(len(numbers))

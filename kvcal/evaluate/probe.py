@@ -133,7 +133,7 @@ class Settings:
         return max((one.below for probe in self.probes for one in probe.read if one.role == role), default=0)
 
     def at(self, place: int) -> list[Probe]:
-        """Those whose inputs exist with so many compressed layers below."""
+        """The probes whose inputs exist with so many compressed layers below."""
         return [probe for probe in self.probes if probe.reach <= place]
 
 

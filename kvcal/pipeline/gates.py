@@ -44,7 +44,7 @@ class Limits:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], prefix: str = "--") -> Limits:
-        """From options or a recipe's table; numbers, or text as "1%". prefix: how messages name an option."""
+        """Read limits from options or a recipe's table; numbers, or text as "1%". prefix: how messages name an option."""
         limits: dict[str, float | None] = {}
         for name in cls.names():
             value = options.get(name)
@@ -83,7 +83,7 @@ class Check:
 
     @classmethod
     def of(cls, record: Any) -> Check:
-        """From what `asdict` made of one. Raises ValueError where it is something else."""
+        """Read a check from what `asdict` made of one. Raises ValueError where it is something else."""
         number, whole = (int, float, type(None)), (int, type(None))
         kinds: dict[str, Any] = {
             "name": str,
@@ -167,7 +167,7 @@ def check_row(
 
 
 def broken_off(name: str, layer: int | None, why: str) -> Check:
-    """In the place of all gates of a bundle that could not be measured, as its numbers overflow."""
+    """A check in the place of all gates of a bundle that could not be measured, as its numbers overflow."""
     return Check(name, "evaluation", False, layer=layer, detail=why)
 
 
@@ -231,7 +231,7 @@ def report(checks: Sequence[Check], junit: Path | None, summary: Path | None) ->
 
 
 def _append(path: Path, text: str) -> None:
-    """On a line of its own, whatever stands before it."""
+    """Append text on a line of its own, whatever stands before it."""
     content = read_bytes(path) if path.exists() else b""
     with path.open("ab") as file:
         file.write((b"" if content.endswith(b"\n") or not content else b"\n") + text.encode())
@@ -245,7 +245,7 @@ def _xml(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Of a Markdown table."""
+    """A cell of a Markdown table."""
     return escaped(_xml(" ".join(text.split())))
 
 

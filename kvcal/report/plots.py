@@ -25,7 +25,7 @@ def drawable(text: object) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Before any work: whether a plot can be drawn and written there."""
+    """Check before any work that a plot can be drawn and written there."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib, which is not installed: install kvcal again")
     if path.suffix != ".png":

@@ -79,7 +79,7 @@ class Table:
         return value if type(value) is kind else None
 
     def said(self, name: str, kind: type = str) -> Any:
-        """The same to be shown: of another type what it was recorded as; None where it is missing or null."""
+        """The value to be shown; where it is of another type, what it was recorded as; None where it is missing or null."""
         value = self.fields.get(name)
         return value if value is None or self.value(name, kind) is not None else mistyped(value, kind)
 
