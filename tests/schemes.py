@@ -16,12 +16,12 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from architectures import TINY, VARIANTS
-from kvcal.capture import WholeModel
-from kvcal.fit import fit
+from kvcal.calibrate.driver import fit
+from kvcal.capture.scan import WholeModel
 from kvcal.methods import mixkvq as tiers
 from kvcal.methods.aqua_kv import AquaKV
-from kvcal.methods.backbones import backbone
-from kvcal.methods.plain import Preset
+from kvcal.methods.data_free import Preset
+from kvcal.methods.registry import backbone
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import PREDICTORS, Codec, MixKVQ, Predicted, Shape, Squat, Uniform
 from kvcal_artifacts.scheme import LayerCodecs, Scheme

@@ -64,13 +64,13 @@ def test_control_leaves_the_backend_to_torch_and_gives_it_back(script: Any) -> N
 
 def test_all_kernels_are_compiled_beside_the_model(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a cache of each scheme asks preflight for; else the first one would compile it, one kernel after the other."""
-    from kvcal import models
+    from kvcal.models import configuration, names
     from kvcal_artifacts.paths.preflight import verdicts
 
     asked: set[str] = set()
     monkeypatch.setattr(verdicts, "unsupported", lambda device: None)
     monkeypatch.setattr(verdicts, "_found", lambda parts, *given: asked.add(parts[0]))
-    geometry = models.geometry(models.resolve("llama-3.1-8b"))
+    geometry = configuration.geometry(names.resolve("llama-3.1-8b"))
     for name in script.MADE:
         asked.clear()
         script.compile_for(name, geometry, torch.bfloat16)

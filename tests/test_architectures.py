@@ -17,15 +17,16 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from architectures import HYBRID, MIXTURES, SLICED, SLIDES, TINY, build
-from kvcal import models
-from kvcal.capture import Capture
-from kvcal.checkpoint import Origins
-from kvcal.fit import fit
-from kvcal.layerwise import open_layerwise
+from kvcal.calibrate.driver import fit
+from kvcal.capture.scan import Capture
 from kvcal.methods.aqua_kv import AquaKV
+from kvcal.methods.data_free import preset
 from kvcal.methods.kvtuner import KVTuner
-from kvcal.methods.plain import preset
-from kvcal.weights import empty_model
+from kvcal.models import loading
+from kvcal.models.conversion import Origins
+from kvcal.models.layerwise import open_layerwise
+from kvcal.models.names import resolve
+from kvcal.models.weights import empty_model
 from kvcal_artifacts import hf, load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context
@@ -166,7 +167,7 @@ def text(length: int = 68) -> Any:
 
 
 def fitted(method: Any, model: Any, path: Path, **options: Any) -> Any:
-    from kvcal.capture import WholeModel
+    from kvcal.capture.scan import WholeModel
 
     return fit(
         method, WholeModel(model), text(), path, model_record={}, revision=None, device=torch.device("cpu"), **options
@@ -363,8 +364,8 @@ def test_text_towers(kind: str, frame: str, tmp_path: Path) -> None:
 
 def assert_layerwise(folder: Path, model: Any) -> None:
     """Whole and layer by layer, every parameter of the language model is the saved one."""
-    source = models.resolve(str(folder))
-    whole = dict(models.load_model(source, dtype="float32", device="cpu").model.named_parameters())
+    source = resolve(str(folder))
+    whole = dict(loading.load_model(source, dtype="float32", device="cpu").model.named_parameters())
     parts = open_layerwise(source, dtype="float32", device="cpu")
     parts.load_outer()
     for index in range(len(parts)):
@@ -444,9 +445,9 @@ def test_a_tensor_of_another_shape_is_named(name: str, tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[tensor] = tensors[tensor][:96].clone()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    source = models.resolve(str(tmp_path))
+    source = resolve(str(tmp_path))
     parts = open_layerwise(source, dtype="float32", device="cpu")
-    for load in (lambda: models.load_model(source, dtype="float32", device="cpu"), lambda: parts.load_layer(1)):
+    for load in (lambda: loading.load_model(source, dtype="float32", device="cpu"), lambda: parts.load_layer(1)):
         with pytest.raises(ModelUnavailable, match=rf"model\.safetensors: {tensor} {said}"):
             load()
 
@@ -457,9 +458,9 @@ def test_a_missing_expert_is_said(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.block_sparse_moe.experts.2.w1.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    source = models.resolve(str(tmp_path))
+    source = resolve(str(tmp_path))
     for load in (
-        lambda: models.load_model(source, dtype="float32", device="cpu"),
+        lambda: loading.load_model(source, dtype="float32", device="cpu"),
         lambda: open_layerwise(source, dtype="float32", device="cpu").load_layer(1),
     ):
         with pytest.raises(ModelUnavailable, match=r"block_sparse_moe\.experts") as caught:
@@ -472,9 +473,9 @@ def test_config_of_another_width_names_the_tensor(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
-    source = models.resolve(str(tmp_path))
+    source = resolve(str(tmp_path))
     said = r"model\.safetensors: model\.layers\.\d\.mlp\.\w+\.weight has shape .*, its config\.json asks for"
     with pytest.raises(ModelUnavailable, match=said):
-        models.load_model(source, dtype="float32", device="cpu")
+        loading.load_model(source, dtype="float32", device="cpu")
     with pytest.raises(KVCalError, match=said):
         open_layerwise(source, dtype="float32", device="cpu").load_layer(0)

@@ -12,10 +12,11 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 
-from kvcal.capture import Capture, WholeModel
-from kvcal.diff import SECTIONS, compared
+from kvcal.bundles.diff import SECTIONS, compared
+from kvcal.capture.scan import Capture, WholeModel
 from kvcal.evaluate.errors import measured_head_errors, stored_head_errors
-from kvcal.models import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.windows import HeavyHitters
 from models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
@@ -193,7 +194,7 @@ def test_diff_of_two_methods(base: Path, bundle: Path) -> None:
 
 def test_layers_are_counted_not_spelled(bundle: Path, tmp_path: Path) -> None:
     """Layer 2 before layer 10."""
-    from kvcal.diff import _place
+    from kvcal.bundles.diff import _place
 
     names = ["layers.10.key.a", "layers.2.value.a", "layers.2.key.b"]
     assert sorted(names, key=_place) == ["layers.2.key.b", "layers.2.value.a", "layers.10.key.a"]

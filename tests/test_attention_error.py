@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from architectures import TINY, initialise
-from kvcal.capture import Capture, WholeModel
+from kvcal.capture.scan import Capture, WholeModel
 from kvcal.evaluate.attention_error import attention_errors
-from kvcal.methods.plain import Preset
+from kvcal.methods.data_free import Preset
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context
 from kvcal_artifacts.scheme import Scheme

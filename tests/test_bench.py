@@ -21,7 +21,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from architectures import TINY
 from interpreted import interpreted, needs_triton
-from kvcal import checkout
 from kvcal.bench import (
     caches,
     decoding,
@@ -52,10 +51,11 @@ from kvcal.bench.operation import Operation
 from kvcal.bench.operations import OPERATIONS
 from kvcal.bench.target import Target
 from kvcal.bench.timing import Clock
-from kvcal.catalogue import CATALOGUE, Geometry
 from kvcal.commands import bench as command
-from kvcal.commands import doctor
+from kvcal.commands import bench_measured, bench_options, bench_projected, doctor
+from kvcal.models.catalogue import CATALOGUE, Geometry
 from kvcal.report import bench as report
+from kvcal.report import checkout
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import (
     CODECS,
@@ -416,7 +416,7 @@ def test_a_jetson_is_known_by_its_systems_release(tmp_path: Path, monkeypatch: p
     assert away.device is None
     given = {"model": None, "revision": None, "preset": ["kivi-2"], "bundle": None, "operation": None, "length": "1k"}
     given |= {"batch": None, "sink": None, "recent": None, "dtype": "auto", "memory": None}
-    said = command._projected(given, away, "llama-3.1-8b", ["fused-attention"])["why_projected"]
+    said = bench_projected.projected(given, away, "llama-3.1-8b", ["fused-attention"])["why_projected"]
     assert said.startswith("this machine is not known to be a Jetson Orin Nano")
 
 
@@ -435,9 +435,12 @@ def test_a_jetson_measures_or_says_why_not(tmp_path: Path, monkeypatch: pytest.M
     for name in ("jetson", "jetson-orin-nano"):
         found = target.target(name)
         assert (found.name, found.device, found.jetson) == ("jetson-orin-nano", torch.device("cuda"), True)
-    assert command._wanted(None, target.target("jetson"))[:2] == ["innerq-table-4", "decode-then-attend"]
-    assert command._wanted(None, target.target("jetson-orin-nano"))[0] == "decode-then-attend"
-    assert command._wanted(["innerq-table-4"], target.target("jetson")) == ["innerq-table-4"]
+    assert bench_options.wanted_operations(None, target.target("jetson"))[:2] == [
+        "innerq-table-4",
+        "decode-then-attend",
+    ]
+    assert bench_options.wanted_operations(None, target.target("jetson-orin-nano"))[0] == "decode-then-attend"
+    assert bench_options.wanted_operations(["innerq-table-4"], target.target("jetson")) == ["innerq-table-4"]
 
 
 # Measured.
@@ -986,7 +989,7 @@ from dataclasses import replace
 import torch
 from kvcal.bench import fused, kernels, schemes, tables
 from kvcal.bench.layer import Case
-from kvcal.catalogue import CATALOGUE
+from kvcal.models.catalogue import CATALOGUE
 from test_bench import of_few_codewords
 geometry = replace(CATALOGUE["llama-3.1-8b"].geometry, heads=2, kv_heads=1, head_dim=128)
 for name in ("kivi-2", "innerq-hybrid-plain", "innerq-hybrid", "squat-pre-2"):
@@ -1228,9 +1231,9 @@ def test_required_kernels_take_vector_codes_and_no_layer_of_a_bundle_is_left_out
 @needs_triton
 def test_default_schemes_of_a_gpu_are_those_of_the_page() -> None:
     """None is refused; each form of the page's table is there, but for the mixed pair and grids in bytes, which are named."""
-    geometry = CATALOGUE[command.MODEL].geometry
-    assert [fused.refuses_anywhere(case(name, 1, 4096, geometry)) for name in command.GPU_SCHEMES] == [None] * 15
-    pairs = [schemes.named(name, geometry).codecs for name in command.GPU_SCHEMES]
+    geometry = CATALOGUE[bench_options.MODEL].geometry
+    assert [fused.refuses_anywhere(case(name, 1, 4096, geometry)) for name in bench_options.GPU_SCHEMES] == [None] * 15
+    pairs = [schemes.named(name, geometry).codecs for name in bench_options.GPU_SCHEMES]
     found = {(_behind(pair.key).fused(), _behind(pair.value).fused()) for pair in pairs}
     script = runpy.run_path(str(ROOT / "docs" / "benchmarks" / "decode_attention.py"), run_name="decode_attention")
     wanted = {
@@ -1337,7 +1340,7 @@ def test_shapes_that_were_measured_on_gpus_are_not_refused(batch: int, length: i
         every = [operation.needs(one) for operation in OPERATIONS.values()]
         assert max(*every, needed.peers(one, torch.float16)) < 78 * 2**30
     assert needed.whole(one) > 2 * 2 * batch * length * 8 * 128  # what comes in, at least
-    beyond = needed.Room(gpu, 78 << 30).lacks(needed.whole(replace(one, batch=1024, length=32768)))
+    beyond = needed.FreeMemory(gpu, 78 << 30).lacks(needed.whole(replace(one, batch=1024, length=32768)))
     assert str(beyond).startswith("needs ") and "78.0 GiB are free on cuda" in str(beyond)
 
 
@@ -1414,7 +1417,7 @@ def test_hybrid_shares_are_what_they_are_named_after() -> None:
 def test_mixkvq_shares_add_up() -> None:
     found = measured(["mixkvq"], list(operations.TABLES["mixkvq-table-7"]), length=300)
     rebuilt = [rows.Row(**{k: v for k, v in row.items() if k in rows.Row.__dataclass_fields__}) for row in found]
-    shares = [row.more["share_percent"] for row in command._with_shares(rebuilt) if "share_percent" in row.more]
+    shares = [row.more["share_percent"] for row in bench_measured._with_shares(rebuilt) if "share_percent" in row.more]
     assert len(shares) == 3
     assert sum(shares) == pytest.approx(100)
 
@@ -1740,7 +1743,7 @@ def test_memory_is_asked_for_before_anything_is_measured(monkeypatch: pytest.Mon
     assert done.code == 2 and "on how much memory? give --memory in GiB" in done.complaint
     given: dict[str, Any] = {"memory": None}
     for where in (HERE_GPU, Target("a100-40gb", None, devices.device("a100-40gb"))):  # that have memory of their own
-        command._check_memory(given, where, ["longest-generation"])
+        bench_options.check_memory(given, where, ["longest-generation"])
 
 
 @pytest.mark.parametrize("name", ["cpu", "jetson-agx-orin"])
@@ -1773,7 +1776,7 @@ def test_plots_of_projections(tmp_path: Path) -> None:
 def test_a_memory_as_large_as_allowed_has_figures() -> None:
     options = [
         "--memory",
-        str(command.MOST_GIB),
+        str(bench_options.MOST_GIB),
         "-o",
         "largest-batch",
         "-o",
@@ -2010,28 +2013,28 @@ WITHOUT = {"preset": None, "bundle": None}
 def test_what_an_operation_takes(where: Target, operation: str, taken: tuple[str, ...]) -> None:
     for name in (*DEPENDING, *EVERYWHERE):
         if name in (*taken, *EVERYWHERE):
-            command.check_taken(WITHOUT, where, [operation], {name})
+            bench_options.check_taken(WITHOUT, where, [operation], {name})
         else:
             with pytest.raises(
                 UsageError, match=rf"--{name.replace('_', '-')} applies only to .*, and there is none: give "
             ):
-                command.check_taken(WITHOUT, where, [operation], {name})
+                bench_options.check_taken(WITHOUT, where, [operation], {name})
 
 
 def test_what_has_no_scheme_takes_none() -> None:
     for where, name_of in ((PROJECTED, "innerq-table-4"), (HERE_CPU, "mlp")):
         for name in ("preset", "bundle", "sink", "recent"):
             with pytest.raises(UsageError, match=f"--{name} applies only to rows of a scheme"):
-                command.check_taken(WITHOUT, where, [name_of], {name})
+                bench_options.check_taken(WITHOUT, where, [name_of], {name})
     with pytest.raises(UsageError, match="--model applies only to rows of a given model"):
-        command.check_taken(WITHOUT, PROJECTED, ["innerq-table-4"], {"model"})
+        bench_options.check_taken(WITHOUT, PROJECTED, ["innerq-table-4"], {"model"})
     with pytest.raises(UsageError, match="--sink applies only to schemes by name"):
-        command.check_taken({"preset": None, "bundle": ["x"]}, HERE_CPU, ["quantise"], {"sink"})
-    command.check_taken({"preset": ["fp8"], "bundle": ["x"]}, HERE_CPU, ["quantise"], {"sink"})
+        bench_options.check_taken({"preset": None, "bundle": ["x"]}, HERE_CPU, ["quantise"], {"sink"})
+    bench_options.check_taken({"preset": ["fp8"], "bundle": ["x"]}, HERE_CPU, ["quantise"], {"sink"})
 
 
 def test_one_row_that_takes_it_is_enough() -> None:
-    command.check_taken(WITHOUT, HERE_CPU, ["append", "longest-generation"], {*DEPENDING, *EVERYWHERE})
+    bench_options.check_taken(WITHOUT, HERE_CPU, ["append", "longest-generation"], {*DEPENDING, *EVERYWHERE})
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kvcal.catalogue import Geometry
 from kvcal.methods.aqua_kv import AquaKV
-from kvcal.methods.backbones import backbone
+from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.mixkvq import MixKVQ
-from kvcal.methods.plain import PRESETS, Preset
-from kvcal.models import geometry, resolve
+from kvcal.methods.registry import backbone
+from kvcal.models.catalogue import Geometry
+from kvcal.models.configuration import geometry
+from kvcal.models.names import resolve
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import UsageError
 from pages import ROOT

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from fork_server import forking
-from kvcal.build import COMMANDS
 from kvcal.commands.build import KINDS, RECORDS
 from kvcal.methods import METHODS
+from kvcal.pipeline.build import COMMANDS
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.errors import UsageError
 from models_fixture import SUFFIX, Done, finished, killed_at, kvcal, started, wait_until, write_model, write_text
@@ -330,7 +330,7 @@ def test_only_what_changed_is_built_again(built: Path, usual: dict[str, str]) ->
 
 
 def test_another_version_builds_all_again(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcal.build.__version__", "99")
+    monkeypatch.setattr("kvcal.pipeline.build.__version__", "99")
     for why in actions(build(built, "--dry-run")).values():
         assert why is not None and why.startswith("kvcal ") and why.endswith(" -> 99")
 
@@ -340,7 +340,7 @@ def test_another_cpu_builds_again_what_it_decides(
     built: Path, monkeypatch: pytest.MonkeyPatch, name: str, other: Any
 ) -> None:
     """As provenance has it: `reproduce` would not find the same bytes. A preset is made of no sums."""
-    from kvcal.fit import cpu_record
+    from kvcal.calibrate.provenance import cpu_record
 
     own = cpu_record()
     monkeypatch.setattr("kvcal.commands.build.cpu_record", lambda: own | {name: other})

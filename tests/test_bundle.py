@@ -26,7 +26,7 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from architectures import TINY, build, initialise, rope
-from kvcal.methods.plain import Preset
+from kvcal.methods.data_free import Preset
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.bundle import FORMAT, Bundle
 from kvcal_artifacts.canonical import canonical, sha256_text, tensor_bytes

@@ -33,7 +33,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from kvcal.methods.backbones import backbone
+from kvcal.methods.registry import backbone
 from kvcal.methods.transform import allocate
 from kvcal_artifacts import bundle as format_of
 from kvcal_artifacts import checked, load_bundle

@@ -25,8 +25,8 @@ from transformers import DynamicCache
 
 import schemes
 from architectures import TINY, build
-from kvcal.methods.backbones import BACKBONES
-from kvcal.methods.plain import PRESETS, Preset
+from kvcal.methods.data_free import PRESETS, Preset
+from kvcal.methods.registry import BACKBONES
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape

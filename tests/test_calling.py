@@ -17,7 +17,7 @@ from kvcal.bench import caches, calling, generation, layer, schemes
 from kvcal.bench.calling import Called
 from kvcal.bench.decoding import CHECKED, Stepper
 from kvcal.bench.rows import Row
-from kvcal.catalogue import Geometry
+from kvcal.models.catalogue import Geometry
 from models_fixture import kvcal
 from test_generation import LENGTH, geometry, kind, model, plain, script
 

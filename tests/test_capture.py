@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 from architectures import TINY, VARIANTS
-from kvcal import capture, models, spill
-from kvcal.capture import Capture, LayerTaps, WholeModel, default_batch
+from kvcal.capture import call, spill
+from kvcal.capture.scan import Capture, LayerTaps, WholeModel, default_batch
+from kvcal.capture.spill import SpillStore
+from kvcal.models import layerwise, names
 from kvcal.report.timing import PhaseTimer
-from kvcal.spill import SpillStore
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 
 ALL = TINY | VARIANTS
@@ -143,7 +144,7 @@ def test_one_at_a_time_is_exactly_one_window() -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_repeated_kv_heads_attend_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way around grouped attention, which float32 on CUDA takes."""
-    monkeypatch.setattr(capture, "kv_repeats", lambda site, x: 2)
+    monkeypatch.setattr(call, "kv_repeats", lambda site, x: 2)
     for key, x in run(tiny(name), tokens()).items():
         torch.testing.assert_close(x, captured(name)[key], rtol=1e-4, atol=1e-4)
     assert tiny(name).model.layers[0].self_attn.num_key_value_groups == 2
@@ -258,7 +259,7 @@ def test_one_layer_in_memory_at_a_time(name: str) -> None:
 
 def test_layerwise_weights_are_a_source(tmp_path: Path) -> None:
     tiny("granite").save_pretrained(tmp_path)
-    source = models.open_layerwise(models.resolve(str(tmp_path)), dtype="float32", device="cpu")
+    source = layerwise.open_layerwise(names.resolve(str(tmp_path)), dtype="float32", device="cpu")
     found = run(source, tokens())
     assert all(torch.equal(found[key], x) for key, x in captured("granite").items())
     assert all(parameter.is_meta for parameter in source.model.parameters())

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcal import checkout
-from kvcal.checkout import commit_of
+from kvcal.report import checkout
+from kvcal.report.checkout import commit_of
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 FILES = ("kvcal/__init__.py", "artifacts/kvcal_artifacts/__init__.py", "kernels/kvcal_kernels/__init__.py")

@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kvcal import corpus, models, weights
-from kvcal.models import load_model, resolve
+from kvcal.models import configuration, names, weights
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
+from kvcal.text import sources
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.windows import HeavyHitters
 from models_fixture import SMALL, SUFFIX, Done, finished, kvcal, started, write_model, write_text
@@ -88,7 +90,7 @@ def test_rows_of_an_evaluation(evaluation: Done) -> None:
 def test_full_precision_is_the_perplexity_of_a_plain_forward(base: Path, rows: dict[str, dict[str, Any]]) -> None:
     """No cache, no steps: each window at once."""
     loaded = load_model(resolve(str(base / "model")), dtype="float32", device="cpu")
-    ids = corpus.evaluation_windows(loaded.tokenizer, str(base / "words.txt"), windows=WINDOWS, length=LENGTH).ids
+    ids = sources.evaluation_windows(loaded.tokenizer, str(base / "words.txt"), windows=WINDOWS, length=LENGTH).ids
     with torch.no_grad():
         logits = loaded.model(input_ids=ids, use_cache=False).logits[:, :-1]
     nats = functional.cross_entropy(logits.flatten(0, 1).double(), ids[:, 1:].flatten())
@@ -230,7 +232,7 @@ def test_random_weights_of_a_seed_from_fit_to_generate(base: Path, tmp_path: Pat
 
 def test_random_weights_of_a_model_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tokenizer either: random token ids to evaluate on, and no prompt to read."""
-    geometry = models.geometry_config(models.resolve("qwen2.5-0.5b"))
+    geometry = configuration.geometry_config(names.resolve("qwen2.5-0.5b"))
     small = {
         "num_hidden_layers": 1,
         "layer_types": ["full_attention"],
@@ -240,8 +242,8 @@ def test_random_weights_of_a_model_that_is_not_here(monkeypatch: pytest.MonkeyPa
     }
     for name, value in small.items():
         setattr(geometry, name, value)
-    monkeypatch.setattr(models, "geometry_config", lambda source: geometry)
-    monkeypatch.setattr(models, "geometry", lambda source: SimpleNamespace(vocab=300, context=32768))
+    monkeypatch.setattr(configuration, "geometry_config", lambda source: geometry)
+    monkeypatch.setattr(configuration, "geometry", lambda source: SimpleNamespace(vocab=300, context=32768))
     mine = ["--model", "qwen2.5-0.5b", "--random-weights", "--preset", "higgs-2"]
     done = kvcal("eval", *mine, "--length", LENGTH, "--json")
     assert done.json["text"] == "random-tokens:0" and done.json["windows"] == 4, done.err

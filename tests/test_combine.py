@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcal.combine import combine
-from kvcal.models import load_model, resolve
+from kvcal.bundles.combine import combine
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError

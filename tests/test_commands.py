@@ -154,7 +154,9 @@ def test_a_place_that_cannot_be_written_is_one_line_before_any_work(
     (tmp_path / "folder.png" / "file").touch()
     os.mkfifo(pipe := tmp_path / "folder.png" / "pipe.png")
     place = {"no folder": "none/x.png", "folder": "folder.png", "long name": f"{'x' * 300}.png", "pipe": pipe}[kind]
-    monkeypatch.setattr("kvcal.models.load_model", lambda *args, **kwargs: pytest.fail("the model was read before"))
+    monkeypatch.setattr(
+        "kvcal.models.loading.load_model", lambda *args, **kwargs: pytest.fail("the model was read before")
+    )
     refused(kvcal(name, *needed(name, base, tmp_path), option, place))
     assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["file", "folder.png", "pipe.png"]
     assert pipe.is_fifo()
@@ -175,7 +177,9 @@ def test_what_is_no_result_of_the_command_is_not_overwritten(
 ) -> None:
     path, content = tmp_path / "out.json", content.replace(b"NAME", name.encode())
     path.write_bytes(content)
-    monkeypatch.setattr("kvcal.models.load_model", lambda *args, **kwargs: pytest.fail("the model was read before"))
+    monkeypatch.setattr(
+        "kvcal.models.loading.load_model", lambda *args, **kwargs: pytest.fail("the model was read before")
+    )
     given = [*needed(name, base, tmp_path), *options, "--output", path]
     refused(kvcal(name, *given), str(path), f"no result file of `kvcal {name}`", "give another name")
     assert path.read_bytes() == content and [entry.name for entry in tmp_path.iterdir()] == ["out.json"]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcal.commands import compare as command
-from kvcal.compare import best, front
+from kvcal.search.comparison import best, front
 from models_fixture import SUFFIX, kvcal, write_model, write_text
 
 LENGTH = 220

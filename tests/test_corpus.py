@@ -16,17 +16,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvcal import corpus, hub, textfiles
-from kvcal.corpus import (
-    EMBEDDED,
-    evaluation_windows,
-    pieces,
-    random_windows,
-    resolve_text,
-    token_windows,
-)
-from kvcal.models import resolve
-from kvcal.textfiles import read_file
+from kvcal.models import hub
+from kvcal.models.names import resolve
+from kvcal.text import files, sources
+from kvcal.text.files import read_file
+from kvcal.text.sources import EMBEDDED, evaluation_windows, pieces, random_windows, resolve_text, token_windows
 from kvcal_artifacts.errors import KVCalError, TextError, TextUnavailable, UsageError
 
 pytestmark = pytest.mark.transformers
@@ -187,14 +181,14 @@ def test_pieces_are_cut_before_a_line_or_a_word() -> None:
 def test_large_files_are_read_lazily(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "large.txt", numbered(1_000_000))  # 7 MB
     taken: list[int] = []
-    decoded = textfiles.decoded
+    decoded = files.decoded
 
     def counting(file: Path) -> Iterator[str]:
         for part in decoded(file):
             taken.append(len(part))
             yield part
 
-    monkeypatch.setattr(textfiles, "decoded", counting)
+    monkeypatch.setattr(files, "decoded", counting)
     token_windows(WITH_BOS, path, windows=2, length=64)
     assert sum(taken) < 3 << 20
 
@@ -203,7 +197,7 @@ def test_large_files_are_read_lazily(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_embedded_text_is_what_its_readme_says() -> None:
-    readme = (corpus.TEXT / "README.md").read_text("utf-8")
+    readme = (sources.TEXT / "README.md").read_text("utf-8")
     for name, path in EMBEDDED.items():
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         assert digest in readme, name
@@ -214,12 +208,12 @@ def test_embedded_text_is_what_its_readme_says() -> None:
 
 def test_defaults() -> None:
     tiny, real = resolve("tiny"), resolve("llama-3.2-3b")
-    assert corpus.default_text(tiny, "calibration") == "embedded:calibration"
-    assert corpus.default_text(tiny, "evaluation") == "embedded:evaluation"
+    assert sources.default_text(tiny, "calibration") == "embedded:calibration"
+    assert sources.default_text(tiny, "evaluation") == "embedded:evaluation"
     for purpose in ("calibration", "evaluation"):
-        assert resolve_text(corpus.default_text(real, purpose)).kind == "dataset"
+        assert resolve_text(sources.default_text(real, purpose)).kind == "dataset"
     with pytest.raises(UsageError, match="allowed are calibration, evaluation"):
-        corpus.default_text(tiny, "training")
+        sources.default_text(tiny, "training")
 
 
 def test_plain_xz_and_line_ends(tmp_path: Path) -> None:
@@ -365,7 +359,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(13, "Permission denied")
 
     path = write(tmp_path / "a.txt.xz", b"")
-    monkeypatch.setattr(textfiles, "open", forbidden, raising=False)
+    monkeypatch.setattr(files, "open", forbidden, raising=False)
     assert "cannot be read (Permission denied)" in refused(path)
 
 
@@ -382,7 +376,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     rows: list[Any] = [{"text": numbered(50)}, {"text": numbered(50)}]
     monkeypatch.setattr(hub, "reachable", lambda: True)
     monkeypatch.setattr(hub, "dataset_info", lambda _: type("Info", (), {"sha": "abc123"}))
-    monkeypatch.setattr(corpus, "_rows", lambda *_: rows)
+    monkeypatch.setattr(sources, "_rows", lambda *_: rows)
     return rows
 
 
@@ -405,7 +399,7 @@ def test_a_stream_that_breaks_off(streamed: list[Any], monkeypatch: pytest.Monke
         yield streamed[0]
         raise ConnectionError("reset\nby peer")
 
-    monkeypatch.setattr(corpus, "_rows", rows)
+    monkeypatch.setattr(sources, "_rows", rows)
     assert "broke off after row 1 (reset by peer)" in refused("org/name", windows=100)
 
 
@@ -429,7 +423,7 @@ def test_data_set_errors(streamed: list[Any], monkeypatch: pytest.MonkeyPatch) -
         def fail(*_: Any, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr(corpus, "_rows", fail)
+        monkeypatch.setattr(sources, "_rows", fail)
         assert said in refused("org/name")
 
 

@@ -409,7 +409,7 @@ def test_a_benchmark_runs_on_the_device_that_is_given(monkeypatch: pytest.Monkey
         sys.exit(7)
 
     monkeypatch.setattr(bench, "on", current)
-    monkeypatch.setattr(bench, "_measured", measured)
+    monkeypatch.setattr(bench, "measured_rows", measured)
     monkeypatch.setattr(bench, "target", lambda name: Target("Card 1", torch.device(name), None))
     assert kvcal("bench", "--device", "cuda:1").code == 7
     assert seen == [SECOND]

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from kvcal.bundles.provenance import recorded
+from kvcal.bundles.publish import pull
 from kvcal.cli.app import COMMANDS
 from kvcal.commands.common import tokenizer_for
-from kvcal.folding import write_folded
-from kvcal.models import load_tokenizer, resolve
-from kvcal.publish import pull
-from kvcal.recorded import recorded
-from kvcal.textfiles import read_file
+from kvcal.models.files import load_tokenizer
+from kvcal.models.folding import write_folded
+from kvcal.models.names import resolve
+from kvcal.text.files import read_file
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, TextError

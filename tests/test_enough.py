@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from architectures import TINY, initialise
-from kvcal import enough, models
-from kvcal.enough import ADVISED, few_vectors, too_little, worse_than_none
+from kvcal.calibrate import needs
+from kvcal.calibrate.needs import ADVISED, few_vectors, too_little, worse_than_none
 from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.innerq import InnerQ
 from kvcal.methods.kvtuner import KVTuner
 from kvcal.methods.mixkvq import MixKVQ
 from kvcal.methods.squat import Squat
 from kvcal.methods.vqkv import VQKV
+from kvcal.models import catalogue
 from kvcal_artifacts.codecs import Shape
 from models_fixture import kvcal, write_text, write_tokenizer
 
@@ -163,7 +164,9 @@ def test_little_text_is_said_before_the_work(
     def stopped(*_: Any, **__: Any) -> None:
         raise RuntimeError("stopped")
 
-    monkeypatch.setattr(f"kvcal.{'fit' if command == 'fit-predictors' else 'commands.probe'}.Capture", stopped)
+    monkeypatch.setattr(
+        f"kvcal.{'calibrate.driver' if command == 'fit-predictors' else 'commands.probe'}.Capture", stopped
+    )
     done = kvcal(command, *named, *LITTLE, *fitted, *asked, "--no-resume")
     assert ("too little text" in done.err and done.code == 70) or "stopped" in done.err
 
@@ -181,9 +184,9 @@ def test_little_text_for_codebooks_and_thresholds(base: Path, tmp_path: Path) ->
 
 def test_defaults_have_text_enough(base: Path) -> None:
     """What every preset of the catalogue calibrates on: nothing to say of any model's predictors."""
-    for entry in models.CATALOGUE.values():
+    for entry in catalogue.CATALOGUE.values():
         geometry, own = entry.geometry, entry.presets["aqua-kv"]
         shape = Shape(geometry.kv_heads, geometry.head_dim, 32)
         windows, tokens = own["windows"] - own["holdout"], own["length"] - 4
         assert too_little(AquaKV(), shape, 1, windows, tokens // 32 * 32) == []
-    assert enough.few_tokens({"k=k1": 10}, 0) == []  # no token at all is an error, which says so
+    assert needs.few_tokens({"k=k1": 10}, 0) == []  # no token at all is an error, which says so

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from kvcal import kept
-from kvcal.folding import write_folded
-from kvcal.kept import beside
-from kvcal.models import resolve
+from kvcal.calibrate import checkpoint
+from kvcal.calibrate.checkpoint import partial_folder
+from kvcal.models.folding import write_folded
+from kvcal.models.names import resolve
 from kvcal_artifacts import files
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.files import write_atomically
@@ -196,7 +196,7 @@ def test_a_foreign_folder_in_the_place_of_a_killed_run_stays(
     what: str, resume: str, base: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / f"x{SUFFIX}"
-    folder, far = beside(output), tmp_path / "far"
+    folder, far = partial_folder(output), tmp_path / "far"
     far.mkdir()
     (far / "thesis.txt").write_text("years of work")
     if what == "link":
@@ -222,7 +222,7 @@ def test_a_foreign_folder_in_the_place_of_a_killed_run_stays(
 @pytest.mark.parametrize("what", ["empty", "temporary", "damaged", "of before"])
 def test_a_folder_of_ours_is_used_or_removed(what: str, base: Path, tmp_path: Path) -> None:
     output = tmp_path / f"x{SUFFIX}"
-    folder = beside(output)
+    folder = partial_folder(output)
     folder.mkdir()
     if what == "temporary":
         (folder / ".settings.json.abcdefgh.tmp").write_text("{")
@@ -259,7 +259,7 @@ def test_only_folders_of_ours_are_forgotten(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "partial" / names[2] / "settings.json").write_text(json.dumps({"key": "0" * 64}))
     for name in names:
         os.utime(tmp_path / "partial" / name, (0, 0))
-    kept.Work("eval", {}, output=None, resume=True, say=lambda line: None)
+    checkpoint.CommandCheckpoint("eval", {}, output=None, resume=True, say=lambda line: None)
     assert sorted(path.name for path in (tmp_path / "partial").iterdir()) == sorted(names[:2])
 
 
@@ -371,12 +371,12 @@ def test_pipes_among_what_a_killed_run_left(base: Path, tmp_path: Path, monkeypa
     output = tmp_path / f"x{SUFFIX}"
     done = finished(started(*fitting(base, output, "--text", base / "missing"), folder=tmp_path))
     assert done.code == 1  # nothing kept yet
-    folder = beside(output)
+    folder = partial_folder(output)
     folder.mkdir()
     os.mkfifo(folder / "layer-0000.safetensors")
     assert kvcal(*fitting(base, output)).code == 0
     monkeypatch.setenv("KVCAL_CACHE_DIR", str(tmp_path / "cache"))
-    work = kept.Work("eval", {}, output=None, resume=True, say=lambda line: None)
+    work = checkpoint.CommandCheckpoint("eval", {}, output=None, resume=True, say=lambda line: None)
     work.keep("row", 1)
     (work.folder / "row.json").unlink()
     os.mkfifo(work.folder / "row.json")
@@ -384,7 +384,7 @@ def test_pipes_among_what_a_killed_run_left(base: Path, tmp_path: Path, monkeypa
     stages = tmp_path / ".y.partial"
     stages.mkdir()
     os.mkfifo(stages / "key-001.safetensors")
-    from kvcal.train import StageCheckpoint
+    from kvcal.calibrate.codebooks import StageCheckpoint
 
     assert StageCheckpoint(tmp_path / "y", {}, resume=True).load("key", 1) is None
 
@@ -398,7 +398,7 @@ def test_a_pipe_in_a_model_folder(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("alarm")
 def test_a_pipe_as_the_summary_of_a_job(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcal.gates import Check, report
+    from kvcal.pipeline.gates import Check, report
 
     os.mkfifo(tmp_path / "summary")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary"))

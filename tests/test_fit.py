@@ -16,11 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvcal import corpus
-from kvcal.capture import Capture
+from kvcal.capture.scan import Capture
 from kvcal.cli.failure import explain
 from kvcal.methods.aqua_kv import PREDICTOR_KINDS, AquaKV
-from kvcal.models import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
+from kvcal.text import sources
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context, Predicted
@@ -256,7 +257,7 @@ def test_no_resume_starts_anew(given: Given, usual: dict[str, Any], broken_off: 
 def holdout(given: Given, count: int) -> Tensor:
     """The held-out windows of a fit of 8."""
     tokenizer = load_model(resolve(str(given.folder)), dtype="float32", device="cpu").tokenizer
-    return corpus.token_windows(tokenizer, str(given.text), windows=8, holdout=count, length=68, seed=0).holdout
+    return sources.token_windows(tokenizer, str(given.text), windows=8, holdout=count, length=68, seed=0).holdout
 
 
 def served(scheme: Scheme, model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from architectures import build
 from interpreted import interpreted, needs_triton
-from kvcal.methods.plain import Preset
+from kvcal.methods.data_free import Preset
 from kvcal_artifacts import operator
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.cache.rope import StoredRope

@@ -10,15 +10,16 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from kvcal.capture import Capture
+from kvcal.capture.scan import Capture
 from kvcal.commands.evaluation import Watched
 from kvcal.evaluate.canary import canary
 from kvcal.evaluate.layers import LayerErrors, worst_layer
 from kvcal.evaluate.perplexity import evaluate
-from kvcal.gates import Check, junit_xml, markdown, report
+from kvcal.methods.data_free import DataFree, Preset
 from kvcal.methods.mixkvq import MixKVQ
-from kvcal.methods.plain import DataFree, Preset
-from kvcal.models import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
+from kvcal.pipeline.gates import Check, junit_xml, markdown, report
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer, reading
 from kvcal_artifacts.errors import GateFailed, KVCalError

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from architectures import build
-from kvcal import models
 from kvcal.bench import caches, decoding, filled, generation, layer, schemes
 from kvcal.bench.caches import FLUSH_AT, Kind, Start
 from kvcal.bench.decoding import CHECKED, Ran, Stepper
 from kvcal.bench.generation import Search
 from kvcal.bench.rows import Row
-from kvcal.catalogue import Geometry
+from kvcal.models import configuration, names
+from kvcal.models.catalogue import Geometry
 from kvcal.report import bench as bench_report
 from kvcal_artifacts.cache.static import StaticLayer
 from kvcal_artifacts.scheme import Scheme
@@ -496,7 +496,7 @@ def test_quantized_cache() -> None:
 
 def test_quantos_cuda_code_is_asked_for_as_many_numbers_as_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caches, "installed", lambda module: True)
-    llama = models.geometry(models.resolve("llama-3.1-8b"))
+    llama = configuration.geometry(names.resolve("llama-3.1-8b"))
     for one in caches.quanto_kinds(SimpleNamespace(device=torch.device("cuda")), llama):
         assert one.most_rows(32768) == 64 and one.refusal(64, 32768) is None
         assert "32-bit integers" in str(one.refusal(65, 32768))

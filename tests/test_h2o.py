@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 import schemes
 from architectures import TINY
-from kvcal.methods.plain import Preset
+from kvcal.methods.data_free import Preset
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.cache import EvictingLayer, KVCalCache, reading

@@ -24,7 +24,7 @@ def began(*given: Any, **options: Any) -> None:
 
 
 # What a command does when its options are good: it reads its text, then the model.
-WORK = ("corpus.token_windows", "corpus.evaluation_windows", "models.load_model")
+WORK = ("text.sources.token_windows", "text.sources.evaluation_windows", "models.loading.load_model")
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,13 @@ def test_an_option_that_nothing_takes_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    for place in (*WORK, "models.open_layerwise", "commands.build.run_all", "commands.names._rows"):
+    for place in (
+        *WORK,
+        "models.layerwise.open_layerwise",
+        "commands.workbench.open_layerwise",
+        "commands.build.run_all",
+        "commands.names._rows",
+    ):
         monkeypatch.setattr(f"kvcal.{place}", began)
     monkeypatch.setattr("kvcal.commands.preset._from_config", began)
     done = kvcal(command, *placed([*stay, *idle], base))

@@ -15,18 +15,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from architectures import TINY
-from kvcal import folding, recorded
-from kvcal.capture import Capture, WholeModel
-from kvcal.corpus import evaluation_windows
+from kvcal.bundles import provenance
+from kvcal.calibrate.driver import fit
+from kvcal.capture.scan import Capture, WholeModel
 from kvcal.evaluate.outliers import outlier_twin, write_outlier_twin
 from kvcal.evaluate.perplexity import evaluate
-from kvcal.fit import fit
-from kvcal.folding import fold_in_place, write_folded
-from kvcal.methods.backbones import INNERQ_VALUES, backbone
+from kvcal.methods.data_free import preset
 from kvcal.methods.factors import by_queries, channel_factor, outlier_ratios, query_weight, share_pairs
 from kvcal.methods.innerq import InnerQ
-from kvcal.methods.plain import preset
-from kvcal.models import load_model, resolve
+from kvcal.methods.registry import INNERQ_VALUES, backbone
+from kvcal.models import folding
+from kvcal.models.folding import fold_in_place, write_folded
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
+from kvcal.text.sources import evaluation_windows
 from kvcal_artifacts import hf, load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Higgs, Predicted, Scaled, Shape, Uniform, build
@@ -309,9 +311,9 @@ def test_weights_are_mean_squares_of_queries(base: Path, tmp_path: Path) -> None
     assert "--search best: allowed are queries, plain" in run(base, output, "--search", "best").complaint
     assert run(base, output, "--search", "plain").code == 0
     made = load_bundle(output)
-    assert recorded.recorded(made).options["search"] == "plain"
+    assert provenance.recorded(made).options["search"] == "plain"
     del made.provenance["settings"]["search"]  # as bundles of before
-    assert recorded.recorded(made).options["search"] == "plain"
+    assert provenance.recorded(made).options["search"] == "plain"
 
 
 def test_a_cache_packs_by_weights(tmp_path: Path) -> None:

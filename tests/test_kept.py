@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from kvcal import kept
+from kvcal.calibrate import checkpoint as kept
+from kvcal.calibrate.checkpoint import CommandCheckpoint, partial_folder
 from kvcal.commands import bench
 from kvcal.evaluate.perplexity import _Sums
-from kvcal.kept import Work, beside
 from kvcal_artifacts.errors import KVCalError
 from models_fixture import ROOT_COMMAND, SUFFIX, Done, denied, killed_at, kvcal, write_model, write_text
 
@@ -125,14 +125,14 @@ def test_a_row_of_another_name_is_measured_whole(given: Given, cache: Path, tmp_
     assert kvcal("preset", "kivi-2", "--model", given.folder, "-o", old, "--no-check").code == 0
     command = ["compare", *given.named, *TEXT, "--bundle"]
     whole = good(kvcal(*command, old, "--json"))["rows"]
-    own = Work.keep
+    own = CommandCheckpoint.keep
 
-    def some(self: Work, name: str, value: Any) -> None:
+    def some(self: CommandCheckpoint, name: str, value: Any) -> None:
         own(self, name, value)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Work, "keep", some)
+        patch.setattr(CommandCheckpoint, "keep", some)
         assert kvcal(*command, old).code == 130
     assert len(pieces(cache, "windows-*.json")) == 1
     old.rename(new)
@@ -143,12 +143,12 @@ def test_with_an_output_it_keeps_beside_it(
     given: Given, cache: Path, tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
     output = tmp_path / "rows.json"
-    layer = beside(output) / ".fit-*.partial/layer-0002*"
+    layer = partial_folder(output) / ".fit-*.partial/layer-0002*"
     killed_at(str(layer), *given.command("compare"), "--output", output, folder=tmp_path)
     assert len(json.loads(output.read_text())["rows"]) == 4  # all but the one under predictors
     again = good(kvcal(*given.command("compare"), "--output", output, "--json"))
     assert (figures(again), again["resumed_rows"]) == (figures(undisturbed["compare"]), 4)
-    assert not beside(output).exists()
+    assert not partial_folder(output).exists()
     assert not (cache / "partial").exists()
     anew = good(kvcal(*given.command("compare"), "--output", output, "--no-resume", "--json"))
     assert (figures(anew), anew["resumed_rows"]) == (figures(undisturbed["compare"]), 0)
@@ -167,17 +167,17 @@ def test_a_killed_probe_goes_on(given: Given, cache: Path, tmp_path: Path, undis
 @pytest.fixture
 def broken_off(given: Given, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An eval that ended after three windows; its file."""
-    own, seen = Work.keep, 0
+    own, seen = CommandCheckpoint.keep, 0
 
-    def some(self: Work, name: str, value: Any) -> None:
+    def some(self: CommandCheckpoint, name: str, value: Any) -> None:
         nonlocal seen
         own(self, name, value)
         if (seen := seen + 1) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Work, "keep", some)
+    monkeypatch.setattr(CommandCheckpoint, "keep", some)
     assert kvcal(*given.command("eval")).code == 130
-    monkeypatch.setattr(Work, "keep", own)
+    monkeypatch.setattr(CommandCheckpoint, "keep", own)
     [file] = pieces(cache, "windows-*.json")
     assert windows_in(file) == 3
     return file

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import schemes
 from kvcal.methods.kvtuner import KVTuner, Pair, allocate
-from kvcal.models import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.errors import UsageError
 from models_fixture import SMALL, SUFFIX, kvcal, write_model, write_text

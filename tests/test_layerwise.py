@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from architectures import TINY, VARIANTS
-from kvcal.layerwise import LayerwiseWeights
-from kvcal.models import load_model, open_layerwise, resolve, weights_revision
+from kvcal.models.files import weights_revision
+from kvcal.models.layerwise import LayerwiseWeights, open_layerwise
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
 
 pytestmark = pytest.mark.transformers

@@ -14,24 +14,17 @@ from torch import Tensor
 
 import schemes
 from architectures import build
-from kvcal.capture import TapBatch, WholeModel
+from kvcal.calibrate.driver import fit
+from kvcal.capture.scan import TapBatch, WholeModel
 from kvcal.evaluate.attention_error import attention_errors
 from kvcal.evaluate.outliers import outlier_twin
-from kvcal.fit import fit
 from kvcal.methods.aqua_kv import AquaKV
-from kvcal.methods.backbones import backbone
 from kvcal.methods.base import Carry
-from kvcal.methods.composition import Composition, PlainComposition
-from kvcal.methods.learned import (
-    LEARNED,
-    CodebookBackbone,
-    FactorBackbone,
-    SubspaceBackbone,
-    TierBackbone,
-    learned,
-)
-from kvcal.methods.plain import Preset
-from kvcal.methods.seen import Seen
+from kvcal.methods.calibrated import CodebookBackbone, FactorBackbone, SubspaceBackbone, TierBackbone, calibration_of
+from kvcal.methods.composition import Composition, DataFreeComposition
+from kvcal.methods.data_free import Preset
+from kvcal.methods.registry import CALIBRATED, backbone
+from kvcal.methods.statistics import TrainingData
 from kvcal.report.timing import PhaseTimer
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
@@ -59,13 +52,13 @@ class Given:
             yield TapBatch(here, q, k, None)
 
 
-def shown(k: Tensor, q: Tensor, role: Role = "key", train: int = 7) -> Seen:
+def shown(k: Tensor, q: Tensor, role: Role = "key", train: int = 7) -> TrainingData:
     """k (N, H, T, D), q (N, H * group, T, D): the first windows are fitted on; sinks and later windows hold NaN."""
     k, q = k.clone(), q.clone()
     k[:, :, :SINK] = float("nan")
     k[train:], q[train:] = float("nan"), float("nan")
     carry = Carry(train, slice(SINK, SINK + TOKENS), SHAPE, PhaseTimer(), 4)
-    return Seen(1, role, Windows(SINK, 16, SHAPE.block), "post_rope", Given(q, k), carry)  # type: ignore[arg-type]
+    return TrainingData(1, role, Windows(SINK, 16, SHAPE.block), "post_rope", Given(q, k), carry)  # type: ignore[arg-type]
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -96,22 +89,22 @@ def score_error(codec: Any, k: Tensor, q: Tensor) -> float:
 
 
 def test_names() -> None:
-    assert learned("vq-2.5") == CodebookBackbone(2.5) and learned("vq-2-k16") == CodebookBackbone(2.0, 16)
-    assert learned("mixkvq-2.5") == TierBackbone(2.5)
-    assert learned("squat-3-g128-calibrated") == SubspaceBackbone("squat-3-g128")
-    assert learned("innerq-small-plain-scaled") == FactorBackbone("innerq-small-plain", "scaled")
-    assert learned("higgs-2-wide-debiased-balanced") == FactorBackbone("higgs-2-wide-debiased", "balanced")
-    assert [learned(name) for name in ("higgs-2", "mixkvq", "mixkvq-8-16", "squat-2", "nonsense")] == [None] * 5
+    assert calibration_of("vq-2.5") == CodebookBackbone(2.5) and calibration_of("vq-2-k16") == CodebookBackbone(2.0, 16)
+    assert calibration_of("mixkvq-2.5") == TierBackbone(2.5)
+    assert calibration_of("squat-3-g128-calibrated") == SubspaceBackbone("squat-3-g128")
+    assert calibration_of("innerq-small-plain-scaled") == FactorBackbone("innerq-small-plain", "scaled")
+    assert calibration_of("higgs-2-wide-debiased-balanced") == FactorBackbone("higgs-2-wide-debiased", "balanced")
+    assert [calibration_of(name) for name in ("higgs-2", "mixkvq", "mixkvq-8-16", "squat-2", "nonsense")] == [None] * 5
     made = Composition("vq-2", "higgs-2", ("0=higgs-4",))
     assert made.learns and not Composition("mixkvq-8-16", "kivi-2").learns
     assert made.codec(0, 4, "key")(SHAPE, "key").name == "higgs"  # type: ignore[operator]
-    for family in LEARNED.values():
-        assert learned(family.example) is not None
+    for family in CALIBRATED.values():
+        assert calibration_of(family.example) is not None
 
 
 def test_tiers_of_a_fixed_size_need_no_data() -> None:
     key, value = (
-        PlainComposition("mixkvq-8-0", "mixkvq-8-0").codec(0, 1, role)(SHAPE, role) for role in ("key", "value")
+        DataFreeComposition("mixkvq-8-0", "mixkvq-8-0").codec(0, 1, role)(SHAPE, role) for role in ("key", "value")
     )
     assert isinstance(key, MixKVQ) and (key.full, key.four, key.ragged) == (8, 0, False)
     assert isinstance(value, Uniform) and value.bits == 2
@@ -145,7 +138,7 @@ def test_names_that_are_refused(name: str, said: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", [family.example for family in LEARNED.values()])
+@pytest.mark.parametrize("name", [family.example for family in CALIBRATED.values()])
 def test_what_is_learned_is_no_preset(name: str) -> None:
     with pytest.raises(UsageError, match=rf"learned from text: fit it with `kvcal fit-predictors --residual {name}`"):
         Preset("kivi-2", "kivi-2", per_layer=(f"0:keys={name}",)).scheme(schemes.tiny("llama"))
@@ -210,7 +203,7 @@ def test_scaling_keys_up_and_queries_down_changes_nothing(name: str) -> None:
     """Powers of two: the codes are the same to the bit, so no outlier channel is one to them."""
     unit = torch.ones(SHAPE.dim)
     unit[3], unit[11] = 64.0, 0.25
-    made = learned(name)
+    made = calibration_of(name)
     assert made is not None
     codes = []
     for k, q in (usual(), usual(unit)):
@@ -304,7 +297,7 @@ def test_it_moves_errors_to_where_queries_do_not_look() -> None:
 # MixKVQ.
 
 
-def tier_counts(codec: MixKVQ, seen: Seen) -> tuple[float, float]:
+def tier_counts(codec: MixKVQ, seen: TrainingData) -> tuple[float, float]:
     """Mean channels a head in the first two tiers, block by block and channel by channel."""
     full = four = blocks = 0
     for stored, batch in seen.batches({"q"}):
@@ -387,7 +380,7 @@ def test_what_lies_behind_a_predictor() -> None:
     assert len({one[name].data_ptr() for one, name in zip(held, names, strict=True)}) == 3
 
 
-EXAMPLES = [family.example for family in LEARNED.values()]
+EXAMPLES = [family.example for family in CALIBRATED.values()]
 
 
 @pytest.mark.parametrize(

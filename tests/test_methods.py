@@ -1,5 +1,5 @@
 """The contract every method keeps: walks METHODS, each at its own defaults but for the settings in SMALL, and AQUA-KV over
-every kind of codec that is learned from its residuals (LEARNED).
+every kind of codec that is learned from its residuals (CALIBRATED).
 
 A method listed in METHODS is in here without an entry anywhere else. Its defaults must suit a model of head_dim 16.
 """
@@ -24,12 +24,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from architectures import initialise
-from kvcal.capture import WholeModel
-from kvcal.fit import FitResult, fit
+from kvcal.calibrate.driver import fit
+from kvcal.calibrate.job import FitResult
+from kvcal.capture.scan import WholeModel
 from kvcal.methods import METHODS
 from kvcal.methods.base import settings_of
-from kvcal.methods.learned import LEARNED
-from kvcal.models import load_model, resolve
+from kvcal.methods.registry import CALIBRATED
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import IncompatibleBundle, NonFiniteError, UsageError
@@ -41,7 +43,7 @@ SMALL: dict[str, Any] = {"sink": 4, "recent": 16, "block": 32, "stages": (2, 2, 
 LAYERS, LENGTH = 4, 132
 PROMPT, STEP = 120, 6  # tokens of the first call and of the two behind it, which read what it packed
 
-UNDER = {f"aqua-kv-{family.example}": family.example for family in LEARNED.values()}
+UNDER = {f"aqua-kv-{family.example}": family.example for family in CALIBRATED.values()}
 ALL = [*METHODS, *UNDER]
 every_method = pytest.mark.parametrize("name", ALL)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcal.methods.backbones import BACKBONES, backbone
+from kvcal.methods.registry import BACKBONES, backbone
 from kvcal_artifacts.codecs import Higgs, Role, Shape, Transform, build, state_of
 from kvcal_artifacts.codecs.higgs import GRID_MSE, gaussian_grid
 from kvcal_kernels.hadamard import cosines, largest_power_of_two, rotate, signs, unrotate

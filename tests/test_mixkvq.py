@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import schemes
-from kvcal.capture import TapBatch
+from kvcal.capture.scan import TapBatch
 from kvcal.methods.attention import probe
-from kvcal.models import load_model, resolve
-from kvcal.search import Found, Point, Storage, front_of, search, suggest, this_worker
-from kvcal.tune import choose
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
+from kvcal.search.thresholds import choose
+from kvcal.search.two_objectives import Found, Point, Storage, front_of, search, suggest, this_worker
 from kvcal_artifacts import hf, load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape
@@ -286,7 +287,7 @@ def test_trials_of_the_dead_are_run_again(worker: str | None, tmp_path: Path, mo
     """Of this machine: at once, by their process. Of others: by Optuna's heartbeat, which here has none to find and says
     nothing, so it takes the worker's silence. Without a name: when it has been silent for long enough.
     """
-    monkeypatch.setattr("kvcal.search.GRACE", 1)
+    monkeypatch.setattr("kvcal.search.two_objectives.GRACE", 1)
     url = f"sqlite:///{tmp_path}/s.db"
     machine = this_worker().split(" ")[0]
     name = {"here": f"{machine} {2**22 - 1} 1", "elsewhere": None, None: None}[worker]
@@ -476,7 +477,7 @@ def test_the_least_bits_are_those_of_thresholds_that_nothing_exceeds(
     made = untuned(given_options, tmp_path / f"a{SUFFIX}", "--tau-low", 1e9, "--tau-high", 1e9)
     least = made["expected_bits_per_value"]
     assert (made["full_channels"], made["four_bit_channels"]) == (0, 0)
-    monkeypatch.setattr("kvcal.tune.AttentionError.__init__", lambda *args: pytest.fail("a search began"))
+    monkeypatch.setattr("kvcal.search.thresholds.AttentionError.__init__", lambda *args: pytest.fail("a search began"))
     output = tmp_path / f"x{SUFFIX}"
     done = kvcal("tune-thresholds", *given_options, "--output", output, "--max-bits", least - 0.001)
     assert done.code == 2

@@ -18,10 +18,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from architectures import TINY as MODELS
-from kvcal import hub, models
-from kvcal.catalogue import ALIASES, CATALOGUE, TINY, Geometry
-from kvcal.models import catalogue_config, load_config, load_model, load_tokenizer, models_table, resolve
-from kvcal.weights import RandomWeights, empty_model
+from kvcal.models import configuration, files, hub, layerwise, loading, names
+from kvcal.models.catalogue import ALIASES, CATALOGUE, TINY, Geometry, models_table
+from kvcal.models.configuration import catalogue_config, load_config
+from kvcal.models.files import load_tokenizer
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
+from kvcal.models.weights import RandomWeights, empty_model
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, OutOfMemory, UsageError
 
 PUBLISHED = {  # billions of parameters, from the model cards
@@ -121,7 +124,10 @@ def test_any_text_is_a_source_or_an_error_of_ours(name: str) -> None:
 
 
 def test_names_need_no_torch() -> None:
-    code = "import sys, kvcal.models as m; m.models_table(); m.resolve('tiny'); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from kvcal.models import catalogue, names; catalogue.models_table(); names.resolve('tiny'); "
+        "sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, env=_environment())
 
 
@@ -185,9 +191,9 @@ def test_table_and_aliases() -> None:
 
 def test_geometry_of_a_folder(tmp_path: Path) -> None:
     MODELS["qwen3"]().config.save_pretrained(tmp_path)
-    geometry = models.geometry(resolve(str(tmp_path)))
+    geometry = configuration.geometry(resolve(str(tmp_path)))
     assert (geometry.layers, geometry.kv_width, geometry.sliding_window) == (3, 32, None)
-    assert models.presets(resolve(str(tmp_path)))["aqua-kv"]["length"] == geometry.context
+    assert configuration.presets(resolve(str(tmp_path)))["aqua-kv"]["length"] == geometry.context
 
 
 @pytest.mark.parametrize(
@@ -205,7 +211,7 @@ def test_a_folder_with_an_impossible_geometry(tmp_path: Path, field: str, value:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     with pytest.raises(ModelUnavailable) as raised:
-        models.geometry(resolve(str(tmp_path)))
+        configuration.geometry(resolve(str(tmp_path)))
     assert f"{field} of its config.json is {said}; correct" in str(raised.value)
 
 
@@ -247,7 +253,7 @@ def test_bfloat16_keeps_rope_in_float32() -> None:
 
 
 def test_damaged_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "TINY", tmp_path)
+    monkeypatch.setattr(names, "TINY", tmp_path)
     for file in TINY.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     packed = tmp_path / "packed.safetensors"
@@ -286,18 +292,18 @@ def test_folder_loads_silently_and_changes_with_its_weights(tmp_path: Path, capf
 
 
 def test_sampled_revision_of_large_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcal import weights
+    from kvcal.models import weights
 
     source = folder_with(MODELS["llama"](), tmp_path, max_shard_size="60KB")
-    whole = models.weights_revision(source, random_weights=False, seed=0)
+    whole = files.weights_revision(source, random_weights=False, seed=0)
     monkeypatch.setattr(weights, "FULL_HASH_BYTES", 1000)
-    sampled = models.weights_revision(source, random_weights=False, seed=0)
+    sampled = files.weights_revision(source, random_weights=False, seed=0)
     assert whole.startswith("sha256:")
     assert sampled.startswith("sampled-sha256:")
     shard = sorted(tmp_path.glob("model-*.safetensors"))[0]
     tensors = {name: tensor + 1 for name, tensor in load_file(shard).items()}
     save_file(tensors, shard, metadata={"format": "pt"})
-    assert models.weights_revision(source, random_weights=False, seed=0) != sampled
+    assert files.weights_revision(source, random_weights=False, seed=0) != sampled
 
 
 def _no_weights(path: Path) -> None:
@@ -393,7 +399,7 @@ def test_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried …")
 
-    monkeypatch.setattr(models, "_embedded", fail)
+    monkeypatch.setattr(loading, "_embedded", fail)
     with pytest.raises(OutOfMemory, match=r"tiny: its weights need about 0\.0 GB") as caught:
         load_model(resolve("tiny"), dtype="float32", device="cpu")
     assert caught.value.exit_code == 6
@@ -446,10 +452,10 @@ def test_random_weights_leave_the_generators_alone() -> None:
 
 def test_random_weights_of_a_hub_model_need_no_network() -> None:
     source = resolve("qwen2.5-0.5b")
-    config = models.geometry_config(source)
+    config = configuration.geometry_config(source)
     assert config.num_hidden_layers == 24
     with pytest.raises(ModelUnavailable, match="HF_HUB_OFFLINE is set"):
-        models.geometry_config(resolve("someone/else"))
+        configuration.geometry_config(resolve("someone/else"))
 
 
 @pytest.mark.gpu
@@ -545,7 +551,7 @@ def test_a_cached_model_loads_offline_and_knows_its_commit(cache: Path, capfd: A
     loaded = load_model(resolve("org/name"), dtype="float32", device="cpu")
     assert loaded.revision == loaded.model.config._commit_hash == "0123456789abcdef0123456789abcdef01234567"
     assert loaded.tokenizer is not None
-    parts = models.open_layerwise(resolve("org/name"), dtype="float32", device="cpu")
+    parts = layerwise.open_layerwise(resolve("org/name"), dtype="float32", device="cpu")
     weight = parts.load_layer(2).mlp.up_proj.weight
     assert torch.equal(weight, loaded.model.model.layers[2].mlp.up_proj.weight)
     assert capfd.readouterr() == ("", "")

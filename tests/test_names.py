@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from kvcal.commands.names import KINDS, run_names
-from kvcal.methods.backbones import BACKBONES, backbone
-from kvcal.methods.learned import LEARNED, learned
-from kvcal.methods.plain import PRESETS, preset
-from kvcal.near import allowed, nearest
+from kvcal.methods.calibrated import calibration_of
+from kvcal.methods.data_free import PRESETS, preset
+from kvcal.methods.registry import BACKBONES, CALIBRATED, backbone
+from kvcal.report.suggest import allowed, nearest
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
 from models_fixture import kvcal
 
@@ -26,12 +26,12 @@ def rows() -> dict[tuple[str, str], dict[str, Any]]:
 def test_all_that_options_take_is_there(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
     by_kind = {kind: {name for k, name in rows if k == kind} for kind in KINDS}
     assert by_kind["preset"] == set(PRESETS)
-    assert by_kind["codec"] == {*BACKBONES, *LEARNED, "mixkvq-FULL-FOUR"}
+    assert by_kind["codec"] == {*BACKBONES, *CALIBRATED, "mixkvq-FULL-FOUR"}
     for name in by_kind["preset"]:
         preset(name)
     for row in rows.values():
         if row["about"].startswith("learned"):
-            assert learned(row["about"].split()[-1]) is not None
+            assert calibration_of(row["about"].split()[-1]) is not None
     backbone("mixkvq-8-16")
 
 
@@ -39,12 +39,12 @@ def test_names_of_the_bench_are_taken_by_it() -> None:
     """All at once, on a tiny shape and one row, are refused only for what this machine is."""
     from kvcal.bench.devices import device
     from kvcal.bench.target import target
-    from kvcal.commands.bench import _wanted
+    from kvcal.commands.bench_options import wanted_operations
 
     here, away = target("cpu"), target("jetson-orin-nano")
     for row in run_names("operation", "tiny"):
-        assert _wanted([row["name"]], here)
-    assert _wanted(["innerq-table-4"], away)
+        assert wanted_operations([row["name"]], here)
+    assert wanted_operations(["innerq-table-4"], away)
     about = {row["name"]: row["about"] for row in run_names("device", "tiny")}
     assert about.pop("jetson").startswith("measured on a Jetson, else projected: the Orin Nano, and Table 4")
     assert all(said == "measured here" or device(name).name == name for name, said in about.items())

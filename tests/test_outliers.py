@@ -14,21 +14,25 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from kvcal import corpus, forecast
-from kvcal.capture import WholeModel
+from kvcal.calibrate import forecast
+from kvcal.calibrate.driver import fit, fit_together
+from kvcal.calibrate.forecast import channel_ratio, forecasts, least_tokens, prompt_of
+from kvcal.calibrate.job import FitJob
+from kvcal.calibrate.outlier_guard import GRADES, Advice, _balanced, _factors, advice, grade, warnings, window_of
+from kvcal.capture.scan import WholeModel
+from kvcal.commands.workbench import cache_makers
 from kvcal.evaluate.canary import decoded
 from kvcal.evaluate.outliers import outlier_twin, write_outlier_twin
 from kvcal.evaluate.perplexity import evaluate
-from kvcal.fit import FitJob, fit, fit_together
-from kvcal.forecast import channel_ratio, forecasts, least_tokens, prompt_of
 from kvcal.methods.aqua_kv import AquaKV
-from kvcal.methods.backbones import backbone
 from kvcal.methods.codebooks import Training
-from kvcal.methods.plain import Preset, preset
+from kvcal.methods.data_free import Preset, preset
+from kvcal.methods.registry import backbone
 from kvcal.methods.vqkv import VQKV
-from kvcal.models import load_model, open_layerwise, resolve
-from kvcal.outliers import GRADES, Advice, _balanced, _factors, advice, grade, warnings, window_of
-from kvcal.workbench import cache_makers
+from kvcal.models.layerwise import open_layerwise
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
+from kvcal.text import sources
 from kvcal_artifacts.bundle import load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Predicted, Shape, Uniform
@@ -64,7 +68,7 @@ def tiny() -> Any:
 
 @pytest.fixture(scope="module")
 def windows(tiny: Any) -> torch.Tensor:
-    return corpus.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=2, length=512).ids
+    return sources.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=2, length=512).ids
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +102,7 @@ def test_channels_are_named_only_where_they_are_the_cause(
     """The twin's are large whatever is stored; but where keys are coded by channel, or values are what is coarse, treating
     channels apart is no help.
     """
-    monkeypatch.setattr("kvcal.outliers.GRADES", ((0.01, "is worth a word"),))
+    monkeypatch.setattr("kvcal.calibrate.outlier_guard.GRADES", ((0.01, "is worth a word"),))
     given = {
         "keys": (Preset("higgs-2", "uniform-8"), twin), "values": (Preset("uniform-8", "uniform-1"), twin),
         "by channel": (Preset("uniform-1-channel", "uniform-8"), twin),
@@ -188,9 +192,9 @@ def test_balanced_factors_are_named_only_where_they_are_better(
 
     assert "higgs-2-balanced keys at the same bits" in advised(scheme)
     assert "balanced" not in advised(Preset("exact-16", "exact-16").scheme(twin))
-    monkeypatch.setattr("kvcal.methods.learned.channel_factor", lambda largest: torch.ones_like(largest).half())
+    monkeypatch.setattr("kvcal.methods.calibrated.channel_factor", lambda largest: torch.ones_like(largest).half())
     assert "balanced" not in advised(scheme)
-    monkeypatch.setattr("kvcal.outliers.ALTERNATIVES", ())
+    monkeypatch.setattr("kvcal.calibrate.outlier_guard.ALTERNATIVES", ())
     assert advised(scheme).startswith("no codec tried is clearly better")
 
 
@@ -291,7 +295,7 @@ def test_what_the_first_layer_packs_is_what_a_cache_packs(
 
 @pytest.fixture(scope="module")
 def fitted(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    text = corpus.token_windows(tiny.tokenizer, "embedded:calibration", windows=6, holdout=2, length=256)
+    text = sources.token_windows(tiny.tokenizer, "embedded:calibration", windows=6, holdout=2, length=256)
     return fit(AquaKV(), WholeModel(tiny.model), text, tmp_path_factory.mktemp("aqua") / "x", model_record={},
                revision=None, device=torch.device("cpu"), say=lambda line: None).bundle  # fmt: skip
 
@@ -309,7 +313,7 @@ def test_short_windows_are_joined(tiny: Any, windows: torch.Tensor) -> None:
     wide = Preset("uniform-2", "uniform-2", recent=512).scheme(tiny.model)
 
     def read(count: int, length: int) -> torch.Tensor:
-        return corpus.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=count, length=length).ids
+        return sources.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=count, length=length).ids
 
     scheme = preset("uniform-2").scheme(tiny.model)
     assert torch.equal(window_of(read(9, 128), [scheme]), windows)
@@ -346,7 +350,7 @@ def test_a_fit_on_short_windows_says_so_too(tiny: Any, twin: Any, tmp_path: Path
     """Windows of which a cache packs nothing, as none is older than `recent`: they are joined, or it is said."""
     lines: dict[int, list[str]] = {}
     for count in (9, 2):
-        text = corpus.token_windows(tiny.tokenizer, "embedded:calibration", windows=count, holdout=1, length=64)
+        text = sources.token_windows(tiny.tokenizer, "embedded:calibration", windows=count, holdout=1, length=64)
         method = AquaKV(backbone="higgs-2", first_layer="", rope="post_rope", key_inputs=(), value_inputs=())
         fit(method, WholeModel(twin), text, tmp_path / f"x{count}", model_record={}, revision=None,
             device=torch.device("cpu"), say=lines.setdefault(count, []).append)  # fmt: skip
@@ -357,9 +361,11 @@ def test_a_fit_on_short_windows_says_so_too(tiny: Any, twin: Any, tmp_path: Path
 
 def test_codebooks_of_a_scan_are_forecast(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `kvcal build` makes them, beside others."""
-    monkeypatch.setattr("kvcal.outliers.GRADES", ((0.0, "is said of all"),))
-    monkeypatch.setattr("kvcal.outliers.advice", lambda model, ids, schemes, device: dict.fromkeys(schemes, Advice("")))
-    text = corpus.token_windows(tiny.tokenizer, "embedded:calibration", windows=3, holdout=1, length=256)
+    monkeypatch.setattr("kvcal.calibrate.outlier_guard.GRADES", ((0.0, "is said of all"),))
+    monkeypatch.setattr(
+        "kvcal.calibrate.outlier_guard.advice", lambda model, ids, schemes, device: dict.fromkeys(schemes, Advice(""))
+    )
+    text = sources.token_windows(tiny.tokenizer, "embedded:calibration", windows=3, holdout=1, length=256)
     training = Training(tolerance=0.5)
     vqkv = VQKV(stages=(1, 1, 1), sizes=(16, 16, 16), high=0, vectors=2000, recent=32, block=32, training=training)
     said: list[str] = []
@@ -398,7 +404,7 @@ def test_ratio_by_hand() -> None:
 
 
 def test_a_fit_says_so_too(tiny: Any, twin: Any, tmp_path: Path) -> None:
-    text = corpus.token_windows(tiny.tokenizer, "embedded:calibration", windows=6, holdout=2, length=256)
+    text = sources.token_windows(tiny.tokenizer, "embedded:calibration", windows=6, holdout=2, length=256)
     said: dict[str, list[str]] = {}
     for name, model, codec in (
         ("plain", tiny.model, "higgs-2"),

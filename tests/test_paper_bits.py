@@ -10,8 +10,8 @@ import torch
 
 import schemes
 from kvcal.evaluate.perplexity import evaluate
-from kvcal.methods.backbones import backbone
 from kvcal.methods.mixkvq import MixKVQ
+from kvcal.methods.registry import backbone
 from kvcal_artifacts import codecs, load_bundle
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.cache import KVCalCache

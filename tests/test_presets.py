@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from architectures import build
-from kvcal.methods.backbones import backbone
-from kvcal.methods.plain import PRESETS, Preset, preset
+from kvcal.methods.data_free import PRESETS, Preset, preset
+from kvcal.methods.registry import backbone
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.codecs import Higgs, Role, Shape, Uniform
 from kvcal_artifacts.errors import UsageError

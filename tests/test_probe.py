@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcal import corpus
-from kvcal import probe as probing
+from kvcal.evaluate import probe as probing
+from kvcal.evaluate.probe import Probe, Settings, mean_explained, paper_probes, table
 from kvcal.methods.regression import Gram, SharedGram
-from kvcal.models import load_model, load_tokenizer, resolve
-from kvcal.probe import Probe, Settings, mean_explained, paper_probes, table
+from kvcal.models.files import load_tokenizer
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
+from kvcal.text import sources
 from kvcal_artifacts.errors import UsageError
 from models_fixture import Done, kvcal, write_model, write_text
 
@@ -57,7 +59,7 @@ def cached(given: Given, frame: str) -> dict[str, list[Tensor]]:
     """Role -> of each layer (windows, tokens, C) float64: Transformers' cache, keys before RoPE from the projection."""
     source = resolve(str(given.folder))
     model = load_model(source, dtype=torch.float32, device="cpu").model
-    text = corpus.token_windows(
+    text = sources.token_windows(
         load_tokenizer(source), str(given.text), windows=TRAIN + HELD, holdout=HELD, length=LENGTH, seed=0
     )
     raw: list[Tensor] = []
@@ -238,7 +240,9 @@ def test_a_deeper_layer_than_the_model_has_is_refused_before_it_is_read(
 ) -> None:
     deepest = given_model.found(*chosen((f"k=k{LAYERS - 1}",)))["rows"][0]["layers"]
     assert deepest[:-1] == [None] * (LAYERS - 1) and deepest[-1] is not None
-    monkeypatch.setattr("kvcal.models.load_model", lambda *args, **kwargs: pytest.fail("the model was read before"))
+    monkeypatch.setattr(
+        "kvcal.models.loading.load_model", lambda *args, **kwargs: pytest.fail("the model was read before")
+    )
     said = f"--probe k=k{LAYERS}: reads {LAYERS} layers below, and the model has {LAYERS} layers; read at most {LAYERS - 1}"
     assert said in given_model.run(*chosen(("k=k1", f"k=k{LAYERS}"))).complaint
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvcal.methods.backbones import backbone
 from kvcal.methods.composition import Composition
-from kvcal.recipe import read_recipe
+from kvcal.methods.registry import backbone
+from kvcal.pipeline.scheme_file import read_recipe
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.codecs import Predicted, Role, Shape
 from kvcal_artifacts.errors import UsageError

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvcal.bundles.provenance import FITS, recorded
 from kvcal.cli.app import COMMANDS
 from kvcal.cli.defaults import defaults_of
 from kvcal.commands.reproduce import RUNS
-from kvcal.recorded import FITS, recorded
 from kvcal_artifacts import load_bundle
 from models_fixture import ROOT, SMALL, SUFFIX, Done, kvcal, write_model, write_text
 

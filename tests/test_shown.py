@@ -18,10 +18,10 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvcal import hub
-from kvcal.card import make_card
-from kvcal.gates import Check, junit_xml
-from kvcal.gates import markdown as gates_markdown
+from kvcal.bundles.card import make_card
+from kvcal.models import hub
+from kvcal.pipeline.gates import Check, junit_xml
+from kvcal.pipeline.gates import markdown as gates_markdown
 from kvcal.report.escape import block, code, link, markdown, python, shell
 from kvcal.report.plots import head_errors_png
 from kvcal_artifacts import load_bundle

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from kvcal import card
+from kvcal.bundles import card
+from kvcal.bundles.diff import compared, phrase
+from kvcal.bundles.provenance import HUB_TEXT, recorded
 from kvcal.commands import reproduce
-from kvcal.diff import compared, phrase
 from kvcal.evaluate.layers import recorded_rows, worst_layer
 from kvcal.evaluate.tasks import check_installed
-from kvcal.gates import Limits, check_recorded
-from kvcal.recorded import HUB_TEXT, recorded
+from kvcal.pipeline.gates import Limits, check_recorded
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import KVCalError, UsageError

@@ -13,7 +13,8 @@ import torch
 
 import schemes
 from kvcal.evaluate.tasks import CacheCalls, pick
-from kvcal.models import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal_artifacts.errors import UsageError
 from models_fixture import SMALL, SUFFIX, kvcal, write_model, write_text
 

@@ -20,10 +20,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcal import corpus, models, parquet_pages, textfiles
-from kvcal.corpus import token_windows
-from kvcal.text_rows import WITHOUT, Picker
-from kvcal.textfiles import ALLOWED, SECOND, folder_files, read_file
+from kvcal.models import layerwise, loading
+from kvcal.text import files as textfiles
+from kvcal.text import parquet_pages, sources
+from kvcal.text.files import ALLOWED, SECOND, folder_files, read_file
+from kvcal.text.rows import WITHOUT, Picker
+from kvcal.text.sources import token_windows
 from kvcal_artifacts.errors import TextError
 from models_fixture import SMALL, kvcal, write_model, write_text
 from test_corpus import PLAIN, WITH_BOS, byte_tokenizer, numbered, write
@@ -184,16 +186,16 @@ def test_chats_go_through_the_template(row: dict[str, Any], tmp_path: Path) -> N
     path = write(tmp_path / "a.jsonl", "\n".join([json.dumps(row)] * 2))
     once = tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert once == "<bos><user>Hello?</><assistant>Good day.</>"
-    made = corpus.evaluation_windows(tokenizer, path, windows=1, length=40)
+    made = sources.evaluation_windows(tokenizer, path, windows=1, length=40)
     assert tokenizer.decode(made.ids[0]) == f"{once}\n\n{once}"[: len("<bos>") + 39]
     if row.get("messages") is not PARTS:  # Arrow has no type for text or a list
         pq.write_table(pa.Table.from_pylist([row, row]), tmp_path / "a.parquet")
-        assert documents(tmp_path / "a.parquet", render=corpus.chat_renderer(tokenizer)) == [once, once]
+        assert documents(tmp_path / "a.parquet", render=sources.chat_renderer(tokenizer)) == [once, once]
 
 
 def test_a_window_begins_with_one_bos(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", json.dumps({"messages": CHAT}))
-    ids = corpus.evaluation_windows(chatty(), path, windows=1, length=20).ids[0].tolist()
+    ids = sources.evaluation_windows(chatty(), path, windows=1, length=20).ids[0].tolist()
     assert ids.count(0) == 1
     assert ids[0] == 0
 
@@ -201,7 +203,7 @@ def test_a_window_begins_with_one_bos(tmp_path: Path) -> None:
 def test_what_a_message_has_besides_reaches_the_template(tmp_path: Path) -> None:
     call = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [{"name": "look_up"}]}]
     path = write(tmp_path / "a.jsonl", json.dumps({"messages": call}))
-    assert documents(path, render=corpus.chat_renderer(chatty(False)))[0].endswith("<assistant>look_up</>")
+    assert documents(path, render=sources.chat_renderer(chatty(False)))[0].endswith("<assistant>look_up</>")
     empty = write(tmp_path / "b.jsonl", json.dumps({"messages": []}))
     assert documents(empty) == [""]
 
@@ -227,7 +229,7 @@ def test_a_template_that_refuses_names_the_row(tmp_path: Path) -> None:
     rows = [{"messages": CHAT}, {"messages": [{"role": "system", "content": "y"}]}]
     path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
     assert "line 2: the tokenizer's chat template refuses this chat (No system here)" in refused(
-        path, render=corpus.chat_renderer(tokenizer)
+        path, render=sources.chat_renderer(tokenizer)
     )
 
 
@@ -313,7 +315,7 @@ def test_a_folder_says_what_it_leaves_out(tmp_path: Path) -> None:
     write(folder / "b.json", '["first"]')
     write(folder / "c.csv", "text\nsecond\n")
     write(folder / "sub" / "d.jsonl.gz", gzip.compress(b'{"text": "third"}', mtime=0))
-    made_of_rows = corpus.evaluation_windows(PLAIN, str(folder), windows=1, length=20, say=told.append)
+    made_of_rows = sources.evaluation_windows(PLAIN, str(folder), windows=1, length=20, say=told.append)
     assert PLAIN.decode(made_of_rows.ids[0]) == "first\n\nsecond\n\nthird"[:20]
     assert "1 file left out (e.pdf), 3 read" in told[-1]
 
@@ -446,7 +448,7 @@ def test_memory_of_a_parquet_row_of_300_megabytes(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["a", "x" * 300_000_000]}), path)
     code = (
-        "import sys; from pathlib import Path; from kvcal.textfiles import read_file\n"
+        "import sys; from pathlib import Path; from kvcal.text.files import read_file\n"
         "try: list(read_file(Path(sys.argv[1])))\n"
         "except Exception as error: print(error)\n"
         "print(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])"
@@ -491,8 +493,8 @@ def test_the_text_is_looked_at_before_the_weights(
         raise AssertionError("weights were loaded")
 
     monkeypatch.chdir(tmp_path)
-    for name in ("load_model", "open_layerwise"):
-        monkeypatch.setattr(models, name, loaded)
+    monkeypatch.setattr(loading, "load_model", loaded)
+    monkeypatch.setattr(layerwise, "open_layerwise", loaded)
     for name, content, said in [
         ("a.txt", b"word", "holds 4 tokens"), ("b.jsonl", b"", "is empty"), ("c.txt", b"\xff\xfe", "is not UTF-8"),
         ("d.pdf", b"%PDF", ".pdf files are not read as text"),
@@ -505,7 +507,7 @@ def test_the_text_is_looked_at_before_the_weights(
 def test_other_texts_are_looked_at_before_the_weights(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("weights were loaded"))
     named = ["--model", model / "model", "--text", model / "words.txt"]
     made = [*COMMANDS["measure-subspaces"][:-1], tmp_path / "x.safetensors", "--other-text", tmp_path / "none.txt"]
     assert "no such file or folder" in kvcal("measure-subspaces", *named, *made).err

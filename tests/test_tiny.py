@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvcal import corpus
+import kvcal.cli.app  # noqa: F401, whose commands defaults_of asks
 from kvcal.cli.defaults import defaults_of
 from kvcal.commands.fit_predictors import run_fit_predictors
+from kvcal.commands.workbench import cache_makers, rows_named
 from kvcal.evaluate.perplexity import evaluate
-from kvcal.models import load_model, resolve
-from kvcal.workbench import cache_makers, rows_named
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
+from kvcal.text import sources
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "kvcal" / "demo"
@@ -74,7 +76,7 @@ def test_demo_fits_into_the_wheel() -> None:
 
 @pytest.mark.slow
 def test_bits_per_byte(tiny: Any, card: str) -> None:
-    text = corpus.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=None, length=1024)
+    text = sources.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=None, length=1024)
     assert bool((text.ids[:, 0] == tiny.tokenizer.bos_token_id).all())
     full = evaluate(tiny.model, text.ids, {}, step=1024)[0]
     # a character of a byte-level token stands for one byte
@@ -89,7 +91,7 @@ def test_bits_per_byte(tiny: Any, card: str) -> None:
 @pytest.mark.slow
 def test_debiasing_brings_a_trained_model_closer_to_itself(tiny: Any) -> None:
     """Same codes, another factor a layer: 0.0096 against 0.0075 nats over 16 windows, measured with `kvcal eval`."""
-    text = corpus.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=4, length=1024)
+    text = sources.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=4, length=1024)
     rows = evaluate(tiny.model, text.ids, cache_makers(tiny.model, rows_named(["higgs-2", "higgs-2-debiased"], [])))
     kl = {row.name: row.kl for row in rows}
     assert 0 < kl["higgs-2-debiased"] < 0.9 * kl["higgs-2"]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kvcal.evaluate.outliers import outlier_twin
-from kvcal.methods.backbones import backbone
 from kvcal.methods.composition import Composition
-from kvcal.methods.plain import Preset
-from kvcal.methods.seen import at_distances
-from kvcal.methods.transform import Moments, TransformBackbone, allocate, fit_transform
+from kvcal.methods.data_free import Preset
+from kvcal.methods.registry import backbone
+from kvcal.methods.statistics import Moments, at_distances
+from kvcal.methods.transform import TransformBackbone, allocate, fit_transform
 from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Shape, Transform
 from kvcal_artifacts.codecs.transform import MSE

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvcal.capture import Capture, WholeModel
-from kvcal.hashed import hashed_normal, spread
+from kvcal.calibrate.codebooks import Run, StageCheckpoint, collect
+from kvcal.capture.scan import Capture, WholeModel
 from kvcal.methods import METHODS, codebooks
 from kvcal.methods.codebooks import (
     TRAINERS,
@@ -28,6 +28,7 @@ from kvcal.methods.codebooks import (
     subtract,
     train_stage,
 )
+from kvcal.methods.hashing import hashed_normal, spread
 from kvcal.methods.vqkv import (
     SIZES,
     VQKV,
@@ -37,8 +38,8 @@ from kvcal.methods.vqkv import (
     quantisers,
     reconstruction_errors,
 )
-from kvcal.models import load_model, resolve
-from kvcal.train import Run, StageCheckpoint, collect
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import ResidualVQ
@@ -385,10 +386,10 @@ def test_codebooks_are_shared_in_the_file_and_in_memory(usual: dict[str, Any]) -
 
 def test_the_stated_error_is_what_the_codec_does(given: list[object], usual: dict[str, Any], model: Any) -> None:
     """All keys and values of the held-out windows, through encode and decode; the sample holds all of them here."""
-    from kvcal import corpus
+    from kvcal.text import sources
 
     tokenizer = load_model(resolve(str(given[1])), dtype="float32", device="cpu").tokenizer
-    ids = corpus.token_windows(tokenizer, str(given[3]), windows=8, holdout=1, length=68, seed=0).holdout
+    ids = sources.token_windows(tokenizer, str(given[3]), windows=8, holdout=1, length=68, seed=0).holdout
     scheme = load_bundle(usual["bundle"]).scheme
     lost, whole = {"key": 0.0, "value": 0.0}, {"key": 0.0, "value": 0.0}
     with Capture(WholeModel(model), ids, device="cpu") as capture:
@@ -499,7 +500,9 @@ def test_collected_vectors_are_kept(
     size = sum(path.stat().st_size for path in kept_vectors(output))
     assert len(kept_vectors(output)) == LAYERS and numbers < size < 1.5 * numbers
     assert f"vectors of all {LAYERS} layers, " in ended.err and " MB, wait in " in ended.err
-    monkeypatch.setattr("kvcal.fit.Capture", lambda *args, **kwargs: pytest.fail("the model was run again"))
+    monkeypatch.setattr(
+        "kvcal.calibrate.driver.Capture", lambda *args, **kwargs: pytest.fail("the model was run again")
+    )
     again = train(given, output, *scale)
     assert good(again)["sha256"] == whole["sha256"]
     assert f"resuming with the vectors of all {LAYERS} layers" in again.err and not kept_vectors(output)
@@ -533,7 +536,7 @@ def test_a_model_with_a_nan_leaves_nothing(given: list[object], tmp_path: Path) 
 def test_a_disk_without_room_for_vectors_costs_only_them(
     given: list[object], usual: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcal.train.shutil.disk_usage", lambda path: SimpleNamespace(free=100_000))
+    monkeypatch.setattr("kvcal.calibrate.codebooks.shutil.disk_usage", lambda path: SimpleNamespace(free=100_000))
     ended = interrupted_in_training(given, output, monkeypatch)
     assert "note: vectors are not kept" in ended.err and "half of the 0 MB free" in ended.err
     assert not kept_vectors(output) and good(train(given, output))["sha256"] == usual["sha256"]
@@ -548,7 +551,7 @@ def test_the_guard_comes_before_the_bundle(
             raise NonFiniteError("layer 2, key head 0: NaN or infinity in window 0")
         return ["warning: x will break"]
 
-    monkeypatch.setattr("kvcal.outliers.warnings", guard)
+    monkeypatch.setattr("kvcal.calibrate.outlier_guard.warnings", guard)
     ended = train(given, output)
     assert ended.code == 1 and "layer 2, key head 0" in ended.err and not output.exists()
     output.with_suffix(".go").touch()
@@ -590,7 +593,7 @@ def test_errors_are_one_line(given: list[object], output: Path, options: list[ob
 def test_too_few_vectors_are_noticed_before_the_model_runs(
     given: list[object], output: Path, options: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcal.train.collect", lambda *args: pytest.fail("vectors were collected"))
+    monkeypatch.setattr("kvcal.calibrate.codebooks.collect", lambda *args: pytest.fail("vectors were collected"))
     assert train(given, output, *options).code == 2
 
 
@@ -614,11 +617,11 @@ def test_sample_is_of_the_tokens_behind_the_sink(model: Any) -> None:
 
 
 def test_fit_takes_it_as_any_method(given: list[object], usual: dict[str, Any], model: Any, output: Path) -> None:
-    from kvcal import corpus
-    from kvcal.fit import fit
+    from kvcal.calibrate.driver import fit
+    from kvcal.text import sources
 
     loaded = load_model(resolve(str(given[1])), dtype="float32", device="cpu")
-    text = corpus.token_windows(loaded.tokenizer, str(given[3]), windows=8, holdout=1, length=68, seed=0)
+    text = sources.token_windows(loaded.tokenizer, str(given[3]), windows=8, holdout=1, length=68, seed=0)
     method = METHODS["vqkv"](stages=(3, 2, 2), sizes=(32, 16, 8), high=6, vectors=1500, recent=16, block=8)
     found = fit(
         method, WholeModel(model), text, output, model_record={}, revision=None, device=torch.device("cpu"), seed=0

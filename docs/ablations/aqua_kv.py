@@ -19,13 +19,14 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from kvcal import corpus
-from kvcal.capture import WholeModel
+from kvcal.calibrate.driver import fit
+from kvcal.calibrate.job import FitOptions
+from kvcal.capture.scan import WholeModel
+from kvcal.commands.workbench import open_model
 from kvcal.evaluate.perplexity import evaluate
-from kvcal.fit import FitOptions, fit
 from kvcal.methods.aqua_kv import AquaKV
-from kvcal.methods.plain import Preset
-from kvcal.workbench import open_model
+from kvcal.methods.data_free import Preset
+from kvcal.text import sources
 from kvcal_artifacts.bundle import load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.scheme import Scheme
@@ -144,7 +145,7 @@ def agrees(pairs: list[tuple[float, float]]) -> bool:
     return all((a[1] < b[1]) == (a[0] < b[0]) for a, b in combinations(pairs, 2) if abs(a[0] - b[0]) > 0.005)
 
 
-def fitted(entry: Entry, loaded: Any, text: corpus.Windows, args: argparse.Namespace) -> tuple[Scheme, dict[str, Any]]:
+def fitted(entry: Entry, loaded: Any, text: sources.Windows, args: argparse.Namespace) -> tuple[Scheme, dict[str, Any]]:
     """The row's scheme, and what fitting it took."""
     if entry.preset:
         return Preset(**entry.settings).scheme(loaded.model), {}
@@ -162,7 +163,7 @@ def fitted(entry: Entry, loaded: Any, text: corpus.Windows, args: argparse.Names
     return scheme, facts
 
 
-def measure(entry: Entry, loaded: Any, text: corpus.Windows, ids: Any, args: argparse.Namespace) -> dict[str, Any]:
+def measure(entry: Entry, loaded: Any, text: sources.Windows, ids: Any, args: argparse.Namespace) -> dict[str, Any]:
     """One row, with the full-precision row it was compared with under "full"."""
     scheme, facts = fitted(entry, loaded, text, args)
     started = time.monotonic()
@@ -175,10 +176,10 @@ def measure(entry: Entry, loaded: Any, text: corpus.Windows, ids: Any, args: arg
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All rows; each is written to NAME.json as it is ready, and a second call goes on from there."""
     loaded = open_model(args.model, None, dtype=args.dtype, device=args.device)
-    text = corpus.token_windows(
+    text = sources.token_windows(
         loaded.tokenizer, args.calibration, windows=args.windows, holdout=args.windows // 8, length=args.length, seed=0
     )
-    found = corpus.evaluation_windows(loaded.tokenizer, args.text, windows=args.eval_windows, length=args.length)
+    found = sources.evaluation_windows(loaded.tokenizer, args.text, windows=args.eval_windows, length=args.length)
     settings = {
         "model": Path(args.model).name, "revision": loaded.revision, "dtype": str(loaded.model.dtype),
         "device": loaded.model.device.type, "calibration": text.source, "calibration_sha256": text.sha256,

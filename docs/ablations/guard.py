@@ -3,9 +3,9 @@
     python docs/ablations/guard.py measure --model FOLDER --text wiki.txt --output NAME.json [--bundle X ...] [--jobs 8]
     python docs/ablations/guard.py report docs/ablations/guard/*.json > docs/ablations/guard.md
 
-`measure` forecasts from two windows of embedded text (kvcal/forecast.py) and measures KL through the cache on other text; it
-goes on from a file that is there. `--forecast-only` makes the forecasts of a file's rows anew. `report` prints the table, rank
-correlations, and how far off the forecast is.
+`measure` forecasts from two windows of embedded text (kvcal/calibrate/forecast.py) and measures KL through the cache on
+other text; it goes on from a file that is there. `--forecast-only` makes the forecasts of a file's rows anew. `report`
+prints the table, rank correlations, and how far off the forecast is.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ STATE: dict[str, Any] = {}
 def prepare(args: dict[str, Any]) -> None:
     import torch
 
-    from kvcal import corpus
-    from kvcal.workbench import open_model
+    from kvcal.commands.workbench import open_model
+    from kvcal.text import sources
 
     torch.set_num_threads(args["threads"])
     STATE.update(args=args, loaded=open_model(args["model"], None, dtype=args["dtype"], device=args["device"]))
     text = {"windows": args["windows"], "length": args["length"]}
-    STATE["ids"] = corpus.evaluation_windows(STATE["loaded"].tokenizer, args["text"], **text).ids
-    STATE["guard"] = corpus.evaluation_windows(
+    STATE["ids"] = sources.evaluation_windows(STATE["loaded"].tokenizer, args["text"], **text).ids
+    STATE["guard"] = sources.evaluation_windows(
         STATE["loaded"].tokenizer, "embedded:evaluation", windows=args["guard_windows"], length=args["guard_length"]
     ).ids
 
 
 def row(name: str) -> dict[str, Any]:
     """Forecast and measurement of one scheme."""
+    from kvcal.calibrate.forecast import forecasts
+    from kvcal.commands.workbench import cache_makers
     from kvcal.evaluate.perplexity import evaluate
-    from kvcal.forecast import forecasts
-    from kvcal.methods.plain import PRESETS as KNOWN
-    from kvcal.workbench import cache_makers
+    from kvcal.methods.data_free import PRESETS as KNOWN
     from kvcal_artifacts.bundle import load_bundle
 
     what = KNOWN.get(name) or load_bundle(name)

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, DynamicCache
 
-from kvcal import corpus, models
+from kvcal.commands.workbench import open_model
+from kvcal.models import names
 from kvcal.report.progress import progress
-from kvcal.workbench import open_model
+from kvcal.text import sources
 from kvcal_artifacts.windows import HeavyHitters, Windows
 
 SETS = {
@@ -132,8 +133,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     o = parser.parse_args()
     loaded = open_model(o.model, None, dtype="float32", device="cpu")
-    text = o.text or corpus.default_text(models.resolve(o.model, None), "evaluation")
-    ids = corpus.evaluation_windows(loaded.tokenizer, text, length=o.length, windows=o.windows, column=None).ids
+    text = o.text or sources.default_text(names.resolve(o.model, None), "evaluation")
+    ids = sources.evaluation_windows(loaded.tokenizer, text, length=o.length, windows=o.windows, column=None).ids
     for name, kl in divergence(loaded.model, ids, o.step, HeavyHitters(o.keep, o.heavy), o.batch).items():
         print(f"one set a {name:5} KL {kl:.5f}")
 

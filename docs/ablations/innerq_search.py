@@ -33,12 +33,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal import corpus
-from kvcal.capture import Capture
+from kvcal.capture.scan import Capture
 from kvcal.cli.output import print_table
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods.factors import channel_factor, query_weight
-from kvcal.models import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
+from kvcal.text import sources
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context, Exact, Scaled, Shape, Uniform
@@ -160,11 +161,11 @@ def main() -> None:
     source = resolve(given.model)
     loaded = load_model(source, dtype="float32", device="cpu")
     texts = (
-        given.text or corpus.default_text(source, "evaluation"),
-        given.calibration or corpus.default_text(source, "calibration"),
+        given.text or sources.default_text(source, "evaluation"),
+        given.calibration or sources.default_text(source, "calibration"),
     )
     ids, other = (
-        corpus.evaluation_windows(loaded.tokenizer, text, windows=given.windows, length=given.length).ids
+        sources.evaluation_windows(loaded.tokenizer, text, windows=given.windows, length=given.length).ids
         for text in texts
     )
     rules = given.rules.split(",")

@@ -12,7 +12,7 @@ import argparse
 from itertools import chain
 from pathlib import Path
 
-from kvcal.corpus import open_documents, resolve_text
+from kvcal.text.sources import open_documents, resolve_text
 
 PIECE = 16_384  # characters: about one window of 4096 tokens
 

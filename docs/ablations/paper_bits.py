@@ -22,10 +22,11 @@ from typing import Any
 import run
 import torch
 
+import kvcal.cli.app  # noqa: F401, whose commands defaults_of asks
 from kvcal.cli.defaults import defaults_of
-from kvcal.methods.backbones import backbone, divisor
+from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.mixkvq import MixKVQ
-from kvcal.methods.plain import PRESETS, Preset
+from kvcal.methods.registry import backbone, divisor
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.codecs.residual_vq import PAPER_CODE_BITS
 from kvcal_artifacts.scheme import LayerCodecs

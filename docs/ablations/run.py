@@ -87,12 +87,12 @@ STATE: dict[str, Any] = {}
 def prepare(args: dict[str, Any]) -> None:
     import torch
 
-    from kvcal import corpus
-    from kvcal.workbench import open_model
+    from kvcal.commands.workbench import open_model
+    from kvcal.text import sources
 
     torch.set_num_threads(args["threads"])
     loaded = open_model(args["model"], None, dtype=args["dtype"], device=args["device"])
-    text = corpus.evaluation_windows(
+    text = sources.evaluation_windows(
         loaded.tokenizer, args["text"], windows=args["eval_windows"], length=args["length"]
     )
     STATE.update(args=args, loaded=loaded, text=text)
@@ -122,7 +122,7 @@ def scheme_of(what: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
     """A preset or a bundle, and what its command told."""
     from dataclasses import replace
 
-    from kvcal.methods.plain import Preset, preset
+    from kvcal.methods.data_free import Preset, preset
     from kvcal_artifacts.bundle import load_bundle
 
     options = dict(what["options"])
@@ -140,6 +140,7 @@ def scheme_of(what: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
 def run_command(command: str, options: dict[str, Any]) -> dict[str, Any]:
     from importlib import import_module
 
+    import kvcal.cli.app  # noqa: F401, whose commands defaults_of asks
     from kvcal.cli.defaults import defaults_of
     from kvcal_artifacts.errors import UsageError
 
@@ -174,7 +175,7 @@ def made(what: dict[str, Any]) -> dict[str, Any]:
 def measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Figures of some rows, beside one run of full precision."""
     from kvcal.commands.compare import measure
-    from kvcal.workbench import cache_makers
+    from kvcal.commands.workbench import cache_makers
     from kvcal_artifacts.windows import HeavyHitters
 
     args, loaded, text = STATE["args"], STATE["loaded"], STATE["text"]

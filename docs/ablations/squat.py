@@ -23,11 +23,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from kvcal import corpus
-from kvcal.capture import Capture
+from kvcal.capture.scan import Capture
 from kvcal.cli.output import print_table
 from kvcal.methods.squat import logit_squares, window_subspaces
-from kvcal.models import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
+from kvcal.text import sources
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache, statistics
 from kvcal_artifacts.cache.statistics import QuerySubspace, Statistic, subspace
@@ -208,8 +209,8 @@ def main() -> None:
     given = parser.parse_args()
     source = resolve(given.model)
     loaded = load_model(source, dtype="float32", device="cpu")
-    text = given.text or corpus.default_text(source, "evaluation")
-    ids = corpus.evaluation_windows(loaded.tokenizer, text, windows=given.windows, length=LENGTH).ids
+    text = given.text or sources.default_text(source, "evaluation")
+    ids = sources.evaluation_windows(loaded.tokenizer, text, windows=given.windows, length=LENGTH).ids
     if given.rounding:
         print_rounding(loaded.model, ids, given.prompt)
         return

@@ -16,10 +16,11 @@ import argparse
 import torch
 from torch import Tensor
 
-from kvcal.capture import Capture
-from kvcal.corpus import default_text, token_windows
+from kvcal.capture.scan import Capture
 from kvcal.evaluate.outliers import outlier_twin
-from kvcal.models import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
+from kvcal.text.sources import default_text, token_windows
 from kvcal_artifacts.codecs.higgs import gaussian_grid
 from kvcal_kernels.hadamard import largest_power_of_two, rotate, signs, unrotate
 from kvcal_kernels.lattice import lookup, nearest

@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 
-from kvcal import corpus, models
-from kvcal.fit import FitOptions
+from kvcal.calibrate.codebooks import TrainResult
+from kvcal.calibrate.driver import train
+from kvcal.calibrate.job import FitOptions
+from kvcal.commands.workbench import open_for_fit
 from kvcal.methods.codebooks import TRAINERS, Training, last_fall
 from kvcal.methods.vqkv import SIZES, VQKV
-from kvcal.train import TrainResult, train
-from kvcal.workbench import open_for_fit
+from kvcal.models import configuration, names
+from kvcal.text import sources
 
 LENGTH, HOLDOUT = 8192, 2
 
@@ -52,8 +54,8 @@ def method(options: argparse.Namespace, dim: int) -> VQKV:
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> TrainResult:
-    source = models.resolve(options.model)
-    geometry = models.geometry(source)
+    source = names.resolve(options.model)
+    geometry = configuration.geometry(source)
     length = min(LENGTH, geometry.context)
     a_window = geometry.layers * geometry.kv_heads * (length - 4)
     windows = -(-options.vectors // a_window)
@@ -62,7 +64,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> TrainResult:
     )
     where = torch.cuda.get_device_name(opened.device) if opened.device.type == "cuda" else "CPU"
     say(f"{windows} windows of {length} random tokens and {HOLDOUT} held out, on {where}")
-    text = corpus.random_windows(geometry.vocab, windows=windows + HOLDOUT, length=length, holdout=HOLDOUT)
+    text = sources.random_windows(geometry.vocab, windows=windows + HOLDOUT, length=length, holdout=HOLDOUT)
     return train(
         method(options, geometry.head_dim), opened.source, text, options.folder / "vqkv.kvcal.safetensors",
         model_record=opened.record, revision=opened.revision, device=opened.device, options=FitOptions(), say=say,

@@ -44,12 +44,13 @@ import torch
 from generation import libraries, show
 from torch.profiler import ProfilerActivity, profile
 
-from kvcal import models
 from kvcal.bench import caches, decoding, filled, generation, schemes
 from kvcal.bench.caches import Kind
 from kvcal.bench.kernels import predictor_flops
 from kvcal.bench.timing import Clock
-from kvcal.catalogue import Geometry
+from kvcal.models import configuration, devices, loading
+from kvcal.models.catalogue import Geometry
+from kvcal.models.names import resolve
 from kvcal_artifacts.hf import seam
 from kvcal_artifacts.paths import choose, dequantised
 from kvcal_artifacts.windows import Windows
@@ -343,15 +344,15 @@ def parsed(given: Sequence[str] | None) -> Any:
 
 def main(given: Sequence[str] | None = None) -> None:
     chosen, began = parsed(given), time.time()
-    source = models.resolve(chosen.model)
-    geometry = models.geometry(source)
+    source = resolve(chosen.model)
+    geometry = configuration.geometry(source)
     if chosen.compile:
-        compile_for(chosen.compile, geometry, models.to_dtype(chosen.dtype))
+        compile_for(chosen.compile, geometry, devices.to_dtype(chosen.dtype))
         return
     on_gpu = chosen.device == "cuda"
     own = [sys.executable, __file__, "--model", chosen.model, "--dtype", chosen.dtype, "--compile"]
     compiling = [subprocess.Popen([*own, name]) for name in MADE if on_gpu]
-    model = models.load_model(source, dtype=chosen.dtype, device=chosen.device, random_weights=True).model
+    model = loading.load_model(source, dtype=chosen.dtype, device=chosen.device, random_weights=True).model
     for process in compiling:
         process.wait()
     about = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", **libraries(), "windows": vars(WINDOWS)}

@@ -52,18 +52,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcal import models
 from kvcal.bench import peers
 from kvcal.bench.layer import Case, angles
 from kvcal.bench.measure import fp16_scheme
 from kvcal.bench.timing import Clock
+from kvcal.models import configuration, names
 from kvcal_artifacts.files import write_atomically
 from kvcal_kernels.attention import plan, reference
 from kvcal_kernels.attention import triton as fused
 from kvcal_kernels.layout import Blocks, Form, Rope, decode, grid_of, grids, rope
 from kvcal_kernels.triton import examined
 
-GEOMETRY = models.geometry(models.resolve("llama-3.1-8b"))
+GEOMETRY = configuration.geometry(names.resolve("llama-3.1-8b"))
 HEADS, RATIO, D = GEOMETRY.kv_heads, GEOMETRY.heads // GEOMETRY.kv_heads, GEOMETRY.head_dim
 REPEATS = 21
 SINK, RECENT = 32, 96

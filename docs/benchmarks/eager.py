@@ -31,10 +31,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from kvcal import models
 from kvcal.bench import caches, decoding, schemes
 from kvcal.bench.filled import filled_cache
-from kvcal.commands.bench import numbers
+from kvcal.commands.bench_options import numbers
+from kvcal.models import configuration, loading, names
 
 SCHEMES = "innerq-base,kivi-2,higgs-2,turboquant-4"
 WARM_UP = 4  # steps nobody times: kernels are compiled
@@ -128,11 +128,11 @@ def main() -> None:
     if chosen.device.startswith("cuda") and not torch.cuda.is_available():
         options.error("needs a CUDA GPU, and torch finds none here (--device cpu --model tiny tries the script)")
     chosen.length = numbers(chosen.length, "--length", [])[0]
-    source = models.resolve(chosen.model)
-    model = models.load_model(source, dtype="bfloat16", device=chosen.device, random_weights=True).model
+    source = names.resolve(chosen.model)
+    model = loading.load_model(source, dtype="bfloat16", device=chosen.device, random_weights=True).model
     device = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
     made: dict[str, Any] = {"device": device, "torch": torch.__version__, "length": chosen.length, "rows": []}
-    for row in rows(model, models.geometry(source), chosen):
+    for row in rows(model, configuration.geometry(source), chosen):
         made["rows"].append(row)
         where = "max_length" if row["max_length"] else "grows"
         print(

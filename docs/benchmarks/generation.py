@@ -35,13 +35,14 @@ from typing import Any
 import torch
 from transformers import CompileConfig
 
-from kvcal import models
 from kvcal.bench import caches, decoding, generation, schemes
 from kvcal.bench.caches import Kind
 from kvcal.bench.rows import Row
 from kvcal.bench.timing import Clock
-from kvcal.checkout import commit
-from kvcal.commands.bench import numbers
+from kvcal.commands.bench_options import numbers
+from kvcal.models import configuration, loading
+from kvcal.models.names import resolve
+from kvcal.report.checkout import commit
 
 SCHEMES = ["innerq-small", "inner-4", "kivi-2-g128"]  # 3.0, 4.5 and 2.25 bits
 LIBRARIES = ("torch", "triton", "transformers", "optimum-quanto")
@@ -215,10 +216,10 @@ def parsed(given: Sequence[str] | None) -> Any:
 
 def main(given: Sequence[str] | None = None) -> None:
     chosen, began = parsed(given), time.time()
-    source = models.resolve(chosen.model)
-    geometry = models.geometry(source)
+    source = resolve(chosen.model)
+    geometry = configuration.geometry(source)
     copy = copy_bandwidth(torch.device(chosen.device))
-    model = models.load_model(source, dtype=chosen.dtype, device=chosen.device, random_weights=True).model
+    model = loading.load_model(source, dtype=chosen.dtype, device=chosen.device, random_weights=True).model
     on_gpu = model.device.type == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else "cpu"
     about: dict[str, Any] = {"device": device, "commit": commit(), **libraries(), "copy_bandwidth": copy}

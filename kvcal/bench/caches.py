@@ -23,7 +23,7 @@ from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.windows import Windows
 
-from ..catalogue import Geometry
+from ..models.catalogue import Geometry
 from .filled import fill_cache, scheme_of, tokens
 from .schemes import Benched
 
@@ -110,13 +110,13 @@ class Kind:
 @contextmanager
 def attention(model: Any, kind: Kind) -> Iterator[None]:
     """The model with this kind's attention."""
-    own = model.config._attn_implementation
+    implementation = model.config._attn_implementation
     with ExitStack() as stack:
         if kind.backend is not None:
             stack.enter_context(sdpa_kernel(kind.backend))
         if kind.implementation is not None:
             model.set_attn_implementation(kind.implementation)
-            stack.callback(model.set_attn_implementation, own)
+            stack.callback(model.set_attn_implementation, implementation)
         yield
 
 
@@ -124,16 +124,16 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # as configs
 
 
 def weight_bytes(model: Any) -> int | None:
-    """Of the parameters that a decode step must read: all but the table of input embeddings, of which it reads a row a token,
-    unless the output's is the same. None with experts: which ones are read depends on the tokens.
+    """Bytes of the parameters that a decode step must read: all but the table of input embeddings, of which it reads a row a
+    token, unless the output's is the same. None with experts: which ones are read depends on the tokens.
     """
     config = hf.config_of(model)
     if any(getattr(config, name, None) for name in EXPERTS):
         return None
-    own = {p.data_ptr(): p.nbytes for p in model.parameters()}
+    sizes = {p.data_ptr(): p.nbytes for p in model.parameters()}
     table, out = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = out is not None and out.weight.data_ptr() == table.data_ptr()
-    return int(sum(own.values()) - (0 if tied else table.nbytes))
+    return int(sum(sizes.values()) - (0 if tied else table.nbytes))
 
 
 def installed(module: str) -> bool:
@@ -154,10 +154,10 @@ def kinds(
 
     require_kernels, kernels: of KVCalCache.
     """
-    found = [*plain_kinds(model, geometry), *quanto_kinds(model, geometry)]
-    found += [scheme_kind(model, geometry, one, require_kernels, kernels) for one in schemes]
+    all_kinds = [*plain_kinds(model, geometry), *quanto_kinds(model, geometry)]
+    all_kinds += [scheme_kind(model, geometry, one, require_kernels, kernels) for one in schemes]
     dtype = str(model.dtype).removeprefix("torch.")
-    return [replace(kind, settings={"dtype": dtype, **kind.settings}) for kind in found]
+    return [replace(kind, settings={"dtype": dtype, **kind.settings}) for kind in all_kinds]
 
 
 def plain_kinds(model: Any, geometry: Geometry) -> list[Kind]:
@@ -171,16 +171,16 @@ def plain_kinds(model: Any, geometry: Geometry) -> list[Kind]:
     why_not = None if odd is None else f"layer {odd[0]}: {odd[1]}"
     full, static = (None if odd else partial(make, model, geometry) for make in (_full, _static))
     first, dynamic = backends[0][0], partial(_dynamic, model, geometry)
-    found = [
-        Kind(name, full, None, path, why_not, True, own, UNMASKED, None if path == first else first)
-        for path, own in backends
+    found_kinds = [
+        Kind(name, full, None, path, why_not, True, implementation, UNMASKED, None if path == first else first)
+        for path, implementation in backends
     ]
-    found.append(Kind(name, static, None, "StaticCache", why_not, plain=True, bytes_like=first))
-    found.append(Kind(name, dynamic, None, "DynamicCache", plain=True))
+    found_kinds.append(Kind(name, static, None, "StaticCache", why_not, plain=True, bytes_like=first))
+    found_kinds.append(Kind(name, dynamic, None, "DynamicCache", plain=True))
     if installed("flash_attn"):
         path = "DynamicCache, flash_attention_2"
-        found.append(Kind(name, dynamic, None, path, plain=True, implementation="flash_attention_2"))
-    return found
+        found_kinds.append(Kind(name, dynamic, None, path, plain=True, implementation="flash_attention_2"))
+    return found_kinds
 
 
 # Its CUDA code places the numbers of a layer's keys, or values, by 32-bit integers (unpack.cu of 0.2.7): with more of them it
@@ -213,11 +213,11 @@ def scheme_kind(model: Any, geometry: Geometry, one: Benched, require_kernels: b
     options: dict[str, Any] = {"require_kernels": require_kernels, "kernels": kernels}
     with KVCalCache(scheme_of(model, one), model, **options) as empty:
         path: str = empty.describe()["path"]
-    more, own = {"made_up": one.made_up} if one.made_up else {}, dict(one.settings)
+    more, settings = {"made_up": one.made_up} if one.made_up else {}, dict(one.settings)
     if one.scheme.selection is not None:
-        return Kind(one.name, None, one.stored_bits, path, UNFILLED, more=more, settings=own)
+        return Kind(one.name, None, one.stored_bits, path, UNFILLED, more=more, settings=settings)
     maker = partial(_packed, model, geometry, one, options)
-    return Kind(one.name, maker, one.stored_bits, path, more=more, settings=own)
+    return Kind(one.name, maker, one.stored_bits, path, more=more, settings=settings)
 
 
 # Of a scheme.
@@ -241,9 +241,9 @@ def start_of(windows: Windows, length: int) -> int:
 def _packed(
     model: Any, geometry: Geometry, one: Benched, options: dict[str, Any], batch: int, length: int, steps: int
 ) -> Start:
-    own = one.windows
-    start = start_of(own, length)
-    room = max(start + steps, own.sink + own.recent + own.block)
+    windows = one.windows
+    start = start_of(windows, length)
+    room = max(start + steps, windows.sink + windows.recent + windows.block)
     cache = KVCalCache(scheme_of(model, one), model, max_length=room, **options)
 
     def again() -> None:
@@ -251,14 +251,16 @@ def _packed(
         fill_cache(cache, geometry, one, batch, start)
 
     again()
-    flush = FLUSH_AT if blocks_of(own, start + FLUSH_AT + 1) > blocks_of(own, start + FLUSH_AT) else None
-    found = partial(_witness, cache)
-    why_not, held = cache.why_not_compileable, packed_bytes(cache)
-    return Start(cache, start, again, True, flush, own.block, found, why_not, held)
+    flush = FLUSH_AT if blocks_of(windows, start + FLUSH_AT + 1) > blocks_of(windows, start + FLUSH_AT) else None
+    witness = partial(_witness, cache)
+    why_not, nbytes = cache.why_not_compileable, packed_bytes(cache)
+    return Start(cache, start, again, True, flush, windows.block, witness, why_not, nbytes)
 
 
 def packed_bytes(cache: KVCalCache) -> int:
-    """Of what rows hold, room left out: packed blocks, windows, layers left to Transformers; and constants of the codecs."""
+    """Bytes of what rows hold, spare capacity left out: packed blocks, windows, layers left to Transformers; and constants
+    of the codecs.
+    """
     blocks, exact = int(cache.ledger.blocks.sum()), int((cache.ledger.sink + cache.ledger.window).sum())
     plain = [layer for layer, pair in zip(cache.layers, cache.scheme.layers, strict=True) if pair is None]
     total, model = cache.scheme.resident_bytes() + _held_bytes(plain), cast(Any, cache.model)
@@ -277,10 +279,10 @@ def _witness(cache: KVCalCache) -> list[Tensor]:
     tokens alone.
     """
     cache.settle()
-    found = [torch.tensor([cache.ledger.columns]), cache.ledger.blocks.clone()]
+    parts = [torch.tensor([cache.ledger.columns]), cache.ledger.blocks.clone()]
     for packed in cache.own_layers[0].packed:
-        found += [x[:, :, -1].cpu() for x in packed.values() if isinstance(x, Tensor) and x.shape[2]]
-    return found
+        parts += [x[:, :, -1].cpu() for x in packed.values() if isinstance(x, Tensor) and x.shape[2]]
+    return parts
 
 
 # Of Transformers.
@@ -334,8 +336,8 @@ class FullLayer(DynamicLayer):
         self.full = self.keys, self.values = keys, values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        for held, new in zip(self.full, (key_states, value_states), strict=True):
-            held[:, :, -1:].copy_(new)
+        for full, new in zip(self.full, (key_states, value_states), strict=True):
+            full[:, :, -1:].copy_(new)
         return self.full
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

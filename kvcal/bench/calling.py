@@ -132,14 +132,20 @@ def generate(
     cached and that one: generate() cuts off what the cache has.
     """
     length = int(cache.get_seq_length())
-    own = {"disable_compile": True} if compiled is None else {"compile_config": compiled}
-    made: Tensor = model.generate(
+    compiling = {"disable_compile": True} if compiled is None else {"compile_config": compiled}
+    ids: Tensor = model.generate(
         torch.zeros(batch, length + 1, dtype=torch.long, device=model.device),
         attention_mask=torch.ones(batch, length + 1, dtype=torch.long, device=model.device),
-        past_key_values=cache, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, pad_token_id=0,
-        logits_processor=LogitsProcessorList([heard]), stopping_criteria=StoppingCriteriaList([stamps]), **own,
-    )  # fmt: skip
-    return made[:, length + 1 :].clone()  # all of it is as long as the cache
+        past_key_values=cache,
+        min_new_tokens=tokens,
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        logits_processor=LogitsProcessorList([heard]),
+        stopping_criteria=StoppingCriteriaList([stamps]),
+        **compiling,
+    )
+    return ids[:, length + 1 :].clone()  # all of it is as long as the cache
 
 
 def _miscounted(start: Start, tokens: Tensor, grown: int, stamped: int) -> str | None:
@@ -156,12 +162,12 @@ def _compare(stepper: Stepper, heard: Heard, tokens: Tensor) -> tuple[str | None
     """Why the logits of generate() are not those of bare steps from the same start, None if they are; their relative error."""
     stepper.back()
     worst = 0.0
-    for i, found in enumerate(heard.logits):
-        wanted = stepper.step()
-        allowed = decoding.TOLERANCE * torch.finfo(wanted.dtype).eps
-        seen = ~found.isneginf()  # the end of a text, which min_new_tokens forbids
-        exact = wanted[stepper.rows].double()[seen]
-        apart = float((found.double()[seen] - exact).norm() / exact.norm())
+    for i, logits in enumerate(heard.logits):
+        expected = stepper.step()
+        allowed = decoding.TOLERANCE * torch.finfo(expected.dtype).eps
+        finite = ~logits.isneginf()  # the end of a text, which min_new_tokens forbids
+        exact = expected[stepper.rows].double()[finite]
+        apart = float((logits.double()[finite] - exact).norm() / exact.norm())
         worst = apart if apart != apart else max(worst, apart)
         if not worst <= allowed:
             return f"check failed: logits of generate() are off by {worst:.2g}, allowed {allowed:.2g}", worst

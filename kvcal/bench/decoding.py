@@ -21,8 +21,7 @@ from torch import Tensor
 
 from kvcal_kernels.device import on
 
-from ..models import is_oom
-from ..room import cuda_bytes
+from ..models.memory import cuda_bytes, is_oom
 from .caches import FLUSH_AT, Kind, Start, attention, weight_bytes
 from .layer import fill, some_rows
 from .peers import first_line
@@ -76,14 +75,14 @@ class Stepper:
 
     def step(self) -> Tensor:
         """Logits (B, vocabulary) of the next token, which is chosen."""
-        given = {"input_ids": self.token, "position_ids": self.place, "past_key_values": self.start.cache}
-        logits: Tensor = self.forward(**given, use_cache=True).logits[:, -1]
+        inputs = {"input_ids": self.token, "position_ids": self.place, "past_key_values": self.start.cache}
+        logits: Tensor = self.forward(**inputs, use_cache=True).logits[:, -1]
         self.token.copy_(logits.argmax(-1, keepdim=True))
         self.place.add_(1)
         return logits
 
     def back(self) -> None:
-        """To the start."""
+        """Go back to the start."""
         self.start.again()
         self.token.zero_()
         self.place.fill_(self.start.length)
@@ -119,8 +118,8 @@ def run(model: Any, kind: Kind, batch: int, length: int, steps: int = STEPS, com
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Of one kind's forward. Kept code is not asked for: it is found by the call of attention, whichever of torch's backends
-    is set, so that cuDNN's served for flash, too (torch 2.11). Nothing stays that holds the cache.
+    """Compile one kind's forward. Code compiled before is not asked for: it is found by the call of attention, whichever of
+    torch's backends is set, so that cuDNN's served for flash, too (torch 2.11). Nothing stays that holds the cache.
     """
     from torch._functorch import config as autograd
     from torch._inductor import config as inductor
@@ -169,7 +168,7 @@ def typical(times: Sequence[float], start: Start) -> tuple[float, float | None]:
 
 
 def _warm_up(stepper: Stepper, aside: bool) -> None:
-    """On a stream of its own where a graph will be recorded, as torch asks; then back to the start."""
+    """Run steps on a stream of its own where a graph will be recorded, as torch asks; then back to the start."""
     if aside:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -183,24 +182,24 @@ def _warm_up(stepper: Stepper, aside: bool) -> None:
 
 
 def _eager(stepper: Stepper, steps: int) -> Pass:
-    found, began = Pass(), time.perf_counter()
+    run, began = Pass(), time.perf_counter()
     if stepper.model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(stepper.model.device)  # of steps alone, without filling
     for i in range(max(steps, CHECKED)):
         if i >= LEAST and time.perf_counter() - began > SECONDS:
             break
         if i < CHECKED:
-            found.tokens.append(stepper.token.clone())
+            run.tokens.append(stepper.token.clone())
         wait(stepper.model.device)
         start = time.perf_counter()
         logits = stepper.step()
         wait(stepper.model.device)
-        found.times.append((time.perf_counter() - start) * 1e6)
+        run.times.append((time.perf_counter() - start) * 1e6)
         if i < CHECKED:
-            found.logits.append(logits[stepper.rows].clone())
+            run.logits.append(logits[stepper.rows].clone())
         if i == CHECKED - 1:
-            found.witness = stepper.start.witness()
-    return found
+            run.witness = stepper.start.witness()
+    return run
 
 
 # By a graph.
@@ -234,11 +233,11 @@ def _compare(
     """Why the steps of a graph are not the eager ones from the same start, None if they are; relative error of logits."""
     stepper.back()
     worst = 0.0
-    for token, wanted in zip(eager.tokens, eager.logits, strict=True):
+    for token, expected in zip(eager.tokens, eager.logits, strict=True):
         stepper.token.copy_(token)
         replay()
-        found = logits[stepper.rows].double()
-        apart = float((found - wanted.double()).norm() / wanted.double().norm())
+        stepped = logits[stepper.rows].double()
+        apart = float((stepped - expected.double()).norm() / expected.double().norm())
         worst = max(worst, apart) if apart == apart else float("nan")
         if worst != worst:
             break

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvcal_artifacts.errors import UsageError
 
-from ..near import allowed
+from ..report.suggest import allowed
 
 CPU_INFO = Path("/proc/cpuinfo")
 BOARD = Path("/proc/device-tree/model")  # of a Jetson: "NVIDIA Jetson Orin Nano Developer Kit"
@@ -133,7 +133,7 @@ MEASURED = ("auto", "cpu", "cuda", "jetson")  # what --device takes besides: cud
 
 
 def version(text: str) -> tuple[int, ...]:
-    """Of Triton, its first two numbers."""
+    """The first two numbers of Triton's version."""
     return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
 
 
@@ -200,7 +200,7 @@ def _matching(called: str, one: Device) -> int:
 
 
 def _as_large(one: Device, memory: float | None) -> bool:
-    """Of cards the name says it."""
+    """Tell devices of one name apart by their memory; cards' names say it."""
     return memory is None or not one.jetson or PART * one.memory < memory <= one.memory
 
 
@@ -208,12 +208,12 @@ def of_gpu(called: str, memory: float, sms: int) -> Device | None:
     """The Jetson whose GPU calls itself so, as "Orin", and has so many GiB and SMs; None where there is none, or where two are
     alike (Orin Nano and Orin Nano Super; Orin NX of 8 GB, too).
     """
-    own = chip(called)
-    if own is None:
+    part = chip(called)
+    if part is None:
         return None
     every = [one for one in DEVICES.values() if one.jetson and one.sms == sms and _as_large(one, memory)]
-    found = [one for one in every if any(own in name for name in one.found_as)]
-    return found[0] if len(found) == 1 else None
+    matches = [one for one in every if any(part in name for name in one.found_as)]
+    return matches[0] if len(matches) == 1 else None
 
 
 def chip(called: str) -> str | None:

@@ -46,39 +46,39 @@ LENGTHS = 0.1
 FLOOR = 2.0**-22  # of the squares: float32 sums and products
 
 
-def misread(filled: Filled, role: int, found: Tensor) -> str | None:
+def misread(filled: Filled, role: int, decoded: Tensor) -> str | None:
     """What is wrong with keys (role 0) or values (1) as they were read, (B, H, N * b, D); None if every block of every row
     lies as near to the input as its format promises. What it promises is computed of SAMPLE tokens in some_rows, as are the
     nearest codewords that lengths are compared with.
     """
     codec, raw = filled.pair[role], filled.raw[role]
-    if found.shape != raw.shape:
-        return f"check failed: decoding gives {codec.role}s {tuple(found.shape)}, packed were {tuple(raw.shape)}"
+    if decoded.shape != raw.shape:
+        return f"check failed: decoding gives {codec.role}s {tuple(decoded.shape)}, packed were {tuple(raw.shape)}"
     allowed = 0.0
     for row, tokens, context in _samples(filled, role):
         exact = raw[row, None, :, tokens].double()
         error, again = promised(codec, exact, context)
         allowed = max(allowed, float(error.sum() / exact.square().sum()))
         if again is not None:
-            ratio = float(found[row, None, :, tokens].double().square().sum() / again.square().sum())
+            ratio = float(decoded[row, None, :, tokens].double().square().sum() / again.square().sum())
             if not abs(ratio - 1) <= LENGTHS:
                 return (
                     f"check failed: squares of decoded {codec.role}s are {ratio:.2g} of those of the nearest codewords"
                 )
-    rounding = float(torch.finfo(found.dtype).eps) ** 2 / 12
+    rounding = float(torch.finfo(decoded.dtype).eps) ** 2 / 12
     allowed = MARGIN * allowed + rounding + FLOOR
-    worst = max(_error(codec, x, y) for x, y in zip(found, raw, strict=True))
+    worst = max(_error(codec, x, y) for x, y in zip(decoded, raw, strict=True))
     if worst <= allowed:
         return None
     return f"check failed: decoding misses {codec.role}s by {worst:.2g} of their squares, {allowed:.2g} allowed"
 
 
-def _error(codec: Codec, found: Tensor, raw: Tensor) -> float:
-    """Of one row (H, N * b, D): squared error over squares of the worst block; infinite if any is NaN."""
+def _error(codec: Codec, decoded: Tensor, raw: Tensor) -> float:
+    """The error of one row (H, N * b, D): squared error over squares of the worst block; infinite if any is NaN."""
     exact = raw.float()
-    both = torch.stack([found.float() - exact, exact]).square()
-    off, own = both.unflatten(2, (-1, codec.shape.block)).sum((1, 3, 4))
-    return float((off / own).nan_to_num(nan=float("inf")).max())
+    both = torch.stack([decoded.float() - exact, exact]).square()
+    off, energy = both.unflatten(2, (-1, codec.shape.block)).sum((1, 3, 4))
+    return float((off / energy).nan_to_num(nan=float("inf")).max())
 
 
 def _samples(filled: Filled, role: int) -> Iterator[tuple[int, slice, Context]]:
@@ -89,8 +89,8 @@ def _samples(filled: Filled, role: int) -> Iterator[tuple[int, slice, Context]]:
     if "k0" in codec.needs:
         context = replace(context, k0=filled.decoded()[0])
     for row in some_rows(filled.case.batch, filled.case.seed):
-        own = context.rows(row, row + 1)
-        yield row, tokens, replace(own.part(tokens.start, tokens.stop), stats=own.stats)
+        of_row = context.rows(row, row + 1)
+        yield row, tokens, replace(of_row.part(tokens.start, tokens.stop), stats=of_row.stats)
 
 
 def promised(codec: Codec, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
@@ -142,17 +142,17 @@ def _of_floats(codec: Float8, x: Tensor) -> Tensor:
 def _of_levels(x: Tensor, bits: int, group: int, axis: str, mode: str) -> Tensor:
     """The better of the modes' own levels, group by group; a search only lowers it."""
     groups = (x.transpose(-1, -2) if axis == "token" else x).unflatten(-1, (-1, group))
-    found = []
+    errors = []
     if mode != "asymmetric":
         half = 2 ** (bits - 1)
         peak = groups.abs().mean(-1, keepdim=True) if bits == 1 else groups.abs().amax(-1, keepdim=True)
         centred = (groups.abs() - peak).square() if bits == 1 else _to_nearest(groups, peak / half, -peak, bits)
-        found.append(centred)
+        errors.append(centred)
     if mode != "symmetric":
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-        found.append(_to_nearest(groups, (high - low) / (2**bits - 1), low, bits))
-    best = torch.stack([one.sum(-1) for one in found]).argmin(0)[..., None]
-    error: Tensor = found[0] if len(found) == 1 else torch.where(best == 0, found[0], found[1])
+        errors.append(_to_nearest(groups, (high - low) / (2**bits - 1), low, bits))
+    best = torch.stack([one.sum(-1) for one in errors]).argmin(0)[..., None]
+    error: Tensor = errors[0] if len(errors) == 1 else torch.where(best == 0, errors[0], errors[1])
     flat = error.flatten(-2)
     return flat.transpose(-1, -2) if axis == "token" else flat
 
@@ -166,14 +166,14 @@ def _of_grid(codec: Higgs, x: Tensor) -> Tensor:
     """The grid's mean squared error D, of what a rotation spreads over all channels. A point times a gain g misses by
     g^2 (1 - D) - 2 g (1 - D) + 1: nearest points are shorter than what they stand for, by D.
     """
-    left = 1 - GRID_MSE[codec.d, codec.n]
-    gain = _gain(codec, left)
-    return (gain * gain * left - 2 * gain * left + 1) * x.square().mean(-1, keepdim=True).expand_as(x)
+    kept_energy = 1 - GRID_MSE[codec.d, codec.n]
+    gain = _gain(codec, kept_energy)
+    return (gain * gain * kept_energy - 2 * gain * kept_energy + 1) * x.square().mean(-1, keepdim=True).expand_as(x)
 
 
-def _gain(codec: Higgs | Transform, left: float) -> float:
-    """left: of the squares, in nearest points."""
-    return 1.0 if codec.gain == "mse" else left ** (-0.5 if codec.role == "key" else -1.0)
+def _gain(codec: Higgs | Transform, kept_energy: float) -> float:
+    """kept_energy: of the squares, in nearest points."""
+    return 1.0 if codec.gain == "mse" else kept_energy ** (-0.5 if codec.role == "key" else -1.0)
 
 
 def _taken_back(codec: Squat) -> float:
@@ -208,12 +208,12 @@ def _of_basis(codec: Transform, x: Tensor) -> Tensor:
     mean = codec.mean.double()[:, None]
     y = (x - mean) @ codec.encoder.double()
     norm = y.square().mean((1, 3), keepdim=True).sqrt()
-    unit, made = y / norm, torch.zeros_like(y)
+    unit, coded = y / norm, torch.zeros_like(y)
     for bits, at in codec.tiers.items():
         points = x.new_tensor([[-ONE_BIT], [ONE_BIT]]) if bits == 1 else gaussian_grid(*GRID_OF[bits]).to(x)
         flat = unit[..., at].reshape(-1, points.shape[1])
-        made[..., at] = _gain(codec, 1 - MSE[bits]) * points[_nearest(flat, points)].view_as(unit[..., at])
-    return made * norm @ codec.decoder[:, : codec.coded].double() + mean
+        coded[..., at] = _gain(codec, 1 - MSE[bits]) * points[_nearest(flat, points)].view_as(unit[..., at])
+    return coded * norm @ codec.decoder[:, : codec.coded].double() + mean
 
 
 def _nearest(x: Tensor, points: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.storage.block_store import Stored
 from kvcal_artifacts.storage.ledger import Ledger, Plan
 
-from ..catalogue import Geometry
+from ..models.catalogue import Geometry
 from .layer import Case, fill
 from .schemes import Benched
 
@@ -85,13 +85,13 @@ def _fill_layer(layer: KVCalLayer, case: Case, batch: int, plan: Plan, length: i
 
 def _observe(layer: KVCalLayer, case: Case, batch: int) -> None:
     """Show the layer's run-time statistics a few random tokens."""
-    own, geometry = case.scheme.windows, case.geometry
-    short = own.sink + own.recent + own.block
-    plan = Ledger(own).begin(batch, short, None)
+    windows, geometry = case.scheme.windows, case.geometry
+    short = windows.sink + windows.recent + windows.block
+    plan = Ledger(windows).begin(batch, short, None)
     for statistic in layer.statistics.values():
         heads = geometry.kv_heads if statistic.wants == "k" else geometry.heads
-        seen = case.random(heads, short, salt=9).expand(batch, -1, -1, -1)
-        statistic.observe(seen, Prefixes(plan, own, case.device))
+        states = case.random(heads, short, salt=9).expand(batch, -1, -1, -1)
+        statistic.observe(states, Prefixes(plan, windows, case.device))
 
 
 def cycled(out: Tensor, stored: Tensor) -> None:

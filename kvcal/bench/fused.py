@@ -19,7 +19,7 @@ from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_kernels.layout import Rope
 from kvcal_kernels.layout import rope as turning
 
-from ..catalogue import Geometry
+from ..models.catalogue import Geometry
 from .layer import Case, Filled, angles, fill
 from .operation import Prepared, misattended, needs_blocks, needs_window, packed_blocks
 from .peers import DTYPE_NAMES, SIXTEEN, Attend
@@ -55,7 +55,7 @@ def _rotary(one: Benched) -> int:
 
 
 def turns(case: Case, sink: int, blocks: int, recent: int) -> Rope:
-    """Of rows that begin at position 0, with room for so many tokens and blocks."""
+    """RoPE of rows that begin at position 0, with capacity for so many tokens and blocks."""
     first = turning.first_positions(torch.zeros(1, device=case.device), sink, blocks, recent)
     near, far = (angles(x, case.geometry.head_dim) for x in (torch.arange(turning.RUN, device=case.device), first))
     return Rope(torch.stack([far.cos(), far.sin()], -2), turning.near(near.cos(), near.sin()))
@@ -89,10 +89,12 @@ def fused_attention(case: Case) -> Prepared:
     over = _over_vectors if codebook.both(case.scheme.codecs) else _over_blocks
     attend, path, more = over(case, filled, sink, recent)
     return Prepared(
-        lambda: attend(queries), filled.packed_bytes + filled.book_bytes + filled.window_bytes,
-        lambda: misattended(attend, queries, filled), path,
+        lambda: attend(queries),
+        filled.packed_bytes + filled.book_bytes + filled.window_bytes,
+        lambda: misattended(attend, queries, filled),
+        path,
         more={"codec_bytes": filled.packed_bytes, "window_bytes": filled.window_bytes, **more},
-    )  # fmt: skip
+    )
 
 
 Run = tuple[Attend, str, dict[str, Any]]  # what runs, which code it is, what only such rows have
@@ -109,13 +111,15 @@ def _over_blocks(case: Case, filled: Filled, sink: Exact, recent: Exact) -> Run:
     keys, values = (codec.as_blocks(packed) for codec, packed in zip(filled.pair, filled.packed, strict=True))
     blocks, space = _rows(case, keys.words.shape[2]), kernel.Workspace(case.device)
     scaling, factor = case.geometry.head_dim**-0.5, filled.codecs.key.key_factor(filled.decoding)
-    own = None
+    rotations = None
     if case.scheme.frame == "pre_rope":
-        own = turns(case, sink[0].shape[2], keys.words.shape[2], recent[0].shape[2])
+        rotations = turns(case, sink[0].shape[2], keys.words.shape[2], recent[0].shape[2])
 
     def attend(queries: Tensor) -> Tensor:
         packed_q = queries_for(queries, factor)
-        return kernel.attend(queries, keys, values, blocks, sink, recent, scaling, None, space, packed_q, rope=own)
+        return kernel.attend(
+            queries, keys, values, blocks, sink, recent, scaling, None, space, packed_q, rope=rotations
+        )
 
     return attend, "triton: fused", {}
 
@@ -124,7 +128,7 @@ def _over_vectors(case: Case, filled: Filled, sink: Exact, recent: Exact) -> Run
     """Packed tokens by the kernels, exact ones by torch, as a cache attends. more: with large codebooks from how many tokens
     on a cache does so.
     """
-    held = codebook.coded(filled.codecs, filled.packed)
+    coded = codebook.coded(filled.codecs, filled.packed)
     count = packed_blocks(case)
     blocks, space = _rows(case, count), codebook.workspace("triton", case.device, False)
     scaling, least = case.geometry.head_dim**-0.5, codebook.least_tokens(filled.codecs)
@@ -133,6 +137,6 @@ def _over_vectors(case: Case, filled: Filled, sink: Exact, recent: Exact) -> Run
         more["note"] = f"a cache decodes up to {least} packed tokens of a row: with such codebooks that is faster"
 
     def attend(queries: Tensor) -> Tensor:
-        return codebook.attention("triton", queries, held, blocks, sink, recent, scaling, space)
+        return codebook.attention("triton", queries, coded, blocks, sink, recent, scaling, space)
 
     return attend, "triton: fused, exact tokens by torch", more

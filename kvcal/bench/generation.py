@@ -92,7 +92,7 @@ def compiled_rows(
     device: str,
     copy: float | None = None,
 ) -> Iterator[Row]:
-    """As generate_rows of CUDA graphs, of the forward that torch.compile makes: of each kind anew, a minute or so of an 8B
+    """Like generate_rows of CUDA graphs, with the forward that torch.compile makes: of each kind anew, a minute or so of an 8B
     model. Where there is no graph, the reason.
     """
     for batch, length in shapes:
@@ -130,13 +130,13 @@ def _timed(
         return
     shared = {"tokens": ran.length, "peak_bytes": ran.bytes, **kind.more, **more}
 
-    def row(mode: str, taken: float | None, flush: float | None, refused: str | None = None, **own: Any) -> Row:
+    def row(mode: str, taken: float | None, flush: float | None, refused: str | None = None, **figures: Any) -> Row:
         if taken is not None:
-            own = {"tokens_per_second": batch * 1e6 / taken, "flush_microseconds": flush, **own}
+            figures = {"tokens_per_second": batch * 1e6 / taken, "flush_microseconds": flush, **figures}
         at = replace(kind, path=f"{kind.path}; {mode}")
-        made = _row(model, at, batch, length, device, operation, taken, refused, more={**own, **shared})
-        known = ran.read is not None and copy is not None and taken is not None
-        return replace(made, bytes=ran.read, fraction_of_copy=ran.read / copy * 1e6 / taken if known else None)  # type: ignore[operator]
+        plain_row = _row(model, at, batch, length, device, operation, taken, refused, more={**figures, **shared})
+        rated = ran.read is not None and copy is not None and taken is not None
+        return replace(plain_row, bytes=ran.read, fraction_of_copy=ran.read / copy * 1e6 / taken if rated else None)  # type: ignore[operator]
 
     failed = ran.no_graph is not None and ran.apart is not None
     graph = COMPILED_GRAPH if operation == COMPILED_STEPS else GRAPH
@@ -146,14 +146,34 @@ def _timed(
 
 
 def _row(
-    model: str, kind: Kind, batch: int, length: int, device: str, operation: str, taken: float | None,
-    refused: str | None = None, more: dict[str, Any] | None = None,
-) -> Row:  # fmt: skip
+    model: str,
+    kind: Kind,
+    batch: int,
+    length: int,
+    device: str,
+    operation: str,
+    taken: float | None,
+    refused: str | None = None,
+    more: dict[str, Any] | None = None,
+) -> Row:
     return Row(
-        operation=operation, scheme=kind.name, model=model, batch=batch, length=length, microseconds=taken,
-        stored_bits=kind.stored_bits, fraction_of_copy=None, ratio_to_fp16=None, fp16_backend=None, projected=False,
-        device=device, path=kind.path, refused=refused, **kind.settings, more=more or {},
-    )  # fmt: skip
+        operation=operation,
+        scheme=kind.name,
+        model=model,
+        batch=batch,
+        length=length,
+        microseconds=taken,
+        stored_bits=kind.stored_bits,
+        fraction_of_copy=None,
+        ratio_to_fp16=None,
+        fp16_backend=None,
+        projected=False,
+        device=device,
+        path=kind.path,
+        refused=refused,
+        **kind.settings,
+        more=more or {},
+    )
 
 
 # By generate() itself.
@@ -202,8 +222,8 @@ def largest_called_rows(
     except Exception as error:  # of this row alone
         ran = first_line(error)
     mode = CALL if compiled is None else COMPILED
-    made = _call_row(model_name, kind, batch, length, device, LARGEST_CALLED, ran, copy, mode, largest_batch=largest)
-    return [made]
+    called = _call_row(model_name, kind, batch, length, device, LARGEST_CALLED, ran, copy, mode, largest_batch=largest)
+    return [called]
 
 
 def _called(model: Any, kind: Kind, batch: int, length: int, compiled: CompileConfig | None) -> calling.Called | str:
@@ -238,17 +258,17 @@ def _call_row(
         "mean_microseconds": ran.mean,
         **more,
     }
-    made = _row(model, at, batch, length, device, operation, ran.taken, more=more)
-    known = ran.read is not None and copy is not None
-    fraction = ran.read / copy * 1e6 / ran.taken if known else None  # type: ignore[operator]
-    return replace(made, bytes=ran.read, fraction_of_copy=fraction, repeats=ran.timed)
+    plain_row = _row(model, at, batch, length, device, operation, ran.taken, more=more)
+    rated = ran.read is not None and copy is not None
+    fraction = ran.read / copy * 1e6 / ran.taken if rated else None  # type: ignore[operator]
+    return replace(plain_row, bytes=ran.read, fraction_of_copy=fraction, repeats=ran.timed)
 
 
 # Against FP16.
 
 
 def beside_fp16(rows: Sequence[Row]) -> list[Row]:
-    """The same rows with their ratios to the best FP16 of the same model and shape among them, eager or not.
+    """Return the rows with their ratios to the best FP16 of the same model and shape among them, eager or not.
 
     generate, generate-compiled, generate-call: time, of the same batch. largest-batch, largest-batch-call: `batch_to_fp16`,
     and `throughput_to_fp16` each at its own batch.
@@ -290,15 +310,15 @@ class Search:
     step: int = 1
     trials: int = 64
     better: Callable[[], int] = lambda: 0
-    known: dict[int, bool] = field(default_factory=dict)
+    fitted: dict[int, bool] = field(default_factory=dict)
 
     @property
     def low(self) -> int:
-        return max((n for n, good in self.known.items() if good), default=0)
+        return max((n for n, good in self.fitted.items() if good), default=0)
 
     @property
     def high(self) -> int | None:
-        return min((n for n, good in self.known.items() if not good), default=None)
+        return min((n for n, good in self.fitted.items() if not good), default=None)
 
     @property
     def proven(self) -> bool:
@@ -311,11 +331,11 @@ class Search:
         for _ in range(self.trials):
             if self.proven or at > LARGEST:
                 break
-            self.known[at] = self.fits(at)
+            self.fitted[at] = self.fits(at)
             low, high = self.low, self.high
             if high is None:
                 at = max(low + width, self.better())
-            elif at - width > low and not self.known[at]:
+            elif at - width > low and not self.fitted[at]:
                 at -= width
             else:
                 at = max(low + self.step, (low + high) // 2 // self.step * self.step)
@@ -336,15 +356,15 @@ def largest_batch_rows(
     every: Sequence[Kind],
     length: int,
     device: str,
-    found: dict[str, int] | None = None,
+    largest: dict[str, int] | None = None,
     copy: float | None = None,
 ) -> Iterator[Row]:
     """Measured: the largest batch at that length, and the tokens a second there, as they are found.
 
     A batch fits where its steps run, under a graph if there can be one. Small batches give an estimate, which is tried with
-    its neighbours. found: of earlier calls, by path; is added to. copy: as of generate_rows.
+    its neighbours. largest: of earlier calls, by path; is added to. copy: as of generate_rows.
     """
-    found = {} if found is None else found
+    largest = {} if largest is None else largest
     for kind in every:
         if kind.maker is None:
             yield _row(model_name, kind, 1, length, device, "largest-batch", None, kind.why_not)
@@ -359,12 +379,12 @@ def largest_batch_rows(
 
         def better(ran: dict[int, Ran | str] = ran, most: int | None = most) -> int:
             used = {n: one.bytes for n, one in ran.items() if isinstance(one, Ran)}
-            found = estimate(used, decoding.capacity(model.device)) if len(used) > 1 else 0
-            return found if most is None else min(found, most + 1)
+            estimated = estimate(used, decoding.capacity(model.device)) if len(used) > 1 else 0
+            return estimated if most is None else min(estimated, most + 1)
 
         search = Search(fits, trials=TRIALS, better=better)
         try:
-            start = found.get(kind.bytes_like or "") or (_probed(search) and int(CAUTION * better())) or search.low
+            start = largest.get(kind.bytes_like or "") or (_probed(search) and int(CAUTION * better())) or search.low
             batch = search.run(start if most is None else min(start, most)) if start else 0
         except Exception as error:  # of this kind alone, and not of memory: what fitted so far is no largest batch
             yield _row(model_name, kind, 1, length, device, "largest-batch", None, first_line(error))
@@ -373,7 +393,7 @@ def largest_batch_rows(
             why = next((str(one) for one in ran.values() if isinstance(one, str)), "out of memory")
             yield _row(model_name, kind, 1, length, device, "largest-batch", None, why)
             continue
-        found[kind.path] = batch
+        largest[kind.path] = batch
         more = {"largest_batch": batch, "one_more_fails": search.proven, "limited_by": kind.refusal(batch + 1, length)}
         yield from _timed(model_name, kind, batch, length, device, "largest-batch", ran[batch], copy, **more)
 
@@ -381,8 +401,8 @@ def largest_batch_rows(
 def _probed(search: Search) -> bool:
     """Small batches, from which the largest is estimated; whether all of them ran."""
     for batch in PROBES:
-        search.known[batch] = search.fits(batch)
-        if not search.known[batch]:
+        search.fitted[batch] = search.fits(batch)
+        if not search.fitted[batch]:
             return False
     return True
 
@@ -396,15 +416,17 @@ def longest_rows(
         if kind.maker is None:
             continue
         try:
-            found = Search(lambda length, kind=kind: _goes_on(model, kind, batch, length), 256).run(1024)  # type: ignore[misc]
+            longest = Search(lambda length, kind=kind: _goes_on(model, kind, batch, length), 256).run(1024)  # type: ignore[misc]
         except Exception as error:  # of this kind alone, and not of memory
             none = {"longest_length": 0, "memory_gib": memory}
             rows.append(_row(model_name, kind, batch, 0, device, "longest-generation", None, first_line(error), none))
             continue
         more = {
-            "longest_length": found, "memory_gib": memory, **vqkv_beside(model_name, kind.name, memory, model.dtype.itemsize),
-        }  # fmt: skip
-        rows.append(_row(model_name, kind, batch, found, device, "longest-generation", None, more=more))
+            "longest_length": longest,
+            "memory_gib": memory,
+            **vqkv_beside(model_name, kind.name, memory, model.dtype.itemsize),
+        }
+        rows.append(_row(model_name, kind, batch, longest, device, "longest-generation", None, more=more))
     return rows
 
 

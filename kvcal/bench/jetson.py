@@ -15,7 +15,7 @@ from kvcal_artifacts.paths import codebook
 from kvcal_artifacts.paths.preflight.verdicts import triton_version
 from kvcal_kernels.layout import Form
 
-from ..catalogue import CATALOGUE, Geometry
+from ..models.catalogue import CATALOGUE, Geometry
 from . import paper, roofline
 from .devices import DEVICES, Device
 from .fused import refuses_anywhere
@@ -47,12 +47,15 @@ def table_4() -> list[Row]:
     geometry, machine = CATALOGUE[PAPER_MODEL].geometry, fitted()
     full = {
         (part, length): _cell(machine, geometry, part, length, (FP16_BITS, FP16_BITS))
-        for part in paper.PARTS for length in paper.LENGTHS
-    }  # fmt: skip
+        for part in paper.PARTS
+        for length in paper.LENGTHS
+    }
     return [
         _row_of_table_4(machine, geometry, scheme, part, length, full[part, length][0])
-        for scheme in paper.TABLE_4 for part in paper.PARTS for length in paper.LENGTHS
-    ]  # fmt: skip
+        for scheme in paper.TABLE_4
+        for part in paper.PARTS
+        for length in paper.LENGTHS
+    ]
 
 
 def _bits(scheme: str, geometry: Geometry) -> tuple[float, float]:
@@ -79,21 +82,35 @@ def _row_of_table_4(machine: Machine, geometry: Geometry, scheme: str, part: str
     shared, _, _ = _cell(machine, geometry, part, length, bits, geometry.kv_heads)
     reported = float(paper.TABLE_4[scheme][part][paper.LENGTHS.index(length)])
     implied = machine.implied(size, reported, launches)
-    own = {"K": bits[0], "V": bits[1], "total": sum(bits) / 2}[part]
+    bits_per_value = {"K": bits[0], "V": bits[1], "total": sum(bits) / 2}[part]
     elements = launches * geometry.heads * geometry.head_dim * length
-    beside = {"paper_bits": paper.TABLE_4_BITS[scheme][part]} if scheme in paper.TABLE_4_BITS else {}
+    of_paper = {"paper_bits": paper.TABLE_4_BITS[scheme][part]} if scheme in paper.TABLE_4_BITS else {}
     slots = (reported - launches * machine.launch) * 1e-6 * machine.device.issue_rate / elements
     return Row(
-        operation=f"innerq-table-4 {part}", scheme=scheme, model=PAPER_MODEL, batch=1, length=length,
-        microseconds=microseconds, stored_bits=own, fraction_of_copy=machine.reading(size) / microseconds,
-        ratio_to_fp16=full / microseconds, fp16_backend="projected", projected=True, device=PAPER_DEVICE,
-        path="projected: the paper's kernel, a query head at a time", bytes=round(size),
+        operation=f"innerq-table-4 {part}",
+        scheme=scheme,
+        model=PAPER_MODEL,
+        batch=1,
+        length=length,
+        microseconds=microseconds,
+        stored_bits=bits_per_value,
+        fraction_of_copy=machine.reading(size) / microseconds,
+        ratio_to_fp16=full / microseconds,
+        fp16_backend="projected",
+        projected=True,
+        device=PAPER_DEVICE,
+        path="projected: the paper's kernel, a query head at a time",
+        bytes=round(size),
         more={
-            "paper_microseconds": reported, "off_by": microseconds / reported - 1, "paper_gb_per_s": implied,
-            "paper_slots_per_element": slots, "shared_microseconds": shared,
-            "used_for_fit": scheme == "fp16" and part == "total" and length in paper.FIT_LENGTHS, **beside,
+            "paper_microseconds": reported,
+            "off_by": microseconds / reported - 1,
+            "paper_gb_per_s": implied,
+            "paper_slots_per_element": slots,
+            "shared_microseconds": shared,
+            "used_for_fit": scheme == "fp16" and part == "total" and length in paper.FIT_LENGTHS,
+            **of_paper,
         },
-    )  # fmt: skip
+    )
 
 
 def projected(
@@ -104,8 +121,8 @@ def projected(
 
     Efficiency and launch time are the Xavier NX's of `fitted`: another board's may differ.
     """
-    known = fitted()
-    machine = Machine(device, known.efficiency, known.launch)
+    fit = fitted()
+    machine = Machine(device, fit.efficiency, fit.launch)
     values = batch * geometry.kv_heads * geometry.head_dim
     size = 2.0 * values * length * 2
     beyond = _beyond(device, size)
@@ -116,11 +133,23 @@ def projected(
         ratio = None if microseconds is None or full is None else full / microseconds
         fraction = None if microseconds is None else machine.reading(size) / microseconds
         return Row(
-            operation="decode-attention" if scheme == "fp16" else "fused-attention", scheme=scheme, model=model,
-            batch=batch, length=length, microseconds=microseconds, stored_bits=bits, fraction_of_copy=fraction,
-            ratio_to_fp16=ratio, fp16_backend="projected", projected=True, device=device.name, path=path,
-            bytes=round(size), dtype="float16", **more,
-        )  # fmt: skip
+            operation="decode-attention" if scheme == "fp16" else "fused-attention",
+            scheme=scheme,
+            model=model,
+            batch=batch,
+            length=length,
+            microseconds=microseconds,
+            stored_bits=bits,
+            fraction_of_copy=fraction,
+            ratio_to_fp16=ratio,
+            fp16_backend="projected",
+            projected=True,
+            device=device.name,
+            path=path,
+            bytes=round(size),
+            dtype="float16",
+            **more,
+        )
 
     bound = None if beyond else _bound(machine, size, 2 * values * length, roofline.FP16_LOOP)
     more = {"bound": bound} | _note(None if beyond else roofline.of_another(geometry.head_dim))
@@ -165,8 +194,8 @@ def _counted_of(case: Case) -> tuple[Form, Form, bool, int]:
     return keys, values, case.scheme.frame == "pre_rope", case.group
 
 
-def _note(*said: str | None) -> dict[str, Any]:
-    every = ", ".join(filter(None, said))
+def _note(*notes: str | None) -> dict[str, Any]:
+    every = ", ".join(filter(None, notes))
     return {"note": every} if every else {}
 
 
@@ -185,7 +214,7 @@ def _size(one: Benched, values: int, length: int) -> float:
 
 
 def largest_miss(rows: Iterable[Row]) -> float:
-    """Of the FP16 totals that were not fitted: the largest relative error."""
+    """The largest relative error of the FP16 totals that were not fitted."""
     misses = [
         abs(float(row.more["off_by"]))
         for row in rows

@@ -43,10 +43,12 @@ def decode_then_attend(case: Case) -> Prepared:
         return scaled_dot_product_attention(rows, keys, values, attn_mask=mask).reshape(queries.shape)
 
     return Prepared(
-        lambda: attend(queries), filled.packed_bytes + filled.book_bytes + filled.window_bytes,
-        lambda: misattended(attend, queries, filled), "reference: decode, then SDPA",
+        lambda: attend(queries),
+        filled.packed_bytes + filled.book_bytes + filled.window_bytes,
+        lambda: misattended(attend, queries, filled),
+        "reference: decode, then SDPA",
         more={"window_bytes": filled.window_bytes, "packed_bytes": filled.packed_bytes},
-    )  # fmt: skip
+    )
 
 
 # Storing.
@@ -54,9 +56,9 @@ def decode_then_attend(case: Case) -> Prepared:
 
 def quantise(case: Case) -> Prepared:
     """All packed tokens from keys and values to packed blocks in one call: a prefill's."""
-    own = quantising.block_rules(case)
-    if not isinstance(own, str):
-        return quantising.by_kernel(case, own)
+    rules = quantising.block_rules(case)
+    if not isinstance(rules, str):
+        return quantising.by_kernel(case, rules)
     filled = fill(case)
     by, path = quantising.encoders(case, filled.codecs)
     size = sum(nbytes(x) for x in filled.raw) + filled.packed_bytes + filled.book_bytes
@@ -65,9 +67,9 @@ def quantise(case: Case) -> Prepared:
 
 def append(case: Case) -> Prepared:
     """One block of every row quantised and put behind the others, over the calls that fill a block: a decode step's share."""
-    own = quantising.rules(case)
-    if not isinstance(own, str):
-        return quantising.append_by_kernel(case, own)
+    rules = quantising.rules(case)
+    if not isinstance(rules, str):
+        return quantising.append_by_kernel(case, rules)
     if quantising.appends_vectors(case):
         return quantising.append_vectors(case)
     filled, block = fill(case), case.scheme.windows.block
@@ -86,16 +88,20 @@ def append(case: Case) -> Prepared:
         ]
 
     def check() -> str | None:
-        found = misappended(filled, new, run(), by)
-        return found or misread(filled, filled.decoded()) or misencoded(new, by)
+        fault = misappended(filled, new, run(), by)
+        return fault or misread(filled, filled.decoded()) or misencoded(new, by)
 
     calls = block // case.new
     size = (sum(nbytes(x) for x in new.raw) + new.packed_bytes + new.book_bytes) / calls
     path = "reference: quantise" if path == "reference" else path
     return Prepared(
-        run, round(size), check, f"{path}, then copy the store", per=calls,
+        run,
+        round(size),
+        check,
+        f"{path}, then copy the store",
+        per=calls,
         more={"calls": f"one in {calls} steps"},
-    )  # fmt: skip
+    )
 
 
 # Reading without attention.
@@ -117,18 +123,18 @@ def reconstruct(case: Case) -> Prepared:
     context = replace(filled.decoding, **{name: x.to(case.dtype) if fused else x for name, x in below.items()})
 
     def run() -> tuple[Tensor, Tensor, Tensor | None]:
-        made, after = keys(filled.packed[0], context, turn)
-        return made, values(filled.packed[1], replace(context, k0=made))[0], after
+        dequantised, after = keys(filled.packed[0], context, turn)
+        return dequantised, values(filled.packed[1], replace(context, k0=dequantised))[0], after
 
     def check() -> str | None:
-        made, exact = run(), filled.decoded()
-        wanted = [*exact, turn(exact[0])] if turn else [*exact]
-        for name, x, exactly in zip(("keys", "values", "keys after RoPE"), made, wanted, strict=False):
+        outputs, exact = run(), filled.decoded()
+        expected = [*exact, turn(exact[0])] if turn else [*exact]
+        for name, x, exactly in zip(("keys", "values", "keys after RoPE"), outputs, expected, strict=False):
             error, rounding = (float((y.float() - exactly).norm()) for y in (x, exactly.to(case.dtype)))  # type: ignore[union-attr]
             limit = ROUNDINGS * rounding + 1e-5 * float(exactly.norm())
             if not error <= limit:
                 return f"check failed: {name} off by {error:.2g}, {limit:.2g} allowed"
-        return misread(filled, made)
+        return misread(filled, outputs)
 
     written = 2 * case.batch * tokens * filled.codecs.key.shape.heads * dim * case.dtype.itemsize
     size = filled.packed_bytes + filled.book_bytes + written + len(below) * written // 2 + pre_rope * written // 2
@@ -200,8 +206,8 @@ def looked_at(n: int) -> Tensor:
 
 
 def needs_codebooks(case: Case) -> str | None:
-    own = (case.scheme.codecs.key, case.scheme.codecs.value)
-    return None if any(isinstance(codec, ResidualVQ) for codec in own) else "this scheme has no codebooks"
+    pair = (case.scheme.codecs.key, case.scheme.codecs.value)
+    return None if any(isinstance(codec, ResidualVQ) for codec in pair) else "this scheme has no codebooks"
 
 
 def _codebook(case: Case) -> Tensor:

@@ -19,7 +19,7 @@ from kvcal_artifacts.storage.block_store import Stored, tensors_of
 from kvcal_artifacts.storage.ledger import Ledger, Plan
 from kvcal_kernels.reconstruct import Turn
 
-from ..catalogue import Geometry
+from ..models.catalogue import Geometry
 from .schemes import Benched
 
 ROPE_BASE = 10000.0  # of keys stored before RoPE: the work is the same whatever the base
@@ -65,8 +65,8 @@ SOME = 4  # rows of a batch
 
 
 def some_rows(batch: int, seed: int = 0) -> list[int]:
-    """At most SOME rows of a batch, for checks that cannot look at all of them: the first, the last, and others between them
-    by that seed.
+    """Choose at most SOME rows of a batch, for checks that cannot look at all of them: the first, the last, and others
+    between them by that seed.
     """
     order = torch.randperm(max(0, batch - 2), generator=torch.Generator().manual_seed(seed))
     return sorted({0, batch - 1, *(1 + int(row) for row in order[: SOME - 2])})
@@ -102,7 +102,7 @@ class Filled:
         return self.book_bytes_of(0) + self.book_bytes_of(1)
 
     def book_bytes_of(self, role: int) -> int:
-        """Of keys (0) or values (1)."""
+        """Bytes of the codebooks of keys (0) or values (1)."""
         return sum(nbytes(t) for name, t in self.pair[role].tensors().items() if "codebooks." in name)
 
     @property
@@ -119,12 +119,12 @@ class Filled:
     def encoded(self, raw: Sequence[Tensor], by: LayerCodecs | None = None) -> list[Packed]:
         """Keys and values (B, H, N * b, D) as this layer packs them; by: the same codecs, encoding by other code."""
         codecs = by or self.codecs
-        keys, made = (
+        keys, blocks = (
             codecs.key.encode_decode(raw[0], self.encoding)
             if "k0" in codecs.value.needs
             else (codecs.key.encode(raw[0], self.encoding), None)
         )
-        return [keys, codecs.value.encode(raw[1], replace(self.encoding, k0=made))]
+        return [keys, codecs.value.encode(raw[1], replace(self.encoding, k0=blocks))]
 
     def materialised(self, decoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """All tokens (B, H, T, D) in the model's dtype, keys after RoPE: what decode-then-attend attends to. decoded: packed
@@ -157,9 +157,16 @@ def fill(case: Case) -> Filled:
         encoding, decoding = _contexts(case, observers, plan, raw[0], row)
         cut = [x[:, :, start:stop] for x in raw]
         filled = Filled(
-            case, codecs, plan, [x[:, :, :start] for x in raw], [x[:, :, stop:] for x in raw], [], encoding, decoding,
+            case,
+            codecs,
+            plan,
+            [x[:, :, :start] for x in raw],
+            [x[:, :, stop:] for x in raw],
+            [],
+            encoding,
+            decoding,
             cut,
-        )  # fmt: skip
+        )
         filled.packed = filled.encoded(cut)
         parts.append(filled)
     return _joined(parts)
@@ -170,10 +177,10 @@ def _contexts(
 ) -> tuple[Context, Context]:
     """Statistics of the row, and random reconstructions of the layers below where predictors read them."""
     at = Prefixes(plan, case.scheme.windows, case.device)
-    seen: dict[str, Tensor] = {"k": keys}
+    states: dict[str, Tensor] = {"k": keys}
     if any(one.wants != "k" for one in observers.values()):
-        seen["q"] = seen["q_pre"] = case.random(case.geometry.heads, case.length, salt=50 + row, rows=1)
-    observed = {name: one.observe(seen[one.wants], at) for name, one in observers.items()}
+        states["q"] = states["q_pre"] = case.random(case.geometry.heads, case.length, salt=50 + row, rows=1)
+    observed = {name: one.observe(states[one.wants], at) for name, one in observers.items()}
     current = {name: one.current() for name, one in observers.items()}
     tokens = plan.flush * case.scheme.windows.block
     below = {
@@ -230,13 +237,13 @@ def nbytes(stored: Stored) -> int:
 
 
 def rope(tokens: int, dim: int, device: torch.device) -> Turn:
-    """Of positions 0 to tokens - 1, halves paired as Llama pairs them."""
+    """RoPE of positions 0 to tokens - 1, halves paired as Llama pairs them."""
     angle = angles(torch.arange(tokens, device=device), dim).repeat(1, 2)[None]
     return Turn(angle.cos(), angle.sin())
 
 
 def angles(positions: Tensor, dim: int) -> Tensor:
-    """By which RoPE turns pairs of `dim` channels at positions (...): (..., dim / 2)."""
+    """Angles by which RoPE rotates pairs of `dim` channels at positions (...): (..., dim / 2)."""
     speed = ROPE_BASE ** -(torch.arange(dim // 2, device=positions.device) / (dim // 2))
     return positions[..., None] * speed
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from ..catalogue import Geometry
+from ..models.catalogue import Geometry
 from .layer import Case
 from .operation import Operation
 from .peers import DTYPE_NAMES
@@ -37,8 +37,21 @@ def left_out(
                 continue
             if (why := operation.refuses(case)) is not None:
                 yield Row(
-                    operation=operation.name, scheme=one.name, model=model, batch=case.batch, length=case.length,
-                    microseconds=None, stored_bits=one.stored_bits, fraction_of_copy=None, ratio_to_fp16=None,
-                    fp16_backend=None, projected=False, device=device_name, path="none", refused=why,
-                    dtype=DTYPE_NAMES[dtype], queries=new if operation.of_calls else None, **one.settings,
-                )  # fmt: skip
+                    operation=operation.name,
+                    scheme=one.name,
+                    model=model,
+                    batch=case.batch,
+                    length=case.length,
+                    microseconds=None,
+                    stored_bits=one.stored_bits,
+                    fraction_of_copy=None,
+                    ratio_to_fp16=None,
+                    fp16_backend=None,
+                    projected=False,
+                    device=device_name,
+                    path="none",
+                    refused=why,
+                    dtype=DTYPE_NAMES[dtype],
+                    queries=new if operation.of_calls else None,
+                    **one.settings,
+                )

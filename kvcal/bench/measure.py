@@ -12,10 +12,10 @@ from kvcal_artifacts.codecs import Exact, Shape
 from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_artifacts.windows import Windows
 
-from ..catalogue import Geometry
+from ..models.catalogue import Geometry
 from . import peers
 from .layer import Case, fill
-from .needed import Room
+from .needed import FreeMemory
 from .operation import Operation, Prepared
 from .peers import DTYPE_NAMES, Peer
 from .rows import Row
@@ -59,18 +59,18 @@ def rows_of(
         attends = [operation for operation in operations if operation.peer == "attention"]
         if any(one.alone or one.refuses(case) is None for one in attends for case in cases):
             say(f"batch {batch}, length {length}: FP16 attention, every backend")
-            found = peers.measure(plain, clock)
-            best = peers.best(found)
-            if best is None and found:
-                left_out[f"FP16 attention at {length}"] = found[0].why_not or "no backend runs"
-            rows += [_peer_row(model, plain, peer, best, clock, device_name) for peer in found]
-        room = Room.of(clock)
+            measured_peers = peers.measure(plain, clock)
+            best = peers.best(measured_peers)
+            if best is None and measured_peers:
+                left_out[f"FP16 attention at {length}"] = measured_peers[0].why_not or "no backend runs"
+            rows += [_peer_row(model, plain, peer, best, clock, device_name) for peer in measured_peers]
+        room = FreeMemory.of(clock)
         for operation in operations:
             if operation.alone:
                 say(f"batch {batch}, length {length}: {operation.name}")
                 rows.append(_row(model, plain, operation, best, clock, device_name, room))
         for case in cases:
-            scheme, room = case.scheme, Room.of(clock)  # before what operations share is there
+            scheme, room = case.scheme, FreeMemory.of(clock)  # before what operations share is there
             for operation in operations:
                 why = operation.refuses(case)
                 if why is not None:
@@ -91,14 +91,26 @@ def _peer_row(model: str, case: Case, peer: Peer, best: Peer | None, clock: Cloc
     taken = None if peer.timed is None else peer.timed.microseconds
     fastest = None if best is None or best.timed is None else best.timed.microseconds
     return Row(
-        operation="decode-attention", scheme="fp16", model=model, batch=case.batch, length=case.length, microseconds=taken,
-        stored_bits=8.0 * width, fraction_of_copy=_fraction(size, taken, clock),
+        operation="decode-attention",
+        scheme="fp16",
+        model=model,
+        batch=case.batch,
+        length=case.length,
+        microseconds=taken,
+        stored_bits=8.0 * width,
+        fraction_of_copy=_fraction(size, taken, clock),
         ratio_to_fp16=None if taken is None or fastest is None else fastest / taken,
-        fp16_backend=None if best is None else best.name, projected=False, device=device, path=peer.name, bytes=size,
-        repeats=None if peer.timed is None else peer.timed.repeats, refused=peer.why_not, dtype=peer.dtype,
+        fp16_backend=None if best is None else best.name,
+        projected=False,
+        device=device,
+        path=peer.name,
+        bytes=size,
+        repeats=None if peer.timed is None else peer.timed.repeats,
+        refused=peer.why_not,
+        dtype=peer.dtype,
         queries=case.new,
         more=_spread(peer.timed),
-    )  # fmt: skip
+    )
 
 
 def _fraction(size: float, microseconds: float | None, clock: Clock) -> float | None:
@@ -110,7 +122,13 @@ def _spread(timed: Any, per: float = 1.0) -> dict[str, Any]:
 
 
 def _row(
-    model: str, case: Case, operation: Operation, best: Peer | None, clock: Clock, device: str, room: Room | None = None
+    model: str,
+    case: Case,
+    operation: Operation,
+    best: Peer | None,
+    clock: Clock,
+    device: str,
+    room: FreeMemory | None = None,
 ) -> Row:
     """room: None for enough."""
     prepared: Prepared | None = None
@@ -141,11 +159,18 @@ def _row(
         more["made_up"] = case.scheme.made_up
     compares = operation.peer == "attention" and best is not None and best.timed is not None
     return _figure(
-        model, case, operation, device, prepared, microseconds=taken, repeats=timed.repeats,
+        model,
+        case,
+        operation,
+        device,
+        prepared,
+        microseconds=taken,
+        repeats=timed.repeats,
         fraction_of_copy=_fraction(prepared.bytes, taken, clock),
         ratio_to_fp16=best.timed.microseconds / taken if compares and best and best.timed else None,
-        fp16_backend=best.name if compares and best else None, more=more,
-    )  # fmt: skip
+        fp16_backend=best.name if compares and best else None,
+        more=more,
+    )
 
 
 def _fraction_of_matmul(prepared: Prepared, microseconds: float, clock: Clock) -> float:
@@ -155,13 +180,23 @@ def _fraction_of_matmul(prepared: Prepared, microseconds: float, clock: Clock) -
     return rate / clock.matmul_rate(again=True) if prepared.bounded and fraction > POSSIBLE else fraction
 
 
-def _figure(model: str, case: Case, operation: Operation, device: str, prepared: Prepared | None, **own: Any) -> Row:
+def _figure(model: str, case: Case, operation: Operation, device: str, prepared: Prepared | None, **fields: Any) -> Row:
     empty = {"microseconds": None, "fraction_of_copy": None, "ratio_to_fp16": None, "fp16_backend": None}
     without = case.scheme.name == "fp16"  # an operation that no scheme has a part in
     windows = {} if without else case.scheme.settings
     return Row(
-        operation=operation.name, scheme="none" if without else case.scheme.name, model=model, batch=case.batch,
-        length=case.length, stored_bits=None if without else case.scheme.stored_bits, projected=False, device=device,
-        path="none" if prepared is None else prepared.path, bytes=None if prepared is None else prepared.bytes,
-        dtype=DTYPE_NAMES[case.dtype], queries=case.new if operation.of_calls else None, **windows, **(empty | own),
-    )  # fmt: skip
+        operation=operation.name,
+        scheme="none" if without else case.scheme.name,
+        model=model,
+        batch=case.batch,
+        length=case.length,
+        stored_bits=None if without else case.scheme.stored_bits,
+        projected=False,
+        device=device,
+        path="none" if prepared is None else prepared.path,
+        bytes=None if prepared is None else prepared.bytes,
+        dtype=DTYPE_NAMES[case.dtype],
+        queries=case.new if operation.of_calls else None,
+        **windows,
+        **(empty | fields),
+    )

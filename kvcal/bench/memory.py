@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..catalogue import Geometry
+from ..models.catalogue import Geometry
 from . import paper
 from .devices import Device
 from .fused import unreadable
@@ -47,10 +47,10 @@ class Footprint:
 
     def longest(self, memory: float, batch: int) -> int:
         """Tokens that each of `batch` rows can have in so many bytes."""
-        left = (memory - self.fixed) / batch
+        free = (memory - self.fixed) / batch
         token, packed = self.token + self.decoded, self.packed + self.decoded
-        beyond = left - self.exact * token
-        return max(0, int(left / token if beyond < 0 else self.exact + beyond / packed))
+        beyond = free - self.exact * token
+        return max(0, int(free / token if beyond < 0 else self.exact + beyond / packed))
 
     def largest_batch(self, memory: float, length: int) -> int:
         return max(0, int((memory - self.fixed) // self.row(length)))
@@ -64,15 +64,17 @@ def footprints(
     width = dtype.itemsize
     weights, token = geometry.parameters * width, geometry.kv_bytes_per_token(8 * width)
     kind = {"dtype": str(dtype).removeprefix("torch.")}
-    found = [Footprint("fp32" if width == 4 else "fp16", 8.0 * width, weights, 0, token, token, kind)]
+    all_footprints = [Footprint("fp32" if width == 4 else "fp16", 8.0 * width, weights, 0, token, token, kind)]
     for one in schemes:
         exact = one.windows.sink + one.windows.recent + one.windows.block - 1
         fixed = weights + constants(one, geometry.layers)
         packed = geometry.kv_bytes_per_token(one.stored_bits)
         decodes = decodes_all or unreadable(one, one.codecs, geometry.heads // geometry.kv_heads) is not None
         decoded = 2.0 * geometry.kv_width * width * decodes
-        found.append(Footprint(one.name, one.stored_bits, fixed, exact, token, packed, kind | one.settings, decoded))
-    return found
+        all_footprints.append(
+            Footprint(one.name, one.stored_bits, fixed, exact, token, packed, kind | one.settings, decoded)
+        )
+    return all_footprints
 
 
 def constants(one: Benched, layers: int) -> int:
@@ -96,8 +98,8 @@ def projected_longest(model: str, every: Sequence[Footprint], batch: int, gib: f
 
 def projected_batch(model: str, every: Sequence[Footprint], length: int, gib: float, device: str) -> list[Row]:
     """The most rows of so many tokens each."""
-    found = [(one, one.largest_batch(gib * 2**30, length)) for one in every]
-    return [_row("largest-batch", model, one, n, length, gib, device, largest_batch=n) for one, n in found]
+    batches = [(one, one.largest_batch(gib * 2**30, length)) for one in every]
+    return [_row("largest-batch", model, one, n, length, gib, device, largest_batch=n) for one, n in batches]
 
 
 def _row(
@@ -106,11 +108,23 @@ def _row(
     layer = ", one decoded layer" if one.decoded else ""
     why = None if gib * 2**30 > one.fixed else f"weights and constants alone take {one.fixed / 2**30:.1f} GiB"
     return Row(
-        operation=operation, scheme=one.name, model=model, batch=batch, length=length, microseconds=None,
-        stored_bits=one.stored_bits, fraction_of_copy=None, ratio_to_fp16=None, fp16_backend=None, projected=True,
-        device=device, path=f"projected: weights, cache{layer} and constants, nothing else", refused=why,
-        **one.settings, more={"memory_gib": gib, "fixed_bytes": round(one.fixed), **more},
-    )  # fmt: skip
+        operation=operation,
+        scheme=one.name,
+        model=model,
+        batch=batch,
+        length=length,
+        microseconds=None,
+        stored_bits=one.stored_bits,
+        fraction_of_copy=None,
+        ratio_to_fp16=None,
+        fp16_backend=None,
+        projected=True,
+        device=device,
+        path=f"projected: weights, cache{layer} and constants, nothing else",
+        refused=why,
+        **one.settings,
+        more={"memory_gib": gib, "fixed_bytes": round(one.fixed), **more},
+    )
 
 
 PAPER_GIB = 40

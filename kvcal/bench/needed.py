@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..room import free_bytes
+from ..models.memory import free_bytes
 from .timing import COPY_BYTES, Clock
 
 if TYPE_CHECKING:  # these import this module
@@ -29,7 +29,7 @@ EXACT = 8  # a number in float64
 
 
 def whole(case: Case) -> int:
-    """Of all tokens: random keys and values and what they are packed to, with what a check decodes."""
+    """Bytes for all tokens: random keys and values and what they are packed to, with what a check decodes."""
     numbers = _keys(case)
     if case.device.type == "cuda":  # input and float32 numbers that were decoded, of keys and values
         return int(2 * numbers * (case.dtype.itemsize + 4 + case.scheme.stored_bits / 8))
@@ -38,7 +38,7 @@ def whole(case: Case) -> int:
 
 
 def peers(case: Case, dtype: torch.dtype) -> int:
-    """Of FP16's keys and values, with float64 ones of a row for the check."""
+    """Bytes for FP16's keys and values, with float64 ones of a row for the check."""
     numbers = _keys(case)
     if case.device.type == "cuda":
         return 2 * numbers * dtype.itemsize + 2 * numbers // case.batch * EXACT
@@ -47,17 +47,17 @@ def peers(case: Case, dtype: torch.dtype) -> int:
 
 
 def vectors(case: Case) -> int:
-    """Of batch * length vectors, of head_dim."""
+    """Bytes for batch * length vectors of head_dim."""
     return case.batch * case.length * case.geometry.head_dim * VECTOR
 
 
 def feed_forward(case: Case) -> int:
-    """Of three matrices and the same in float64."""
+    """Bytes for three matrices and the same in float64."""
     return 3 * case.geometry.hidden * case.geometry.intermediate * (case.dtype.itemsize + EXACT)
 
 
 @dataclass(frozen=True)
-class Room:
+class FreeMemory:
     """free: bytes, None where the system does not say it. buffer: bytes of those that the clock will take, too."""
 
     device: torch.device
@@ -65,8 +65,8 @@ class Room:
     buffer: int = 0
 
     @classmethod
-    def of(cls, clock: Clock) -> Room:
-        """As it is now."""
+    def of(cls, clock: Clock) -> FreeMemory:
+        """Ask the device how much memory is free now."""
         return cls(clock.device, free_bytes(clock.device), clock.buffer_to_come())
 
     def lacks(self, size: int) -> str | None:

@@ -57,24 +57,24 @@ class Operation:
 
 
 def packed_blocks(case: Case) -> int:
-    own = case.scheme.windows
-    return max(0, case.length - own.sink - own.recent) // own.block
+    windows = case.scheme.windows
+    return max(0, case.length - windows.sink - windows.recent) // windows.block
 
 
 def needs_blocks(case: Case) -> str | None:
-    own = case.scheme.windows
+    windows = case.scheme.windows
     if packed_blocks(case):
         return None
-    return f"nothing is packed: needs more than {own.sink + own.recent + own.block - 1} tokens"
+    return f"nothing is packed: needs more than {windows.sink + windows.recent + windows.block - 1} tokens"
 
 
 def needs_window(case: Case) -> str | None:
     """Blocks, and a window that holds the new tokens of a call."""
-    own = case.scheme.windows
-    held = case.length - own.sink - packed_blocks(case) * own.block
-    if (why := needs_blocks(case)) or case.new == 1 or held >= case.new:
+    windows = case.scheme.windows
+    window = case.length - windows.sink - packed_blocks(case) * windows.block
+    if (why := needs_blocks(case)) or case.new == 1 or window >= case.new:
         return why
-    return f"{case.new} new tokens of a call are not packed yet: needs as many in the window, which holds {held}"
+    return f"{case.new} new tokens of a call are not packed yet: needs as many in the window, which holds {window}"
 
 
 def needs_whole_calls(case: Case) -> str | None:
@@ -85,9 +85,15 @@ def needs_whole_calls(case: Case) -> str | None:
 
 
 def one_block(case: Case) -> Case:
-    own = case.scheme.windows
+    windows = case.scheme.windows
     return Case(
-        case.scheme, case.geometry, case.batch, own.sink + own.block + own.recent, case.device, case.dtype, case.seed
+        case.scheme,
+        case.geometry,
+        case.batch,
+        windows.sink + windows.block + windows.recent,
+        case.device,
+        case.dtype,
+        case.seed,
     )
 
 
@@ -97,7 +103,7 @@ def needs_a_block(case: Case) -> int:
 
 
 def needs_of_append(case: Case) -> int:
-    """On a GPU, whose kernels put a block behind none, the least of it; elsewhere the store is copied."""
+    """Bytes an append needs: on a GPU, whose kernels put a block behind none, the least, elsewhere the store is copied."""
     return needs_a_block(case) if case.device.type == "cuda" else needed.whole(case)
 
 
@@ -124,11 +130,11 @@ def _apart(filled: Filled, by: LayerCodecs | None) -> float:
     return 0.0 if by is None or by == filled.codecs else APART
 
 
-def misread(filled: Filled, made: Sequence[Tensor | None]) -> str | None:
+def misread(filled: Filled, outputs: Sequence[Tensor | None]) -> str | None:
     """Keys and values as they were read (the first two) are as near to the input as their formats promise."""
-    for role, found in enumerate(made[:2]):
-        assert found is not None
-        if why := distortion.misread(filled, role, found):
+    for role, output in enumerate(outputs[:2]):
+        assert output is not None
+        if why := distortion.misread(filled, role, output):
             return why
     return None
 

@@ -19,7 +19,7 @@ from .tables import (
     no_scheme,
     quantise_step,
     quantise_step_of,
-)  # fmt: skip
+)
 
 _ALL = (
     Operation(

@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvcal_artifacts.errors import KVCalError
 
-from ..hub import one_line
-from ..models import is_oom
+from ..models.hub import one_line
+from ..models.memory import is_oom
 from . import needed
 from .layer import Case
 from .schemes import WINDOWS
@@ -91,13 +91,13 @@ class Wanted:
         self.scales = self.exact.abs().amax((0, 1, 3))
         self.errors = self._off(torch.cat(plain))
 
-    def _off(self, found: Tensor) -> Tensor:
+    def _off(self, output: Tensor) -> Tensor:
         """The largest error of each query of a head."""
-        return torch.stack([(a.double() - b).abs().amax((0, 2)) for a, b in zip(found, self.exact, strict=True)]).amax(
+        return torch.stack([(a.double() - b).abs().amax((0, 2)) for a, b in zip(output, self.exact, strict=True)]).amax(
             0
         )
 
-    def wrong(self, found: Tensor, units: float | Sequence[float]) -> str | None:
+    def wrong(self, output: Tensor, units: float | Sequence[float]) -> str | None:
         """None if these (B, heads, Q, D) are as exact as they should be: each query of a head at most twice the error of plain
         products, and `units` of the dtype's rounding (one for all queries of a head, or one each; of float32
         UNITS_OF_FLOAT32: it is torch that attends there); else what was found.
@@ -106,22 +106,22 @@ class Wanted:
             units = UNITS_OF_FLOAT32
         least = torch.as_tensor(units, device=self.scales.device) * float(torch.finfo(self.dtype).eps)
         allowances = TOLERANCE * self.errors + least * self.scales
-        for error, allowed, scale in torch.stack([self._off(found), allowances, self.scales], 1).tolist():
+        for error, allowed, scale in torch.stack([self._off(output), allowances, self.scales], 1).tolist():
             if not error <= allowed:  # of NaN, too
                 return f"check failed: off by {error:.2g}, allowed {allowed:.2g} (values up to {scale:.2g})"
         return None
 
 
 def wrong(
-    found: Tensor, queries: Tensor, keys: Tensor, values: Tensor, units: float | Sequence[float] = UNITS, new: int = 1
+    output: Tensor, queries: Tensor, keys: Tensor, values: Tensor, units: float | Sequence[float] = UNITS, new: int = 1
 ) -> str | None:
     """None if attention over these is as exact as `Wanted.wrong` asks. new: queries of a call."""
-    return Wanted(queries, keys, values, new).wrong(found, units)
+    return Wanted(queries, keys, values, new).wrong(output, units)
 
 
 class Check:
-    """Of attention over these keys and values (B, H, T, D): of the queries of a call (B, Hq, new, D), and of those that
-    `pointed` makes, each of these in all places of a call. Computed once for all that is checked.
+    """A check of attention over these keys and values (B, H, T, D): of the queries of a call (B, Hq, new, D), and of those
+    that `pointed` makes, each of these in all places of a call. Computed once for all that is checked.
     """
 
     def __init__(self, queries: Tensor, keys: Tensor, values: Tensor, sink: int, recent: int) -> None:
@@ -153,14 +153,16 @@ def pointed(queries: Tensor, keys: Tensor, sink: int, recent: int) -> list[Tenso
     at = torch.tensor([chosen[i % len(chosen)] for i in range(count)], device=keys.device)
     those = keys[:, :, at].cpu().double().view(batch, kv_heads, -1, each, dim)  # small; no solver's room on a GPU
     scores = torch.full((*those.shape[:-1], 1), (math.log(tokens) + 4) * dim**0.5, dtype=torch.float64)
-    found = torch.linalg.lstsq(those, scores, driver="gelsd").solution  # the shortest: of least weight on other tokens
-    sets = found.view(batch, kv_heads, -1, heads // kv_heads, dim).unbind(2)
+    solution = torch.linalg.lstsq(
+        those, scores, driver="gelsd"
+    ).solution  # the shortest: of least weight on other tokens
+    sets = solution.view(batch, kv_heads, -1, heads // kv_heads, dim).unbind(2)
     return [part.reshape(queries.shape).to(queries) for part in sets]
 
 
 def places(tokens: int, sink: int, recent: int, count: int) -> list[int]:
-    """At most `count` of the tokens, those first that code leaves out first: the newest, the first of all, packed ones at both
-    ends and in the middle, the ends of both windows, then packed ones all over.
+    """Choose at most `count` of the tokens, those first that code leaves out first: the newest, the first of all, packed
+    ones at both ends and in the middle, the ends of both windows, then packed ones all over.
     """
     first, end = sink, tokens - recent  # of packed tokens
     ends = [tokens - 1, 0, end - 1, first, (first + end) // 2, sink - 1, end]
@@ -179,8 +181,8 @@ def measure(case: Case, clock: Clock) -> list[Peer]:
 
 
 def dtypes_of(case: Case) -> tuple[torch.dtype, ...]:
-    """On a GPU the model's, or both of 16 bits beside a model of float32: what is called FP16 is never wider. On a CPU float32
-    too: there it may be the faster one.
+    """The dtypes to try: on a GPU the model's, or both of 16 bits beside a model of float32: what is called FP16 is never
+    wider. On a CPU float32 too: there it may be the faster one.
     """
     if case.device.type != "cuda":
         return (*SIXTEEN, torch.float32)
@@ -188,7 +190,7 @@ def dtypes_of(case: Case) -> tuple[torch.dtype, ...]:
 
 
 def _of_dtype(case: Case, clock: Clock, dtype: torch.dtype) -> list[Peer]:
-    if why := needed.Room.of(clock).lacks(needed.peers(case, dtype)):
+    if why := needed.FreeMemory.of(clock).lacks(needed.peers(case, dtype)):
         return [Peer(f"every backend {DTYPE_NAMES[dtype]}", None, why, DTYPE_NAMES[dtype])]
     try:
         queries = case.queries().to(dtype)
@@ -196,17 +198,17 @@ def _of_dtype(case: Case, clock: Clock, dtype: torch.dtype) -> list[Peer]:
         check = Check(queries, keys, values, WINDOWS.sink, WINDOWS.recent)
     except Exception as error:  # no memory for them: compressed ones may still fit
         return [Peer(f"every backend {DTYPE_NAMES[dtype]}", None, first_line(error), DTYPE_NAMES[dtype])]
-    found = []
+    peers = []
     for name, attend in _candidates(keys, values, case.group, case.new):
-        found.append(_tried(f"{name} {DTYPE_NAMES[dtype]}", attend, clock, queries, check))
+        peers.append(_tried(f"{name} {DTYPE_NAMES[dtype]}", attend, clock, queries, check))
     if case.device.type == "cuda" and importlib.util.find_spec("flashinfer"):
         try:
             attend = _flashinfer(queries, keys, values)
         except Exception as error:  # another version's interface, no compiler: a peer less, and said
-            found.append(Peer("flashinfer", None, first_line(error), DTYPE_NAMES[dtype]))
+            peers.append(Peer("flashinfer", None, first_line(error), DTYPE_NAMES[dtype]))
         else:
-            found.append(_tried(f"flashinfer {DTYPE_NAMES[dtype]}", attend, clock, queries, check))
-    return found
+            peers.append(_tried(f"flashinfer {DTYPE_NAMES[dtype]}", attend, clock, queries, check))
+    return peers
 
 
 def _candidates(keys: Tensor, values: Tensor, ratio: int, new: int) -> Iterator[tuple[str, Attend]]:
@@ -246,9 +248,9 @@ def first_line(error: BaseException) -> str:
     """What it says, in one line."""
     if is_oom(error):
         return "out of memory"
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     expected = isinstance(error, KVCalError | RuntimeError | NotImplementedError)
-    named = said if said and expected else f"{type(error).__name__}: {said}".removesuffix(": ")
+    named = first if first and expected else f"{type(error).__name__}: {first}".removesuffix(": ")
     return one_line(named, LINE)
 
 

@@ -34,12 +34,12 @@ VECTORS_APART = 1e-3  # of the squared error: codes of the kernel against the co
 
 
 def rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
-    """Of keys and values that steps append, of SQuat's as they are corrected; else why the reference path is measured."""
+    """Rules of keys and values that steps append, of SQuat's as they are corrected; else why the reference is measured."""
     return device_steps.refusal(case.scheme.codecs, False) or block_rules(case)
 
 
 def block_rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
-    """As `rules`, of whole blocks: of keys as `before_rounding` leaves them."""
+    """Like `rules`, for whole blocks: of keys as `before_rounding` leaves them."""
     key = case.scheme.codecs.key
     return _rules(case, key.inner if isinstance(key, Squat) else key, case.scheme.codecs.value)
 
@@ -51,28 +51,28 @@ def _rules(case: Case, *codecs: Codec) -> tuple[AnyRule, AnyRule] | str:
         return why
     if case.dtype not in SIXTEEN:
         return f"{DTYPES_TAKEN}, not {DTYPE_NAMES[case.dtype]}"
-    made = []
+    rules = []
     for codec in codecs:
         rule = rule_of(codec.to(case.device))
         if isinstance(rule, str):
             return rule
-        made.append(rule)
-    return made[0], made[1]
+        rules.append(rule)
+    return rules[0], rules[1]
 
 
 def encoders(case: Case, codecs: LayerCodecs) -> tuple[LayerCodecs, str]:
     """The codecs as a cache packs with them where the case is, on its device; and which code encodes."""
-    made = packing("triton" if interpreted() else "auto", codecs, case.dtype, case.device)
-    by = [encodes(codec, case.device) for codec in (made.key, made.value)]
-    return made, by[0] if by[0] == by[1] else f"keys {by[0]}, values {by[1]}"
+    encoders_by_role = packing("triton" if interpreted() else "auto", codecs, case.dtype, case.device)
+    by = [encodes(codec, case.device) for codec in (encoders_by_role.key, encoders_by_role.value)]
+    return encoders_by_role, by[0] if by[0] == by[1] else f"keys {by[0]}, values {by[1]}"
 
 
 def encodes(codec: Codec, device: torch.device) -> str:
     """Which code encodes: of SQuat's corrections and MixKVQ's choice of channels torch packs the rest."""
     if isinstance(codec, ResidualVQ):  # its codebooks may lie elsewhere yet
         like = torch.empty(0, device=device)
-        found = all(vq.backend(like, book) == "triton" for book in codec.codebooks)
-        return "triton: nearest codeword, stage by stage" if found else "reference"
+        compiled = all(vq.backend(like, book) == "triton" for book in codec.codebooks)
+        return "triton: nearest codeword, stage by stage" if compiled else "reference"
     return f"triton: {KERNELS.get(codec.name, 'encode')}" if codec.encodes_by_kernel else "reference"
 
 
@@ -86,20 +86,20 @@ def packer(case: Case) -> tuple[Callable[[], list[Packed]], LayerCodecs, str]:
     """Blocks packed as a cache packs those that leave a window on the host; the codecs that do so, and which code it is."""
     filled = fill(case)
     by, path = encoders(case, filled.codecs)
-    own = block_rules(case)
-    if isinstance(own, str):
+    rules = block_rules(case)
+    if isinstance(rules, str):
         return partial(filled.encoded, filled.raw, by), by, path
-    made = by_kernel(case, own)
+    prepared = by_kernel(case, rules)
 
     def packed() -> list[Packed]:
-        found = cast("tuple[Blocks, Blocks, Tensor]", made.run())
+        output = cast("tuple[Blocks, Blocks, Tensor]", prepared.run())
         count = packed_blocks(case)
-        return [codec.from_blocks(x, count) for codec, x in zip(filled.pair, found[:2], strict=True)]
+        return [codec.from_blocks(x, count) for codec, x in zip(filled.pair, output[:2], strict=True)]
 
-    return packed, by, made.path
+    return packed, by, prepared.path
 
 
-def by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
+def by_kernel(case: Case, rules: tuple[AnyRule, AnyRule]) -> Prepared:
     """A prefill's packed tokens in one launch; SQuat's keys behind its correction."""
     from kvcal_kernels.quantise import triton as kernel  # not installed everywhere
 
@@ -111,24 +111,24 @@ def by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
         return encoder.before_rounding(raw[0], filled.encoding)
 
     def run() -> tuple[Blocks, Blocks, Tensor]:
-        return kernel.quantise(rounded(), raw[1], *own, factor)
+        return kernel.quantise(rounded(), raw[1], *rules, factor)
 
     def check() -> str | None:
         """All rows beside the codec's packing, of which few numbers may differ; some_rows beside the kernel's reference, all
         of whose bits must be the same.
         """
         keys, values, flags = run()
-        if said := reference.check(flags, 0):
-            return f"check failed: {said}"
+        if fault := reference.check(flags, 0):
+            return f"check failed: {fault}"
         if why := _unlike(filled, (keys, values)):
             return why
-        given = rounded(), raw[1]
+        inputs = rounded(), raw[1]
         for row in some_rows(case.batch, case.seed):
-            for x, rule, made, by in zip(given, own, (keys, values), (factor, None), strict=True):
+            for x, rule, blocks, by in zip(inputs, rules, (keys, values), (factor, None), strict=True):
                 by = by[row, None] if by is not None and by.ndim == 4 else by
-                wanted, _ = reference.quantise(x[row, None], rule, by)
-                for name, some in (("words", made.words), ("scale", made.scale)):
-                    if not torch.equal(some[row, None], getattr(wanted, name)):
+                expected, _ = reference.quantise(x[row, None], rule, by)
+                for name, some in (("words", blocks.words), ("scale", blocks.scale)):
+                    if not torch.equal(some[row, None], getattr(expected, name)):
                         return f"check failed: {name} of {rule.form.role}s differ from the reference's"
         return misread(filled, filled.decoded())
 
@@ -138,18 +138,18 @@ def by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
     return Prepared(run, sum(nbytes(x) for x in raw) + filled.packed_bytes, check, path)
 
 
-def _unlike(filled: Filled, made: tuple[Blocks, Blocks]) -> str | None:
+def _unlike(filled: Filled, blocks: tuple[Blocks, Blocks]) -> str | None:
     """Where blocks of a kernel are not those that the codecs packed."""
-    for codec, packed, found in zip(filled.pair, filled.packed, made, strict=True):
-        wanted = codec.as_blocks(packed)
+    for codec, packed, output in zip(filled.pair, filled.packed, blocks, strict=True):
+        expected = codec.as_blocks(packed)
         for name in ("words", "scale"):
-            one, other = getattr(found, name), getattr(wanted, name)
+            one, other = getattr(output, name), getattr(expected, name)
             if (off := int((one != other).sum())) > APART * one.numel():
                 return f"check failed: {off} of {one.numel()} {name} of {codec.role}s differ from the codec's"
     return None
 
 
-def append_by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
+def append_by_kernel(case: Case, rules: tuple[AnyRule, AnyRule]) -> Prepared:
     """The steps that fill a block, one launch each: all but the last write new tokens, the last packs a block of every row.
     Of SQuat two or more, whose first ones correct the keys that are due.
     """
@@ -157,7 +157,7 @@ def append_by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
 
     new, windows = fill(one_block(case)), _windows(case)
     factor, path, moves, room = factor_of(new), "triton: append", None, None
-    layer = _filled_layer(case, new, windows, own)
+    layer = _filled_layer(case, new, windows, rules)
     blocks, key = (layer.keys, layer.values), encoders(case, new.codecs)[0].key
     if isinstance(key, Squat):
         subspace = new.encoding.stats.get(key.statistic)
@@ -171,7 +171,7 @@ def append_by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
         due = None
         if isinstance(key, Squat) and moves is not None:
             due = key.due(layer.recent[0], counts, k, moves, room)
-        kernel.append(layer, counts, k, v, *own, factor, due)
+        kernel.append(layer, counts, k, v, *rules, factor, due)
 
     return _steps(case, new, windows, layer.recent, layer.flags, step, partial(_unlike, new, blocks), path)
 
@@ -186,29 +186,29 @@ def appends_vectors(case: Case) -> bool:
 
 
 def append_vectors(case: Case) -> Prepared:
-    """As append_by_kernel, of vector codes: windows, then for each band codewords and codes, programs that return at once
+    """Like append_by_kernel, for vector codes: windows, then for each band codewords and codes, programs that return at once
     where no block is due.
     """
     new, windows = fill(one_block(case)), _windows(case)
-    made = [codec.empty(case.batch, case.device) for codec in new.pair]
-    made = [{n: t.new_zeros(*t.shape[:2], 1, *t.shape[3:]) for n, t in one.items()} for one in made]
-    held, space = codebook.coded(new.codecs, made), codebook.workspace("triton", case.device, False)
+    stores = [codec.empty(case.batch, case.device) for codec in new.pair]
+    stores = [{n: t.new_zeros(*t.shape[:2], 1, *t.shape[3:]) for n, t in one.items()} for one in stores]
+    coded, space = codebook.coded(new.codecs, stores), codebook.workspace("triton", case.device, False)
     sink, ring = _exact(case, new, windows)
     flags = torch.zeros(case.geometry.kv_heads, dtype=torch.int32, device=case.device)
 
     def differing() -> str | None:
         """Codes may part at near ties, and numbers with them, not in how near they are."""
-        for codec, packed, raw in zip(new.pair, made, new.raw, strict=True):
-            found, wanted = (codec.decode(one, new.decoding) for one in (packed, codec.encode(raw, new.encoding)))
-            off, least = (float((x - raw.float()).square().sum()) for x in (found, wanted))
+        for codec, packed, raw in zip(new.pair, stores, new.raw, strict=True):
+            decoded, expected = (codec.decode(one, new.decoding) for one in (packed, codec.encode(raw, new.encoding)))
+            off, least = (float((x - raw.float()).square().sum()) for x in (decoded, expected))
             if not off <= least * (1 + VECTORS_APART):
                 return f"check failed: squared error of {codec.role}s {off / least:.3g} times that of the codec's own codes"
-            if why := distortion.misread(new, new.pair.index(codec), found):
+            if why := distortion.misread(new, new.pair.index(codec), decoded):
                 return why
         return None
 
     def step(counts: Counts, k: Tensor, v: Tensor) -> None:
-        codebook.append("triton", held, sink, ring, counts, flags, (k, v), space)
+        codebook.append("triton", coded, sink, ring, counts, flags, (k, v), space)
 
     return _steps(case, new, windows, ring, flags, step, differing, "triton: append to vector codes")
 
@@ -238,9 +238,9 @@ def _steps(
         counts.data[4], counts.data[6] = windows.sink, slot
         kernel.advance(counts, each)
         slots = slice(slot, slot + new_tokens)
-        calls.append((counts, slots, [held[:, :, slots].clone() for held in ring]))
-        for held in ring:
-            held[:, :, slots] = 0
+        calls.append((counts, slots, [tensor[:, :, slots].clone() for tensor in ring]))
+        for tensor in ring:
+            tensor[:, :, slots] = 0
     (idle, _, first), (due, _, last) = calls[0], calls[-1]  # the same, where a call fills a block
 
     def run() -> None:
@@ -250,8 +250,8 @@ def _steps(
 
     def check() -> str | None:
         run()
-        if said := reference.check(flags, 0):
-            return f"check failed: {said}"
+        if fault := reference.check(flags, 0):
+            return f"check failed: {fault}"
         if why := differing():
             return why
         for role, what in enumerate(("keys", "values")):
@@ -266,14 +266,14 @@ def _steps(
 
 
 def _windows(case: Case) -> Windows:
-    own = case.scheme.windows
-    return Windows(own.sink, own.recent, own.block)
+    windows = case.scheme.windows
+    return Windows(windows.sink, windows.recent, windows.block)
 
 
-def _filled_layer(case: Case, new: Filled, windows: Windows, own: tuple[AnyRule, AnyRule]) -> Layer:
+def _filled_layer(case: Case, new: Filled, windows: Windows, rules: tuple[AnyRule, AnyRule]) -> Layer:
     """Room for one block."""
     heads = case.geometry.kv_heads
-    stored = [blocks_for(rule, case.batch, heads, windows.block // BLOCK, case.device) for rule in own]
+    stored = [blocks_for(rule, case.batch, heads, windows.block // BLOCK, case.device) for rule in rules]
     flags = torch.zeros(heads, dtype=torch.int32, device=case.device)
     return Layer(stored[0], stored[1], *_exact(case, new, windows), flags)
 

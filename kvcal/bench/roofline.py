@@ -99,17 +99,17 @@ def counted(keys: Form, values: Form, turned: bool = False, ratio: int = 4) -> f
 
     Values stored otherwise than keys take half the difference of their own schemes more.
     """
-    known = COUNTED | COUNTED_OF_8 if ratio > 4 else COUNTED
-    own, plain, other = _kinds(keys, values, turned)
-    if missing := next((name for name in (own, plain, other) if name not in known), None):
+    terms = COUNTED | COUNTED_OF_8 if ratio > 4 else COUNTED
+    first, plain, other = _kinds(keys, values, turned)
+    if missing := next((name for name in (first, plain, other) if name not in terms), None):
         return f"instructions of the compiled kernel are not counted for {missing}"
-    return known[own] + (known[other] - known[plain]) / 2
+    return terms[first] + (terms[other] - terms[plain]) / 2
 
 
 def counted_at(keys: Form, values: Form, turned: bool = False, ratio: int = 4) -> str | None:
-    """Of what shape the instructions are that `counted` gives, where this one may need more; None where it does not."""
-    own, plain, other = _kinds(keys, values, turned)
-    used = (own,) if plain == other else (own, plain, other)
+    """The shape of the instructions that `counted` gives, where this one may need more; None where it does not."""
+    first, plain, other = _kinds(keys, values, turned)
+    used = (first,) if plain == other else (first, plain, other)
     heads = {8 if ratio > 4 and name in (*COUNTED_OF_8, *ALIKE_OF_8) else 4 for name in used}
     return of_another(keys.dim, None if ratio <= min(heads) else " or ".join(map(str, sorted(heads))))
 
@@ -123,6 +123,6 @@ def of_another(dim: int, heads: str | None = None) -> str | None:
 
 
 def _kinds(keys: Form, values: Form, turned: bool) -> tuple[str, str, str]:
-    """Of keys as they are read, of values stored as keys are, of values."""
-    own = kind(keys)
-    return own + (BEFORE if turned else ""), own.replace("tiers", "outer 2"), kind(values)
+    """Kinds of decoding: of keys as they are read, of values stored as keys are, of values."""
+    first = kind(keys)
+    return first + (BEFORE if turned else ""), first.replace("tiers", "outer 2"), kind(values)

@@ -48,8 +48,8 @@ class Row:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "more"}
-        return own | dict(self.more)
+        columns = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "more"}
+        return columns | dict(self.more)
 
 
 KEY = {
@@ -70,11 +70,11 @@ def to_csv(rows: Iterable[Mapping[str, Any]]) -> str:
     """One line a row; columns in the order in which rows bring them."""
     rows = list(rows)
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    made = io.StringIO()
-    writer = csv.DictWriter(made, columns, lineterminator="\n")
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return made.getvalue()
+    return stream.getvalue()
 
 
 @dataclass(frozen=True)
@@ -85,30 +85,30 @@ class Earlier:
     by: Mapping[str, Any]
 
 
-def made_by(found: Mapping[str, Any]) -> dict[str, Any]:
+def made_by(result: Mapping[str, Any]) -> dict[str, Any]:
     """Versions, commit and processors of a result. None: there is none; a name is missing where the result does not say."""
-    machine = found.get("machine")
-    known = machine if isinstance(machine, Mapping) else {}
-    version = {name: found[key] for name, key in (("kvcal", "version"), ("commit", "commit")) if key in found}
-    return version | {name: known[name] for name in MADE_BY if name in known}
+    machine = result.get("machine")
+    fields_known = machine if isinstance(machine, Mapping) else {}
+    version = {name: result[key] for name, key in (("kvcal", "version"), ("commit", "commit")) if key in result}
+    return version | {name: fields_known[name] for name in MADE_BY if name in fields_known}
 
 
 def read_earlier(path: Path) -> Earlier:
     """Rows of a file that `kvcal bench --json` wrote; UsageError if it is not one, or a row of it is none of ours."""
     name = f"--compare {named(path)}"
     try:
-        found = json.loads(read_text(path))
+        content = json.loads(read_text(path))
     except OSError as error:
         raise UsageError(f"{name}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{name}: not JSON; {GIVE}") from error
-    rows = found.get("rows") if isinstance(found, dict) else None
+    rows = content.get("rows") if isinstance(content, dict) else None
     good = isinstance(rows, list) and all(isinstance(row, dict) and set(KEY) <= set(row) for row in rows)
     if not good:
         raise UsageError(f"{name}: no rows of `kvcal bench --json` in it")
     for number, row in enumerate(rows or ()):
         _check_row(f"{name}: row {number}", row)
-    return Earlier(list(rows or ()), made_by(found))
+    return Earlier(list(rows or ()), made_by(content))
 
 
 def _check_row(name: str, row: Mapping[str, Any]) -> None:
@@ -127,7 +127,7 @@ def _check_row(name: str, row: Mapping[str, Any]) -> None:
 
 
 def _short(value: Any) -> str:
-    """As JSON, its beginning."""
+    """The beginning of the value as JSON."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     text = json.dumps(value)
@@ -184,8 +184,8 @@ def remarks(now: Sequence[Mapping[str, Any]], by: Mapping[str, Any], earlier: Ea
     pairs = list(_pairs(now, earlier.rows))
     apart = [(row, every) for row, every in pairs if all(_unlike(row, old) for old in every)]
     if apart:
-        said = ", ".join(_both(name, *values) for name, values in _settings(apart).items())
-        yield f"{len(apart)} rows are not compared, they differ in settings: {said}; give the options of then"
+        apart_in = ", ".join(_both(name, *values) for name, values in _settings(apart).items())
+        yield f"{len(apart)} rows are not compared, they differ in settings: {apart_in}; give the options of then"
     if len(apart) == len(pairs):
         return
     if missing := [name for name in SETTINGS if any(not _says(name, old) for _, every in pairs for old in every)]:
@@ -197,13 +197,15 @@ def remarks(now: Sequence[Mapping[str, Any]], by: Mapping[str, Any], earlier: Ea
 
 
 def _settings(pairs: Iterable[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]) -> dict[str, list[str]]:
-    """Of SETTINGS that differ, the values of before and of now."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    """The values before and now of those SETTINGS that differ."""
+    values: dict[str, list[tuple[str, str]]] = {}
     for row, every in pairs:
         for old in every:
             for name in _unlike(row, old):
-                found.setdefault(name, []).append((_named(_then(name, row, old)), _named(row[name])))
-    return {name: [" and ".join(dict.fromkeys(one[i] for one in both)) for i in (0, 1)] for name, both in found.items()}
+                values.setdefault(name, []).append((_named(_then(name, row, old)), _named(row[name])))
+    return {
+        name: [" and ".join(dict.fromkeys(one[i] for one in both)) for i in (0, 1)] for name, both in values.items()
+    }
 
 
 def _both(name: str, then: str, now: str) -> str:

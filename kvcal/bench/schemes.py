@@ -16,12 +16,12 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme
 from kvcal_artifacts.windows import Windows
 
-from ..bundle_paths import given_bundle
-from ..catalogue import Geometry
-from ..methods.backbones import backbone
+from ..bundles.paths import given_bundle
+from ..methods.data_free import PRESETS, Preset
 from ..methods.mixkvq import MixKVQ
-from ..methods.plain import PRESETS, Preset
-from ..near import allowed
+from ..methods.registry import backbone
+from ..models.catalogue import Geometry
+from ..report.suggest import allowed
 
 WINDOWS = Windows(32, 96, 32)  # of all rows but bundles': so that schemes differ in their codecs alone
 LONG = 128  # tokens a group, and a block, of the schemes that end in -g128
@@ -46,7 +46,7 @@ class Benched:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As rows have them."""
+        """The settings as rows have them."""
         return {"sink": self.windows.sink, "recent": self.windows.recent, "block": self.windows.block}
 
     @property
@@ -148,11 +148,11 @@ def named(name: str, geometry: Geometry, windows: Windows | None = None) -> Benc
     if extra is not None:
         block, frame, make, made_up = extra.block, extra.frame, extra.make, extra.made_up
     elif isinstance(method, MixKVQ):
-        own = method
-        block, frame, made_up = own.block, own.frame, None
+        fitted = method
+        block, frame, made_up = fitted.block, fitted.frame, None
 
         def make(shape: Shape) -> LayerCodecs:
-            return LayerCodecs(own.key_codec(shape, torch.float16), own.value_codec(shape))
+            return LayerCodecs(fitted.key_codec(shape, torch.float16), fitted.value_codec(shape))
 
     elif isinstance(method, Preset):
         block, frame, make, made_up = method.block, method.rope, _pair(method.key, method.value), None
@@ -160,8 +160,8 @@ def named(name: str, geometry: Geometry, windows: Windows | None = None) -> Benc
         _check_pair(name)
         block, frame, make, made_up = WINDOWS.block, "post_rope", _pair(*name.split("+")), None
     else:
-        said = allowed(name, known(), "kvcal names")
-        raise UsageError(f"scheme {name!r} is not known; {said}, or KEYCODEC+VALUECODEC")
+        hint = allowed(name, known(), "kvcal names")
+        raise UsageError(f"scheme {name!r} is not known; {hint}, or KEYCODEC+VALUECODEC")
     shape = Shape(geometry.kv_heads, geometry.head_dim, block)
     try:
         codecs = make(shape)
@@ -207,8 +207,8 @@ def from_bundle(path: Path, geometry: Geometry) -> Benched:
 def schemes(
     names: Iterable[str], bundles: Iterable[Path], geometry: Geometry, windows: Windows | None = None
 ) -> list[Benched]:
-    found = [named(name, geometry, windows) for name in names] + [from_bundle(path, geometry) for path in bundles]
-    seen = [one.name for one in found]
-    if twice := next((name for name in seen if seen.count(name) > 1), None):
+    benched = [named(name, geometry, windows) for name in names] + [from_bundle(path, geometry) for path in bundles]
+    names_used = [one.name for one in benched]
+    if twice := next((name for name in names_used if names_used.count(name) > 1), None):
         raise UsageError(f"two schemes would be called {twice!r}: leave one out, or rename the file")
-    return found
+    return benched

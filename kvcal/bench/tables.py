@@ -23,14 +23,14 @@ MIXKVQ = "MixKVQ Table 7"
 def quantise_step(case: Case) -> Prepared:
     """One block of every row, over the tokens of a block: what a decode step spends on quantising (InnerQ Table 5)."""
     block = one_block(case)
-    own = quantising.block_rules(block)
-    if not isinstance(own, str):
-        return _per_step(case, quantising.by_kernel(block, own), slice(0, 2))
+    rules = quantising.block_rules(block)
+    if not isinstance(rules, str):
+        return _per_step(case, quantising.by_kernel(block, rules), slice(0, 2))
     filled = fill(block)
     by, path = quantising.encoders(block, filled.codecs)
     size = sum(nbytes(x) for x in filled.raw) + filled.packed_bytes + filled.book_bytes
-    made = Prepared(lambda: filled.encoded(filled.raw, by), size, lambda: misencoded(filled, by), path)
-    return _per_step(case, made, slice(0, 2))
+    prepared = Prepared(lambda: filled.encoded(filled.raw, by), size, lambda: misencoded(filled, by), path)
+    return _per_step(case, prepared, slice(0, 2))
 
 
 def quantise_step_of(role: int) -> Callable[[Case], Prepared]:
@@ -45,20 +45,20 @@ def quantise_step_of(role: int) -> Callable[[Case], Prepared]:
         codec, raw = (by.key, by.value)[role], filled.raw[role]
         path = quantising.encodes(codec, case.device)
         size = nbytes(raw) + bytes_of(filled.packed[role]) + filled.book_bytes_of(role)
-        made = Prepared(lambda: codec.encode(raw, context), size, lambda: misencoded(filled, by), path)
-        return _per_step(case, made, slice(role, role + 1))
+        prepared = Prepared(lambda: codec.encode(raw, context), size, lambda: misencoded(filled, by), path)
+        return _per_step(case, prepared, slice(role, role + 1))
 
     return build
 
 
-def _per_step(case: Case, made: Prepared, roles: slice) -> Prepared:
-    """made: of a block. roles: of the paper's columns."""
+def _per_step(case: Case, prepared: Prepared, roles: slice) -> Prepared:
+    """prepared: of a block. roles: of the paper's columns."""
     block = case.scheme.windows.block
     more: dict[str, Any] = {"calls": f"one in {block} steps", "paper_table": "InnerQ Table 5"}
     if case.scheme.name in paper.TABLE_5 and case.batch == 1:
         more["paper_microseconds"] = round(sum(paper.TABLE_5[case.scheme.name][roles]), 1)
         more["paper_device"] = "Jetson Xavier NX"
-    return replace(made, bytes=round(made.bytes / block), per=block, more=more)
+    return replace(prepared, bytes=round(prepared.bytes / block), per=block, more=more)
 
 
 def hybrid_share(percent: int) -> Callable[[Case], Prepared]:
@@ -80,8 +80,8 @@ def hybrid_share(percent: int) -> Callable[[Case], Prepared]:
             return weights @ values.decode(packed).to(case.dtype)
 
         def check() -> str | None:
-            found, exact = run().double(), weights.double() @ _hybrid_numbers(values, packed)
-            off = float((found - exact).abs().max() / exact.abs().max())
+            output, exact = run().double(), weights.double() @ _hybrid_numbers(values, packed)
+            off = float((output - exact).abs().max() / exact.abs().max())
             allowed = 8 * float(torch.finfo(case.dtype).eps)
             return None if off <= allowed else f"check failed: off by {off:.2g}, allowed {allowed:.2g}"
 
@@ -139,12 +139,12 @@ def channel_selection(case: Case) -> Prepared:
         return codec.chosen(keys, filled.encoding)
 
     def check() -> str | None:
-        perm, first, second = found = run()
+        perm, first, second = output = run()
         whole = bool((perm.sort(-1).values == torch.arange(perm.shape[-1], device=perm.device)).all())
         if not whole or not bool((first <= second).all()):
             return "check failed: channels are not a permutation in tiers"
-        wanted = plain.tiers(plain.salience(keys, filled.encoding))
-        same = all(alike(a, b, APART) for a, b in zip(found, wanted, strict=True))
+        expected = plain.tiers(plain.salience(keys, filled.encoding))
+        same = all(alike(a, b, APART) for a, b in zip(output, expected, strict=True))
         return None if same else "check failed: channels are in other tiers than torch finds"
 
     path = "triton: select" if codec.encodes_by_kernel else "reference"
@@ -170,7 +170,7 @@ def mlp(case: Case) -> Prepared:
         return out @ down.T
 
     def check() -> str | None:
-        """Of every row; x is small beside the weights."""
+        """Check every row; x is small next to the weights."""
         exact = forward(*(t.double() for t in (x, gate, up, down)))
         off = float((forward(x, gate, up, down).double() - exact).abs().max() / exact.abs().max())
         allowed = 16 * float(torch.finfo(case.dtype).eps)
@@ -178,9 +178,13 @@ def mlp(case: Case) -> Prepared:
 
     size = sum(nbytes(t) for t in (gate, up, down))
     return Prepared(
-        lambda: forward(x, gate, up, down), size, check, "torch", flops=2.0 * case.batch * 3 * hidden * wide,
+        lambda: forward(x, gate, up, down),
+        size,
+        check,
+        "torch",
+        flops=2.0 * case.batch * 3 * hidden * wide,
         bounded=case.device.type == "cuda" or case.dtype == torch.float32,  # a CPU may be faster in 16 bits
-    )  # fmt: skip
+    )
 
 
 def no_scheme(case: Case) -> str | None:

@@ -8,7 +8,7 @@ import torch
 
 from kvcal_artifacts.errors import UsageError
 
-from ..workbench import pick_device
+from ..models.devices import pick_device
 from . import devices, jetson
 from .devices import Device
 
@@ -29,19 +29,21 @@ class Target:
 def target(name: str) -> Target:
     """What --device means here: a device to measure on, or a profile to project for."""
     here = board()
-    own = None if here is None else _profile(here)
+    here_profile = None if here is None else _profile(here)
     if name == "jetson":
         if here is None:
             return Target(jetson.OURS_ON, None, devices.device(jetson.OURS_ON), table_4=True)
-        return Target(own.name if own else here, _cuda_of(name, here), own, table_4=True, jetson=True)
+        return Target(
+            here_profile.name if here_profile else here, _cuda_of(name, here), here_profile, table_4=True, jetson=True
+        )
     if name in ("auto", "cpu") or name.split(":")[0] == "cuda":
         device = pick_device(name)
         called = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        profile = own or (devices.recognised(called) if called and here is None else None)
+        profile = here_profile or (devices.recognised(called) if called and here is None else None)
         label = profile.name if device.type == "cuda" and profile else called or "cpu"
         return Target(label, device, profile, jetson=here is not None)
     profile, paper = devices.device(name), name == jetson.PAPER_DEVICE
-    if profile is own and here is not None:
+    if profile is here_profile and here is not None:
         return Target(name, _cuda_of(name, here), profile, table_4=paper, jetson=True)
     if here is None and torch.cuda.is_available() and profile is devices.recognised(torch.cuda.get_device_name()):
         return Target(name, torch.device("cuda"), profile)
@@ -52,23 +54,25 @@ def board() -> str | None:
     """What this machine is called if it is a Jetson, None on other machines: by its device tree, which containers mask; else
     by its GPU, one with the host's memory; else, where CUDA finds none, by its system's release.
     """
-    if (said := devices.board()) is not None:
-        return said
+    if (device_tree := devices.board()) is not None:
+        return device_tree
     if not torch.cuda.is_available():
         return devices.release()
     called = torch.cuda.get_device_name()
-    found = devices.chip(called) is not None and torch.cuda.get_device_properties(0).is_integrated
-    return f"a Jetson ({called})" if found else None
+    is_jetson = devices.chip(called) is not None and torch.cuda.get_device_properties(0).is_integrated
+    return f"a Jetson ({called})" if is_jetson else None
 
 
 def _profile(here: str) -> Device | None:
-    """Of this Jetson, as far as its name and memory tell it; without a device tree its GPU's."""
+    """The profile of this Jetson, as far as its name and memory tell it; without a device tree its GPU's."""
     if devices.board() is not None:
         return devices.recognised(here, devices.host_memory() / 2**30)
     if not torch.cuda.is_available():
         return None
-    own = torch.cuda.get_device_properties(0)
-    return devices.of_gpu(torch.cuda.get_device_name(), own.total_memory / 2**30, own.multi_processor_count)
+    properties = torch.cuda.get_device_properties(0)
+    return devices.of_gpu(
+        torch.cuda.get_device_name(), properties.total_memory / 2**30, properties.multi_processor_count
+    )
 
 
 def _cuda_of(name: str, board: str) -> torch.device:

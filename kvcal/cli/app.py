@@ -32,6 +32,7 @@ from kvcal.cli import (
     tune_bits,
     tune_thresholds,
 )
+from kvcal.cli.defaults import register
 from kvcal.cli.failure import INTERRUPTED, guarded
 from kvcal_artifacts.shown import message
 
@@ -74,10 +75,11 @@ app = typer.Typer(
 )
 for _name, _command in COMMANDS.items():
     app.command(_name)(guarded(_command))
+register(COMMANDS, app)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(asked: bool) -> None:
+    if asked:
         typer.echo(f"kvcal {__version__}")
         raise typer.Exit
 
@@ -118,13 +120,13 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
         # `kvcal models | head -1`: the reader has left, and nothing is wrong
-        if not isinstance(error, BrokenPipeError) and not failure.said:
+        if not isinstance(error, BrokenPipeError) and not failure.printed:
             failure.say(failure.NO_STDOUT.format(error.strerror))
     except typer.Abort:
         code = INTERRUPTED
     except ClickError as error:
         code = _usage(error)
-    if code == INTERRUPTED and not failure.said:
+    if code == INTERRUPTED and not failure.printed:
         raise KeyboardInterrupt
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -145,6 +147,6 @@ def _usage(error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         print(error.ctx.get_help(), file=sys.stderr)
     else:
-        said = _misplaced(error) or " ".join(error.format_message().split()).rstrip(".")
-        print(message(f"kvcal: {said} (see {command} --help)"), file=sys.stderr)
+        text = _misplaced(error) or " ".join(error.format_message().split()).rstrip(".")
+        print(message(f"kvcal: {text} (see {command} --help)"), file=sys.stderr)
     return int(error.exit_code)

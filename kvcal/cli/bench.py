@@ -76,20 +76,20 @@ def bench(
     run_bench(options, note, print_json if json else _print_bench, said_of(context))
 
 
-def _print_bench(found: dict[str, Any]) -> None:
+def _print_bench(result: dict[str, Any]) -> None:
     from kvcal.report.bench import rates, tables
 
-    if found.get("why_projected"):
-        note("projected: " + "; ".join(filter(None, (found[k] for k in ("why_projected", "assumed", "paper_device")))))
+    if result.get("why_projected"):
+        note("projected: " + "; ".join(filter(None, (result[k] for k in ("why_projected", "assumed", "paper_device")))))
     with on_stdout():
-        if found.get("assumed"):
+        if result.get("assumed"):
             line(
-                f"projected with bandwidth efficiency {found['efficiency']:.3f} and launch "
-                f"{found['launch_microseconds']:.2f} µs, fitted on InnerQ's FP16 totals at 1024 and 16384 tokens only"
+                f"projected with bandwidth efficiency {result['efficiency']:.3f} and launch "
+                f"{result['launch_microseconds']:.2f} µs, fitted on InnerQ's FP16 totals at 1024 and 16384 tokens only"
             )
-        for rate in rates(found):
+        for rate in rates(result):
             line(rate)
-        for table in tables(found):
+        for table in tables(result):
             print_table(table.columns, table.rows, title=table.title)
             line()
 
@@ -98,15 +98,15 @@ def doctor(json: Json = False) -> None:
     """What this machine has, and which kernels would run on it, or why not."""
     from kvcal.commands.doctor import run_doctor
 
-    found = run_doctor()
+    facts = run_doctor()
     if json:
-        print_json(found)
+        print_json(facts)
         return
-    for name, value in found["machine"].items():
+    for name, value in facts["machine"].items():
         line(f"{name}: {value if value is not None else 'none'}")
-    for row in found["kernels"]:
+    for row in facts["kernels"]:
         line(f"kernel {row['kernel']}: {'runs' if row['runs'] else 'does not run'}: {row['why']}")
-    checked = found["preflight"]
+    checked = facts["preflight"]
     line(f"kernels checked on first use: {len(checked['verdicts'])} in {checked['file']}")
     for name, why in checked["verdicts"].items():
         line(f"  {'passes' if why is None else f'fails, {why}'}: {name}")

@@ -32,20 +32,20 @@ def build(
 
     What each bundle was made of lies in <recipe>.lock.json beside the outputs. Exit code 3 if a gate of the recipe fails.
     """
-    from kvcal.build import read_build_recipe
     from kvcal.cli.defaults import defaults_of, options_of
     from kvcal.commands.build import run_build
-    from kvcal.gates import raise_if_failed, report
+    from kvcal.pipeline.build import read_build_recipe
+    from kvcal.pipeline.gates import raise_if_failed, report
 
     check_reports(junit, summary)
     read = read_build_recipe(recipe, options_of, defaults_of)
-    said = said_of(context)
-    found = run_build(read, note, dry_run=dry_run, jobs=jobs, share=share, gates=gates, said=said)
-    report(found["gates"], junit, summary)
+    typed = said_of(context)
+    result = run_build(read, note, dry_run=dry_run, jobs=jobs, share=share, gates=gates, typed=typed)
+    report(result["gates"], junit, summary)
     if json:
-        print_json(found)
+        print_json(result)
     else:
-        rows = [[row["name"], row["method"], row["action"], row["pass"], row["why"]] for row in found["bundles"]]
+        rows = [[row["name"], row["method"], row["action"], row["pass"], row["why"]] for row in result["bundles"]]
         print_table(["bundle", "method", "would be" if dry_run else "state", "pass", "why"], rows)
-        print_gates(found["gates"])
-    raise_if_failed(found["gates"])
+        print_gates(result["gates"])
+    raise_if_failed(result["gates"])

@@ -14,8 +14,8 @@ from kvcal.cli.output import line, note, print_json, print_table
 File = Annotated[Path, typer.Argument(help="A bundle, NAME.kvcal.safetensors.")]
 
 
-def _selection(found: dict[str, float] | None) -> str:
-    return "every token" if found is None else f"H2O, keep {found['keep']:g}, heavy {found['heavy']:g}"
+def _selection(selection: dict[str, float] | None) -> str:
+    return "every token" if selection is None else f"H2O, keep {selection['keep']:g}, heavy {selection['heavy']:g}"
 
 
 def inspect(
@@ -40,14 +40,14 @@ def inspect(
     options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.bundles import run_inspect
 
-    found = run_inspect(options, note, said_of(context))
+    result = run_inspect(options, note, said_of(context))
     if json:
-        print_json(found)
+        print_json(result)
         return
-    _facts(found)
-    print_table(["layer", "keys", "values"], [row.values() for row in found["layers"]])
-    if found["head_errors"] is not None:
-        _errors(found["head_errors"])
+    _facts(result)
+    print_table(["layer", "keys", "values"], [row.values() for row in result["layers"]])
+    if result["head_errors"] is not None:
+        _errors(result["head_errors"])
 
 
 def _errors(errors: dict[str, Any]) -> None:
@@ -64,37 +64,37 @@ def _errors(errors: dict[str, Any]) -> None:
     print_table(columns, [[layer, *cells(layer)] for layer in range(len(errors["key"]))])
 
 
-def _facts(found: dict[str, Any]) -> None:
+def _facts(inspected: dict[str, Any]) -> None:
     from kvcal.evaluate.errors import head_errors_fault
-    from kvcal.records import Table
+    from kvcal.report.records import Table
 
-    model, made, metrics = found["model"], Table(found["provenance"]), Table(found["metrics"])
-    text, settings = made.table("text"), made.table("settings")
+    model, record, metrics = inspected["model"], Table(inspected["provenance"]), Table(inspected["metrics"])
+    text, settings = record.table("text"), record.table("settings")
     facts = {
-        "bundle": found["bundle"],
-        "sha256": found["sha256"],
-        "bytes": found["bytes"],
-        "made by": made.said("tool"),
-        "method": made.said("method"),
+        "bundle": inspected["bundle"],
+        "sha256": inspected["sha256"],
+        "bytes": inspected["bytes"],
+        "made by": record.said("tool"),
+        "method": record.said("method"),
         "settings": settings.fault or _listed(settings),
         "model": f"{model['architecture']}, {model['layers']} layers, {model['kv_heads']} x {model['head_dim']}",
         "weights": model["revision"],  # random:SEED where they are random
         "text": text.fault or text.said("source"),
-        "windows": ", ".join(f"{name} {value}" for name, value in found["windows"].items()),
-        "frame": found["frame"],
-        "token selection": _selection(found["selection"]),
-        "bits a value": f"{found['bits_per_value']:.4f}"
-        + (" (expected: blocks differ in size)" if found["bits_are"] == "expected" else ""),
-        "resident bytes": found["resident_bytes"],
+        "windows": ", ".join(f"{name} {value}" for name, value in inspected["windows"].items()),
+        "frame": inspected["frame"],
+        "token selection": _selection(inspected["selection"]),
+        "bits a value": f"{inspected['bits_per_value']:.4f}"
+        + (" (expected: blocks differ in size)" if inspected["bits_are"] == "expected" else ""),
+        "resident bytes": inspected["resident_bytes"],
         "held-out": _listed(Table({name: value for name, value in metrics.fields.items() if isinstance(value, float)})),
     }
-    if found["head_errors"] is None and (fault := head_errors_fault(found["metrics"])) is not None:
+    if inspected["head_errors"] is None and (fault := head_errors_fault(inspected["metrics"])) is not None:
         facts["errors by head"] = fault
     print_table(["what", "value"], facts.items())
 
 
 def _listed(fields: Any) -> str:
-    """name=value, ... of a kvcal.records.Table; floats to five digits."""
+    """name=value, ... of a kvcal.report.records.Table; floats to five digits."""
     return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
@@ -112,11 +112,11 @@ def verify(
     options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.bundles import run_verify
 
-    found = run_verify(options, said_of(context))
+    result = run_verify(options, said_of(context))
     if json:
-        print_json(found)
+        print_json(result)
     else:
-        line(f"{found['bundle']}: good ({', '.join(found['checked'])})")
+        line(f"{result['bundle']}: good ({', '.join(result['checked'])})")
 
 
 SHOWN = 8  # differences of a section; --json has all
@@ -130,24 +130,24 @@ def diff(
     """Show what differs between two bundles: model, settings, scheme, codecs, tensors, metrics. Exit code 7 if anything."""
     from kvcal.commands.bundles import run_diff
 
-    found = run_diff(a, b)
+    differences = run_diff(a, b)
     if json:
-        print_json(found)
+        print_json(differences)
     else:
-        print_differences(found)
-    if not found["same"]:
+        print_differences(differences)
+    if not differences["same"]:
         raise typer.Exit(DIFFERENT)
 
 
-def print_differences(found: dict[str, Any]) -> None:
+def print_differences(differences: dict[str, Any]) -> None:
     """Sections in order; in each what differs first."""
-    from kvcal.diff import SECTIONS, phrase
+    from kvcal.bundles.diff import SECTIONS, phrase
 
-    if found["same"]:
+    if differences["same"]:
         line("the same bytes")
         return
     for section in SECTIONS:
-        rows = found[section]
+        rows = differences[section]
         if not rows:
             continue
         line(f"{section}: {len(rows)} {'difference' if len(rows) == 1 else 'differences'}")
@@ -155,5 +155,5 @@ def print_differences(found: dict[str, Any]) -> None:
             line(f"  {phrase(row)}")
         if len(rows) > SHOWN:
             line(f"  … and {len(rows) - SHOWN} more (--json has all)")
-    if not any(found[section] for section in SECTIONS):
+    if not any(differences[section] for section in SECTIONS):
         line("the files differ only in how they are laid out: every value is the same")

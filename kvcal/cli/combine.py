@@ -20,8 +20,8 @@ def combine(
     """Make a bundle of one bundle's keys and another's values; refused with the reason where that cannot work."""
     from kvcal.commands.combine import run_combine
 
-    found = run_combine(keys, values, output)
+    result = run_combine(keys, values, output)
     if json:
-        print_json(found)
+        print_json(result)
     else:
-        print_table(["what", "value"], found.items())
+        print_table(["what", "value"], result.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -11,11 +11,10 @@ from kvcal.cli.options import (
     Batch,
     Bundles,
     Column,
-    Device,
-    Dtype,
     Heavy,
     Json,
     Keep,
+    Machine,
     Model,
     PerLayer,
     Presets,
@@ -25,11 +24,14 @@ from kvcal.cli.options import (
     Revision,
     Step,
     Text,
+    grouped,
+    options_by_name,
     said_of,
 )
 from kvcal.cli.output import line, note, print_json, print_table
 
 
+@grouped
 def compare(
     context: typer.Context,
     model: Model = "tiny",
@@ -85,8 +87,7 @@ def compare(
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Of --random-weights, and of the windows of what is fitted.")
     ] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    machine: Machine = Machine(),  # noqa: B008, frozen
     resume: Resume = True,
     json: Json = False,
 ) -> None:
@@ -95,29 +96,44 @@ def compare(
     After a kill the same command goes on: rows, fitted layers and batches of windows (--batch) that were done are not done
     again.
     """
-    options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
+    options = options_by_name(locals())
     from kvcal.cli.defaults import defaults_of
     from kvcal.commands.compare import run_compare
 
-    found = run_compare(options, defaults_of("fit-predictors"), note, said_of(context))
+    result = run_compare(options, defaults_of("fit-predictors"), note, said_of(context))
     if json:
-        print_json(found)
+        print_json(result)
         return
-    line(f"full precision: perplexity {found['full_perplexity']:.4f}")
+    line(f"full precision: perplexity {result['full_perplexity']:.4f}")
     print_table(
-        ["name", "bits/value", "paper's count", "perplexity", "KL", "logit error", "output error",
-         f"bytes at {found['at_length']}", "front"],
+        [
+            "name",
+            "bits/value",
+            "paper's count",
+            "perplexity",
+            "KL",
+            "logit error",
+            "output error",
+            f"bytes at {result['at_length']}",
+            "front",
+        ],
         [
             [
-                row["name"], "-" if row["bits_per_value"] is None else f"{row['bits_per_value']:.3f}",
-                f"{row['paper_bits']:.3f}", f"{row['perplexity']:.4f}", f"{row['kl']:.5f}", _error(row["logit_error"]),
-                _error(row["output_error"]), f"{row['bytes_at_length']:,}", "*" if row["front"] else "",
+                row["name"],
+                "-" if row["bits_per_value"] is None else f"{row['bits_per_value']:.3f}",
+                f"{row['paper_bits']:.3f}",
+                f"{row['perplexity']:.4f}",
+                f"{row['kl']:.5f}",
+                _error(row["logit_error"]),
+                _error(row["output_error"]),
+                f"{row['bytes_at_length']:,}",
+                "*" if row["front"] else "",
             ]
-            for row in found["rows"]
+            for row in result["rows"]
         ],
-    )  # fmt: skip
-    if found["max_bits"] is not None:
-        line(f"best at no more than {found['max_bits']} bits a value: {found['best'] or 'none'}")
+    )
+    if result["max_bits"] is not None:
+        line(f"best at no more than {result['max_bits']} bits a value: {result['best'] or 'none'}")
 
 
 def _error(value: float | None) -> str:

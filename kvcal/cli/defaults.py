@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
+
+_PROGRAM: dict[str, Any] = {"commands": None, "app": None}
+
+
+def register(commands: Mapping[str, Callable[..., Any]], app: Any) -> None:
+    """Called once, by app.py, which knows the commands: they are asked here for each other's options, so that this module
+    cannot import it.
+    """
+    _PROGRAM.update(commands=commands, app=app)
 
 
 def defaults_of(command: str) -> dict[str, Any]:
     """Option name -> default, as `kvcal COMMAND` alone would have them."""
-    from kvcal.cli.app import COMMANDS
-
-    parameters = inspect.signature(COMMANDS[command]).parameters.values()
+    parameters = inspect.signature(_PROGRAM["commands"][command]).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
 
 
-def options_of(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(command: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """All options of `kvcal COMMAND`, these in place, read and checked as on the command line; a list is repeated, or joined
     by commas where the option is given once. Raises UsageError in the words of the command line.
     """
     from kvcal_artifacts.errors import UsageError
 
     parser = _parsers()[command]
-    known = {parameter.name: parameter for parameter in parser.params}
-    words = [word for name, value in given.items() for word in _words(known[name], value)]
+    parameters = {parameter.name: parameter for parameter in parser.params}
+    words = [word for name, value in values.items() for word in _words(parameters[name], value)]
     try:
         read = parser.make_context(command, words).params
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
         raise UsageError(" ".join(error.format_message().split()).rstrip(".")) from error
-    return defaults_of(command) | {name: read[name] for name in given}
+    return defaults_of(command) | {name: read[name] for name in values}
 
 
 @cache
@@ -39,9 +46,7 @@ def _parsers() -> Any:
     """Every command's; made once, as a recipe asks again and again."""
     import typer
 
-    from kvcal.cli.app import app
-
-    root: Any = typer.main.get_command(app)
+    root: Any = typer.main.get_command(_PROGRAM["app"])
     return root.commands
 
 
@@ -53,8 +58,8 @@ def _words(parameter: Any, value: Any) -> list[str]:
         return [str(value)]
     flag = bool(getattr(parameter, "is_flag", False))
     if isinstance(value, dict) or isinstance(value, bool) != flag:
-        wanted = "true or false" if flag else "text, a number, or a list of them"
-        raise UsageError(f"{parameter.name} is {value!r}; it must be {wanted}")
+        kinds = "true or false" if flag else "text, a number, or a list of them"
+        raise UsageError(f"{parameter.name} is {value!r}; it must be {kinds}")
     if flag:
         return list(parameter.opts[:1] if value else parameter.secondary_opts[:1])
     if isinstance(value, list) and not value:

@@ -22,16 +22,17 @@ def demo(
     from kvcal.cli.defaults import defaults_of
     from kvcal.commands.demo import run_demo
 
-    found: dict[str, Any] = run_demo(output, defaults_of("fit-predictors"), defaults_of("eval"), note)
+    result: dict[str, Any] = run_demo(output, defaults_of("fit-predictors"), defaults_of("eval"), note)
     if json:
-        print_json(found)
+        print_json(result)
         return
-    print_rows(found["rows"])
-    for row in found["rows"][1:]:
-        held = row["cache_bytes"] + row["window_bytes"]
+    print_rows(result["rows"])
+    for row in result["rows"][1:]:
+        stored = row["cache_bytes"] + row["window_bytes"]
         line(
-            f"{row['name']}: {held:,} bytes stored for {found['length']} tokens, {row['bytes_at_16_bit'] / held:.1f} times "
-            f"less than 16 bit (windows here in {found['dtype']}); packed part {16 / row['bits_per_value']:.1f} times less"
+            f"{row['name']}: {stored:,} bytes stored for {result['length']} tokens, "
+            f"{row['bytes_at_16_bit'] / stored:.1f} times less than 16 bit (windows here in {result['dtype']}); packed part "
+            f"{16 / row['bits_per_value']:.1f} times less"
         )
-    prose(f"\nText from the compressed cache, in a fresh process:\n{found['sample']}\n")
-    line(f"bundle: {found['bundle']}")
+    prose(f"\nText from the compressed cache, in a fresh process:\n{result['sample']}\n")
+    line(f"bundle: {result['bundle']}")

@@ -81,22 +81,22 @@ def evaluate(
     """
     options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.evaluation import run_eval
-    from kvcal.gates import raise_if_failed, report
+    from kvcal.pipeline.gates import raise_if_failed, report
 
     check_reports(junit, summary)
-    found = run_eval(options, note, said=said_of(context))
-    report(found["gates"], junit, summary)
+    result = run_eval(options, note, typed=said_of(context))
+    report(result["gates"], junit, summary)
     if json:
-        print_json(found)
+        print_json(result)
     else:
-        print_rows(found["rows"])
-        print_gates(found["gates"])
-    raise_if_failed(found["gates"])
+        print_rows(result["rows"])
+        print_gates(result["gates"])
+    raise_if_failed(result["gates"])
 
 
 def check_reports(junit: Path | None, summary: Path | None) -> None:
     """Refuse now, not after an hour, what cannot be written."""
-    from kvcal.fit import check_output
+    from kvcal.report.outputs import check_output
 
     for option, path in (("--junit", junit), ("--summary", summary)):
         if path is not None:
@@ -150,13 +150,13 @@ def generate(
     options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.evaluation import run_generate
 
-    found = run_generate(options, note, said_of(context))
+    result = run_generate(options, note, said_of(context))
     if json:
-        print_json(found)
+        print_json(result)
     else:
-        prose(found["text"])
-        held, bits = found["nbytes"], found["bits_per_value"]
+        prose(result["text"])
+        stored, bits = result["nbytes"], result["bits_per_value"]
         packed = (
-            "nothing packed yet" if math.isnan(bits) else f"{held['packed']} bytes packed at {bits:.3f} bits a value"
+            "nothing packed yet" if math.isnan(bits) else f"{stored['packed']} bytes packed at {bits:.3f} bits a value"
         )
-        note(f"{found['new_tokens']} tokens in {found['seconds']} s; cache: {packed}, {held['window']} in windows")
+        note(f"{result['new_tokens']} tokens in {result['seconds']} s; cache: {packed}, {stored['window']} in windows")

@@ -31,12 +31,12 @@ EXIT_CODES = {
 NO_STDOUT = "stdout: cannot be written: {}; send it where there is room"
 LARGEST = 2**63 - 1  # whole numbers of 64 bits, as seeds are
 
-said: list[str] = []  # lines printed: Typer turns a Ctrl-C outside a command into a bare exit code
+printed: list[str] = []  # lines printed: Typer turns a Ctrl-C outside a command into a bare exit code
 
 
 def say(line: str) -> None:
     line = message(line)
-    said.append(line)
+    printed.append(line)
     print(f"kvcal: {line}", file=sys.stderr)
 
 

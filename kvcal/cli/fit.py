@@ -101,13 +101,13 @@ def fit_predictors(
     json: Json = False,
 ) -> None:
     """Calibrate AQUA-KV: fit each layer's predictors on text and write a bundle."""
-    given: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
+    merged: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.fit_predictors import run_fit_predictors
-    from kvcal.recipe import read_recipe, with_recipe
+    from kvcal.pipeline.scheme_file import read_recipe, with_recipe
 
-    said = said_of(context)
-    options = with_recipe(given, said)
-    result = run_fit_predictors(options, note, said if recipe is None else said | read_recipe(recipe).said)
+    typed = said_of(context)
+    options = with_recipe(merged, typed)
+    result = run_fit_predictors(options, note, typed if recipe is None else typed | read_recipe(recipe).said)
     if json:
         print_json(result)
     else:

@@ -25,7 +25,7 @@ def models(json: Json = False) -> None:
 
     KiB/token is the cache at 16 bits, all layers. --json has more fields.
     """
-    from kvcal.models import models_table
+    from kvcal.models.catalogue import models_table
 
     rows = models_table()
     if json:

@@ -97,10 +97,10 @@ def fit_norms(
     json: Json = False,
 ) -> None:
     """Calibrate InnerQ: measure key channels on text, report outliers, write a bundle with a factor a channel."""
-    given: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
+    options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.fit_norms import run_fit_norms
 
-    result = run_fit_norms(given, note, said_of(context))
+    result = run_fit_norms(options, note, said_of(context))
     if json:
         print_json(result)
         return
@@ -125,9 +125,9 @@ def fold(
     """Write a new checkpoint with a bundle's key factors folded in: W_K divided by them, W_Q multiplied."""
     from kvcal.commands.fold import run_fold
 
-    given: dict[str, Any] = dict(locals())
-    found = run_fold(given, note)
+    options: dict[str, Any] = dict(locals())
+    result = run_fold(options, note)
     if json:
-        print_json(found)
+        print_json(result)
     else:
-        print_table(["what", "value"], found.items())
+        print_table(["what", "value"], result.items())

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -61,6 +65,55 @@ Spill = Annotated[str, typer.Option(help="Where hidden states lie: device, cpu o
 SpillDir = Annotated[Path | None, typer.Option(help="Folder for --spill disk.")]
 Layerwise = Annotated[bool, typer.Option("--layerwise", help="One layer's weights on the device at a time.")]
 Resume = Annotated[bool, typer.Option(help="Go on from an interrupted run of the same settings.")]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a model runs as, and on."""
+
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, called with loose options where it takes a dataclass of them: in its signature, which Typer reads, the
+    fields stand in the dataclass's place.
+    """
+    types = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in types.items() if is_dataclass(kind)}
+    loose: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        name = parameter.name
+        if name not in groups:
+            loose.append(parameter.replace(annotation=types[name]))
+            continue
+        kinds = get_type_hints(groups[name], include_extras=True)
+        loose += [
+            parameter.replace(name=one.name, default=one.default, annotation=kinds[one.name])
+            for one in fields(groups[name])
+        ]
+
+    @functools.wraps(command)
+    def call(**options: Any) -> None:
+        values = {
+            name: group(**{one.name: options.pop(one.name) for one in fields(group)}) for name, group in groups.items()
+        }
+        command(**values, **options)
+
+    call.__signature__ = inspect.Signature(loose)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in loose}
+    return call
+
+
+def options_by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A command's arguments (its `locals()`) as options by name, without its context and with groups taken apart."""
+    options: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if is_dataclass(value):
+            options |= {one.name: getattr(value, one.name) for one in fields(value)}
+        elif name != "context":
+            options[name] = value
+    return options
 
 
 def said_of(context: typer.Context) -> set[str]:

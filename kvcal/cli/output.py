@@ -44,7 +44,7 @@ def print_json(value: Any) -> None:
     """
     text = json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
     with on_stdout():
-        print(COMMANDS.sub(lambda found: found[0] if found[0] == "\n" else json.dumps(found[0])[1:-1], text))
+        print(COMMANDS.sub(lambda sign: sign[0] if sign[0] == "\n" else json.dumps(sign[0])[1:-1], text))
 
 
 def line(text: object = "") -> None:

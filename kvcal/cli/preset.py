@@ -53,12 +53,12 @@ def preset(
     """Write a bundle for a method that needs no data: KIVI, SQuat, MixKVQ, InnerQ, TurboQuant, HIGGS, uniform, FP8, or any of
     their codecs together.
     """
-    given: dict[str, Any] = {option: value for option, value in locals().items() if option != "context"}
+    options: dict[str, Any] = {option: value for option, value in locals().items() if option != "context"}
     from kvcal.commands.preset import run_preset
-    from kvcal.recipe import with_recipe
+    from kvcal.pipeline.scheme_file import with_recipe
 
-    found = run_preset(with_recipe(given, said_of(context), plain=True), note, said_of(context))
+    result = run_preset(with_recipe(options, said_of(context), plain=True), note, said_of(context))
     if json:
-        print_json(found)
+        print_json(result)
     else:
-        print_table(["what", "value"], found.items())
+        print_table(["what", "value"], result.items())

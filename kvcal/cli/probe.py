@@ -72,20 +72,20 @@ def probe(
     """
     from kvcal.commands.probe import run_probe
 
-    given: dict[str, Any] = dict(locals())
-    found = run_probe(given, note)
+    options: dict[str, Any] = dict(locals())
+    result = run_probe(options, note)
     if json:
-        print_json(found)
+        print_json(result)
         return
-    rows = found["rows"]
-    columns = ["target", "from", "mean", "same layers", *found["layer_numbers"]]
+    rows = result["rows"]
+    columns = ["target", "from", "mean", "same layers", *result["layer_numbers"]]
     shown = [
         [row["target"], " + ".join(row["inputs"]), *map(_cell, [row["mean"], row["mean_common"], *row["layers"]])]
         for row in rows
     ]
     print_table([str(column) for column in columns], shown, title="explained variance: means, and by layer")
     skipped = ("rows", "probes", "phases", "layer_numbers")
-    print_table(["what", "value"], [[name, value] for name, value in found.items() if name not in skipped])
+    print_table(["what", "value"], [[name, value] for name, value in result.items() if name not in skipped])
 
 
 def _cell(value: float | None) -> str | None:

@@ -35,14 +35,14 @@ def card(
     from kvcal.cli.defaults import defaults_of, options_of
     from kvcal.commands.publish import run_card
 
-    found = run_card(options, defaults_of, options_of)
+    result = run_card(options, defaults_of, options_of)
     if json:
-        print_json(found)
+        print_json(result)
     else:
-        for place in found["files"]:
+        for place in result["files"]:
             line(place)
-        if not found["files"]:
-            prose(found["card"].rstrip())
+        if not result["files"]:
+            prose(result["card"].rstrip())
 
 
 def push(
@@ -60,11 +60,11 @@ def push(
     from kvcal.cli.defaults import defaults_of, options_of
     from kvcal.commands.publish import run_push
 
-    found = run_push(options, defaults_of, options_of)
+    result = run_push(options, defaults_of, options_of)
     if json:
-        print_json(found)
+        print_json(result)
     else:
-        print_table(["what", "value"], [[name, _listed(value)] for name, value in found.items()])
+        print_table(["what", "value"], [[name, _listed(value)] for name, value in result.items()])
 
 
 def pull(
@@ -79,11 +79,11 @@ def pull(
     options: dict[str, Any] = dict(locals())
     from kvcal.commands.publish import run_pull
 
-    found = run_pull(options)
+    result = run_pull(options)
     if json:
-        print_json(found)
+        print_json(result)
     else:
-        print_table(["what", "value"], [[name, _listed(value)] for name, value in found.items()])
+        print_table(["what", "value"], [[name, _listed(value)] for name, value in result.items()])
 
 
 def _listed(value: Any) -> Any:

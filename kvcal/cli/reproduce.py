@@ -45,28 +45,28 @@ def reproduce(
     from kvcal.cli.defaults import defaults_of, options_of
     from kvcal.commands.reproduce import run_reproduce
 
-    found = run_reproduce(options, defaults_of, options_of, note)
+    result = run_reproduce(options, defaults_of, options_of, note)
     if json:
-        print_json(found)
+        print_json(result)
     else:
-        _told(found)
-    if not found["same"]:
+        _told(result)
+    if not result["same"]:
         raise typer.Exit(DIFFERENT)
 
 
-def _told(found: dict[str, Any]) -> None:
-    from kvcal.diff import phrase
+def _told(result: dict[str, Any]) -> None:
+    from kvcal.bundles.diff import phrase
 
-    if found["same"]:
-        line(f"{found['bundle']}: the same bytes again (sha256 {found['sha256']})")
+    if result["same"]:
+        line(f"{result['bundle']}: the same bytes again (sha256 {result['sha256']})")
         return
-    first = found["first_tensor"]
+    first = result["first_tensor"]
     line(
-        f"{found['bundle']}: "
+        f"{result['bundle']}: "
         + (f"the first tensor that differs is {phrase(first)}" if first else "every tensor is the same")
     )
-    for name, rows in (("inputs are not those recorded", found["inputs"]), ("made elsewhere", found["environment"])):
+    for name, rows in (("inputs are not those recorded", result["inputs"]), ("made elsewhere", result["environment"])):
         if rows:
             line(f"{name}: {'; '.join(phrase(row) for row in rows)}")
     line("a: the bundle, b: made again")
-    print_differences(found)
+    print_differences(result)

@@ -90,8 +90,8 @@ def measure_subspaces(
     """Measure the subspaces that queries lie in, and write a bundle of SQuat that uses them."""
     from kvcal.commands.measure_subspaces import SOURCES, run_measure_subspaces
 
-    given: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
-    result = run_measure_subspaces(given, note, said_of(context))
+    options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
+    result = run_measure_subspaces(options, note, said_of(context))
     if json:
         print_json(result)
         return

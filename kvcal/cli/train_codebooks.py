@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvcal.cli.options import (
     Batch,
     Column,
-    Device,
-    Dtype,
     Heavy,
     Holdout,
     Json,
     Keep,
     Layerwise,
+    Machine,
     Model,
     Random,
     Resume,
@@ -26,11 +25,14 @@ from kvcal.cli.options import (
     SpillDir,
     Text,
     WindowLength,
+    grouped,
+    options_by_name,
     said_of,
 )
 from kvcal.cli.output import note, print_json, print_table
 
 
+@grouped
 def train_codebooks(
     context: typer.Context,
     model: Model = "tiny",
@@ -92,8 +94,7 @@ def train_codebooks(
     block: Annotated[int | None, typer.Option(min=1, help="Tokens packed at a time. Default: as --recent's.")] = None,
     keep: Keep = None,
     heavy: Heavy = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    machine: Machine = Machine(),  # noqa: B008, frozen
     batch: Batch = None,
     spill: Spill = "device",
     spill_dir: SpillDir = None,
@@ -103,10 +104,10 @@ def train_codebooks(
     json: Json = False,
 ) -> None:
     """Calibrate VQKV: train residual codebooks for keys and values and write a bundle."""
-    given: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
+    options = options_by_name(locals())
     from kvcal.commands.train_codebooks import run_train_codebooks
 
-    result = run_train_codebooks(given, note, said_of(context))
+    result = run_train_codebooks(options, note, said_of(context))
     if json:
         print_json(result)
         return

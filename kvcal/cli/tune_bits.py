@@ -71,13 +71,13 @@ def tune_bits(
     """Choose each layer's key and value bits for the least attention error under a limit (KVTuner-like baseline)."""
     from kvcal.commands.tune_bits import run_tune_bits
 
-    given: dict[str, Any] = dict(locals())
-    found = run_tune_bits(given, note)
+    options: dict[str, Any] = dict(locals())
+    result = run_tune_bits(options, note)
     if json:
-        print_json(found)
+        print_json(result)
         return
-    print_table(["what", "value"], [[name, value] for name, value in found.items() if name != "layers"])
+    print_table(["what", "value"], [[name, value] for name, value in result.items() if name != "layers"])
     rows = [
-        [row["layer"], int(row["key_bits"]), int(row["value_bits"]), row["output_error"]] for row in found["layers"]
+        [row["layer"], int(row["key_bits"]), int(row["value_bits"]), row["output_error"]] for row in result["layers"]
     ]
     print_table(["layer", "key bits", "value bits", "output error"], rows)

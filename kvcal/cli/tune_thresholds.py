@@ -111,15 +111,15 @@ def tune_thresholds(
     json: Json = False,
 ) -> None:
     """Search MixKVQ's thresholds: quality against stored bits, the best under a limit; write bundle and plot."""
-    given: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
+    options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.tune_thresholds import run_tune_thresholds
 
-    found = run_tune_thresholds(given, note, said_of(context))
+    result = run_tune_thresholds(options, note, said_of(context))
     if json:
-        print_json(found)
+        print_json(result)
         return
-    print_table(["what", "value"], [[name, value] for name, value in found.items() if name != "front"])
-    if "front" in found:
+    print_table(["what", "value"], [[name, value] for name, value in result.items() if name != "front"])
+    if "front" in result:
         names = ("trial", "tau_low", "tau_high", "quality", "bits")
-        rows = [[f"{row[name]:.6g}" for name in names] for row in found["front"]]
+        rows = [[f"{row[name]:.6g}" for name in names] for row in result["front"]]
         print_table(["trial", "tau_low", "tau_high", "quality", "bits/value"], rows, title="Pareto front")

@@ -27,8 +27,15 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.shown import message
 from kvcal_artifacts.windows import Windows
 
-from .. import fit, models
-from ..build import (
+from ..calibrate import provenance
+from ..calibrate.driver import fit_together
+from ..calibrate.job import FitJob, FitOptions
+from ..calibrate.provenance import cpu_record
+from ..methods.base import coded_tokens
+from ..models import configuration
+from ..models.devices import pick_device
+from ..models.names import ModelSource, resolve
+from ..pipeline.build import (
     BuildRecipe,
     Entry,
     Lock,
@@ -39,9 +46,8 @@ from ..build import (
     settings_identity,
     text_identity,
 )
-from ..fit import FitJob, FitOptions, check_output, coded_tokens, cpu_record, fit_together
-from ..gates import Check, recalled, worth_keeping
-from ..workbench import Opened, open_for_fit, pick_device
+from ..pipeline.gates import Check, recalled, worth_keeping
+from ..report.outputs import check_output
 from .combine import run_combine
 from .common import (
     RANDOM_TOKENS,
@@ -67,6 +73,7 @@ from .tune_bits import kvtuner_method
 from .tune_thresholds import mixkvq_method, run_tune_thresholds, search_settings, window_counts
 from .tune_thresholds import objective_name as mixkvq_objective
 from .tune_thresholds import searches as mixkvq_searches
+from .workbench import Opened, open_for_fit
 
 REPORTS = ("junit", "summary")  # options that say where gates are reported
 SPILLS = ("device", "cpu", "disk")
@@ -79,13 +86,13 @@ Written = Callable[[str, str, int], None]  # name, sha256 and bytes of a bundle 
 class Kind:
     """How a method's options become a method that `fit_together` takes, and the numbers of windows."""
 
-    method: Callable[[dict[str, Any], models.ModelSource], Any]
+    method: Callable[[dict[str, Any], ModelSource], Any]
     counts: Callable[[dict[str, Any]], dict[str, Any]] = lambda o: {}
 
 
-def _mixkvq(o: dict[str, Any], source: models.ModelSource) -> Any:
-    """With fixed thresholds; what is to be searched goes another way."""
-    from ..tune import with_thresholds
+def _mixkvq(o: dict[str, Any], source: ModelSource) -> Any:
+    """Options of MixKVQ with fixed thresholds; what is to be searched goes another way."""
+    from ..search.thresholds import with_thresholds
 
     settings, method = search_settings(o), mixkvq_method(o)
     return method if method.full is not None else with_thresholds(method, settings.only)
@@ -96,7 +103,7 @@ KINDS: dict[str, Kind] = {
     "innerq": Kind(lambda o, source: innerq_method(o)),
     "kvtuner": Kind(lambda o, source: kvtuner_method(o), window_counts),
     "squat": Kind(squat_method, squat_counts),
-    "vqkv": Kind(lambda o, source: vqkv_method(o, models.geometry(source))),
+    "vqkv": Kind(lambda o, source: vqkv_method(o, configuration.geometry(source))),
     "mixkvq": Kind(_mixkvq, window_counts),
 }
 
@@ -120,7 +127,7 @@ def check_entry(recipe: BuildRecipe, entry: Entry) -> None:
         if entry.method == "preset":
             wanted_preset(entry.options)
         elif entry.method in KINDS:
-            source = models.resolve(entry.options["model"], entry.options["revision"])
+            source = resolve(entry.options["model"], entry.options["revision"])
             method = KINDS[entry.method].method(entry.options, source)
             *_, length = window_numbers(entry.options | KINDS[entry.method].counts(entry.options), source)
             if isinstance(windows := getattr(method, "windows", None), Windows):
@@ -144,45 +151,45 @@ class Planner:
         self._seen: dict[str, dict[str, Any]] = {}
 
     def plan(self) -> list[Planned]:
-        found: dict[str, Planned] = {}
+        plans: dict[str, Planned] = {}
         for entry in self.recipe.entries:
             check_entry(self.recipe, entry)
         for entry in sorted(self.recipe.entries, key=lambda entry: bool(entry.parts)):  # combinations last
-            inputs = self._combined(entry, found) if entry.parts else self._inputs(entry)
-            found[entry.name] = planned(entry, self.recipe.output, inputs, self.lock)
-        return list(found.values())
+            inputs = self._combined(entry, plans) if entry.parts else self._inputs(entry)
+            plans[entry.name] = planned(entry, self.recipe.output, inputs, self.lock)
+        return list(plans.values())
 
     def _inputs(self, entry: Entry) -> dict[str, Any]:
         o = entry.options
-        found = {
+        inputs = {
             "method": entry.method,
             "model": self._once(["model", *_model_key(o)], lambda: model_identity(o)),
             "settings": settings_identity(o),
             "code": self.code,
         }
         if entry.method != "preset":
-            found["device"] = device_name(o)
-            if found["device"] == "cpu":
-                found["cpu"] = cpu_record()  # as provenance: reproduce compares with it
-            source = models.resolve(o["model"], o["revision"])
+            inputs["device"] = device_name(o)
+            if inputs["device"] == "cpu":
+                inputs["cpu"] = cpu_record()  # as provenance: reproduce compares with it
+            source = resolve(o["model"], o["revision"])
             origin = text_for(o, source, "calibration")
             check_column(o["column"], origin, o.get("other_text"))
-            found["text"] = self._text(entry, origin, "text")
+            inputs["text"] = self._text(entry, origin, "text")
             if o.get("other_text") is not None:
-                found["other_text"] = self._text(entry, o["other_text"], "other_text")
-        return found
+                inputs["other_text"] = self._text(entry, o["other_text"], "other_text")
+        return inputs
 
-    def _combined(self, entry: Entry, found: Mapping[str, Planned]) -> dict[str, Any]:
-        """Of what its parts are made of: parts that come out the same need no new combination."""
-        keys, values = (found[part] for part in entry.parts)
+    def _combined(self, entry: Entry, plans: Mapping[str, Planned]) -> dict[str, Any]:
+        """The key of what its parts are made of: parts that come out the same need no new combination."""
+        keys, values = (plans[part] for part in entry.parts)
         return {"method": "combine", "keys": keys.key, "values": values.key, "code": self.code}
 
     def _text(self, entry: Entry, origin: str, name: str) -> dict[str, Any]:
         if origin == RANDOM_TOKENS:
             return {"source": origin}
-        known = self.lock.bundles.get(entry.name, {}).get("inputs", {}).get(name)
+        earlier = self.lock.bundles.get(entry.name, {}).get("inputs", {}).get(name)
         return self._once(
-            ["text", origin, entry.options["column"]], lambda: text_identity(origin, entry.options["column"], known)
+            ["text", origin, entry.options["column"]], lambda: text_identity(origin, entry.options["column"], earlier)
         )
 
     def _once(self, key: list[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -192,9 +199,9 @@ class Planner:
         return self._seen[label]
 
     def gate_key(self, entry: Entry, sha256: str) -> str:
-        """Of everything that decides what the gates of a bundle say."""
+        """The key of everything that decides what the gates of a bundle say."""
         o = self.recipe.evaluation[entry.model]
-        origin = text_for(o, models.resolve(o["model"], o["revision"]), "evaluation")
+        origin = text_for(o, resolve(o["model"], o["revision"]), "evaluation")
         text = (
             {}
             if origin == RANDOM_TOKENS
@@ -202,8 +209,8 @@ class Planner:
         )
         model = self._once(["model", *_model_key(o)], lambda: model_identity(o))
         settings = {name: o[name] for name in ("length", "windows", "step", "batch", "dtype", "seed")}
-        held = [sha256, asdict(entry.gates), text, model, settings, device_name(o), self.code]
-        return sha256_text(canonical(held))
+        inputs = [sha256, asdict(entry.gates), text, model, settings, device_name(o), self.code]
+        return sha256_text(canonical(inputs))
 
 
 def _model_key(o: Mapping[str, Any]) -> list[Any]:
@@ -216,8 +223,8 @@ def _model_key(o: Mapping[str, Any]) -> list[Any]:
 
 
 def device_name(o: Mapping[str, Any]) -> str:
-    """As provenance states it."""
-    return fit.device_name(pick_device(o["device"]))
+    """The device's name as provenance states it."""
+    return provenance.device_name(pick_device(o["device"]))
 
 
 @dataclass(frozen=True)
@@ -246,7 +253,7 @@ def works(plans: Iterable[Planned], share: bool) -> list[Work]:
 
 def _scan_key(entry: Entry) -> str:
     o = entry.options
-    source = models.resolve(o["model"], o["revision"])
+    source = resolve(o["model"], o["revision"])
     same = ("model", "revision", "random_weights", "seed", "dtype", "device", "batch", "text", "column")
     how = [o.get("layerwise", False), o.get("spill", "device"), o.get("spill_dir"), o.get("other_text")]
     numbers = window_numbers(o | KINDS[entry.method].counts(o), source)
@@ -265,10 +272,10 @@ def run_work(work: Work, say: Say, written: Written) -> None:
     options = plan.entry.options | {"output": plan.path}
     if plan.entry.parts:
         keys, values = (plan.path.with_name(f"{part}{SUFFIX}") for part in plan.entry.parts)
-        made = run_combine(keys, values, plan.path)
+        result = run_combine(keys, values, plan.path)
     else:
-        made = run_preset(options, say) if plan.entry.method == "preset" else run_tune_thresholds(options, say)
-    written(plan.entry.name, made["sha256"], made["bytes"])
+        result = run_preset(options, say) if plan.entry.method == "preset" else run_tune_thresholds(options, say)
+    written(plan.entry.name, result["sha256"], result["bytes"])
 
 
 def _scan_shared(work: Work, say: Say, written: Written) -> None:
@@ -296,7 +303,7 @@ def _scan_shared(work: Work, say: Say, written: Written) -> None:
 def _scan(work: Work, say: Say, written: Written) -> None:
     first = work.plans[0].entry
     o = first.options | KINDS[first.method].counts(first.options)
-    source = models.resolve(o["model"], o["revision"])
+    source = resolve(o["model"], o["revision"])
     origin = text_for(o, source, "calibration")
     tokenizer = tokenizer_for(o, source, origin, o.get("other_text"))
     text = calibration_windows(o, source, tokenizer, origin, say)
@@ -307,17 +314,26 @@ def _scan(work: Work, say: Say, written: Written) -> None:
     )
     jobs = [
         FitJob(
-            KINDS[plan.entry.method].method(plan.entry.options, source), plan.path, o["seed"],
+            KINDS[plan.entry.method].method(plan.entry.options, source),
+            plan.path,
+            o["seed"],
             selection=given_selection(plan.entry.options) if "keep" in plan.entry.options else None,
         )
         for plan in work.plans
-    ]  # fmt: skip
+    ]
     names = {plan.path: plan.entry.name for plan in work.plans}
     fit_together(
-        jobs, opened.source, text, model_record=opened.record, revision=opened.revision, device=opened.device, say=say,
-        other=other, options=FitOptions(o["batch"], o.get("spill", "device"), o.get("spill_dir")),
+        jobs,
+        opened.source,
+        text,
+        model_record=opened.record,
+        revision=opened.revision,
+        device=opened.device,
+        say=say,
+        other=other,
+        options=FitOptions(o["batch"], o.get("spill", "device"), o.get("spill_dir")),
         written=lambda job, result: written(names[job.output], result.sha256, job.output.stat().st_size),
-    )  # fmt: skip
+    )
 
 
 @lru_cache(maxsize=1)
@@ -331,7 +347,7 @@ def _opened(
 
 
 def _worker_start(parent: int, threads: int) -> None:
-    """As many threads as the parent has (they decide last bits on a CPU); lines instead of bars; ends with the parent."""
+    """Take as many threads as the parent has (they decide last bits on a CPU); lines instead of bars; ends with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C goes to all: one line is enough, the parent's
     torch.set_num_threads(threads)
     os.environ["TERM"] = "dumb"
@@ -429,13 +445,13 @@ def only_build(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def check_taken(dry_run: bool, gates: bool, said: Collection[str]) -> None:
-    """UsageError for the first option given (`said`) that such a build has no use for."""
+def check_taken(dry_run: bool, gates: bool, typed: Collection[str]) -> None:
+    """UsageError for the first option given (`typed`) that such a build has no use for."""
     if dry_run:
         idle = ("jobs", *(("gates",) if gates else ()), *REPORTS)  # --no-gates says what happens anyway
-        refuse_idle(said, idle, "bundles that are built", "with --dry-run nothing is; leave out it or that")
+        refuse_idle(typed, idle, "bundles that are built", "with --dry-run nothing is; leave out it or that")
     if not gates:
-        refuse_idle(said, REPORTS, "gates that are held", "leave out it or --no-gates")
+        refuse_idle(typed, REPORTS, "gates that are held", "leave out it or --no-gates")
 
 
 def run_build(
@@ -446,13 +462,13 @@ def run_build(
     jobs: int = 1,
     share: bool = True,
     gates: bool = True,
-    said: Collection[str] = (),
+    typed: Collection[str] = (),
 ) -> dict[str, Any]:
     """Build what changed and hold it to its gates; rows of bundles, and checks. dry_run: only say what would be done.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
-    check_taken(dry_run, gates, said)
+    check_taken(dry_run, gates, typed)
     lock = Lock.read(recipe.lock)
     planner = Planner(recipe, lock)
     plans = planner.plan()
@@ -519,7 +535,7 @@ def _told(
 
 def held_to_gates(recipe: BuildRecipe, planner: Planner, lock: Lock, say: Say) -> list[Check]:
     """Checks of every bundle that has gates, from the lock file where nothing that decides them changed."""
-    found: dict[str, list[Check]] = {}
+    checks_of: dict[str, list[Check]] = {}
     missing: dict[str, list[Entry]] = {}
     keys: dict[str, str] = {}
     for entry in recipe.entries:
@@ -527,22 +543,22 @@ def held_to_gates(recipe: BuildRecipe, planner: Planner, lock: Lock, say: Say) -
             lock.gates.pop(entry.name, None)
             continue
         keys[entry.name] = planner.gate_key(entry, lock.bundles[entry.name]["sha256"])
-        known = lock.gates.get(entry.name, {})
-        held = recalled(entry.name, entry.gates, known["checks"]) if known.get("key") == keys[entry.name] else None
-        if held is None:
+        row = lock.gates.get(entry.name, {})
+        earlier = recalled(entry.name, entry.gates, row["checks"]) if row.get("key") == keys[entry.name] else None
+        if earlier is None:
             missing.setdefault(entry.model, []).append(entry)
         else:
-            found[entry.name] = held
+            checks_of[entry.name] = earlier
     for model, entries in missing.items():
         say(f"gates of {', '.join(entry.name for entry in entries)}")
         paths = [recipe.output / entry.file for entry in entries]
         options = recipe.evaluation[model] | {"bundles": paths}
         result = run_eval(options, say, {entry.name: entry.gates for entry in entries})
         for entry in entries:
-            found[entry.name] = [check for check in result["gates"] if check.name == entry.name]
+            checks_of[entry.name] = [check for check in result["gates"] if check.name == entry.name]
             lock.gates.pop(entry.name, None)
-            if worth_keeping(found[entry.name]):
-                records = [asdict(check) for check in found[entry.name]]
+            if worth_keeping(checks_of[entry.name]):
+                records = [asdict(check) for check in checks_of[entry.name]]
                 lock.gates[entry.name] = {"key": keys[entry.name], "checks": records}
         lock.write()
-    return [check for entry in recipe.entries if entry.gates for check in found[entry.name]]
+    return [check for entry in recipe.entries if entry.gates for check in checks_of[entry.name]]

@@ -12,13 +12,12 @@ from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_bytes, write_atomically
 
-from .. import models
-from ..bundle_paths import given_bundle
-from ..diff import diff
+from ..bundles.diff import diff
+from ..bundles.paths import given_bundle
 from ..evaluate.errors import HeadErrors, head_errors_fault, measured_head_errors, stored_head_errors
-from ..records import check_depth
+from ..models import names
 from ..report.plots import check_plot, head_errors_png
-from ..workbench import check_bundle, open_model
+from ..report.records import check_depth
 from .common import (
     Say,
     check_column,
@@ -29,6 +28,7 @@ from .common import (
     text_for,
     tokenizer_for,
 )
+from .workbench import check_bundle, open_model
 
 INSPECT_WINDOWS, INSPECT_LENGTH = 4, 1024  # enough for two digits: an error is a mean over thousands of tokens
 
@@ -37,17 +37,17 @@ def file_sha256(path: Path) -> str:
     return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
-def run_inspect(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+def run_inspect(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """A bundle's header in short, every hash checked; errors by layer and head, as stored or, with --model, measured.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     path = o["bundle"]
     if o["plot"] is not None:
         check_plot(o["plot"])
     if o["model"] is None:
-        refuse_idle(said, MEASURES, "a measurement", "give --model, or leave it out")
-    refuse_idle_seed(o, said)
+        refuse_idle(typed, MEASURES, "a measurement", "give --model, or leave it out")
+    refuse_idle_seed(o, typed)
     bundle = given_bundle(path)
     check_depth(bundle)
     scheme = bundle.scheme
@@ -57,7 +57,7 @@ def run_inspect(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict
         else {"layer": i, "key": "skipped", "value": scheme.skipped[i]}
         for i, pair in enumerate(scheme.layers)
     ]
-    found = {
+    facts = {
         "bundle": str(path),
         "sha256": file_sha256(path),
         "bytes": path.stat().st_size,
@@ -75,8 +75,8 @@ def run_inspect(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict
         "plot": None if o["plot"] is None else str(o["plot"]),
     }
     if o["plot"] is not None:
-        _draw(bundle, found["head_errors"], o["plot"])
-    return found
+        _draw(bundle, facts["head_errors"], o["plot"])
+    return facts
 
 
 MEASURES = ("revision", "text", "column", "windows", "length", "random_weights", "seed", "dtype", "device")
@@ -92,7 +92,7 @@ def head_errors(bundle: Bundle, o: dict[str, Any], say: Say) -> dict[str, Any] |
 
 
 def _measured(bundle: Bundle, o: dict[str, Any], say: Say) -> tuple[HeadErrors, str]:
-    source = models.resolve(o["model"], o["revision"])
+    source = names.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     check_column(o["column"], origin)
     say(f"text: {origin}")
@@ -101,9 +101,13 @@ def _measured(bundle: Bundle, o: dict[str, Any], say: Say) -> tuple[HeadErrors, 
     options = o | {"windows": o["windows"] or INSPECT_WINDOWS}
     text = evaluation_text(options, source, tokenizer_for(o, source, origin), origin, length, say)
     loaded = open_model(
-        o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
-        random_weights=o["random_weights"], seed=o["seed"],
-    )  # fmt: skip
+        o["model"],
+        o["revision"],
+        dtype=o["dtype"],
+        device=o["device"],
+        random_weights=o["random_weights"],
+        seed=o["seed"],
+    )
     bundle.check(loaded.model, loaded.revision)
     return measured_head_errors(loaded.model, bundle.scheme, text.ids), text.source
 
@@ -119,22 +123,22 @@ def _draw(bundle: Bundle, errors: dict[str, Any] | None, path: Path) -> None:
 
 def run_diff(first: Path, second: Path) -> dict[str, Any]:
     """What differs between two bundles; every hash of both is checked."""
-    found = diff(given_bundle(first), given_bundle(second), same_bytes=read_bytes(first) == read_bytes(second))
-    return {"a": str(first), "b": str(second), **found}
+    differences = diff(given_bundle(first), given_bundle(second), same_bytes=read_bytes(first) == read_bytes(second))
+    return {"a": str(first), "b": str(second), **differences}
 
 
 COMPARES = ("revision", "random_weights", "seed", "device")
 
 
-def run_verify(o: dict[str, Any], said: Collection[str] = ()) -> dict[str, Any]:
+def run_verify(o: dict[str, Any], typed: Collection[str] = ()) -> dict[str, Any]:
     """Format and hashes; with a model also that the bundle was made for it.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     path, model = o["bundle"], o["model"]
     if model is None:
-        refuse_idle(said, COMPARES, "a comparison with a model", "give --model, or leave it out")
-    refuse_idle_seed(o, said)
+        refuse_idle(typed, COMPARES, "a comparison with a model", "give --model, or leave it out")
+    refuse_idle_seed(o, typed)
     bundle = given_bundle(path)
     checks = ["format", "header hash", "tensor hashes", "tensors finite", "codecs", "layer chain"]
     if model is not None:

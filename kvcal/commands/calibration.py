@@ -9,10 +9,12 @@ from typing import Any
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.windows import HeavyHitters
 
-from .. import corpus, models
-from ..fit import FitOptions, FitResult, check_output, fit
+from ..calibrate.driver import fit
+from ..calibrate.job import FitOptions, FitResult
 from ..methods.base import Method
-from ..workbench import Opened, open_for_fit
+from ..models import names
+from ..report.outputs import check_output
+from ..text import sources
 from .common import (
     Say,
     calibration_windows,
@@ -23,6 +25,7 @@ from .common import (
     text_for,
     tokenizer_for,
 )
+from .workbench import Opened, open_for_fit
 
 SPILLS = ("device", "cpu", "disk")
 
@@ -36,13 +39,13 @@ class Calibration:
     """
 
     opened: Opened
-    text: corpus.Windows
+    text: sources.Windows
     origin: str
     options: FitOptions
     seed: int
     say: Say
     selection: HeavyHitters | None
-    other: corpus.Windows | None = None
+    other: sources.Windows | None = None
 
     @property
     def length(self) -> int:
@@ -50,15 +53,24 @@ class Calibration:
         return int(self.text.train.shape[1])
 
     def fit(self, method: Method, output: Path) -> FitResult:
-        """kvcal.fit.fit with what is known here."""
+        """kvcal.calibrate.driver.fit with what is known here."""
         return fit(
-            method, self.opened.source, self.text, output, model_record=self.opened.record,
-            revision=self.opened.revision, device=self.opened.device, seed=self.seed, say=self.say,
-            options=self.options, other=self.other, selection=self.selection,
-        )  # fmt: skip
+            method,
+            self.opened.source,
+            self.text,
+            output,
+            model_record=self.opened.record,
+            revision=self.opened.revision,
+            device=self.opened.device,
+            seed=self.seed,
+            say=self.say,
+            options=self.options,
+            other=self.other,
+            selection=self.selection,
+        )
 
     def counts(self) -> dict[str, int]:
-        """For a command's result."""
+        """Counts of windows for a command's result."""
         return {
             "train_windows": len(self.text.train),
             "holdout_windows": len(self.text.holdout),
@@ -66,7 +78,7 @@ class Calibration:
         }
 
 
-def prepare(o: dict[str, Any], source: models.ModelSource, output: Path | None, say: Say) -> Calibration:
+def prepare(o: dict[str, Any], source: names.ModelSource, output: Path | None, say: Say) -> Calibration:
     """Options by name, as the command line gives them. Raises KVCalError before any model is read, if one of the text, the
     output or --spill cannot be.
     """
@@ -81,9 +93,14 @@ def prepare(o: dict[str, Any], source: models.ModelSource, output: Path | None, 
     check_context(source, text.length, say)
     other = other_windows(o, tokenizer, origin, len(text.train), text.length, say)
     opened = open_for_fit(
-        o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=o.get("layerwise", False),
-        random_weights=o["random_weights"], seed=o["seed"],
-    )  # fmt: skip
+        o["model"],
+        o["revision"],
+        dtype=o["dtype"],
+        device=o["device"],
+        layerwise=o.get("layerwise", False),
+        random_weights=o["random_weights"],
+        seed=o["seed"],
+    )
     return Calibration(opened, text, origin, options, o["seed"], say, selection, other)
 
 

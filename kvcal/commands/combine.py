@@ -5,23 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..bundle_paths import given_bundle
-from ..combine import combine
-from ..fit import check_output
+from ..bundles.combine import combine
+from ..bundles.paths import given_bundle
+from ..report.outputs import check_output
 from .bundles import file_sha256
 
 
 def run_combine(keys: Path, values: Path, output: Path) -> dict[str, Any]:
     """Write the bundle that takes keys from one and values from the other."""
     check_output(output)
-    made = combine(given_bundle(keys), given_bundle(values), hashes=(file_sha256(keys), file_sha256(values)))
-    digest = made.write(output)
+    bundle = combine(given_bundle(keys), given_bundle(values), hashes=(file_sha256(keys), file_sha256(values)))
+    digest = bundle.write(output)
     return {
         "bundle": str(output),
         "sha256": digest,
         "bytes": output.stat().st_size,
-        "bits_per_value": round(made.scheme.bits_per_value(), 4),
-        "resident_bytes": made.scheme.resident_bytes(),
-        "keys": made.provenance["keys"]["bundle"],
-        "values": made.provenance["values"]["bundle"],
+        "bits_per_value": round(bundle.scheme.bits_per_value(), 4),
+        "resident_bytes": bundle.scheme.resident_bytes(),
+        "keys": bundle.provenance["keys"]["bundle"],
+        "values": bundle.provenance["values"]["bundle"],
     }

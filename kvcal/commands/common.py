@@ -20,13 +20,17 @@ from kvcal_artifacts.paths.preflight.verdicts import triton_version
 from kvcal_artifacts.scheme import coverage
 from kvcal_artifacts.windows import HeavyHitters
 
-from .. import corpus, models
-from ..build import code_identity, model_identity
-from ..fit import check_output, cpu_record, device_name
+from ..calibrate.provenance import cpu_record, device_name
 from ..methods.aqua_kv import AquaKV
-from ..methods.plain import DataFree
+from ..methods.data_free import DataFree
+from ..models import configuration, files
+from ..models.devices import pick_device, pick_dtype
+from ..models.names import ModelSource
+from ..pipeline.build import code_identity, model_identity
+from ..report.outputs import check_output
 from ..report.progress import progress
-from ..workbench import default_output, pick_device, pick_dtype
+from ..text import sources
+from .workbench import default_output
 
 Say = Callable[[str], None]
 RANDOM_TOKENS = "random token ids (random weights)"
@@ -34,12 +38,12 @@ RANDOM_WINDOWS = 4  # of an evaluation that is a smoke test: random weights have
 
 
 @contextmanager
-def reading() -> Iterator[corpus.Progress]:
-    """Progress of reading and tokenising a text, as kvcal.corpus reports it."""
+def reading() -> Iterator[sources.Progress]:
+    """Progress of reading and tokenising a text, as kvcal.text.sources reports it."""
     with progress("Reading text, tokens") as advance:
         before = 0
 
-        def seen(tokens: int, wanted: int) -> None:
+        def seen(tokens: int, total: int) -> None:
             nonlocal before
             advance(tokens - before)
             before = tokens
@@ -54,23 +58,23 @@ def given_text(o: dict[str, Any]) -> str:
     return str(o["text"])
 
 
-def refuse_idle(said: Collection[str], names: Collection[str], of: str, instead: str) -> None:
-    """UsageError for the first of the options `names` that somebody gave (`said`) where nothing takes it.
+def refuse_idle(typed: Collection[str], names: Collection[str], of: str, instead: str) -> None:
+    """UsageError for the first of the options `names` that somebody gave (`typed`) where nothing takes it.
 
     of: what they apply to, of which there is none. instead: what to do.
     """
     for name in names:
-        if name in said:
+        if name in typed:
             raise UsageError(f"--{name.replace('_', '-')} applies only to {of}, and there is none: {instead}")
 
 
-def refuse_idle_seed(o: Mapping[str, Any], said: Collection[str]) -> None:
+def refuse_idle_seed(o: Mapping[str, Any], typed: Collection[str]) -> None:
     """`refuse_idle` of --seed, in commands where it is of --random-weights alone."""
     if not o["random_weights"]:
-        refuse_idle(said, ("seed",), "random weights", "give --random-weights, or leave it out")
+        refuse_idle(typed, ("seed",), "random weights", "give --random-weights, or leave it out")
 
 
-def output_for(o: dict[str, Any], source: models.ModelSource, method: str) -> Path:
+def output_for(o: dict[str, Any], source: ModelSource, method: str) -> Path:
     """--output, or a name made of model and method; raises KVCalError, before any work, where no file can be written."""
     output = Path(o["output"] or default_output(source, method))
     check_output(output)
@@ -79,13 +83,13 @@ def output_for(o: dict[str, Any], source: models.ModelSource, method: str) -> Pa
 
 def given_kernels(o: Mapping[str, Any]) -> bool:
     """Whether kernels are required; UsageError where the step is one that no kernel serves."""
-    wanted = bool(o.get("require_kernels"))
-    if wanted and o.get("step", 1) > QUERIES:
+    required = bool(o.get("require_kernels"))
+    if required and o.get("step", 1) > QUERIES:
         raise UsageError(
             f"--require-kernels: the fused kernel serves up to {QUERIES} tokens a call, --step is {o['step']}; "
             f"give --step {QUERIES} or less"
         )
-    return wanted
+    return required
 
 
 def given_selection(o: dict[str, Any]) -> HeavyHitters | None:
@@ -100,26 +104,26 @@ def given_selection(o: dict[str, Any]) -> HeavyHitters | None:
     return HeavyHitters(o["keep"], 0.5 if o["heavy"] is None else o["heavy"])
 
 
-def check_context(source: models.ModelSource, length: int, say: Say) -> None:
+def check_context(source: ModelSource, length: int, say: Say) -> None:
     """Said, not refused: models run beyond their context, badly."""
-    context = models.geometry(source).context
+    context = configuration.geometry(source).context
     if length > context:
         say(f"note: windows of {length} tokens exceed the {context} that {source.label} was made for")
 
 
-def text_for(o: dict[str, Any], source: models.ModelSource, purpose: str) -> str:
+def text_for(o: dict[str, Any], source: ModelSource, purpose: str) -> str:
     """Where the text is from; random weights of a model that is not here get random token ids."""
     if o["text"] is not None:
         return given_text(o)
     if o["random_weights"] and source.kind == "hub":
         return RANDOM_TOKENS
-    return corpus.default_text(source, purpose)
+    return sources.default_text(source, purpose)
 
 
 def check_column(column: str | None, *origins: str | None) -> None:
     """UsageError for a --column where no text, as `text_for` gives it, has any; files without are refused when read."""
     plain = [origin for origin in origins if origin is not None]
-    if column is not None and all(origin in (*corpus.EMBEDDED, RANDOM_TOKENS) for origin in plain):
+    if column is not None and all(origin in (*sources.EMBEDDED, RANDOM_TOKENS) for origin in plain):
         raise UsageError(
             f"--column {column}: {', '.join(plain)} has no columns, only files of rows and data sets of the hub; "
             "give --text, or leave it out"
@@ -139,68 +143,81 @@ def known(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def tokenizer_for(o: Mapping[str, Any], source: models.ModelSource, *origins: str | None) -> Any:
+def tokenizer_for(o: Mapping[str, Any], source: ModelSource, *origins: str | None) -> Any:
     """The model's tokenizer, so that a text is read before any weights are; None for random weights of a hub model.
 
     Raises, in this order, what `models.check_config` raises, TextError for one of the texts `origins` that is no file kvcal
     reads, UsageError for a --device or --dtype that cannot be used, ModelUnavailable for a tokenizer that cannot be read.
     """
-    models.check_config(source, random_weights=o["random_weights"])
+    configuration.check_config(source, random_weights=o["random_weights"])
     for origin in origins:
         if origin is not None and origin != RANDOM_TOKENS:
-            corpus.check_local(origin)
+            sources.check_local(origin)
     pick_dtype(o["dtype"], pick_device(o["device"]))
     if not o["random_weights"]:
-        return models.load_tokenizer(source)
-    return models.local_tokenizer(source)
+        return files.load_tokenizer(source)
+    return files.local_tokenizer(source)
 
 
 def evaluation_text(
-    o: dict[str, Any], source: models.ModelSource, tokenizer: Any, origin: str, length: int, say: Say
-) -> corpus.EvaluationWindows:
+    o: dict[str, Any], source: ModelSource, tokenizer: Any, origin: str, length: int, say: Say
+) -> sources.EvaluationWindows:
     if origin == RANDOM_TOKENS:
-        vocabulary, count = models.geometry(source).vocab, o["windows"] or RANDOM_WINDOWS
-        return corpus.random_evaluation(vocabulary, windows=count, length=length, seed=o["seed"])
-    with reading() as seen:
-        return corpus.evaluation_windows(
-            known(tokenizer), origin, length=length, windows=o["windows"], column=o["column"], progress=seen, say=say
+        vocabulary, count = configuration.geometry(source).vocab, o["windows"] or RANDOM_WINDOWS
+        return sources.random_evaluation(vocabulary, windows=count, length=length, seed=o["seed"])
+    with reading() as on_progress:
+        return sources.evaluation_windows(
+            known(tokenizer),
+            origin,
+            length=length,
+            windows=o["windows"],
+            column=o["column"],
+            progress=on_progress,
+            say=say,
         )
 
 
-def window_numbers(o: dict[str, Any], source: models.ModelSource) -> tuple[int, int, int]:
+def window_numbers(o: dict[str, Any], source: ModelSource) -> tuple[int, int, int]:
     """How many calibration windows, how many of them held out, tokens a window."""
-    paper = models.presets(source)["aqua-kv"]
+    paper = configuration.presets(source)["aqua-kv"]
     count, length = o["windows"] or paper["windows"], o["length"] or paper["length"]
-    held = o["holdout"] or (paper["holdout"] if o["windows"] is None else max(1, count // 8))
-    if held >= count:
-        raise UsageError(f"--holdout {held} of {count} windows leaves none to fit on")
-    return count, held, length
+    holdout = o["holdout"] or (paper["holdout"] if o["windows"] is None else max(1, count // 8))
+    if holdout >= count:
+        raise UsageError(f"--holdout {holdout} of {count} windows leaves none to fit on")
+    return count, holdout, length
 
 
 def calibration_windows(
-    o: dict[str, Any], source: models.ModelSource, tokenizer: Any, text_source: str, say: Say
-) -> corpus.Windows:
+    o: dict[str, Any], source: ModelSource, tokenizer: Any, text_source: str, say: Say
+) -> sources.Windows:
     """Windows as asked for, by default as the model's preset has them."""
-    count, held, length = window_numbers(o, source)
+    count, holdout, length = window_numbers(o, source)
     if text_source == RANDOM_TOKENS:
-        vocabulary = models.geometry(source).vocab
-        return corpus.random_windows(vocabulary, windows=count, length=length, holdout=held, seed=o["seed"])
-    with reading() as seen:
-        return corpus.token_windows(
-            known(tokenizer), text_source, windows=count, holdout=held, length=length, seed=o["seed"],
-            column=o["column"], progress=seen, say=say,
-        )  # fmt: skip
+        vocabulary = configuration.geometry(source).vocab
+        return sources.random_windows(vocabulary, windows=count, length=length, holdout=holdout, seed=o["seed"])
+    with reading() as on_progress:
+        return sources.token_windows(
+            known(tokenizer),
+            text_source,
+            windows=count,
+            holdout=holdout,
+            length=length,
+            seed=o["seed"],
+            column=o["column"],
+            progress=on_progress,
+            say=say,
+        )
 
 
 def other_windows(
     o: dict[str, Any], tokenizer: Any, text_source: str, windows: int, length: int, say: Say
-) -> corpus.Windows | None:
-    """As many of --other-text, for methods that compare; None without it."""
+) -> sources.Windows | None:
+    """As many windows of --other-text, for methods that compare; None without it."""
     if o.get("other_text") is None:
         return None
     if text_source == RANDOM_TOKENS:
         raise UsageError("--other-text: random weights without a tokenizer read no text")
-    return corpus.token_windows(
+    return sources.token_windows(
         known(tokenizer), o["other_text"], windows=windows, length=length, seed=o["seed"], column=o["column"], say=say
     )
 
@@ -210,10 +227,15 @@ def decided_by(o: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *
     machine, and how many windows run at a time.
     """
     return {
-        "code": code_identity() | {"triton": triton_version()}, "model": model_identity(o), "dtype": str(dtype),
-        "device": device_name(device), "cpu": cpu_record(), "ids_sha256": ids_sha256, "batch": o["batch"],
+        "code": code_identity() | {"triton": triton_version()},
+        "model": model_identity(o),
+        "dtype": str(dtype),
+        "device": device_name(device),
+        "cpu": cpu_record(),
+        "ids_sha256": ids_sha256,
+        "batch": o["batch"],
         "require_kernels": bool(o.get("require_kernels")),
-    }  # fmt: skip
+    }
 
 
 def row_key(what: DataFree | Bundle | AquaKV) -> str:

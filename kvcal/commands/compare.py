@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,22 +16,28 @@ from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
 from kvcal_artifacts.errors import CorruptBundle, UsageError
 from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.scheme import FRAMES
+from kvcal_artifacts.windows import HeavyHitters
 
-from .. import __version__, models
-from ..bundle_paths import given_bundle
-from ..capture import WholeModel
-from ..compare import Ledger, as_csv, best, bytes_at, front, read_results
+from .. import __version__
+from ..bundles.paths import given_bundle
+from ..calibrate.checkpoint import BatchCheckpoint as SavedBatches
+from ..calibrate.checkpoint import CommandCheckpoint, partial_folder, short
+from ..calibrate.driver import fit
+from ..calibrate.job import FitOptions
+from ..calibrate.outlier_guard import warnings
+from ..capture.scan import WholeModel
 from ..evaluate.attention_error import attention_errors
 from ..evaluate.perplexity import Batches, CacheMaker, evaluate
-from ..fit import FitOptions, check_output, fit
-from ..kept import Batches as KeptBatches
-from ..kept import Work, beside, short
 from ..methods.aqua_kv import AquaKV
 from ..methods.composition import Composition
-from ..methods.plain import DataFree, Preset, composed, preset
-from ..outliers import warnings
-from ..recipe import Recipe, read_recipe
-from ..workbench import cache_makers, open_model
+from ..methods.data_free import DataFree, Preset, composed, preset
+from ..models import configuration
+from ..models.loading import LoadedModel
+from ..models.names import ModelSource, resolve
+from ..pipeline.scheme_file import Recipe, read_recipe
+from ..report.outputs import check_output
+from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results
+from ..text.sources import EvaluationWindows
 from .common import (
     Say,
     calibration_windows,
@@ -51,6 +57,7 @@ from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
 from .fit_predictors import check_taken as check_predictor
 from .guard import schemes_of
+from .workbench import cache_makers, open_model
 
 PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
 PREDICTED = ("first_layer", "key_inputs", "value_inputs")
@@ -78,52 +85,58 @@ def candidates(o: dict[str, Any], fit_options: dict[str, Any]) -> list[Candidate
     """Presets, bundles and recipes as named, then every pair of --keys and --values, plain and, if asked for, predicted. What
     has codecs learned from text is fitted, with predictors or without.
     """
-    found = [Candidate(name, preset(name)) for name in o["preset"] or []]
+    rows = [Candidate(name, preset(name)) for name in o["preset"] or []]
     for path in o["bundle"] or []:
         bundle = given_bundle(path, presets=True)
-        found.append(Candidate(bundle.name, bundle))
-    found += [Candidate(path.stem, of_recipe(read_recipe(path), fit_options)) for path in o["recipe"] or []]
-    windows = {"sink": o["sink"], "recent": o["recent"], "block": o["block"]}
-    per_layer = tuple(o["per_layer"] or ())
+        rows.append(Candidate(bundle.name, bundle))
+    rows += [Candidate(path.stem, of_recipe(read_recipe(path), fit_options)) for path in o["recipe"] or []]
+    rows += _pairs(o, fit_options)
+    names = [row.name for row in rows]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"two rows would be called {twice!r}; leave one out, or rename the file")
+    if not rows:
+        raise UsageError("nothing to compare: give --preset, --bundle, --recipe, or --keys with --values")
+    return rows
+
+
+def _pairs(o: dict[str, Any], fit_options: dict[str, Any]) -> Iterator[Candidate]:
+    """Every pair of --keys and --values, and under --predict the same pair under predictors."""
     for name in ("keys", "values"):
         if o[name] is not None and not listed(o[name]):
             raise UsageError(f"--{name} is empty: give codecs, as higgs-2,kivi-2, or leave the option out")
     if bool(listed(o["keys"])) != bool(listed(o["values"])):
         raise UsageError("--keys and --values go together: every pair of one and the other is a row")
+    windows = {"sink": o["sink"], "recent": o["recent"], "block": o["block"]}
+    per_layer = tuple(o["per_layer"] or ())
     for key, value in itertools.product(listed(o["keys"]), listed(o["values"])):
         learns = Composition(key, value, per_layer).learns  # names are checked before any model is loaded
         name = key if key == value else f"{key} + {value}"
-        own = fit_options | windows | {"keys": key, "values": value, "per_layer": per_layer, "frame": o["frame"]}
+        fitted = fit_options | windows | {"keys": key, "values": value, "per_layer": per_layer, "frame": o["frame"]}
         alone = Preset(key, value, o["frame"], **windows, per_layer=per_layer)
-        found.append(Candidate(name, aqua_method(own | UNPREDICTED) if learns else alone))
+        yield Candidate(name, aqua_method(fitted | UNPREDICTED) if learns else alone)
         if o["predict"]:
-            own |= {"first_layer": o["first_layer"]}
-            own |= {inputs: o[inputs] for inputs in ("key_inputs", "value_inputs")}
-            found.append(Candidate(f"aqua({name})", aqua_method(own)))
-    names = [one.name for one in found]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"two rows would be called {twice!r}; leave one out, or rename the file")
-    if not found:
-        raise UsageError("nothing to compare: give --preset, --bundle, --recipe, or --keys with --values")
-    return found
+            fitted |= {inputs: o[inputs] for inputs in ("first_layer", "key_inputs", "value_inputs")}
+            yield Candidate(f"aqua({name})", aqua_method(fitted))
 
 
-def check_taken(o: dict[str, Any], rows: list[Candidate], said: Collection[str]) -> None:
-    """UsageError for the first option given (`said`) that none of the rows takes."""
+def check_taken(o: dict[str, Any], rows: list[Candidate], typed: Collection[str]) -> None:
+    """UsageError for the first option given (`typed`) that none of the rows takes."""
     if not listed(o["keys"]):
         refuse_idle(
-            said, (*PAIRED, *PREDICTED), "the pairs of --keys and --values",
+            typed,
+            (*PAIRED, *PREDICTED),
+            "the pairs of --keys and --values",
             "presets, bundles and recipes have their own; give --keys and --values, put it into a --recipe, or leave it out",
-        )  # fmt: skip
+        )
     if not o["predict"]:
-        refuse_idle(said, PREDICTED, "pairs under predictors", "give --predict, or leave it out")
+        refuse_idle(typed, PREDICTED, "pairs under predictors", "give --predict, or leave it out")
     if not any(isinstance(row.what, AquaKV) for row in rows):
         refuse_idle(
-            said, FITTED, "rows that are fitted", "give --predict, learned codecs or a --recipe, or leave it out"
+            typed, FITTED, "rows that are fitted", "give --predict, learned codecs or a --recipe, or leave it out"
         )
         if not o["random_weights"]:
             refuse_idle(
-                said, ("seed",), "random weights and rows that are fitted", "give --random-weights, or leave it out"
+                typed, ("seed",), "random weights and rows that are fitted", "give --random-weights, or leave it out"
             )
 
 
@@ -133,93 +146,162 @@ def of_recipe(recipe: Recipe, fit_options: dict[str, Any]) -> DataFree | AquaKV:
     if recipe.predicts or method.composition.learns:
         check_predictor(method, recipe.said)
         return method
-    own = recipe.plain()
-    keys, values, per_layer = own.pop("keys"), own.pop("values"), tuple(own.pop("per_layer"))
-    own |= {"rope": own.pop("frame")} if "frame" in own else {}
-    return replace(composed(None, keys, values, per_layer), **own)
+    options = recipe.plain()
+    keys, values, per_layer = options.pop("keys"), options.pop("values"), tuple(options.pop("per_layer"))
+    options |= {"rope": options.pop("frame")} if "frame" in options else {}
+    return replace(composed(None, keys, values, per_layer), **options)
 
 
-def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+def run_compare(
+    o: dict[str, Any], fit_options: dict[str, Any], say: Say, typed: Collection[str] = ()
+) -> dict[str, Any]:
     """Every candidate through the cache on one text; the front of bits and KL, and the best under --max-bits.
 
-    said: names of the options that somebody gave; UsageError for one that no row takes.
+    typed: names of the options that somebody gave; UsageError for one that no row takes.
     """
     if o["frame"] not in FRAMES:
         raise UsageError(f"--frame {o['frame']}: allowed are {', '.join(FRAMES)}")
     rows, selection, require = candidates(o, fit_options), given_selection(o), given_kernels(o)
-    check_taken(o, rows, said)
+    check_taken(o, rows, typed)
+    _check_files(o)
+    texts = _texts(o, fit_options, rows, say)
+    loaded = open_model(
+        o["model"],
+        o["revision"],
+        dtype=o["dtype"],
+        device=o["device"],
+        random_weights=o["random_weights"],
+        seed=o["seed"],
+    )
+    say_coverage(loaded.model, say)
+    settings = _settings(o, texts, loaded, selection)
+    ready = {row.name: row.what for row in rows if not isinstance(row.what, AquaKV)}  # a fit says it itself
+    cache_makers(loaded.model, ready, loaded.revision, selection)  # refuses bundles of other models before any work
+    for line in warnings(loaded.model, texts.evaluation.ids, schemes_of(loaded.model, ready)):
+        say(line)
+    hashes = [texts.evaluation.ids_sha256, *([texts.fitting["text"].ids_sha256] if texts.fitting else [])]
+    record = settings | decided_by(o, loaded.model.dtype, loaded.model.device, *hashes)
+    work = CommandCheckpoint("compare", record, output=o["output"], resume=o["resume"], say=say)
+    ledger = Ledger("compare", o["output"], settings, work, o["resume"])
+    resumed = sum(row.key in ledger.rows for row in rows)
+    if resumed:
+        say(f"resuming: {resumed} of {len(rows)} rows are in {ledger.where}")
+
+    def makers(name: str, method: DataFree | Bundle) -> dict[str, CacheMaker]:
+        return cache_makers(loaded.model, {name: method}, loaded.revision, selection, require)
+
+    _measure_rows(rows, ledger, work, loaded, texts, makers, settings, o["batch"], say)
+    return settings | _judged(o, rows, ledger, texts.evaluation.source, resumed)
+
+
+def _check_files(o: dict[str, Any]) -> None:
+    """Refuse before any work files that cannot be written, and an --output that holds something else."""
     for name in ("output", "csv"):
         if o[name] is not None:
             check_output(o[name], f"--{name}")
     if o["output"] is not None:
-        read_results(o["output"], "compare")  # refused before any work, if it is none
+        read_results(o["output"], "compare")
     if o["plot"] is not None:
         from ..report.plots import check_plot
 
         check_plot(o["plot"])
-    source = models.resolve(o["model"], o["revision"])
+
+
+@dataclass(frozen=True)
+class Texts:
+    """source: the model whose tokenizer cut them. length: tokens of an evaluation window. fitting: as `_calibration` gives it,
+    empty where nothing is fitted.
+    """
+
+    source: ModelSource
+    length: int
+    evaluation: EvaluationWindows
+    fitting: dict[str, Any]
+
+
+def _texts(o: dict[str, Any], fit_options: dict[str, Any], rows: list[Candidate], say: Say) -> Texts:
+    source = resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     fitted = any(isinstance(row.what, AquaKV) for row in rows)
     fitting_origin = text_for(o | {"text": o["calibration"]}, source, "calibration") if fitted else None
     check_column(o["column"], origin, fitting_origin)
     say(f"text: {origin}")
-    length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
+    length = o["length"] or min(configuration.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
     tokenizer = tokenizer_for(o, source, origin, fitting_origin)
     text = evaluation_text(o, source, tokenizer, origin, length, say)
     check_context(source, length, say)
     fitting = _calibration(o, fit_options, source, tokenizer, say) if fitted else {}
-    loaded = open_model(
-        o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
-        random_weights=o["random_weights"], seed=o["seed"],
-    )  # fmt: skip
-    say_coverage(loaded.model, say)
+    return Texts(source, length, text, fitting)
+
+
+def _settings(o: dict[str, Any], texts: Texts, loaded: LoadedModel, selection: HeavyHitters | None) -> dict[str, Any]:
+    """What all rows of a file have in common."""
+    text, length = texts.evaluation, texts.length
     settings = {
-        "model": source.public, "revision": loaded.revision, "random_weights": loaded.random_weights,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."), "device": loaded.model.device.type, "text": text.source,
-        "text_sha256": text.sha256, "windows": len(text.ids), "length": length, "step": o["step"],
-        "attention_windows": min(o["attention_windows"], len(text.ids)), "at_length": o["at_length"] or length,
+        "model": texts.source.public,
+        "revision": loaded.revision,
+        "random_weights": loaded.random_weights,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": loaded.model.device.type,
+        "text": text.source,
+        "text_sha256": text.sha256,
+        "windows": len(text.ids),
+        "length": length,
+        "step": o["step"],
+        "attention_windows": min(o["attention_windows"], len(text.ids)),
+        "at_length": o["at_length"] or length,
         "version": __version__,
-    }  # fmt: skip
+    }
     if selection is not None:  # figures of one kind in a file, as with every other setting
         settings |= {"selection": asdict(selection)}
-    if fitting:
-        settings["calibration_sha256"] = fitting["text"].ids_sha256
-    given = {row.name: row.what for row in rows if not isinstance(row.what, AquaKV)}  # a fit says it itself
-    cache_makers(loaded.model, given, loaded.revision, selection)  # refuses bundles of other models before any work
-    for line in warnings(loaded.model, text.ids, schemes_of(loaded.model, given)):
-        say(line)
-    ids = [text.ids_sha256, *([fitting["text"].ids_sha256] if fitting else [])]
-    record = settings | decided_by(o, loaded.model.dtype, loaded.model.device, *ids)
-    work = Work("compare", record, output=o["output"], resume=o["resume"], say=say)
-    ledger = Ledger("compare", o["output"], settings, work, o["resume"])
-    if known := sum(row.key in ledger.rows for row in rows):
-        say(f"resuming: {known} of {len(rows)} rows are in {ledger.where}")
+    if texts.fitting:
+        settings["calibration_sha256"] = texts.fitting["text"].ids_sha256
+    return settings
+
+
+def _measure_rows(
+    rows: list[Candidate],
+    ledger: Ledger,
+    work: CommandCheckpoint,
+    loaded: LoadedModel,
+    texts: Texts,
+    makers: Callable[[str, DataFree | Bundle], dict[str, CacheMaker]],
+    settings: Mapping[str, Any],
+    batch: int | None,
+    say: Say,
+) -> None:
+    """Fit and measure what the ledger does not have yet."""
+    ids = texts.evaluation.ids
     for number, row in enumerate(rows):
         if row.key in ledger.rows:
             continue
         say(f"{number + 1}/{len(rows)} {row.name}")
         windows, bundle = f"windows-{short(row.name + row.key)}", f"fit-{short(row.key)}{SUFFIX}"  # sums bear names
-        what = _fitted(row.what, loaded, fitting, work, bundle, say) if isinstance(row.what, AquaKV) else row.what
-        makers = cache_makers(loaded.model, {row.name: what}, loaded.revision, selection, require)
-        kept = KeptBatches(work, windows, row.name, len(text.ids), say)
-        ledger.add(row.key, *measure(loaded, text.ids, makers, settings, o["batch"], kept).values())
-        work.drop(f"{windows}.json", bundle, beside(Path(bundle)).name)
+        method = row.what
+        if isinstance(method, AquaKV):
+            method = _fitted(method, loaded, texts.fitting, work, bundle, say)
+        batches = SavedBatches(work, windows, row.name, len(ids), say)
+        ledger.add(row.key, *measure(loaded, ids, makers(row.name, method), settings, batch, batches).values())
+        work.drop(f"{windows}.json", bundle, partial_folder(Path(bundle)).name)
     ledger.done(row.key for row in rows)
-    found = [ledger.rows[row.key] | {"name": row.name} for row in rows]
-    on_front = front(found)
-    chosen = best(found, o["max_bits"]) if o["max_bits"] is not None else None
-    rows_told = [row | {"front": row["name"] in on_front} for row in sorted(found, key=_order)]
+
+
+def _judged(o: dict[str, Any], rows: list[Candidate], ledger: Ledger, text: str, resumed: int) -> dict[str, Any]:
+    """All rows by bits, which are on the front, which is best; the files asked for are written."""
+    measured = [ledger.rows[row.key] | {"name": row.name} for row in rows]
+    on_front = front(measured)
+    chosen = best(measured, o["max_bits"]) if o["max_bits"] is not None else None
+    ordered = [row | {"front": row["name"] in on_front} for row in sorted(measured, key=_order)]
     if o["csv"] is not None:
-        write_atomically(o["csv"], as_csv(rows_told).encode(), "--csv")
+        write_atomically(o["csv"], as_csv(ordered).encode(), "--csv")
     if o["plot"] is not None:
         from ..report.plots import plot_quality
 
-        plot_quality(rows_told, f"{o['model']}, {text.source}", o["plot"])
+        plot_quality(ordered, f"{o['model']}, {text}", o["plot"])
     return {
-        **settings,
-        "full_perplexity": found[0]["full_perplexity"],
-        "rows": rows_told,
-        "resumed_rows": known,
+        "full_perplexity": measured[0]["full_perplexity"],
+        "rows": ordered,
+        "resumed_rows": resumed,
         "max_bits": o["max_bits"],
         "best": chosen["name"] if chosen else None,
     }
@@ -231,24 +313,24 @@ def measure(
     makers: Mapping[str, CacheMaker],
     settings: Mapping[str, Any],
     batch: int | None = None,
-    kept: Batches | None = None,
+    saved: Batches | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Rows by name: what `kvcal eval` measures, attention errors, and bytes at a length. Full precision runs once for all.
 
     settings: step, attention_windows, at_length; attention_tokens, if attention errors are of windows' first tokens only.
-    kept: as of `evaluate`.
+    saved: as of `evaluate`.
     """
-    full, *seen = evaluate(loaded.model, ids, makers, step=settings["step"], batch=batch, kept=kept)
+    full, *rows = evaluate(loaded.model, ids, makers, step=settings["step"], batch=batch, saved=saved)
     part = ids[: settings["attention_windows"], : settings.get("attention_tokens")]
-    found = {}
-    for row, (name, make) in zip(seen, makers.items(), strict=True):
+    figures = {}
+    for row, (name, make) in zip(rows, makers.items(), strict=True):
         errors = attention_errors(loaded.model, part, make, step=settings["step"], batch=batch)
-        told, item = row.as_dict(), loaded.model.dtype.itemsize
+        quality, item = row.as_dict(), loaded.model.dtype.itemsize
         with make() as cache:
-            size = bytes_at(cache.scheme, told, ids.shape[1], settings["at_length"], item)
+            size = bytes_at(cache.scheme, quality, ids.shape[1], settings["at_length"], item)
         by = {"logit_error": None, "output_error": None} if errors is None else errors.as_dict()
-        found[name] = told | by | {"bytes_at_length": size, "full_perplexity": full.perplexity}
-    return found
+        figures[name] = quality | by | {"bytes_at_length": size, "full_perplexity": full.perplexity}
+    return figures
 
 
 def _order(row: dict[str, Any]) -> tuple[float, float]:
@@ -257,30 +339,47 @@ def _order(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def _calibration(
-    o: dict[str, Any], fit_options: dict[str, Any], source: models.ModelSource, tokenizer: Any, say: Say
+    o: dict[str, Any], fit_options: dict[str, Any], source: ModelSource, tokenizer: Any, say: Say
 ) -> dict[str, Any]:
-    own = fit_options | {
-        "text": o["calibration"], "random_weights": o["random_weights"], "seed": o["seed"], "column": o["column"],
-        "windows": o["fit_windows"], "length": o["fit_length"], "holdout": None,
-    }  # fmt: skip
-    origin = text_for(own, source, "calibration")
+    options = fit_options | {
+        "text": o["calibration"],
+        "random_weights": o["random_weights"],
+        "seed": o["seed"],
+        "column": o["column"],
+        "windows": o["fit_windows"],
+        "length": o["fit_length"],
+        "holdout": None,
+    }
+    origin = text_for(options, source, "calibration")
     say(f"calibration text: {origin}")
     return {
-        "text": calibration_windows(own, source, tokenizer, origin, say),
+        "text": calibration_windows(options, source, tokenizer, origin, say),
         "seed": o["seed"],
         "name": source.public,
     }
 
 
-def _fitted(method: AquaKV, loaded: Any, fitting: dict[str, Any], work: Work, name: str, say: Say) -> Bundle:
-    """From `work`, where a killed run left it, whole or some layers of it. name: of its file."""
+def _fitted(
+    method: AquaKV, loaded: Any, fitting: dict[str, Any], work: CommandCheckpoint, name: str, say: Say
+) -> Bundle:
+    """Fit the method, or take the bundle from `work`, where a killed run left it, whole or some layers of it. name: of its
+    file.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        path = work.room(name) or Path(folder) / name
+        path = work.file(name) or Path(folder) / name
         if path.exists():
             with suppress(CorruptBundle):
                 return load_bundle(path)
         result = fit(
-            method, WholeModel(loaded.model), fitting["text"], path, model_record={"name": fitting["name"]},
-            revision=loaded.revision, device=loaded.model.device, seed=fitting["seed"], options=FitOptions(), say=say,
-        )  # fmt: skip
+            method,
+            WholeModel(loaded.model),
+            fitting["text"],
+            path,
+            model_record={"name": fitting["name"]},
+            revision=loaded.revision,
+            device=loaded.model.device,
+            seed=fitting["seed"],
+            options=FitOptions(),
+            say=say,
+        )
         return load_bundle(result.path)

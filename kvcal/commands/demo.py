@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcal_artifacts.errors import KVCalError
 
-from ..fit import check_output
+from ..report.outputs import check_output
 from .common import Say
 from .evaluation import run_eval
 from .fit_predictors import run_fit_predictors
@@ -32,7 +32,7 @@ def run_demo(output: Path, fit_options: dict[str, Any], eval_options: dict[str, 
     fitted = run_fit_predictors(fit_options | DEMO_FIT | {"output": output}, say)
     say("2/3 perplexity through the cache: full precision, HIGGS and AQUA-KV at 2 bits")
     options = {"bundle": [output], "preset": ["higgs-2", "higgs-2-debiased"], "windows": DEMO_WINDOWS}
-    found = run_eval(eval_options | options, say)
+    evaluation = run_eval(eval_options | options, say)
     say("3/3 loading the bundle in a fresh process and generating")
     command = [
         sys.executable,
@@ -51,7 +51,7 @@ def run_demo(output: Path, fit_options: dict[str, Any], eval_options: dict[str, 
             f"generating in a fresh process failed with exit code {done.returncode}; its own line is above"
         )
     generated = json.loads(done.stdout)
-    return found | {
+    return evaluation | {
         "bundle": str(output.resolve()),
         "sha256": fitted["sha256"],
         "sample": generated["text"],

@@ -71,10 +71,12 @@ def kernels(capability: tuple[int, int] | None, triton: str | None) -> list[dict
     why_not = blocked(capability, triton)
     rows = []
     for family in sorted(one.name for one in pkgutil.iter_modules(kvcal_kernels.__path__) if one.ispkg):
-        own = any((Path(path) / family / "triton.py").is_file() for path in kvcal_kernels.__path__)
-        why = why_not if own else "has no GPU kernel in this version; torch operations run on any device"
-        runs = own and why is None
-        reason = f"Triton {triton}" if runs else f"{why}" + ("; the reference in torch runs instead" if own else "")
+        installed = any((Path(path) / family / "triton.py").is_file() for path in kvcal_kernels.__path__)
+        why = why_not if installed else "has no GPU kernel in this version; torch operations run on any device"
+        runs = installed and why is None
+        reason = (
+            f"Triton {triton}" if runs else f"{why}" + ("; the reference in torch runs instead" if installed else "")
+        )
         rows.append({"kernel": family, "runs": runs, "why": reason})
     return rows
 

@@ -14,18 +14,21 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 from kvcal_artifacts.scheme import Scheme
 from kvcal_artifacts.schemes import choose, has_subspace
+from kvcal_artifacts.windows import HeavyHitters
 
-from .. import models
+from ..calibrate.checkpoint import BatchCheckpoint, CommandCheckpoint, short
+from ..calibrate.outlier_guard import warnings
 from ..evaluate.canary import Audit, Canary, canary
 from ..evaluate.layers import LayerErrors
 from ..evaluate.perplexity import CacheMaker, Row, evaluate
-from ..gates import Check, Limits, broken_off, check_recorded, check_row
-from ..hub import one_line
-from ..kept import Batches, Work, short
-from ..methods.plain import DataFree
-from ..outliers import warnings
+from ..methods.data_free import DataFree
+from ..models import configuration
+from ..models.hub import one_line
+from ..models.loading import LoadedModel
+from ..models.names import ModelSource, resolve
+from ..pipeline.gates import Check, Limits, broken_off, check_recorded, check_row
 from ..report.progress import progress
-from ..workbench import cache_makers, open_model, rows_named
+from ..text.sources import EvaluationWindows
 from .bundles import file_sha256
 from .common import (
     Say,
@@ -44,85 +47,39 @@ from .common import (
     tokenizer_for,
 )
 from .guard import guard_window, schemes_of
+from .workbench import cache_makers, open_model, rows_named
 
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
 
 def run_eval(
-    o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = None, said: Collection[str] = ()
+    o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = None, typed: Collection[str] = ()
 ) -> dict[str, Any]:
     """Rows `full`, presets, bundles (with their files' "sha256") on the same text. limits: of each row by name; by default
-    those of the options for all. said: names of the options that somebody gave; UsageError for one that nothing takes.
+    those of the options for all. typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
-    refuse_idle_seed(o, said)
-    common, bundles = Limits.of(o), [*(o["bundles"] or []), *(o["bundle"] or [])]
-    methods, selection = rows_named(o["preset"] or [], bundles), given_selection(o)
-    source = models.resolve(o["model"], o["revision"])
-    origin = text_for(o, source, "evaluation")
-    check_column(o["column"], origin)
-    say(f"text: {origin}")
-    require = given_kernels(o)
-    files = {name: what.path for name, what in methods.items() if isinstance(what, Bundle) and what.path is not None}
-    hashes = {name: {"sha256": file_sha256(path)} for name, path in files.items()}
-    methods = with_subspace(methods, o["subspace"])
-    if not methods:
-        idle = [name for name in ("keep", "require_kernels") if o[name]]
-        refuse_idle(idle, idle, "bundles and presets", "give a bundle, or --preset, or leave it out")
-    if common and not methods:
-        raise UsageError("a gate needs something to hold to it: give a bundle, or --preset")
-    held = {name: common if limits is None else limits[name] for name in methods}
-    for name, what in methods.items():
-        check_recorded(held[name], name, what if isinstance(what, Bundle) else None)
-    length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
-    text = evaluation_text(o, source, tokenizer_for(o, source, origin), origin, length, say)
-    check_context(source, length, say)
-    loaded = open_model(
-        o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
-        random_weights=o["random_weights"], seed=o["seed"],
-    )  # fmt: skip
-    if methods:
-        say_coverage(loaded.model, say)
-    # refuses bundles of other models
-    makers = cache_makers(loaded.model, methods, loaded.revision, selection, require)
-    for line in warnings(loaded.model, text.ids, schemes_of(loaded.model, methods)):
-        say(line)
+    refuse_idle_seed(o, typed)
+    plan = _planned(o, say, limits)
+    text = evaluation_text(o, plan.source, tokenizer_for(o, plan.source, plan.origin), plan.origin, plan.length, say)
+    check_context(plan.source, plan.length, say)
+    loaded, makers = _opened(o, plan, text, say)
     started = time.monotonic()
-    record = decided_by(o, loaded.model.dtype, loaded.model.device, text.ids_sha256) | {
-        "rows": {name: row_key(what) for name, what in methods.items()}, "step": o["step"],
-        "selection": None if selection is None else asdict(selection),
-    }  # fmt: skip
-    work = Work("eval", record, output=None, resume=o["resume"], say=say)
+    work = CommandCheckpoint("eval", _record(o, plan, loaded.model, text), output=None, resume=o["resume"], say=say)
     with work.until_done():
         measured, broken = _measured(loaded.model, text.ids, makers, o, work, say)
-    given = dict(zip(makers, methods, strict=True))  # a row's name tells of --keep, too
+    row_names = dict(zip(makers, plan.methods, strict=True))  # a row's name tells of --keep, too
     for name, (_, why) in broken.items():
-        if not held[given[name]]:
+        if not plan.limits[row_names[name]]:
             raise NonFiniteError(f"{name}: {why}")
-    rows, watched, canaries = measured.rows, measured.watched, measured.canaries
-    checks: list[Check] = []
-    by_name = {row.name: row for row in rows}
-    for name, own in given.items():
-        if name in broken:
-            checks.append(broken_off(name, *broken[name]))
-            continue
-        row, alive, seen = by_name[name], canaries[name], watched[name]
-        if held[own]:
-            what, figures = methods[own], (row.as_dict(), rows[0].as_dict())
-            bundle = what if isinstance(what, Bundle) else None
-            checks += check_row(*figures, held[own], seen.rows, alive, bundle, seen.scheme)
-        elif row.bits_per_value is None:
-            say(f"note: {row.name} packed nothing: windows of {length} tokens fit into its sink and recent window")
-        elif not alive.blocks:
-            say(f"note: {row.name}: {alive}")
-        else:
-            alive.check(row.name)
+    checks = _judged(plan, row_names, measured, broken, say)
+    selection = plan.selection
     return {
-        "rows": [row.as_dict() | hashes.get(given.get(row.name, ""), {}) for row in rows],
-        "layers": {name: seen.rows for name, seen in watched.items()},
-        "canary": {name: str(alive) for name, alive in canaries.items()},
+        "rows": [row.as_dict() | plan.hashes.get(row_names.get(row.name, ""), {}) for row in measured.rows],
+        "layers": {name: watched.rows for name, watched in measured.watched.items()},
+        "canary": {name: str(alive) for name, alive in measured.canaries.items()},
         "gates": checks,
         "passed": all(check.passed for check in checks),
-        "model": source.public,
+        "model": plan.source.public,
         "revision": loaded.revision,
         "random_weights": loaded.random_weights,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
@@ -130,12 +87,116 @@ def run_eval(
         "text_sha256": text.sha256,
         "windows": len(text.ids),
         "resumed_windows": measured.resumed,
-        "length": length,
+        "length": plan.length,
         "step": o["step"],
         "keep": None if selection is None else selection.keep,
         "heavy": None if selection is None else selection.heavy,
         "seconds": round(time.monotonic() - started, 1),
     }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an evaluation is of, checked before any weights are read. limits, hashes: by name of a method.
+
+    require: whether every layer must take a fused kernel. length: tokens of a window.
+    """
+
+    source: ModelSource
+    origin: str
+    methods: dict[str, DataFree | Bundle]
+    limits: dict[str, Limits]
+    hashes: dict[str, dict[str, str]]
+    selection: HeavyHitters | None
+    require: bool
+    length: int
+
+
+def _planned(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None) -> Plan:
+    common, bundles = Limits.of(o), [*(o["bundles"] or []), *(o["bundle"] or [])]
+    methods, selection = rows_named(o["preset"] or [], bundles), given_selection(o)
+    source = resolve(o["model"], o["revision"])
+    origin = text_for(o, source, "evaluation")
+    check_column(o["column"], origin)
+    say(f"text: {origin}")
+    require = given_kernels(o)
+    hashes = _hashes(methods)
+    methods = with_subspace(methods, o["subspace"])
+    if not methods:
+        idle = [name for name in ("keep", "require_kernels") if o[name]]
+        refuse_idle(idle, idle, "bundles and presets", "give a bundle, or --preset, or leave it out")
+    if common and not methods:
+        raise UsageError("a gate needs something to hold to it: give a bundle, or --preset")
+    limits = {name: common if limits is None else limits[name] for name in methods}
+    for name, method in methods.items():
+        check_recorded(limits[name], name, method if isinstance(method, Bundle) else None)
+    length = o["length"] or min(configuration.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
+    return Plan(source, origin, methods, limits, hashes, selection, require, length)
+
+
+def _hashes(methods: Mapping[str, DataFree | Bundle]) -> dict[str, dict[str, str]]:
+    bundles = {name: method for name, method in methods.items() if isinstance(method, Bundle)}
+    return {name: {"sha256": file_sha256(bundle.path)} for name, bundle in bundles.items() if bundle.path is not None}
+
+
+def _opened(
+    o: dict[str, Any], plan: Plan, text: EvaluationWindows, say: Say
+) -> tuple[LoadedModel, dict[str, CacheMaker]]:
+    """The model and a maker of caches for each row; says what the outlier guard has to say."""
+    loaded = open_model(
+        o["model"],
+        o["revision"],
+        dtype=o["dtype"],
+        device=o["device"],
+        random_weights=o["random_weights"],
+        seed=o["seed"],
+    )
+    if plan.methods:
+        say_coverage(loaded.model, say)
+    # refuses bundles of other models
+    makers = cache_makers(loaded.model, plan.methods, loaded.revision, plan.selection, plan.require)
+    for line in warnings(loaded.model, text.ids, schemes_of(loaded.model, plan.methods)):
+        say(line)
+    return loaded, makers
+
+
+def _record(o: dict[str, Any], plan: Plan, model: Any, text: EvaluationWindows) -> dict[str, Any]:
+    """What the figures depend on: the key of the checkpoint."""
+    return decided_by(o, model.dtype, model.device, text.ids_sha256) | {
+        "rows": {name: row_key(method) for name, method in plan.methods.items()},
+        "step": o["step"],
+        "selection": None if plan.selection is None else asdict(plan.selection),
+    }
+
+
+def _judged(
+    plan: Plan,
+    row_names: Mapping[str, str],
+    measured: Measured,
+    broken: Mapping[str, tuple[int | None, str]],
+    say: Say,
+) -> list[Check]:
+    """The gates of rows that have limits; of the others, whether their caches stored anything. row_names: of a row, its
+    method's.
+    """
+    checks: list[Check] = []
+    by_name = {row.name: row for row in measured.rows}
+    for name, method_name in row_names.items():
+        if name in broken:
+            checks.append(broken_off(name, *broken[name]))
+            continue
+        row, alive, watched = by_name[name], measured.canaries[name], measured.watched[name]
+        if limits := plan.limits[method_name]:
+            method, figures = plan.methods[method_name], (row.as_dict(), measured.rows[0].as_dict())
+            bundle = method if isinstance(method, Bundle) else None
+            checks += check_row(*figures, limits, watched.rows, alive, bundle, watched.scheme)
+        elif row.bits_per_value is None:
+            say(f"note: {row.name} packed nothing: windows of {plan.length} tokens fit into its sink and recent window")
+        elif not alive.blocks:
+            say(f"note: {row.name}: {alive}")
+        else:
+            alive.check(row.name)
+    return checks
 
 
 @dataclass(frozen=True)
@@ -149,7 +210,12 @@ class Measured:
 
 
 def _measured(
-    model: Any, ids: torch.Tensor, makers: Mapping[str, CacheMaker], o: Mapping[str, Any], work: Work, say: Say
+    model: Any,
+    ids: torch.Tensor,
+    makers: Mapping[str, CacheMaker],
+    o: Mapping[str, Any],
+    work: CommandCheckpoint,
+    say: Say,
 ) -> tuple[Measured, dict[str, tuple[int | None, str]]]:
     """All side by side; where numbers of one overflow each for itself, and those that do not once more together. Second: layer
     and message of those that do.
@@ -159,13 +225,13 @@ def _measured(
         watched.clear()
         watched.update({name: Watched(makers[name], ids.shape[1]) for name in names})
         label = ", ".join(["full", *watched])
-        kept = WatchedBatches(watched, work, f"windows-{short(label)}", label, len(ids), say)
-        rows = evaluate(model, ids, watched, step=o["step"], batch=o["batch"], kept=kept)
+        saved = WatchedBatches(watched, work, f"windows-{short(label)}", label, len(ids), say)
+        rows = evaluate(model, ids, watched, step=o["step"], batch=o["batch"], saved=saved)
         canaries = {
-            name: canary(model, ids, makers[name], step=o["step"]).counted(seen.rows, seen.audit)
-            for name, seen in watched.items()
+            name: canary(model, ids, makers[name], step=o["step"]).counted(one.rows, one.audit)
+            for name, one in watched.items()
         }
-        return Measured(rows, dict(watched), canaries, kept.resumed)
+        return Measured(rows, dict(watched), canaries, saved.resumed)
 
     watched: dict[str, Watched] = {}
     try:
@@ -217,7 +283,7 @@ class Watched:
         return self._errors.rows()
 
     def state(self) -> dict[str, Any]:
-        """As JSON has it; `restore` takes it over."""
+        """What was watched as JSON has it; `restore` takes it over."""
         return {"errors": self._errors.state(), "audit": self.audit.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -227,21 +293,21 @@ class Watched:
         self.audit.restore(state["audit"])
 
 
-class WatchedBatches(Batches):
-    """With what was watched."""
+class WatchedBatches(BatchCheckpoint):
+    """Checkpoints of batches together with what was watched."""
 
     def __init__(self, watched: Mapping[str, Watched], *rest: Any) -> None:
         super().__init__(*rest)
         self._watched = watched
 
     def load(self) -> dict[str, Any] | None:
-        found = super().load()
-        for name, state in ({} if found is None else found["watched"]).items():
+        saved = super().load()
+        for name, state in ({} if saved is None else saved["watched"]).items():
             self._watched[name].restore(state)
-        return found
+        return saved
 
     def keep(self, state: dict[str, Any]) -> None:
-        super().keep(state | {"watched": {name: seen.state() for name, seen in self._watched.items()}})
+        super().keep(state | {"watched": {name: one.state() for name, one in self._watched.items()}})
 
 
 class _Counting:
@@ -281,29 +347,33 @@ def prompt_ids(tokenizer: Any, prompt: str, chat: bool, label: str) -> torch.Ten
     return ids
 
 
-def run_generate(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+def run_generate(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Text from a compressed cache, and what the cache held at the end.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     if not (o["sample"] or o["random_weights"]):
-        refuse_idle(said, ("seed",), "--sample and --random-weights", "give one of them, or leave it out")
+        refuse_idle(typed, ("seed",), "--sample and --random-weights", "give one of them, or leave it out")
     if not o["prompt"].strip():
         raise UsageError("--prompt is empty: give some text to go on from")
     methods = rows_named([o["preset"]] if o["preset"] else [], [o["bundle"]] if o["bundle"] else [])
     if len(methods) != 1:
         raise UsageError("give one --bundle or one --preset")
     selection, methods = given_selection(o), with_subspace(methods, o["subspace"])
-    source = models.resolve(o["model"], o["revision"])
+    source = resolve(o["model"], o["revision"])
     tokenizer = known(tokenizer_for(o, source))
     ids = prompt_ids(tokenizer, o["prompt"], o["chat"], source.label)
     loaded = open_model(
-        o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
-        random_weights=o["random_weights"], seed=o["seed"],
-    )  # fmt: skip
+        o["model"],
+        o["revision"],
+        dtype=o["dtype"],
+        device=o["device"],
+        random_weights=o["random_weights"],
+        seed=o["seed"],
+    )
     say_coverage(loaded.model, say)
-    made = cache_makers(loaded.model, methods, loaded.revision, selection, given_kernels(o))
-    name, maker = next(iter(made.items()))
+    makers = cache_makers(loaded.model, methods, loaded.revision, selection, given_kernels(o))
+    name, maker = next(iter(makers.items()))
     if not o["random_weights"]:
         schemes = schemes_of(loaded.model, methods)
         for line in warnings(loaded.model, guard_window(tokenizer, schemes), schemes):
@@ -320,18 +390,22 @@ def run_generate(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dic
         if o["sample"]:
             torch.manual_seed(o["seed"])  # generate() draws from the global generator
         out = loaded.model.generate(
-            ids, past_key_values=cache, max_new_tokens=o["tokens"], do_sample=o["sample"],
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0, streamer=_Counting(advance),
-        )  # fmt: skip
-        seen = cache.describe()
+            ids,
+            past_key_values=cache,
+            max_new_tokens=o["tokens"],
+            do_sample=o["sample"],
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+            streamer=_Counting(advance),
+        )
+        described = cache.describe()
     return {
         "name": name,
         "text": tokenizer.decode(out[0, ids.shape[1] if o["chat"] else 0 :], skip_special_tokens=True),
         "new_tokens": int(out.shape[1] - ids.shape[1]),
         "seconds": round(time.monotonic() - started, 2),
-        "nbytes": seen["nbytes"],
-        "bits_per_value": seen["bits_per_value"],
-        "resident_bytes": seen["resident_bytes"],
-        "selection": seen["selection"],
-        "path": seen["path"],
+        "nbytes": described["nbytes"],
+        "bits_per_value": described["bits_per_value"],
+        "resident_bytes": described["resident_bytes"],
+        "selection": described["selection"],
+        "path": described["path"],
     }

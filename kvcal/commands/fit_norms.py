@@ -12,10 +12,9 @@ from kvcal_artifacts.codecs import Scaled
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
-from .. import models
-from ..methods.backbones import INNERQ_KEYS, INNERQ_VALUES
-from ..methods.factors import no_factors
 from ..methods.innerq import InnerQ
+from ..methods.registry import INNERQ_KEYS, INNERQ_VALUES, no_factors
+from ..models import names
 from .calibration import prepare, written
 from .common import Say, output_for, refuse_idle
 
@@ -41,18 +40,18 @@ def innerq_method(o: dict[str, Any]) -> InnerQ:
     )
 
 
-def run_fit_norms(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+def run_fit_norms(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was written, and a row a layer with outliers and errors.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     started = time.monotonic()
     method = innerq_method(o)
     if method.factors == "none":
-        refuse_idle(said, ("exponent", "powers_of_two"), "factors", "give --factors channel or pair, or leave it out")
+        refuse_idle(typed, ("exponent", "powers_of_two"), "factors", "give --factors channel or pair, or leave it out")
     if o["values"] is not None:
-        refuse_idle(said, ("variant",), "values without a codec of their own", "leave out it or --values")
-    source = models.resolve(o["model"], o["revision"])
+        refuse_idle(typed, ("variant",), "values without a codec of their own", "leave out it or --values")
+    source = names.resolve(o["model"], o["revision"])
     output = output_for(o, source, f"{method.name}-{o['variant']}")
     calibration = prepare(o, source, output, say)
     result = calibration.fit(method, output)
@@ -64,16 +63,23 @@ def run_fit_norms(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> di
         "factor_bytes": sum(factor.nbytes for factor in factors_in(scheme)),
         "largest_key_outlier": worst["key_outlier_ratio"],
         "largest_key_outlier_layer": worst["layer"],
-        **{name: metrics.get(name) for name in (
-            "key_relative_error", "value_relative_error", "logit_error", "logit_error_plain", "value_symmetric_share",
-        )},
+        **{
+            name: metrics.get(name)
+            for name in (
+                "key_relative_error",
+                "value_relative_error",
+                "logit_error",
+                "logit_error_plain",
+                "value_symmetric_share",
+            )
+        },
         **calibration.counts(),
         "resumed_layers": result.resumed_layers,
         "seconds": round(time.monotonic() - started, 1),
         "phases": result.seconds,
         "peak_device_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "layers": rows,
-    }  # fmt: skip
+    }
 
 
 def factors_in(scheme: Scheme) -> list[torch.Tensor]:

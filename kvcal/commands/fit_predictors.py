@@ -11,8 +11,8 @@ import torch
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES
 
-from .. import models
 from ..methods.aqua_kv import AquaKV
+from ..models import names
 from .calibration import prepare, written
 from .common import Say, output_for, refuse_idle
 
@@ -46,35 +46,37 @@ def aqua_method(o: dict[str, Any]) -> AquaKV:
     )
 
 
-def check_taken(method: AquaKV, said: Collection[str]) -> None:
-    """UsageError for the first option given (`said`) that the method does not use."""
+def check_taken(method: AquaKV, typed: Collection[str]) -> None:
+    """UsageError for the first option given (`typed`) that the method does not use."""
     if not (method.key_inputs or method.value_inputs):
-        refuse_idle(said, PREDICTS, "predictors", "give --key-inputs or --value-inputs, or leave it out")
+        refuse_idle(typed, PREDICTS, "predictors", "give --key-inputs or --value-inputs, or leave it out")
     if method.predictor != "reduced-rank":
-        refuse_idle(said, ("rank",), "predictors of reduced rank", "give --predictor reduced-rank, or leave it out")
+        refuse_idle(typed, ("rank",), "predictors of reduced rank", "give --predictor reduced-rank, or leave it out")
     if not method.predictor.startswith("mlp"):
-        refuse_idle(said, ("mlp_epochs",), "MLP predictors", "give --predictor mlp or mlp-no-norm, or leave it out")
+        refuse_idle(typed, ("mlp_epochs",), "MLP predictors", "give --predictor mlp or mlp-no-norm, or leave it out")
     if method.predictor not in SOLVED:
         instead = f"give --predictor {', '.join(SOLVED[:-1])} or {SOLVED[-1]}, or leave it out"
-        refuse_idle(said, ("ridge",), "predictors by least squares", instead)
+        refuse_idle(typed, ("ridge",), "predictors by least squares", instead)
     if method.keys and method.values:
         refuse_idle(
-            said, ("backbone",), "keys or values without a codec of their own",
+            typed,
+            ("backbone",),
+            "keys or values without a codec of their own",
             "leave out it, or one of --keys and --values",
-        )  # fmt: skip
+        )
 
 
-def run_fit_predictors(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+def run_fit_predictors(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was written and how good it is.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     started = time.monotonic()
     method = aqua_method(o)
-    check_taken(method, said)
+    check_taken(method, typed)
     if o["frame"] not in FRAMES:
         raise UsageError(f"--frame {o['frame']}: allowed are {', '.join(FRAMES)}")
-    source = models.resolve(o["model"], o["revision"])
+    source = names.resolve(o["model"], o["revision"])
     output = output_for(o, source, method.name)
     calibration = prepare(o, source, output, say)
     result = calibration.fit(method, output)

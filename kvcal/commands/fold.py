@@ -11,13 +11,14 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import refuse_dash
 from kvcal_artifacts.fingerprint import Fingerprint
 
-from .. import __version__, models
-from ..bundle_paths import given_bundle
-from ..fit import check_output
-from ..folding import key_factors, without_factors, write_folded
-from ..workbench import check_bundle, key_probe, model_record
+from .. import __version__
+from ..bundles.paths import given_bundle
+from ..models import configuration, files, layerwise, names
+from ..models.folding import key_factors, without_factors, write_folded
+from ..report.outputs import check_output
 from .bundles import file_sha256
 from .common import Say
+from .workbench import check_bundle, key_probe, model_record
 
 
 def run_fold(o: dict[str, Any], say: Say) -> dict[str, Any]:
@@ -32,28 +33,28 @@ def run_fold(o: dict[str, Any], say: Say) -> dict[str, Any]:
         check_output(Path(rest), "--bundle-output")
     factors = key_factors(bundle.scheme)
     check_bundle(bundle, o["model"], o["revision"], device="cpu", random_weights=False, seed=0)
-    source = models.resolve(o["model"], o["revision"])
+    source = names.resolve(o["model"], o["revision"])
     changed = write_folded(source, factors, output, dtype=o["dtype"])
-    folded = models.resolve(str(output.resolve()))
-    found = {
+    folded = names.resolve(str(output.resolve()))
+    result = {
         "model": str(output.resolve()),
         "layers": len(factors),
         "changed_tensors": len(changed),
-        "dtype": models.config_fields(folded)["dtype"],
-        "revision": models.weights_revision(folded, random_weights=False, seed=0),
+        "dtype": configuration.config_fields(folded)["dtype"],
+        "revision": files.weights_revision(folded, random_weights=False, seed=0),
         "bundle": None,
     }
     if rest is not None:
         written = folded_bundle(bundle, folded, file_sha256(Path(o["bundle"])), o["dtype"])
-        found |= {"bundle": str(rest), "sha256": written.write(Path(rest))}
+        result |= {"bundle": str(rest), "sha256": written.write(Path(rest))}
     else:
         say("the folded model needs a bundle without factors: `kvcal preset`, or --bundle-output for this one's scheme")
-    return found
+    return result
 
 
-def folded_bundle(bundle: Bundle, folded: models.ModelSource, sha256: str, dtype: str) -> Bundle:
+def folded_bundle(bundle: Bundle, folded: names.ModelSource, sha256: str, dtype: str) -> Bundle:
     """The bundle's scheme without factors, for the model that they were folded into. dtype: as asked for its weights."""
-    parts = models.open_layerwise(folded, dtype="float32", device="cpu")
+    parts = layerwise.open_layerwise(folded, dtype="float32", device="cpu")
     fingerprint = Fingerprint.of(parts.model, parts.revision, key_probe(parts))
     record = {
         **bundle.provenance,

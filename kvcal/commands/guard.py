@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.scheme import Scheme
 
-from .. import corpus
-from ..methods.plain import DataFree
-from ..outliers import LENGTH, WINDOWS, window_length
+from ..calibrate.outlier_guard import LENGTH, WINDOWS, window_length
+from ..methods.data_free import DataFree
+from ..text import sources
 
 TEXT = "embedded:evaluation"
 
 
 def schemes_of(model: nn.Module, rows: Mapping[str, DataFree | Bundle]) -> dict[str, Scheme]:
-    """By the rows' names."""
+    """Schemes by the rows' names."""
     return {name: row.scheme if isinstance(row, Bundle) else row.scheme(model) for name, row in rows.items()}
 
 
@@ -30,4 +30,4 @@ def guard_window(tokenizer: Any, schemes: Mapping[str, Scheme]) -> Tensor:
     is.
     """
     pieces = -(-window_length(schemes.values()) // LENGTH) + 1  # one more: joined windows lose a BOS each
-    return corpus.evaluation_windows(tokenizer, TEXT, windows=WINDOWS * pieces, length=LENGTH).ids
+    return sources.evaluation_windows(tokenizer, TEXT, windows=WINDOWS * pieces, length=LENGTH).ids

@@ -8,9 +8,9 @@ from typing import Any
 
 from kvcal_artifacts.errors import UsageError
 
-from .. import models
-from ..fit import FitResult
+from ..calibrate.job import FitResult
 from ..methods.squat import DEVIATION_RANKS, SEARCH_RANKS, SEARCH_STRENGTHS, Squat, paper_settings, search_name
+from ..models import configuration, names
 from .calibration import Calibration, prepare, written
 from .common import Say, output_for, refuse_idle
 
@@ -19,9 +19,9 @@ SET = ("rank", "strength", "channels")  # what --settings stands for
 SOURCES = {"window": "same window", "prompt": "its prompt", "same_text": "same text", "other_text": "other text"}
 
 
-def squat_method(o: dict[str, Any], source: models.ModelSource) -> Squat:
+def squat_method(o: dict[str, Any], source: names.ModelSource) -> Squat:
     """The paper's settings for the model and task, where an option does not say otherwise."""
-    model, dim = source.entry.name if source.entry else source.name, models.geometry(source).head_dim
+    model, dim = source.entry.name if source.entry else source.name, configuration.geometry(source).head_dim
     for name in ("rank", "channels"):
         if o[name] is not None and o[name] > dim:
             raise UsageError(f"--{name} {o[name]}: keys have {dim} channels a head; give at most {dim}")
@@ -50,22 +50,22 @@ def squat_method(o: dict[str, Any], source: models.ModelSource) -> Squat:
     )
 
 
-def run_measure_subspaces(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+def run_measure_subspaces(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was written and what was measured.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     started = time.monotonic()
     if o["search"] and (o["rank"] is not None or o["strength"] is not None):
         raise UsageError("--search tries ranks and strengths of its own: leave --rank and --strength out")
     if all(o[name] is not None for name in SET):
         refuse_idle(
-            said,
+            typed,
             ("settings",),
             "a rank, strength or number of channels that is not given",
             "leave out it or one of these",
         )
-    source = models.resolve(o["model"], o["revision"])
+    source = names.resolve(o["model"], o["revision"])
     method = squat_method(o, source)
     if o["plot"] is not None:
         from ..report.plots import check_plot
@@ -74,18 +74,18 @@ def run_measure_subspaces(o: dict[str, Any], say: Say, said: Collection[str] = (
     output = output_for(o, source, method.name)
     of = prepare(o | window_counts(o), source, output, say)
     result = of.fit(method, output)
-    found = _found(method, result, of)
+    summary = _found(method, result, of)
     if o["plot"] is not None:
         from ..report.plots import plot_deviation
 
-        plot_deviation(found["deviation"], SOURCES, f"{o['model']}, queries {method.queries}", o["plot"])
-        found["plot"] = str(o["plot"])
-    return found | {"seconds": round(time.monotonic() - started, 1)}
+        plot_deviation(summary["deviation"], SOURCES, f"{o['model']}, queries {method.queries}", o["plot"])
+        summary["plot"] = str(o["plot"])
+    return summary | {"seconds": round(time.monotonic() - started, 1)}
 
 
 def window_counts(o: dict[str, Any]) -> dict[str, Any]:
-    held = HOLDOUT if o["windows"] is None else None
-    return {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or held}
+    holdout = HOLDOUT if o["windows"] is None else None
+    return {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or holdout}
 
 
 def _found(method: Squat, result: FitResult, of: Calibration) -> dict[str, Any]:

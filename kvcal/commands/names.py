@@ -8,16 +8,15 @@ from typing import Any
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import KVCalError, UsageError
 
-from .. import models
 from ..bench import schemes
 from ..bench.devices import DEVICES, MEASURED
 from ..bench.operations import OPERATIONS
-from ..methods.backbones import BACKBONES
-from ..methods.learned import LEARNED
-from ..methods.plain import PRESETS
-from ..models import Geometry
-from ..near import allowed
-from .bench import ALWAYS_PROJECTED, GENERATION, GROUPS
+from ..methods.data_free import PRESETS
+from ..methods.registry import BACKBONES, CALIBRATED
+from ..models import configuration, names
+from ..models.catalogue import Geometry
+from ..report.suggest import allowed
+from .bench_options import ALWAYS_PROJECTED, GENERATION, GROUPS
 from .common import refuse_idle
 
 BLOCK = 32  # tokens; groups of keys along the tokens are no longer
@@ -26,16 +25,16 @@ JETSON = "measured on a Jetson, else projected: the Orin Nano, and Table 4 of th
 TIERS = "mixkvq-FULL-FOUR"
 
 
-def run_names(kind: str | None, model: str, said: Collection[str] = ()) -> list[dict[str, Any]]:
+def run_names(kind: str | None, model: str, typed: Collection[str] = ()) -> list[dict[str, Any]]:
     """Rows of kind, name, key_bits and value_bits at this model's geometry (None: it depends on the text, or does not fit),
-    about. Raises UsageError for an unknown kind or model, and for a model given (`said`) where nothing has bits; reads no
+    about. Raises UsageError for an unknown kind or model, and for a model given (`typed`) where nothing has bits; reads no
     weights.
     """
     if kind is not None and kind not in KINDS:
         raise UsageError(f"kind {kind!r} is not known; {allowed(kind, KINDS, 'kvcal names')}")
     if kind in ("operation", "device"):
-        refuse_idle(said, ("model",), "names with bits a value", f"no {kind} has them; leave it out")
-    rows = _rows(models.geometry(models.resolve(model)))
+        refuse_idle(typed, ("model",), "names with bits a value", f"no {kind} has them; leave it out")
+    rows = _rows(configuration.geometry(names.resolve(model)))
     return [row for row in rows if kind in (None, row["kind"])]
 
 
@@ -45,7 +44,7 @@ def _rows(geometry: Geometry) -> Iterator[dict[str, Any]]:
     for name, make in BACKBONES.items():
         yield _row("codec", name, "", *(_bits(make, geometry, role) for role in ("key", "value")))
     yield _row("codec", TIERS, "keys in float16, 4 and 2 bits: so many channels a head in the first two")
-    for name, family in LEARNED.items():
+    for name, family in CALIBRATED.items():
         yield _row("codec", name, f"learned by `kvcal fit-predictors`, as {family.example}")
     for name, operation in OPERATIONS.items():
         yield _row("operation", name, operation.what)
@@ -64,15 +63,15 @@ def _rows(geometry: Geometry) -> Iterator[dict[str, Any]]:
 def _scheme(name: str, geometry: Geometry) -> dict[str, Any]:
     kind = "preset" if name in PRESETS else "scheme"
     try:
-        found = schemes.named(name, geometry)
+        scheme = schemes.named(name, geometry)
     except KVCalError as error:
         return _row(kind, name, str(error))
     preset = PRESETS.get(name)
-    windows = found.windows if preset is None else preset
-    about = f"{found.frame}, sink {windows.sink}, recent {windows.recent}"
-    about += "; of `kvcal bench` alone" if preset is None else ""
-    about += f", {found.made_up}" if found.made_up else ""
-    return _row(kind, name, about, found.codecs.key.bits_per_value(), found.codecs.value.bits_per_value())
+    windows = scheme.windows if preset is None else preset
+    text = f"{scheme.frame}, sink {windows.sink}, recent {windows.recent}"
+    text += "; of `kvcal bench` alone" if preset is None else ""
+    text += f", {scheme.made_up}" if scheme.made_up else ""
+    return _row(kind, name, text, scheme.codecs.key.bits_per_value(), scheme.codecs.value.bits_per_value())
 
 
 def _bits(make: Any, geometry: Geometry, role: str) -> float | None:
@@ -83,5 +82,5 @@ def _bits(make: Any, geometry: Geometry, role: str) -> float | None:
     return bits
 
 
-def _row(kind: str, name: str, about: str, key: float | None = None, value: float | None = None) -> dict[str, Any]:
-    return {"kind": kind, "name": name, "key_bits": key, "value_bits": value, "about": about}
+def _row(kind: str, name: str, text: str, key: float | None = None, value: float | None = None) -> dict[str, Any]:
+    return {"kind": kind, "name": name, "key_bits": key, "value_bits": value, "about": text}

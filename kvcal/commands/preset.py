@@ -13,45 +13,49 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.fingerprint import Fingerprint
 from kvcal_artifacts.scheme import Scheme
 
-from .. import __version__, models
+from .. import __version__
+from ..calibrate.outlier_guard import warnings
 from ..methods.base import settings_of
-from ..methods.plain import COMPOSED, DataFree, Preset, composed
-from ..outliers import warnings
-from ..workbench import key_probe, model_record, pick_device, pick_dtype
+from ..methods.data_free import COMPOSED, DataFree, Preset, composed
+from ..models import configuration, files, layerwise, names
+from ..models.devices import pick_device, pick_dtype
 from .common import Say, given_selection, output_for, refuse_idle, refuse_idle_seed, say_coverage
 from .guard import guard_window
+from .workbench import key_probe, model_record
 
 
 def wanted_preset(o: dict[str, Any]) -> DataFree:
     """The preset of that name, codecs, windows and frame as far as given in their place; or the codecs without a name."""
-    own = composed(o["name"], o["keys"], o["values"], tuple(o["per_layer"] or ()))
-    given = {"sink": o["sink"], "recent": o["recent"], "block": o["block"]}
-    if isinstance(own, Preset):
-        given["rope"] = o["frame"]
-    elif o["frame"] not in (None, own.frame):
-        raise UsageError(f"--frame {o['frame']}: {o['name']} stores keys {own.frame}")
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return replace(own, **changes)
+    preset = composed(o["name"], o["keys"], o["values"], tuple(o["per_layer"] or ()))
+    windows = {"sink": o["sink"], "recent": o["recent"], "block": o["block"]}
+    if isinstance(preset, Preset):
+        windows["rope"] = o["frame"]
+    elif o["frame"] not in (None, preset.frame):
+        raise UsageError(f"--frame {o['frame']}: {o['name']} stores keys {preset.frame}")
+    changes: dict[str, Any] = {name: value for name, value in windows.items() if value is not None}
+    return replace(preset, **changes)
 
 
-def run_preset(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+def run_preset(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """A bundle for a method that needs no data: from the model's config, and two layers' weights for the fingerprint. All
     layers are run on two windows of text for the outlier guard, unless told not to; nothing is written where that fails.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     method, selection = wanted_preset(o), given_selection(o)
     if o["config_only"] and o["random_weights"]:
         raise UsageError("--config-only and --random-weights: with the one no weights are meant, with the other some")
-    refuse_idle_seed(o, said)
+    refuse_idle_seed(o, typed)
     guarded = o["check"] and not (o["config_only"] or o["random_weights"])
     if not guarded:
         idle = ("device", "check") if o["check"] else ("device",)  # --no-check says what happens anyway
         refuse_idle(
-            said, idle, "the model's run on a text",
+            typed,
+            idle,
+            "the model's run on a text",
             "with --no-check, --config-only and --random-weights it is not run; leave it out",
-        )  # fmt: skip
-    source = models.resolve(o["model"], o["revision"])
+        )
+    source = names.resolve(o["model"], o["revision"])
     name = o["name"] or COMPOSED
     output = output_for(o, source, name)
     pick_device(o["device"])  # refused before anything is written
@@ -85,21 +89,21 @@ def run_preset(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[
     }
 
 
-def _opened(source: models.ModelSource, o: dict[str, Any]) -> tuple[Any, str, tuple[float, ...]]:
-    parts = models.open_layerwise(
+def _opened(source: names.ModelSource, o: dict[str, Any]) -> tuple[Any, str, tuple[float, ...]]:
+    parts = layerwise.open_layerwise(
         source, dtype="float32", device="cpu", random_weights=o["random_weights"], seed=o["seed"]
     )
     return parts.model, parts.revision, key_probe(parts)
 
 
-def _warnings(source: models.ModelSource, schemes: dict[str, Scheme], device: str) -> list[str]:
+def _warnings(source: names.ModelSource, schemes: dict[str, Scheme], device: str) -> list[str]:
     where = pick_device(device)
-    parts = models.open_layerwise(source, dtype=pick_dtype("auto", where), device=where)
-    return warnings(parts, guard_window(models.load_tokenizer(source), schemes), schemes, where)
+    parts = layerwise.open_layerwise(source, dtype=pick_dtype("auto", where), device=where)
+    return warnings(parts, guard_window(files.load_tokenizer(source), schemes), schemes, where)
 
 
-def _from_config(source: models.ModelSource) -> tuple[Any, str | None, tuple[float, ...]]:
+def _from_config(source: names.ModelSource) -> tuple[Any, str | None, tuple[float, ...]]:
     """Nothing but config.json is read."""
-    from ..weights import empty_model
+    from ..models.weights import empty_model
 
-    return empty_model(models.load_config(source), torch.float32), None, ()
+    return empty_model(configuration.load_config(source), torch.float32), None, ()

@@ -13,15 +13,16 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.scheme import FRAMES
 
-from .. import __version__, models
-from ..capture import Capture, default_batch
-from ..compare import Ledger, read_results
-from ..enough import few_tokens, worse_than_none
-from ..fit import check_output
-from ..kept import Work
-from ..probe import Probe, Settings, measure, paper_probes, table
+from .. import __version__
+from ..calibrate.checkpoint import CommandCheckpoint
+from ..calibrate.needs import few_tokens, worse_than_none
+from ..capture.scan import Capture, default_batch
+from ..capture.spill import SpillStore
+from ..evaluate.probe import Probe, Settings, measure, paper_probes, table
+from ..models import configuration, names
+from ..report.outputs import check_output
 from ..report.timing import PhaseTimer
-from ..spill import SpillStore
+from ..search.comparison import Ledger, read_results
 from .calibration import Calibration, prepare
 from .common import Say, decided_by, say_coverage
 
@@ -59,7 +60,7 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
     if o["output"] is not None:
         check_output(o["output"])
         read_results(o["output"], "probe")  # refused before any work, if it is none
-    source = models.resolve(o["model"], o["revision"])
+    source = names.resolve(o["model"], o["revision"])
     if o["probe"]:  # the paper's own are of any model
         check_reach(settings, compressible(source))
     counts: dict[str, int] = {}
@@ -67,17 +68,17 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
         counts = {"windows": WINDOWS, "holdout": o["holdout"] or HOLDOUT}
     of = prepare(o | counts, source, o["output"], say)
     say_coverage(of.opened.source.model, say)
-    width = models.geometry(source).kv_heads * models.geometry(source).head_dim
+    width = configuration.geometry(source).kv_heads * configuration.geometry(source).head_dim
     tokens = len(of.text.train) * max(0, of.length - settings.first)
     for line in few_tokens({probe.name: len(probe.inputs) * width for probe in settings.probes}, tokens):
         say(line)
     everything = _everything(o, settings, of)
     record = everything | decided_by(o, of.opened.source.model.dtype, of.opened.device, of.text.ids_sha256)
-    work = Work("probe", record, output=o["output"], resume=of.options.resume, say=say)
+    work = CommandCheckpoint("probe", record, output=o["output"], resume=of.options.resume, say=say)
     ledger = Ledger("probe", o["output"], everything, work, of.options.resume)
-    known = len(ledger.rows)
-    if known:
-        say(f"resuming: {known} layers are in {ledger.where}")
+    resumed = len(ledger.rows)
+    if resumed:
+        say(f"resuming: {resumed} layers are in {ledger.where}")
     timer = PhaseTimer(of.opened.device)
     _run(settings, of, ledger, timer)
     ledger.done(ledger.rows)
@@ -87,17 +88,22 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
         scores = [layers[layer].get(probe.name) for layer in sorted(layers)]
         if (worse := worse_than_none(f"probe {probe.name}", scores)) is not None:
             say(worse)
-    found = {
-        **ledger.settings, "rows": rows, "layers": len(layers), "layer_numbers": sorted(layers), "resumed_layers": known,
-        "seconds": round(time.monotonic() - started, 1), "phases": timer.split(),
-    }  # fmt: skip
+    result = {
+        **ledger.settings,
+        "rows": rows,
+        "layers": len(layers),
+        "layer_numbers": sorted(layers),
+        "resumed_layers": resumed,
+        "seconds": round(time.monotonic() - started, 1),
+        "phases": timer.split(),
+    }
     if o["csv"] is not None:
         write_atomically(o["csv"], as_csv(rows, sorted(layers)).encode(), "--csv")
     if o["plot"] is not None:
         from ..report.plots import plot_probes
 
         plot_probes(rows, f"{o['model']}, keys {settings.frame}", o["plot"])
-    return found | {name: str(o[name]) for name in ("output", "csv", "plot") if o[name] is not None}
+    return result | {name: str(o[name]) for name in ("output", "csv", "plot") if o[name] is not None}
 
 
 def _run(settings: Settings, of: Calibration, ledger: Ledger, timer: PhaseTimer) -> None:
@@ -105,47 +111,58 @@ def _run(settings: Settings, of: Calibration, ledger: Ledger, timer: PhaseTimer)
     import torch
 
     opened, options = of.opened, of.options
-    known = {int(layer): row["explained_variance"] for layer, row in ledger.rows.items()}
+    earlier = {int(layer): row["explained_variance"] for layer, row in ledger.rows.items()}
     ids = torch.cat([of.text.train, of.text.holdout])
     spilled: dict[str, Any] = {"device": opened.device, "spill_dir": options.spill_dir}
     with Capture(opened.source, ids, batch=options.batch, hidden=options.spill, timer=timer, **spilled) as capture:
-        if len(known) < len(capture):
+        if len(earlier) < len(capture):
             measure(
-                settings, capture, len(of.text.train), known,
+                settings,
+                capture,
+                len(of.text.train),
+                earlier,
                 lambda layer, scores: ledger.add(str(layer), {"layer": layer, "explained_variance": scores}),
                 stores=lambda shape: SpillStore(
                     shape, capture.dtype, where=options.spill, label="keys and values", **spilled
                 ),
-            )  # fmt: skip
+            )
 
 
 def _everything(o: dict[str, Any], settings: Settings, of: Calibration) -> dict[str, Any]:
     """All that the figures depend on, as JSON has it."""
-    own = asdict(settings) | {"probes": [probe.name for probe in settings.probes], "first_token": settings.first}
+    fields = asdict(settings) | {"probes": [probe.name for probe in settings.probes], "first_token": settings.first}
     opened, text = of.opened, of.text
     return {
-        "version": __version__, "model": opened.name.public, "revision": opened.revision,
+        "version": __version__,
+        "model": opened.name.public,
+        "revision": opened.revision,
         "random_weights": opened.random_weights,
-        "dtype": str(opened.source.model.dtype).removeprefix("torch."), "device": opened.device.type,
-        "batch": o["batch"] or default_batch(of.length, opened.device), "seed": o["seed"], "text": text.source,
-        "text_sha256": text.sha256, "ids_sha256": text.ids_sha256, **of.counts(), **own,
-    }  # fmt: skip
+        "dtype": str(opened.source.model.dtype).removeprefix("torch."),
+        "device": opened.device.type,
+        "batch": o["batch"] or default_batch(of.length, opened.device),
+        "seed": o["seed"],
+        "text": text.source,
+        "text_sha256": text.sha256,
+        "ids_sha256": text.ids_sha256,
+        **of.counts(),
+        **fields,
+    }
 
 
-def compressible(source: models.ModelSource) -> int:
+def compressible(source: names.ModelSource) -> int:
     """Layers that are probed: those that keep a cache of their own are not."""
     from kvcal_artifacts.hf import text_config, unsupported_layers
 
-    config = text_config(models.geometry_config(source))
+    config = text_config(configuration.geometry_config(source))
     return int(config.num_hidden_layers) - len(unsupported_layers(config))
 
 
 def as_csv(rows: list[dict[str, Any]], numbers: Sequence[int]) -> str:
     """A line a probe and layer, then its means; what does not exist is left out. numbers: of the layers."""
-    made = io.StringIO()
-    out = csv.writer(made, lineterminator="\n")
+    stream = io.StringIO()
+    out = csv.writer(stream, lineterminator="\n")
     out.writerow(["target", "inputs", "layer", "explained_variance"])
     for row in rows:
         scores = [*zip(numbers, row["layers"], strict=True), ("mean", row["mean"]), ("mean_common", row["mean_common"])]
         out.writerows([row["target"], "+".join(row["inputs"]), layer, x] for layer, x in scores if x is not None)
-    return made.getvalue()
+    return stream.getvalue()

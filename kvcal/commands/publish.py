@@ -10,11 +10,11 @@ from typing import Any
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_text, write_together
 
-from ..build import DefaultsOf, OptionsOf
-from ..bundle_paths import given_bundle
-from ..card import Card, make_card
-from ..fit import check_output
-from ..publish import pull, push
+from ..bundles.card import Card, make_card
+from ..bundles.paths import given_bundle
+from ..bundles.publish import pull, push
+from ..pipeline.build import DefaultsOf, OptionsOf
+from ..report.outputs import check_output
 from .bundles import file_sha256
 from .reproduce import check_command
 
@@ -38,21 +38,26 @@ def _card(o: dict[str, Any], repo: str | None, defaults_of: DefaultsOf, options_
     bundle = given_bundle(path)
     evaluation = None if o["evaluation"] is None else _evaluation(o["evaluation"])
     return make_card(
-        bundle, file_sha256(path), repo=repo, evaluation=evaluation, licence=o["license"],
-        defaults_of=defaults_of, check=lambda was: check_command(was, defaults_of, options_of),
-    )  # fmt: skip
+        bundle,
+        file_sha256(path),
+        repo=repo,
+        evaluation=evaluation,
+        licence=o["license"],
+        defaults_of=defaults_of,
+        check=lambda was: check_command(was, defaults_of, options_of),
+    )
 
 
 def _evaluation(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_text(path))
+        evaluation = json.loads(read_text(path))
     except OSError as error:
         raise UsageError(f"--eval {path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--eval {path}: not JSON ({error}); give what `kvcal eval --json` printed") from error
-    if not isinstance(found, dict):
+    if not isinstance(evaluation, dict):
         raise UsageError(f"--eval {path}: not what `kvcal eval --json` prints")
-    return found
+    return evaluation
 
 
 def run_push(o: dict[str, Any], defaults_of: DefaultsOf, options_of: OptionsOf) -> dict[str, Any]:
@@ -64,5 +69,5 @@ def run_push(o: dict[str, Any], defaults_of: DefaultsOf, options_of: OptionsOf) 
 def run_pull(o: dict[str, Any]) -> dict[str, Any]:
     """What was pulled, and from which commit."""
     folder = Path(o["output"])
-    found = pull(o["repo"], folder, revision=o["revision"], file=o["file"], sha256=o["sha256"])
-    return {"bundle": str(folder / found.file), **asdict(found)}
+    pulled = pull(o["repo"], folder, revision=o["revision"], file=o["file"], sha256=o["sha256"])
+    return {"bundle": str(folder / pulled.file), **asdict(pulled)}

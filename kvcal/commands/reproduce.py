@@ -17,22 +17,14 @@ from kvcal_artifacts.bundle import SUFFIX, load_bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import read_bytes
 
-from .. import models
-from ..build import DefaultsOf, OptionsOf
-from ..bundle_paths import given_bundle, refuse_name
-from ..catalogue import CATALOGUE
-from ..corpus import EMBEDDED
-from ..diff import diff
-from ..fit import check_output
-from ..recorded import (
-    LOCAL,
-    Options,
-    Recorded,
-    check_threads,
-    checked_options,
-    recorded,
-    tasks_of,
-)
+from ..bundles.diff import diff
+from ..bundles.paths import given_bundle, refuse_name
+from ..bundles.provenance import LOCAL, Options, Recorded, check_threads, checked_options, recorded, tasks_of
+from ..models import configuration, names
+from ..models.catalogue import CATALOGUE
+from ..pipeline.build import DefaultsOf, OptionsOf
+from ..report.outputs import check_output
+from ..text.sources import EMBEDDED
 from .bundles import file_sha256
 from .combine import run_combine
 from .common import Say
@@ -64,16 +56,16 @@ OF_OPTIONS: dict[str, Callable[[Options], Any]] = {
     "tune-bits": kvtuner_method,
     "tune-thresholds": lambda o: (search_settings(o), mixkvq_method(o)),
 }
-OF_MODEL: dict[str, Callable[[Options, models.ModelSource], Any]] = {
+OF_MODEL: dict[str, Callable[[Options, names.ModelSource], Any]] = {
     "measure-subspaces": squat_method,
-    "train-codebooks": lambda o, source: vqkv_method(o, models.geometry(source)),
+    "train-codebooks": lambda o, source: vqkv_method(o, configuration.geometry(source)),
 }
 INPUTS = ("text.", "other_text.", "model.", "keys.sha256", "values.sha256", "folded_from.bundle_sha256")
 ENVIRONMENT = ("tool", "versions.", "device", "cpu.")
 
 
 def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, say: Say) -> dict[str, Any]:
-    """The command and what differs: {"command", "same", "inputs", "environment", ...} with the sections of kvcal.diff.
+    """The command and what differs: {"command", "same", "inputs", "environment", ...} with the sections of kvcal.bundles.diff.
 
     Nothing in the bundle says what is read: a local text, model or folder of tasks is taken from the caller's options alone.
     Raises KVCalError where the provenance names what its command has no option for, or no such value: it is a file's content.
@@ -96,22 +88,22 @@ def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, sa
         places = Places(
             Path(folder), o["model"], list(o["text"] or []), list(o["input"] or []), o["device"], o["tasks_path"]
         )
-        made, rerun = o["output"] or Path(folder) / path.name, Rerun(places, defaults_of, options_of, say)
+        remade, rerun = o["output"] or Path(folder) / path.name, Rerun(places, defaults_of, options_of, say)
         rerun.check_places(was)
         say(f"again: {line}")
-        rerun.make(was, made)
-        found = diff(original, load_bundle(made), same_bytes=read_bytes(path) == read_bytes(made))
-        digests = {"sha256": file_sha256(path), "again_sha256": file_sha256(made)}
-    settings = found["settings"]
+        rerun.make(was, remade)
+        differences = diff(original, load_bundle(remade), same_bytes=read_bytes(path) == read_bytes(remade))
+        digests = {"sha256": file_sha256(path), "again_sha256": file_sha256(remade)}
+    settings = differences["settings"]
     return {
         "bundle": str(path),
         "command": line,
         **digests,
-        "same": found["same"],
-        "tensors_same": not (found["tensors"] or found["codecs"] or found["scheme"]),
-        "inputs": found["model"] + [row for row in settings if row["what"].startswith(INPUTS)],
+        "same": differences["same"],
+        "tensors_same": not (differences["tensors"] or differences["codecs"] or differences["scheme"]),
+        "inputs": differences["model"] + [row for row in settings if row["what"].startswith(INPUTS)],
         "environment": [row for row in settings if row["what"].startswith(ENVIRONMENT)],
-        **{name: value for name, value in found.items() if name != "same"},
+        **{name: value for name, value in differences.items() if name != "same"},
     }
 
 
@@ -131,29 +123,29 @@ def check_command(was: Recorded, defaults_of: DefaultsOf, options_of: OptionsOf)
 
 @contextmanager
 def _taken(was: Recorded) -> Iterator[None]:
-    """Within, a UsageError is one of the record's values."""
+    """Report a UsageError within as one of the record's values."""
     try:
         yield
     except UsageError as error:
         raise KVCalError(f"provenance is not what `kvcal {was.command}` takes: {error}") from error
 
 
-def check_inputs(was: Recorded, given: Sequence[Path]) -> None:
+def check_inputs(was: Recorded, paths: Sequence[Path]) -> None:
     """UsageError where other bundles are read and none of those given is one of them: all would be made again, unsaid."""
-    for path in given:
+    for path in paths:
         refuse_name(path)
     needed = list(_inputs(was))
-    if given and needed and not {file_sha256(path) for path in given} & {one["sha256"] for one in needed}:
-        wanted = ", ".join(f"{one['name']} (sha256 {one['sha256'][:16]}…)" for one in needed)
-        raise UsageError(f"--input {given[0]}: the bundle was made from {wanted}; give one of them, or leave it out")
+    if paths and needed and not {file_sha256(path) for path in paths} & {one["sha256"] for one in needed}:
+        names = ", ".join(f"{one['name']} (sha256 {one['sha256'][:16]}…)" for one in needed)
+        raise UsageError(f"--input {paths[0]}: the bundle was made from {names}; give one of them, or leave it out")
 
 
-def check_tasks(was: Recorded, given: Path | None) -> None:
+def check_tasks(was: Recorded, folder: Path | None) -> None:
     """UsageError where a folder of tasks is given that is none, or that nothing would take."""
-    if given is None:
+    if folder is None:
         return
-    if not given.is_dir():
-        raise UsageError(f"--tasks-path {given}: no such folder")
+    if not folder.is_dir():
+        raise UsageError(f"--tasks-path {folder}: no such folder")
     if not tasks_of(was.options):
         raise UsageError("--tasks-path applies only to a recorded objective of tasks, and there is none: leave it out")
 
@@ -204,10 +196,10 @@ class Places:
             return label
         name = label.partition(":")[2]
         named = [text for text in self.texts if Path(text).expanduser().resolve().name == name]
-        given = named or (self.texts if len(self.texts) == 1 else [])
-        if not given:
+        paths = named or (self.texts if len(self.texts) == 1 else [])
+        if not paths:
             raise UsageError(f"made from {label}: say where that text is with --text (its hash is checked)")
-        return str(self._linked(Path(given[0]).expanduser(), name))
+        return str(self._linked(Path(paths[0]).expanduser(), name))
 
     def input_of(self, sha256: str) -> Path | None:
         return next((path for path in self.inputs if file_sha256(path) == sha256), None)
@@ -255,7 +247,7 @@ class Rerun:
         self._texts(was, self.defaults_of(was.command))
         if was.command in OF_MODEL:
             options = checked_options(was, self.defaults_of, self.options_of)
-            source = models.resolve(model, options["revision"])
+            source = names.resolve(model, options["revision"])
             with _taken(was):
                 OF_MODEL[was.command](options, source)
 
@@ -279,8 +271,8 @@ class Rerun:
             RUNS[was.command](options, self._say)
 
     def _texts(self, was: Recorded, options: Options) -> Options:
-        found = {"text": self.places.text_of(was.text), "other_text": self.places.text_of(was.other_text)}
-        return {name: place for name, place in found.items() if place is not None and name in ("text", *options)}
+        texts = {"text": self.places.text_of(was.text), "other_text": self.places.text_of(was.other_text)}
+        return {name: place for name, place in texts.items() if place is not None and name in ("text", *options)}
 
     def _say(self, line: str) -> None:
         if not line.startswith("text: "):  # it would name a link of ours
@@ -289,8 +281,8 @@ class Rerun:
     def _input(self, one: Any) -> Path:
         """A bundle that the command read: as given, else made again; under the name that it had."""
         place = Path(tempfile.mkdtemp(dir=self.places.folder)) / f"{one['name']}{SUFFIX}"
-        if (given := self.places.input_of(one["sha256"])) is not None:
-            shutil.copyfile(given, place)
+        if (path := self.places.input_of(one["sha256"])) is not None:
+            shutil.copyfile(path, place)
             return place
         self.say(f"first {one['name']}: {one['recorded'].line(self.defaults_of(one['recorded'].command))}")
         self.make(one["recorded"], place)
@@ -304,7 +296,7 @@ class Rerun:
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """As many threads as then: how sums are split decides their last bits."""
+    """Take as many threads as the recorded run: how sums are split decides their last bits."""
     before = torch.get_num_threads()
     check_threads(count)
     if count is not None:

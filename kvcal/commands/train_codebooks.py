@@ -8,10 +8,10 @@ from typing import Any
 
 from kvcal_artifacts.errors import UsageError
 
-from .. import models
+from ..calibrate.driver import train
 from ..methods.codebooks import Training
 from ..methods.vqkv import SIZES, VQKV, Triple, default_sizes
-from ..train import train
+from ..models import configuration, names
 from .calibration import prepare, written
 from .common import Say, output_for, refuse_idle
 
@@ -44,45 +44,61 @@ def vqkv_method(o: dict[str, Any], geometry: Any) -> VQKV:
         split=o["split_by"],
         rope=o["frame"],
         training=Training(
-            trainer=o["trainer"], tolerance=o["tolerance"], least=o["min_iterations"], most=o["max_iterations"],
-            rate=o["rate"], batch=o["batch_vectors"], beta=o["beta"], gamma=o["gamma"], seed=o["seed"],
+            trainer=o["trainer"],
+            tolerance=o["tolerance"],
+            least=o["min_iterations"],
+            most=o["max_iterations"],
+            rate=o["rate"],
+            batch=o["batch_vectors"],
+            beta=o["beta"],
+            gamma=o["gamma"],
+            seed=o["seed"],
         ),
         sink=o["sink"],
         recent=preset.recent if o["recent"] is None else o["recent"],
         block=preset.block if o["block"] is None else o["block"],
-    )  # fmt: skip
+    )
 
 
-def check_taken(o: dict[str, Any], method: VQKV, said: Collection[str]) -> None:
-    """UsageError for the first option given (`said`) that the method does not use."""
+def check_taken(o: dict[str, Any], method: VQKV, typed: Collection[str]) -> None:
+    """UsageError for the first option given (`typed`) that the method does not use."""
     if method.training.trainer != "adam":
-        refuse_idle(said, OF_ADAM, "steps of Adam", "give --trainer adam, or leave it out")
+        refuse_idle(typed, OF_ADAM, "steps of Adam", "give --trainer adam, or leave it out")
     if not method.high:
-        refuse_idle(said, ("split_by",), "keys in two bands", "give a --high-dims above 0, or leave it out")
+        refuse_idle(typed, ("split_by",), "keys in two bands", "give a --high-dims above 0, or leave it out")
     if all(o[name] is not None for name in SIZED):
         refuse_idle(
-            said,
+            typed,
             ("preset",),
             "sizes and windows that are not given",
             "leave out it or one of the options that give them",
         )
 
 
-def run_train_codebooks(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+def run_train_codebooks(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was written and how good it is.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     started = time.monotonic()
-    source = models.resolve(o["model"], o["revision"])
-    method = vqkv_method(o, models.geometry(source))
-    check_taken(o, method, said)
+    source = names.resolve(o["model"], o["revision"])
+    method = vqkv_method(o, configuration.geometry(source))
+    check_taken(o, method, typed)
     output = output_for(o, source, method.name)
     of = prepare(o, source, output, say)
     result = train(
-        method, of.opened.source, of.text, output, model_record=of.opened.record, revision=of.opened.revision,
-        device=of.opened.device, seed=o["seed"], say=say, options=of.options, selection=of.selection,
-    )  # fmt: skip
+        method,
+        of.opened.source,
+        of.text,
+        output,
+        model_record=of.opened.record,
+        revision=of.opened.revision,
+        device=of.opened.device,
+        seed=o["seed"],
+        say=say,
+        options=of.options,
+        selection=of.selection,
+    )
     metrics = result.bundle.metrics
     return {
         **written(result),

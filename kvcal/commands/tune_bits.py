@@ -7,8 +7,8 @@ from typing import Any
 
 from kvcal_artifacts.errors import UsageError
 
-from .. import models
 from ..methods.kvtuner import KVTuner
+from ..models import names
 from .calibration import prepare, written
 from .common import Say, output_for
 from .tune_thresholds import window_counts
@@ -28,7 +28,7 @@ def run_tune_bits(o: dict[str, Any], say: Say) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was chosen and written."""
     started = time.monotonic()
     method = kvtuner_method(o)
-    source = models.resolve(o["model"], o["revision"])
+    source = names.resolve(o["model"], o["revision"])
     output = output_for(o, source, method.name)
     result = prepare(o | window_counts(o), source, output, say).fit(method, output)
     rows = result.bundle.metrics["layers"]

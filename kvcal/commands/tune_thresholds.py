@@ -10,14 +10,14 @@ from typing import Any
 from kvcal_artifacts.bundle import SUFFIX
 from kvcal_artifacts.errors import UsageError
 
-from .. import models
-from ..enough import one_window
+from ..bundles.provenance import check_task, tasks_of
+from ..calibrate.needs import one_window
 from ..methods.mixkvq import MixKVQ
-from ..recorded import check_task, tasks_of
-from ..tune import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
-from ..workbench import Opened
+from ..models import names
+from ..search.thresholds import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
 from .calibration import prepare
 from .common import Say, output_for, refuse_idle
+from .workbench import Opened
 
 WINDOWS, HOLDOUT = 12, 4  # the search needs few: two numbers are fitted
 ANSWERED = ("tasks_path", "limit", "metric")
@@ -25,16 +25,16 @@ SEARCHED = ("trials", "max_bits", "objective", "step", *ANSWERED, "storage", "he
 DEFAULT_TASK = "gsm8k"  # the paper's
 
 
-def _span(option: str, given: str | None, default: tuple[float, float]) -> tuple[float, float]:
+def _span(option: str, text: str | None, default: tuple[float, float]) -> tuple[float, float]:
     """ "0.5,8" -> (0.5, 8.0); "2" -> (2.0, 2.0)."""
-    if given is None:
+    if text is None:
         return default
     try:
-        numbers = [float(part) for part in given.split(",")]
+        numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = []
     if len(numbers) not in (1, 2):
-        raise UsageError(f"{option} {given}: needs a range LOWEST,HIGHEST, or one number")
+        raise UsageError(f"{option} {text}: needs a range LOWEST,HIGHEST, or one number")
     return numbers[0], numbers[-1]
 
 
@@ -66,28 +66,30 @@ def searches(o: dict[str, Any]) -> bool:
     return o["full"] is None and not search_settings(o).fixed
 
 
-def check_taken(o: dict[str, Any], said: Collection[str]) -> None:
-    """UsageError for the first option given (`said`) that nothing takes, before an objective is chosen."""
+def check_taken(o: dict[str, Any], typed: Collection[str]) -> None:
+    """UsageError for the first option given (`typed`) that nothing takes, before an objective is chosen."""
     if o["full"] is not None:
         refuse_idle(
-            said, ("tau_low", "tau_high", "raw_salience"), "tiers by thresholds",
+            typed,
+            ("tau_low", "tau_high", "raw_salience"),
+            "tiers by thresholds",
             "--full and --four give their sizes; leave out these, or it",
-        )  # fmt: skip
+        )
     if not searches(o):
-        given = "--full and --four" if o["full"] is not None else "one number for --tau-low and one for --tau-high"
-        refuse_idle(said, SEARCHED, "a search", f"{given} leave nothing to search; leave it out")
+        options = "--full and --four" if o["full"] is not None else "one number for --tau-low and one for --tau-high"
+        refuse_idle(typed, SEARCHED, "a search", f"{options} leave nothing to search; leave it out")
     if o["storage"] is None:
-        refuse_idle(said, ("heartbeat",), "a storage that workers share", "give --storage, or leave it out")
+        refuse_idle(typed, ("heartbeat",), "a storage that workers share", "give --storage, or leave it out")
 
 
-def objective_name(o: dict[str, Any], source: models.ModelSource) -> str:
+def objective_name(o: dict[str, Any], source: names.ModelSource) -> str:
     """attention, perplexity or task:NAMES; random weights can answer no task, and where nothing is searched none is asked."""
     name = str(o["objective"])
     if name == "auto":
-        own = source.kind == "embedded" or o["random_weights"] or not searches(o)
-        return "attention" if own else f"task:{DEFAULT_TASK}"
-    known = name in ("attention", "perplexity") or (name.startswith("task:") and name[5:].strip(", "))
-    if not known:
+        embedded = source.kind == "embedded" or o["random_weights"] or not searches(o)
+        return "attention" if embedded else f"task:{DEFAULT_TASK}"
+    valid = name in ("attention", "perplexity") or (name.startswith("task:") and name[5:].strip(", "))
+    if not valid:
         raise UsageError(f"--objective {name}: allowed are auto, attention, perplexity and task:NAME[,NAME]")
     for task in tasks_of({"objective": name}):
         try:
@@ -110,26 +112,26 @@ def _objective(o: dict[str, Any], name: str, method: MixKVQ, opened: Opened, tex
     return lambda: TaskScore(model, opened.tokenizer, tasks, o["tasks_path"], o["limit"], o["metric"], o["batch"] or 1)
 
 
-def run_tune_thresholds(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+def run_tune_thresholds(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was found and written.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     started = time.monotonic()
     settings, method = search_settings(o), mixkvq_method(o)
     if o["spill"] not in ("device", "cpu"):
         raise UsageError(f"--spill {o['spill']}: allowed are device and cpu")
-    check_taken(o, said)
-    source = models.resolve(o["model"], o["revision"])
+    check_taken(o, typed)
+    source = names.resolve(o["model"], o["revision"])
     name = objective_name(o, source)
     if name.startswith("task:"):
         from ..evaluate.tasks import check_installed
 
         check_installed()  # before a model is loaded
     else:
-        refuse_idle(said, ANSWERED, "an objective of tasks", "give --objective task:NAME, or leave it out")
+        refuse_idle(typed, ANSWERED, "an objective of tasks", "give --objective task:NAME, or leave it out")
     if name != "perplexity":
-        refuse_idle(said, ("step",), "an objective of perplexity", "give --objective perplexity, or leave it out")
+        refuse_idle(typed, ("step",), "an objective of perplexity", "give --objective perplexity, or leave it out")
     if searches(o):
         say(f"objective: {name}")
     output = output_for(o, source, method.name)
@@ -142,9 +144,16 @@ def run_tune_thresholds(o: dict[str, Any], say: Say, said: Collection[str] = ())
     if searches(o) and not name.startswith("task:") and len(text.train) == 1:
         say(one_window("thresholds"))
     job = Job(
-        opened.source.model, text, output, o["plot"] or _beside(output), opened.device, opened.record, opened.revision,
-        of.options, say,
-    )  # fmt: skip
+        opened.source.model,
+        text,
+        output,
+        o["plot"] or _beside(output),
+        opened.device,
+        opened.record,
+        opened.revision,
+        of.options,
+        say,
+    )
     tuned = tune(method, job, settings, _objective(o, name, method, opened, text), o["storage"], o["heartbeat"])
     return _told(tuned, job, name) | {"seconds": round(time.monotonic() - started, 1)}
 
@@ -160,7 +169,7 @@ def _beside(output: Path) -> Path:
 
 def _told(tuned: Tuned, job: Job, objective: str) -> dict[str, Any]:
     result, metrics = tuned.result, tuned.result.bundle.metrics
-    told: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "bundle": str(result.path),
         "sha256": result.sha256,
         "bytes": result.path.stat().st_size,
@@ -172,16 +181,16 @@ def _told(tuned: Tuned, job: Job, objective: str) -> dict[str, Any]:
         "output_error": metrics.get("output_error"),
         "key_relative_error": metrics.get("key_relative_error"),
     }
-    if tuned.found is not None and tuned.chosen is not None:
-        seen, point = metrics["search"], tuned.found.points[tuned.chosen]
-        told |= {
+    if tuned.points is not None and tuned.chosen is not None:
+        search, point = metrics["search"], tuned.points.points[tuned.chosen]
+        summary |= {
             "plot": str(job.plot),
             "objective": objective,
             "quality": point.quality,
             "bits_per_value": point.cost,
-            "trials": len(tuned.found.points),
-            "front": [seen["trials"][number] | {"trial": number} for number in tuned.front],
+            "trials": len(tuned.points.points),
+            "front": [search["trials"][number] | {"trial": number} for number in tuned.front],
             "chosen": tuned.chosen,
             "order": result.bundle.provenance["search"]["order"],
         }
-    return told
+    return summary

@@ -16,6 +16,7 @@ import lzma
 import math
 import random
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +146,34 @@ def train(args: argparse.Namespace) -> None:
     device = torch.device(args.device)
     out = Path(args.output)
     out.mkdir(parents=True, exist_ok=True)
-    source = Path(args.text)
+    text = prepare(Path(args.text), out, args, device)
+    model = build_model(args, text.tokenizer.get_vocab_size()).to(device)
+    curve = run_steps(model, text, args, device)
+    write_model(model, text, curve, out, args, device)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A text split into documents to train on and held-out ones, as tokens on the device."""
+
+    source: Path
+    tokenizer: Any
+    train_docs: list[str]
+    heldout_docs: list[str]
+    stream: Tensor
+    heldout: Tensor
+    heldout_bytes: int
+
+    def bits_per_byte(self, nats: float) -> float:
+        return round(nats * len(self.heldout) / self.heldout_bytes / math.log(2), 4)
+
+
+def prepare(source: Path, out: Path, args: argparse.Namespace, device: torch.device) -> Prepared:
+    """Train the tokenizer, write it, and encode the text with it."""
     documents = read_documents(source)
     random.Random(args.seed).shuffle(documents)
-    keep = max(1, round(len(documents) * 0.06))
-    heldout_docs, train_docs = documents[:keep], documents[keep:]
+    count = max(1, round(len(documents) * 0.06))
+    heldout_docs, train_docs = documents[:count], documents[count:]
     started = time.time()
     tokenizer = train_tokenizer(train_docs, args.vocab)
     write_tokenizer(tokenizer, out, args.context)
@@ -158,17 +182,24 @@ def train(args: argparse.Namespace) -> None:
     heldout = torch.cat([encode_stream(tokenizer, [d])[:share] for d in heldout_docs]).to(device)
     heldout_bytes = len(tokenizer.decode(heldout.tolist()).encode())
     print(f"{len(stream)} training tokens, {len(heldout)} held-out tokens, {time.time() - started:.0f} s", flush=True)
+    return Prepared(source, tokenizer, train_docs, heldout_docs, stream, heldout, heldout_bytes)
 
-    model = build_model(args, tokenizer.get_vocab_size()).to(device)
-    parameters = sum(p.numel() for p in model.parameters())
-    decay = [p for p in model.parameters() if p.ndim == 2]
-    plain = [p for p in model.parameters() if p.ndim != 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+
+def optimizer_of(model: Any, args: argparse.Namespace, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW; matrices decay."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim != 2]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=args.lr,
         betas=(0.9, 0.95),
         fused=device.type == "cuda",
     )
+
+
+def run_steps(model: Any, text: Prepared, args: argparse.Namespace, device: torch.device) -> list[dict[str, float]]:
+    """Train; returns the losses now and then. Shortens args.steps to --budget-seconds."""
+    optimizer = optimizer_of(model, args, device)
     runner = torch.compile(model) if device.type == "cuda" else model
     generator = torch.Generator(device=device).manual_seed(args.seed)
     curve: list[dict[str, float]] = []
@@ -176,54 +207,85 @@ def train(args: argparse.Namespace) -> None:
     step = -1
     while (step := step + 1) < args.steps:
         if args.budget_seconds and step == 80:  # compiled and warm since step 20: fit the schedule into the time
-            torch.cuda.synchronize(device) if device.type == "cuda" else None
+            synchronize(device)
             rate = (time.time() - warm) / 60
             args.steps = min(args.steps, int((args.budget_seconds - (time.time() - started)) / (1.04 * rate)))
             print(f"{rate:.3f} s a step: {args.steps} steps", flush=True)
         if step == 20:
-            torch.cuda.synchronize(device) if device.type == "cuda" else None
+            synchronize(device)
             warm = time.time()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.lr)
-        starts = torch.randint(0, len(stream) - args.context, (args.batch,), generator=generator, device=device)
-        ids = windows_at(stream, starts, args.context)
-        with torch.autocast(device.type, torch.bfloat16):
-            logits = runner(input_ids=ids, use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        loss = train_step(runner, model, optimizer, text.stream, generator, args)
         if step % args.log_every == 0 or step == args.steps - 1:
             model.eval()
-            nats = heldout_loss(model, heldout, args.context, device)
+            nats = heldout_loss(model, text.heldout, args.context, device)
             model.train()
             row = {
                 "step": step,
                 "tokens": (step + 1) * args.batch * args.context,
                 "train_nats": round(loss.item(), 4),
                 "heldout_nats": round(nats, 4),
-                "heldout_bits_per_byte": round(nats * len(heldout) / heldout_bytes / math.log(2), 4),
+                "heldout_bits_per_byte": text.bits_per_byte(nats),
                 "seconds": round(time.time() - started, 1),
             }
             curve.append(row)
             print(json.dumps(row), flush=True)
+    return curve
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def train_step(
+    runner: Any,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    stream: Tensor,
+    generator: torch.Generator,
+    args: argparse.Namespace,
+) -> Tensor:
+    """One step on windows drawn from the stream; returns the loss. runner: the model, compiled on a GPU."""
+    starts = torch.randint(0, len(stream) - args.context, (args.batch,), generator=generator, device=stream.device)
+    ids = windows_at(stream, starts, args.context)
+    with torch.autocast(stream.device.type, torch.bfloat16):
+        logits = runner(input_ids=ids, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss
+
+
+def write_model(
+    model: Any,
+    text: Prepared,
+    curve: list[dict[str, float]],
+    out: Path,
+    args: argparse.Namespace,
+    device: torch.device,
+) -> None:
+    """The packed weights, their config, and a record of the training."""
+    parameters = sum(p.numel() for p in model.parameters())
     packed = pack(model)
     model.eval()
-    nats = heldout_loss(model, heldout, args.context, device)
+    nats = heldout_loss(model, text.heldout, args.context, device)
     save_file(packed, out / "packed.safetensors", metadata={"format": "pt"})
     model.config.architectures = ["LlamaForCausalLM"]
     (out / "config.json").write_text(model.config.to_json_string())
     record = {
-        "source": source.name,
-        "source_sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
-        "documents": len(train_docs),
-        "heldout_documents": [d.splitlines()[0] for d in heldout_docs],
-        "train_tokens_unique": len(stream),
+        "source": text.source.name,
+        "source_sha256": hashlib.sha256(text.source.read_bytes()).hexdigest(),
+        "documents": len(text.train_docs),
+        "heldout_documents": [d.splitlines()[0] for d in text.heldout_docs],
+        "train_tokens_unique": len(text.stream),
         "train_tokens_seen": args.steps * args.batch * args.context,
         "parameters": parameters,
         "heldout_nats_after_int8": round(nats, 4),
-        "heldout_bits_per_byte_after_int8": round(nats * len(heldout) / heldout_bytes / math.log(2), 4),
+        "heldout_bits_per_byte_after_int8": text.bits_per_byte(nats),
         "settings": {k: v for k, v in vars(args).items() if k not in {"text", "output"}},
         "torch": torch.__version__,
         "curve": curve,

@@ -28,10 +28,10 @@ class LayerError:
     output_error: float = 0.0
     outputs: float = 0.0
 
-    def add(self, exact: tuple[Tensor, Tensor], made: tuple[Tensor, Tensor]) -> None:
-        self.logit_error += float((made[0] - exact[0]).square().sum(dtype=torch.float64))
+    def add(self, exact: tuple[Tensor, Tensor], decoded: tuple[Tensor, Tensor]) -> None:
+        self.logit_error += float((decoded[0] - exact[0]).square().sum(dtype=torch.float64))
         self.logits += float(exact[0].square().sum(dtype=torch.float64))
-        self.output_error += float((made[1] - exact[1]).square().sum(dtype=torch.float64))
+        self.output_error += float((decoded[1] - exact[1]).square().sum(dtype=torch.float64))
         self.outputs += float(exact[1].square().sum(dtype=torch.float64))
 
 
@@ -105,16 +105,16 @@ class Meter:
         return hook
 
     def _update(self, layer: KVCalLayer, update: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
-        own, site = DynamicCache(), layer.site
+        uncompressed, site = DynamicCache(), layer.site
 
         def metered(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            made = update(keys, values, *args, **kwargs)
-            exact = own.update(keys, values, 0)
+            decoded = update(keys, values, *args, **kwargs)
+            exact = uncompressed.update(keys, values, 0)
             q = self._queries.pop(layer.index)
             q = site.rotate(q, *self._cache.rope_now(q)) if site.rope else q
-            if made[0].shape[2] > q.shape[2]:  # the first call sees nothing packed
-                seen = attention(site, q, *exact), attention(site, q, *made)
-                self._sums[layer.index].add(*seen)
+            if decoded[0].shape[2] > q.shape[2]:  # the first call sees nothing packed
+                outputs = attention(site, q, *exact), attention(site, q, *decoded)
+                self._sums[layer.index].add(*outputs)
             return exact
 
         return metered

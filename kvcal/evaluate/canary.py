@@ -53,7 +53,7 @@ class Canary:
         return named[0] if named else None
 
     def counted(self, rows: Iterable[Mapping[str, Any]], audit: Audit) -> Canary:
-        """With what was seen in the evaluation's own caches; rows: of LayerErrors."""
+        """The canary with what was seen in the evaluation's own caches; rows: of LayerErrors."""
         silent = [
             row["layer"]
             for row in rows
@@ -130,11 +130,11 @@ class Audit:
 
     def _compare(self, cache: KVCalCache, layer: KVCalLayer, start: int, expected: Any, out: Any) -> None:
         self.compared.add(layer.index)
-        for role, made, received in zip(ROLES, expected, out, strict=True):
-            wanted, slots = made.to(received.dtype), slice(start, start + made.shape[2])
+        for role, states, received in zip(ROLES, expected, out, strict=True):
+            attended, slots = states.to(received.dtype), slice(start, start + states.shape[2])
             if role == "key" and cache.scheme.frame == "pre_rope" and layer.site.rope:
-                wanted = layer.site.rotate(wanted, *cache.rope(slots, wanted))
-            if not _same(wanted, received[:, :, slots]):
+                attended = layer.site.rotate(attended, *cache.rope(slots, attended))
+            if not _same(attended, received[:, :, slots]):
                 self.bypassed[layer.index, role] = None
 
 
@@ -144,11 +144,11 @@ def decoded(cache: KVCalCache, layer: KVCalLayer, packed: list[Packed]) -> tuple
         return layer.decode(packed, cache.old_context(layer.index))
 
 
-def _same(wanted: Tensor, received: Tensor) -> bool:
-    if wanted.shape != received.shape:
+def _same(expected: Tensor, received: Tensor) -> bool:
+    if expected.shape != received.shape:
         return False
-    difference = (wanted.float() - received.float()).square().sum((2, 3), dtype=torch.float64)  # each head for itself
-    return bool((difference <= SAME * wanted.float().square().sum((2, 3), dtype=torch.float64)).all())
+    difference = (expected.float() - received.float()).square().sum((2, 3), dtype=torch.float64)  # each head for itself
+    return bool((difference <= SAME * expected.float().square().sum((2, 3), dtype=torch.float64)).all())
 
 
 @torch.no_grad()
@@ -159,21 +159,23 @@ def canary(model: Any, ids: Tensor, maker: CacheMaker, *, step: int = 32) -> Can
     evaluation's.
     """
     device = next(model.parameters()).device
-    own = ids[:1].to(device)
-    other = ids[1:2].to(device) if len(ids) > 1 else own.roll(max(1, ids.shape[1] // 2), 1)
+    window_ids = ids[:1].to(device)
+    other = ids[1:2].to(device) if len(ids) > 1 else window_ids.roll(max(1, ids.shape[1] // 2), 1)
     last = max(1, min(step, ids.shape[1] - 1))
     with maker() as cache, maker() as twin:
-        for held, window in ((cache, own), (twin, other)):
-            model(input_ids=window[:, :-last], past_key_values=held, use_cache=True, logits_to_keep=1)
+        for filled, window in ((cache, window_ids), (twin, other)):
+            model(input_ids=window[:, :-last], past_key_values=filled, use_cache=True, logits_to_keep=1)
         layers = [layer.index for layer in cache.own_layers]
         blocks = min((_blocks(layer) for layer in cache.own_layers), default=0)
         if not blocks:
             return Canary(len(layers), 0)
-        tokens = own[:, -last:]
+        tokens = window_ids[:, -last:]
         audit, deaf = Audit(ids.shape[1]), dict[tuple[int, str, int], None]()
-        with copy.deepcopy(cache) as seen:
-            audit.attach(seen, lambda layer: deaf.update(dict.fromkeys(_deaf(seen, layer, twin.layers[layer.index]))))
-            right = _logits(model, seen, tokens)
+        with copy.deepcopy(cache) as probed:
+            audit.attach(
+                probed, lambda layer: deaf.update(dict.fromkeys(_deaf(probed, layer, twin.layers[layer.index])))
+            )
+            right = _logits(model, probed, tokens)
         unread = []
         for index in layers:
             with copy.deepcopy(cache) as changed:
@@ -191,7 +193,7 @@ def _logits(model: Any, cache: KVCalCache, ids: Tensor) -> Tensor:
 def _deaf(cache: KVCalCache, layer: KVCalLayer, other: KVCalLayer) -> list[tuple[int, str, int]]:
     """The layer's blocks, of the first, middle and last, that decode alike with other bytes; keys and values each alone."""
     count, size = _blocks(layer), cache.scheme.windows.block
-    right, found = decoded(cache, layer, layer.packed), []
+    right, deaf = decoded(cache, layer, layer.packed), []
     for role, name in enumerate(ROLES):
         for block in sorted({0, count // 2, count - 1}):
             changed = list(layer.packed)
@@ -201,28 +203,31 @@ def _deaf(cache: KVCalCache, layer: KVCalLayer, other: KVCalLayer) -> list[tuple
             changed[role] = exchanged
             slots = slice(block * size, (block + 1) * size)
             if torch.equal(right[role][:, :, slots], decoded(cache, layer, changed)[role][:, :, slots]):
-                found.append((layer.index, name, block))
-    return found
+                deaf.append((layer.index, name, block))
+    return deaf
 
 
-def _with_other(own: Packed, other: Packed, block: int) -> Packed | None:
+def _with_other(blocks: Packed, other: Packed, block: int) -> Packed | None:
     """One block from another cache, or, where that has none or the same bytes, of its own. None: all blocks are alike."""
-    count, there = (int(next(iter(packed.values())).shape[2]) for packed in (own, other))
+    count, there = (int(next(iter(packed.values())).shape[2]) for packed in (blocks, other))
     sources = [count + min(block, there - 1)] * (there > 0) + [i for i in range(count) if i != block]
     for source in sources:
         order = torch.arange(count)
         order[block] = source
-        made = {name: block_store.arrange(held, other[name], order[None].to(held.device)) for name, held in own.items()}
-        if not _equal(made, own):
-            return made
+        mixed = {
+            name: block_store.arrange(tensors, other[name], order[None].to(tensors.device))
+            for name, tensors in blocks.items()
+        }
+        if not _equal(mixed, blocks):
+            return mixed
     return None
 
 
 def _equal(a: Packed, b: Packed) -> bool:
     return all(
         torch.equal(x, y)
-        for name, held in a.items()
-        for x, y in zip(block_store.tensors_of(held), block_store.tensors_of(b[name]), strict=True)
+        for name, tensors in a.items()
+        for x, y in zip(block_store.tensors_of(tensors), block_store.tensors_of(b[name]), strict=True)
     )
 
 
@@ -230,15 +235,18 @@ def _blocks(layer: KVCalLayer) -> int:
     return int(next(iter(layer.packed[0].values())).shape[2]) if layer.is_initialized else 0
 
 
-def _others(own: KVCalLayer, other: KVCalLayer) -> list[Any]:
-    """As many blocks as `own` holds, of the other window; where that has fewer (token selection), its own in reverse."""
-    count = _blocks(own)
+def _others(layer: KVCalLayer, other: KVCalLayer) -> list[Any]:
+    """Return as many blocks as `layer` holds, of the other window; where that has fewer (token selection), its own in
+    reverse.
+    """
+    count = _blocks(layer)
     if _blocks(other) >= count:
         return [
-            {name: block_store.first_blocks(held, count) for name, held in packed.items()} for packed in other.packed
+            {name: block_store.first_blocks(tensors, count) for name, tensors in packed.items()}
+            for packed in other.packed
         ]
     order = torch.arange(count).flip(0)[None]
     return [
-        {name: block_store.arrange(held, None, order.to(held.device)) for name, held in packed.items()}
-        for packed in own.packed
+        {name: block_store.arrange(tensors, None, order.to(tensors.device)) for name, tensors in packed.items()}
+        for packed in layer.packed
     ]

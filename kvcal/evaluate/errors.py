@@ -12,8 +12,8 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
-from ..records import is_number, kind_of, mistyped
 from ..report.progress import progress
+from ..report.records import is_number, kind_of, mistyped
 from .layers import LayerErrors
 
 Rows = list[list[float] | None]  # a row a layer, a number a kv head; None: a layer that is not compressed
@@ -65,21 +65,22 @@ def head_errors_fault(metrics: dict[str, Any]) -> str | None:
 
 
 def measured_head_errors(model: Any, scheme: Scheme, ids: Tensor) -> HeadErrors:
-    """From token windows ids (N, T) int64, each in one forward pass, whose keys and values are the model's own.
+    """Measure errors of heads on token windows ids (N, T) int64, each in one forward pass, whose keys and values are the
+    model's own.
 
     Token selection is left out: an error is of tokens that are there. Raises UsageError where windows pack nothing.
     """
     windows = scheme.windows
     if ids.shape[1] < (least := windows.sink + windows.recent + windows.block):
         raise UsageError(f"windows of {ids.shape[1]} tokens pack nothing: use --length {least} or more")
-    seen, tokens = LayerErrors(len(scheme.layers)), 0
+    errors, tokens = LayerErrors(len(scheme.layers)), 0
     device = next(model.parameters()).device
     with torch.no_grad(), progress("Measuring", total=len(ids)) as advance:
         for row in ids:
             with KVCalCache(replace(scheme, selection=None), model) as cache:
-                cache.watch = seen
+                cache.watch = errors
                 model(input_ids=row[None].to(device), past_key_values=cache, use_cache=True)
                 tokens += int(cache.ledger.blocks.sum()) * windows.block
             advance()
-    rows = seen.rows()
+    rows = errors.rows()
     return HeadErrors([row["key_head_errors"] for row in rows], [row["value_head_errors"] for row in rows], tokens)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..records import is_number
+from ..report.records import is_number
 
 ROLES = ("key", "value")
 LEAST = 1e-5  # what counts as recorded at least: figures have six decimals, and exact codecs are recorded as 0
@@ -26,26 +26,26 @@ class LayerErrors:
 
     def packed(self, layer: int, exact: list[Tensor], decoded: list[Tensor]) -> None:
         sums = self.sums[layer]
-        for role, (x, made) in enumerate(zip(exact, decoded, strict=True)):
-            now, before = _squares(x, made), sums[role]
+        for role, (x, back) in enumerate(zip(exact, decoded, strict=True)):
+            now, before = _squares(x, back), sums[role]
             sums[role] = now if before is None else before + now
 
     def read(self, layer: int, blocks: int) -> None:
         self.blocks_read[layer] += blocks
 
     def state(self) -> dict[str, Any]:
-        """As JSON has it; `of` makes the same again."""
+        """The sums as JSON has them; `of` makes the same again."""
         sums = [[None if one is None else one.tolist() for one in pair] for pair in self.sums]
         return {"sums": sums, "blocks_read": list(self.blocks_read)}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> LayerErrors:
-        made = cls(0)
-        made.sums = [
+        errors = cls(0)
+        errors.sums = [
             [None if one is None else torch.tensor(one, dtype=torch.float64) for one in pair] for pair in state["sums"]
         ]
-        made.blocks_read = list(state["blocks_read"])
-        return made
+        errors.blocks_read = list(state["blocks_read"])
+        return errors
 
     def rows(self) -> list[dict[str, Any]]:
         """One a layer: key_relative_error and value_relative_error, |x - decoded|^2 / |x|^2 over all packed tokens, None where
@@ -61,10 +61,10 @@ class LayerErrors:
         ]
 
 
-def _squares(exact: Tensor, made: Tensor) -> Tensor:
+def _squares(exact: Tensor, decoded: Tensor) -> Tensor:
     """(B, H, T, D) twice -> (2, H) float64 on the CPU: squared error, squares."""
     x = exact.float()
-    return torch.stack([y.square().sum((0, 2, 3), dtype=torch.float64) for y in (x - made, x)]).cpu()
+    return torch.stack([y.square().sum((0, 2, 3), dtype=torch.float64) for y in (x - decoded, x)]).cpu()
 
 
 def _relative(total: Tensor | None) -> float | None:
@@ -98,9 +98,9 @@ class Blame:
         return None if self.recorded is None else self.error / max(self.recorded, LEAST)
 
     def __str__(self) -> str:
-        said = "" if self.drift is None else f", {self.drift:,.1f} times the recorded {self.recorded:g}"
+        drift = "" if self.drift is None else f", {self.drift:,.1f} times the recorded {self.recorded:g}"
         where = f"{self.role}s" if self.head is None else f"{self.role}s of head {self.head}"
-        return f"layer {self.layer}, {where}: relative error {self.error:.4g}{said}"
+        return f"layer {self.layer}, {where}: relative error {self.error:.4g}{drift}"
 
 
 def worst_layer(rows: Sequence[dict[str, Any]], recorded: Recorded | None) -> Blame | None:
@@ -108,11 +108,11 @@ def worst_layer(rows: Sequence[dict[str, Any]], recorded: Recorded | None) -> Bl
     when it was fitted; where nothing was recorded, the layer with the largest error. rows: of LayerErrors. None if nothing
     was packed.
     """
-    found = [blame for row in rows for role in ROLES for blame in _blames(row, role, recorded)]
-    drifts = [blame for blame in found if blame.drift is not None]
+    blames = [blame for row in rows for role in ROLES for blame in _blames(row, role, recorded)]
+    drifts = [blame for blame in blames if blame.drift is not None]
     if drifts:
         return max(drifts, key=lambda blame: blame.drift or 0.0)
-    return max(found, key=lambda blame: blame.error, default=None)
+    return max(blames, key=lambda blame: blame.error, default=None)
 
 
 def _blames(row: dict[str, Any], role: str, recorded: Recorded | None) -> list[Blame]:
@@ -120,10 +120,10 @@ def _blames(row: dict[str, Any], role: str, recorded: Recorded | None) -> list[B
     error, layer = row[f"{role}_relative_error"], row["layer"]
     if error is None:
         return []
-    said = recorded[layer] if recorded and layer < len(recorded) else {}
-    heads, own = said.get(f"{role}_head_errors"), row.get(f"{role}_head_errors")
-    by_head = [] if not heads or not own or len(own) != len(heads) else zip(own, heads, strict=True)
-    whole = said.get(f"{role}_relative_error")
+    reference = recorded[layer] if recorded and layer < len(recorded) else {}
+    heads, measured = reference.get(f"{role}_head_errors"), row.get(f"{role}_head_errors")
+    by_head = [] if not heads or not measured or len(measured) != len(heads) else zip(measured, heads, strict=True)
+    whole = reference.get(f"{role}_relative_error")
     return [
         *(Blame(layer, role, mine, float(theirs), head) for head, (mine, theirs) in enumerate(by_head)),
         Blame(layer, role, error, None if whole is None else float(whole)),
@@ -145,8 +145,8 @@ def check_errors(recorded: Recorded, layers: Mapping[int, int]) -> None:
                 figures[f"{role}_head_errors"] = listed if isinstance(listed, list) and len(listed) == heads else [None]
             for name, values in figures.items():
                 if bad := [value for value in values if not _plausible(value)]:
-                    seen = "is missing" if bad[0] is None else f"holds {bad[0]!r}, not a number from 0 to 1"
-                    raise ValueError(f"layer {layer}: {name} {seen}")
+                    fault = "is missing" if bad[0] is None else f"holds {bad[0]!r}, not a number from 0 to 1"
+                    raise ValueError(f"layer {layer}: {name} {fault}")
 
 
 def recorded_rows(metrics: Mapping[str, Any]) -> Recorded | None:

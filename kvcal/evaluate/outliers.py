@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from kvcal_artifacts import hf
 
-from .. import models
-from ..folding import fold_in_place, write_folded
+from ..models import layerwise, names
+from ..models.folding import fold_in_place, write_folded
 
 Model = TypeVar("Model", bound=nn.Module)
 SCALE, SHARE = 16.0, 0.1
@@ -34,12 +34,12 @@ def outlier_twin(model: Model, scale: float = SCALE, share: float = SHARE, seed:
 
 
 def write_outlier_twin(
-    source: models.ModelSource, output: Path, *, scale: float = SCALE, share: float = SHARE, seed: int = 0
+    source: names.ModelSource, output: Path, *, scale: float = SCALE, share: float = SHARE, seed: int = 0
 ) -> None:
-    """The same as a new model folder, for other processes."""
-    from ..weights import place_rotary
+    """Write the twin as a new model folder, for other processes."""
+    from ..models.weights import place_rotary
 
-    parts = models.open_layerwise(source, dtype="float32", device="cpu")
+    parts = layerwise.open_layerwise(source, dtype="float32", device="cpu")
     place_rotary(parts.model, torch.device("cpu"))
     write_folded(source, _factors(parts.model, scale, share, seed), output)
 

@@ -81,11 +81,11 @@ def evaluate(
     *,
     step: int = 32,
     batch: int | None = None,
-    kept: Batches | None = None,
+    saved: Batches | None = None,
 ) -> list[Row]:
     """Rows `full` and then one for each cache, over token windows ids (N, T) int64.
 
-    step: tokens a forward. batch: windows at a time (chosen from the device and T by default). kept: of the same windows,
+    step: tokens a forward. batch: windows at a time (chosen from the device and T by default). saved: of the same windows,
     caches, step and batch, or the figures are of neither.
     Raises UsageError for windows of one token, NonFiniteError for logits that are not finite.
     """
@@ -93,18 +93,18 @@ def evaluate(
         raise UsageError(f"windows of {ids.shape[1]} tokens in steps of {step}: needs at least 2 and 1")
     device = next(model.parameters()).device
     size = batch or max(1, TOKENS_PER_BATCH.get(device.type, 1 << 13) // ids.shape[1])
-    before = None if kept is None else kept.load()
+    before = None if saved is None else saved.load()
     names = ("full", *caches)
-    done, known = (0, {name: {} for name in names}) if before is None else (before["windows"], before["sums"])
-    sums = {name: _Sums(**known[name]) for name in names}
+    done, partial_sums = (0, {name: {} for name in names}) if before is None else (before["windows"], before["sums"])
+    sums = {name: _Sums(**partial_sums[name]) for name in names}
     steps, parts = -(-ids.shape[1] // step), ids.split(size)
     with torch.no_grad(), progress("Evaluating", total=steps * len(parts)) as advance:
         advance(steps * -(-done // size))
         for part in parts[-(-done // size) :]:
             _one_batch(model, part.to(device), caches, step, sums, advance)
             done += len(part)
-            if kept is not None:
-                kept.keep({"windows": done, "sums": {name: asdict(total) for name, total in sums.items()}})
+            if saved is not None:
+                saved.keep({"windows": done, "sums": {name: asdict(total) for name, total in sums.items()}})
     return [_row(name, total, model, ids) for name, total in sums.items()]
 
 
@@ -130,8 +130,8 @@ def _one_batch(
             reference = logits, functional.log_softmax(logits, -1)
             _add(sums["full"], logits, reference, target, "full", before["full"])
             for name, cache in caches.items():
-                own = _logits(model, chunk, cache, target.shape[1])
-                _add(sums[name], own, reference, target, name, before[name])
+                row_logits = _logits(model, chunk, cache, target.shape[1])
+                _add(sums[name], row_logits, reference, target, name, before[name])
             advance()
         plain: list[Any] = full.layers
         sums["full"].packed += sum(layer.keys.nbytes + layer.values.nbytes for layer in plain)
@@ -159,14 +159,14 @@ def _add(total: _Sums, logits: Tensor, reference: tuple[Tensor, Tensor], target:
     if not target.shape[1]:
         return
     exact, right = reference
-    own = right if logits is exact else functional.log_softmax(logits, -1)
-    nats = -own.gather(-1, target[..., None]).double().sum().item()
+    log_probabilities = right if logits is exact else functional.log_softmax(logits, -1)
+    nats = -log_probabilities.gather(-1, target[..., None]).double().sum().item()
     if not math.isfinite(nats):
         raise NonFiniteError(f"{name}: logits hold a NaN or infinity; check the model's dtype (--dtype float32)")
     total.nats += nats
     total.tokens += target.numel()
     if logits is not exact:
-        divergence = functional.kl_div(own, right, reduction="none", log_target=True).sum(-1).double()
+        divergence = functional.kl_div(log_probabilities, right, reduction="none", log_target=True).sum(-1).double()
         total.kl += divergence.sum().item()
         for window, nats in enumerate(divergence.sum(1).tolist(), first):
             total.kl_windows[window] += nats
@@ -202,5 +202,5 @@ def _row(name: str, total: _Sums, model: Any, ids: Tensor) -> Row:
 
 
 def standard_error(numbers: list[float]) -> float:
-    """Of the mean of two or more numbers."""
+    """The standard error of the mean of two or more numbers."""
     return statistics.stdev(numbers) / math.sqrt(len(numbers))

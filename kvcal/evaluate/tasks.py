@@ -84,9 +84,15 @@ class CacheCalls:
         drawn = {name: settings[name] for name in ("temperature", "top_p", "top_k") if sample and name in settings}
         with self._cache() as cache:
             out = self.model.generate(
-                ids, attention_mask=mask, past_key_values=cache, max_new_tokens=new, do_sample=sample,
-                pad_token_id=self._pad, **drawn, **({"stop_strings": stops, "tokenizer": self.tokenizer} if stops else {}),
-            )  # fmt: skip
+                ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                max_new_tokens=new,
+                do_sample=sample,
+                pad_token_id=self._pad,
+                **drawn,
+                **({"stop_strings": stops, "tokenizer": self.tokenizer} if stops else {}),
+            )
         texts = self.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
         return [_before(text, stops) for text in texts]
 
@@ -97,12 +103,12 @@ class CacheCalls:
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """requests: .args = (context, continuation) -> its log-likelihood, and whether greedy decoding gives it."""
         with progress("Scoring", total=len(requests)) as advance:
-            found = []
+            answers = []
             for request in requests:
                 context, continuation = self._pair(*request.args)
-                found.append(self._score(context, continuation))
+                answers.append(self._score(context, continuation))
                 advance()
-        return found
+        return answers
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Spaces between the two belong to the continuation, as in lm-eval."""
@@ -138,22 +144,22 @@ class CacheCalls:
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """requests: .args = (text,) -> its log-likelihood, in windows of the model's context that follow each other."""
-        found = []
+        answers = []
         with progress("Scoring", total=len(requests)) as advance:
             for request in requests:
                 ids = list(self.tokenizer(request.args[0], add_special_tokens=False).input_ids)
                 pieces = [ids[i : i + self.max_length - 1] for i in range(0, len(ids), self.max_length - 1)]
-                found.append(sum(self._score([self._prefix], piece)[0] for piece in pieces))
+                answers.append(sum(self._score([self._prefix], piece)[0] for piece in pieces))
                 advance()
-        return found
+        return answers
 
 
 def _alike(order: list[int], settings: list[dict[str, Any]], size: int) -> Iterator[list[int]]:
     """Batches of at most `size` requests that ask for the same settings."""
-    left = list(order)
-    while left:
-        part = [i for i in left if settings[i] == settings[left[0]]][:size]
-        left = [i for i in left if i not in part]
+    waiting = list(order)
+    while waiting:
+        part = [i for i in waiting if settings[i] == settings[waiting[0]]][:size]
+        waiting = [i for i in waiting if i not in part]
         yield part
 
 
@@ -201,8 +207,8 @@ class TaskScore:
         self.tasks, self.limit, self.metric = tasks, limit, metric
         with self._in_one_line():
             manager = TaskManager(include_path=None if tasks_path is None else str(tasks_path))
-            known = set(manager.all_tasks)
-            if strange := [task for task in tasks if task not in known]:  # lm-eval would take it for a path
+            names = set(manager.all_tasks)
+            if strange := [task for task in tasks if task not in names]:  # lm-eval would take it for a path
                 raise KVCalError(
                     f"task {','.join(tasks)}: lm-eval failed: it has no task, group or tag {strange[0]}; give --tasks-path "
                     "FOLDER if a file in that folder has it"
@@ -220,8 +226,10 @@ class TaskScore:
         except KVCalError:
             raise
         except Exception as error:  # of whatever kind: task files, data sets, metrics
-            said = " ".join(str(error).split())[:300]
-            raise KVCalError(f"task {','.join(self.tasks)}: lm-eval failed: {type(error).__name__}: {said}") from error
+            message = " ".join(str(error).split())[:300]
+            raise KVCalError(
+                f"task {','.join(self.tasks)}: lm-eval failed: {type(error).__name__}: {message}"
+            ) from error
 
     @property
     def record(self) -> dict[str, Any]:
@@ -238,11 +246,15 @@ class TaskScore:
         kind = type("CacheLM", (CacheCalls, LM), {"__init__": _both})
         answering: Any = kind(self.model, self.tokenizer, scheme, self.batch)
         with self._in_one_line():
-            found = evaluate(
-                lm=answering, task_dict=self._loaded, limit=self.limit, bootstrap_iters=0, log_samples=False,
+            results = evaluate(
+                lm=answering,
+                task_dict=self._loaded,
+                limit=self.limit,
+                bootstrap_iters=0,
+                log_samples=False,
                 verbosity="ERROR",
-            )  # fmt: skip
-        scores = [pick(found, task, self.metric) for task in self.tasks]
+            )
+        scores = [pick(results, task, self.metric) for task in self.tasks]
         return sum(scores) / len(scores), answering.bits_per_value
 
     def __call__(self, method: Any) -> tuple[float, float]:
@@ -263,17 +275,17 @@ def _both(self: Any, *args: Any) -> None:
     CacheCalls.__init__(self, *args)
 
 
-def pick(found: Any, task: str, metric: str | None) -> float:
+def pick(results: Any, task: str, metric: str | None) -> float:
     """A task's score by METRIC or METRIC,FILTER, else its first, from what lm-eval reports; higher must be better."""
     rows = {
         name: value
-        for name, value in found["results"].get(task, {}).items()
+        for name, value in results["results"].get(task, {}).items()
         if "," in name and "_stderr" not in name and isinstance(value, (int, float))
     }
     fitting = [name for name in rows if metric is None or name == metric or name.split(",")[0] == metric]
     if not fitting:
         raise UsageError(f"--metric {metric}: task {task} reports {', '.join(rows) or 'nothing'}")
     name = fitting[0].split(",")[0]
-    if found.get("higher_is_better", {}).get(task, {}).get(name) is False:
+    if results.get("higher_is_better", {}).get(task, {}).get(name) is False:
         raise UsageError(f"task {task}: {name} is better when lower; give a --metric of which more is better")
     return float(rows[fitting[0]])

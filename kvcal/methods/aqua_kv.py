@@ -20,15 +20,14 @@ from kvcal_artifacts.scheme import Frame, LayerCodecs
 from kvcal_artifacts.storage import block_store
 from kvcal_artifacts.windows import Windows
 
-from ..capture import LayerTaps
+from ..capture.scan import LayerTaps
 from .base import Carry, HoldoutError, LayerFit, flat
+from .calibrated import Calibrated
 from .composition import Composition
-from .learned import Learned
 from .mixkvq import TierSizes
 from .mlp import MLPSettings, fit_mlp
-from .observed import taps_of, window_statistics
 from .regression import Gram, fit_bias, fit_linear, fit_quantised, fit_reduced_rank
-from .seen import Seen
+from .statistics import TrainingData, taps_of, window_statistics
 
 PREDICTOR_KINDS = ("linear", "reduced-rank", "mlp", "mlp-no-norm", "linear-4bit", "bias")
 KEY_INPUTS, VALUE_INPUTS = ("k1", "k2", "v1", "v2"), ("v1", "k0", "k1", "v2", "k2")
@@ -70,11 +69,11 @@ class AquaKV:
     def __post_init__(self) -> None:
         if self.predictor not in PREDICTOR_KINDS:
             raise UsageError(f"predictor {self.predictor!r}: allowed are {', '.join(PREDICTOR_KINDS)}")
-        for what, given, allowed in (
+        for what, inputs, allowed in (
             ("key", self.key_inputs, KEY_INPUTS),
             ("value", self.value_inputs, VALUE_INPUTS),
         ):
-            if wrong := [name for name in given if name not in allowed]:
+            if wrong := [name for name in inputs if name not in allowed]:
                 raise UsageError(f"{what} predictor input {wrong[0]!r}: allowed are {', '.join(allowed)}")
         if not 0 < self.ridge < float("inf"):
             raise UsageError(f"ridge {self.ridge}: must be positive and finite")
@@ -88,8 +87,8 @@ class AquaKV:
     def composition_from(self, first: int) -> Composition:
         """Codecs by layer: the first compressed layer, which nothing predicts, is an exception."""
         keys, values = self.keys or self.backbone, self.values or self.backbone
-        own = (f"{first}={self.first_layer}",) if self.first_layer else ()
-        return Composition(keys, values, (*own, *self.per_layer))
+        first_layer = (f"{first}={self.first_layer}",) if self.first_layer else ()
+        return Composition(keys, values, (*first_layer, *self.per_layer))
 
     @property
     def windows(self) -> Windows:
@@ -100,9 +99,9 @@ class AquaKV:
         return self.rope
 
     def fit_layer(self, layer: int, taps: LayerTaps, carry: Carry) -> LayerFit:
-        own = self.composition_from(carry.compressed[0])
-        own.check(carry.layers)
-        own.check_reach(carry.layers, carry.skipped)
+        composition = self.composition_from(carry.compressed[0])
+        composition.check(carry.layers)
+        composition.check_reach(carry.layers, carry.skipped)
         run = _LayerRun(self, layer, taps, carry)
         place = carry.compressed.index(layer)
         key = run.codec("key", self._inputs(place, self.key_inputs), {"k"})
@@ -130,24 +129,24 @@ class AquaKV:
 
         Where nothing reads the layer below any more when this layer's rows are written, they share a buffer.
         """
-        own = {f"{role}{back}": f"{role}{back}" for back in range(self.reach + 1) for role in "kv"}
+        buffers = {f"{role}{back}": f"{role}{back}" for back in range(self.reach + 1) for role in "kv"}
         if self.reach == 1:
-            own["v0"] = "v1"
-            own["k0"] = "k0" if "k1" in self.value_inputs else "k1"
-        return own
+            buffers["v0"] = "v1"
+            buffers["k0"] = "k0" if "k1" in self.value_inputs else "k1"
+        return buffers
 
-    def _inputs(self, place: int, wanted: tuple[str, ...]) -> tuple[str, ...]:
+    def _inputs(self, place: int, names: tuple[str, ...]) -> tuple[str, ...]:
         """Inputs that exist with so many compressed layers below; of a deeper one the deepest there is."""
         if place == 0:
             return ()
-        return tuple(dict.fromkeys(f"{name[0]}{min(int(name[1]), place)}" for name in wanted))
+        return tuple(dict.fromkeys(f"{name[0]}{min(int(name[1]), place)}" for name in names))
 
     def shift(self, carry: Carry) -> None:
         """Layer l's reconstructions become those of the layer below; the oldest buffers are used again."""
         for role in "kv":
             ring = [f"{role}{back}" for back in range(self.reach + 1)]
-            held = [carry.stores[name] for name in ring]
-            for name, buffer in zip(ring, held[-1:] + held[:-1], strict=True):
+            stores = [carry.stores[name] for name in ring]
+            for name, buffer in zip(ring, stores[-1:] + stores[:-1], strict=True):
                 carry.stores[name] = buffer
 
 
@@ -163,13 +162,13 @@ class _LayerRun:
 
     def codec(self, role: Role, inputs: tuple[str, ...], want: set[str]) -> Codec:
         """The backbone, behind a predictor fitted on the training windows if there are inputs."""
-        own = self.method.composition_from(self.carry.compressed[0])
-        make = own.codec(self.layer, self.carry.layers, role)
+        composition = self.method.composition_from(self.carry.compressed[0])
+        make = composition.codec(self.layer, self.carry.layers, role)
         predictor = self._fit(inputs, frozenset(want)) if inputs else None
-        if isinstance(make, Learned):
+        if isinstance(make, Calibrated):
             windows, frame = self.method.windows, self.method.frame
-            seen = Seen(self.layer, role, windows, frame, self.taps, self.carry, predictor, inputs)
-            inner = make.learn(seen)
+            data = TrainingData(self.layer, role, windows, frame, self.taps, self.carry, predictor, inputs)
+            inner = make.learn(data)
         else:
             inner = make(self.carry.shape, role)
         return inner if predictor is None else Predicted(inner, predictor, inputs)
@@ -179,7 +178,7 @@ class _LayerRun:
         return self._encode(codec, "k", advance=False)
 
     def encode_values(self, codec: Codec) -> HoldoutError:
-        """The same for values (lines 18 and 19), in the pass that also advances the hidden states (line 7)."""
+        """Encode values likewise (lines 18 and 19), in the pass that also advances the hidden states (line 7)."""
         return self._encode(codec, "v", advance=True)
 
     def _encode(self, codec: Codec, role: str, advance: bool) -> HoldoutError:
@@ -194,19 +193,21 @@ class _LayerRun:
             with carry.timer("encode"):
                 context = carry.context(self.layer, needed, batch.rows)
                 context.stats = stats
-                packed, made, guess = reconstruct(codec, x, context)
+                packed, decoded, guess = reconstruct(codec, x, context)
             train = carry.training_rows(batch.rows)
             if codec.ragged:
-                own = codec.inner if isinstance(codec, Predicted) else codec
-                assert isinstance(own, MixKVQ)
+                inner = codec.inner if isinstance(codec, Predicted) else codec
+                assert isinstance(inner, MixKVQ)
                 self.sizes.add(
-                    own, {name: block_store.select(held, torch.arange(train)) for name, held in packed.items()}
+                    inner, {name: block_store.select(tensors, torch.arange(train)) for name, tensors in packed.items()}
                 )
             # held-out windows always as a cache has them, or the stated error would be of inputs that it never sees
-            kept = torch.cat([x[:train].float(), made[train:]]) if self.method.quantiser_agnostic else made
-            carry.write(f"{role}0", batch.rows, kept)
+            reconstruction = (
+                torch.cat([x[:train].float(), decoded[train:]]) if self.method.quantiser_agnostic else decoded
+            )
+            carry.write(f"{role}0", batch.rows, reconstruction)
             if train < x.shape[0]:
-                holdout.add(flat(x[train:]), None if guess is None else flat(guess[train:]), flat(made[train:]))
+                holdout.add(flat(x[train:]), None if guess is None else flat(guess[train:]), flat(decoded[train:]))
         return holdout
 
     def expecting(self, codec: Codec) -> Codec:

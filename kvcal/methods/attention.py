@@ -19,7 +19,7 @@ from kvcal_artifacts.hf import AttentionSite
 from kvcal_artifacts.storage.ledger import Ledger
 from kvcal_artifacts.windows import Windows
 
-from ..capture import TapBatch
+from ..capture.scan import TapBatch
 
 QUERIES = 64  # of each window, evenly spaced from where the first block is packed
 
@@ -68,8 +68,8 @@ class Probe:
         scores = _by_query(q @ self.k.float().transpose(-1, -2), self.at)
         late = self._late()
         if keys is not None:
-            made = _by_query(q @ keys.transpose(-1, -2), self.at)
-            scores[..., here] = torch.where(late, made, scores[..., here])
+            packed_scores = _by_query(q @ keys.transpose(-1, -2), self.at)
+            scores[..., here] = torch.where(late, packed_scores, scores[..., here])
         future = torch.arange(length, device=self.at.device) > self.at[:, None]
         weights = scores.masked_fill_(future, float("-inf")).softmax(-1)
         if values is None:
@@ -106,7 +106,9 @@ def blocks_of(windows: Windows, length: int) -> int:
 def probe(
     batch: TapBatch, layer: int, site: AttentionSite, shape: Shape, windows: Windows, stats: frozenset[str]
 ) -> Probe:
-    """From a layer's q, k, v (frame post_rope). Raises UsageError where the windows are too short to pack anything."""
+    """Sample a layer's attention from its q, k, v (frame post_rope). Raises UsageError where the windows are too short to
+    pack anything.
+    """
     assert batch.q is not None and batch.k is not None and batch.v is not None
     length = batch.k.shape[2]
     count = blocks_of(windows, length)
@@ -119,25 +121,25 @@ def probe(
     at = torch.linspace(first, length - 1, min(QUERIES, length - first), dtype=torch.float64).round().long()
     at = at.to(batch.q.device)
     scaling = float(getattr(site.module, "scaling", shape.dim**-0.5))
-    seen = _statistics(batch, shape, windows, stats, count)
-    return Probe(layer, windows, batch.q[:, :, at], at, batch.k, batch.v, seen, scaling)
+    statistics = _statistics(batch, shape, windows, stats, count)
+    return Probe(layer, windows, batch.q[:, :, at], at, batch.k, batch.v, statistics, scaling)
 
 
 def _statistics(
     batch: TapBatch, shape: Shape, windows: Windows, names: frozenset[str], count: int
 ) -> dict[str, Tensor]:
-    """As a cache tells them to encode(): of each block's tokens before it is due."""
+    """Return the statistics that a cache would hand to encode(): of the tokens before each block is due."""
     assert batch.q is not None and batch.k is not None
     plan = Ledger(windows).begin(batch.k.shape[0], batch.k.shape[2], None)
-    at, found = Prefixes(plan, windows, batch.k.device), {}
+    at, values = Prefixes(plan, windows, batch.k.device), {}
     for name in sorted(names):
-        own = statistic(name, shape)
-        if own.wants == "q_pre":
+        observer = statistic(name, shape)
+        if observer.wants == "q_pre":
             raise KVCalError(f"statistic {name}: of queries before RoPE, which are not at hand here")
-        made = own.observe(batch.q if own.wants == "q" else batch.k, at)
-        assert made is not None
-        found[name] = made[:, :, :count]
-    return found
+        blocks = observer.observe(batch.q if observer.wants == "q" else batch.k, at)
+        assert blocks is not None
+        values[name] = blocks[:, :, :count]
+    return values
 
 
 @dataclass
@@ -147,8 +149,8 @@ class OutputError:
     error: float = 0.0
     total: float = 0.0
 
-    def add(self, exact: Tensor, made: Tensor) -> None:
-        self.error += float((exact - made).double().square().sum())
+    def add(self, exact: Tensor, output: Tensor) -> None:
+        self.error += float((exact - output).double().square().sum())
         self.total += float(exact.double().square().sum())
 
     @property

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Context, Shape
+from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme
 from kvcal_artifacts.windows import Windows
 
-from ..capture import LayerTaps
+from ..capture.scan import LayerTaps
+from ..capture.spill import SpillStore
 from ..report.timing import PhaseTimer
-from ..spill import SpillStore
 
 
 @dataclass
@@ -24,7 +25,7 @@ class Carry:
     """What a layer left for the next compressed one: reconstructions by name (k1, v1, k2, v2), each (windows, tokens, C).
 
     train: windows [0, train) are fitted on, the rest are held out. tokens: which of each window's tokens are coded; the
-    sink is not, nor is an unfinished block at the end. layers: of the model. held: how many windows are held out; what
+    sink is not, nor is an unfinished block at the end. layers: of the model. holdout: how many windows are held out; what
     comes after them is of another text, to compare with. skipped: layers that keep a cache of their own, with the reason.
     """
 
@@ -34,7 +35,7 @@ class Carry:
     timer: PhaseTimer
     layers: int = 0
     stores: dict[str, SpillStore] = field(default_factory=dict)
-    held: int = 0
+    holdout: int = 0
     skipped: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -143,12 +144,12 @@ class HoldoutError:
     error: Tensor | float = 0.0  # per channel, squared
     count: int = 0
 
-    def add(self, x: Tensor, guess: Tensor | None, made: Tensor) -> None:
+    def add(self, x: Tensor, guess: Tensor | None, decoded: Tensor) -> None:
         """x, guess, made (n, C)."""
         wide = x.double()
         self.square = self.square + wide.square().sum(0)
         self.total = self.total + wide.sum(0)
-        self.error = self.error + (wide - made).square().sum(0)
+        self.error = self.error + (wide - decoded).square().sum(0)
         if guess is not None:
             self.residual = self.residual + (wide - guess).square().sum(0)
         self.count += len(x)
@@ -157,7 +158,7 @@ class HoldoutError:
         """relative_error: |x - decoded|^2 / |x|^2. explained_variance: mean over channels, AQUA-KV section 3.1.
 
         head_errors: the relative error of each of the kv heads, a list. key_channel_error: mean over channels of their error
-        over their variance; key_channel_ratio: largest over median root mean square of a channel (see kvcal.forecast).
+        over their variance; key_channel_ratio: largest over median root mean square of a channel (calibrate/forecast.py).
         """
         if not self.count:
             return {}
@@ -176,3 +177,14 @@ class HoldoutError:
             out[f"{role}_explained_variance"] = float((1 - residual / variance).mean())
         rounded = [round(value, 6) for value in by_head.tolist()]
         return {name: round(value, 6) for name, value in out.items()} | {f"{role}_head_errors": rounded}
+
+
+def coded_tokens(length: int, sink: int, block: int) -> slice:
+    """Which tokens of a window a cache would pack: not the sink, and whole blocks only."""
+    blocks = (length - sink) // block
+    if blocks < 1:
+        raise UsageError(
+            f"windows of {length} tokens leave nothing to compress behind a sink of {sink} in blocks of {block}; "
+            f"use --length {sink + block} or more"
+        )
+    return slice(sink, sink + blocks * block)

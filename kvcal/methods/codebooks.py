@@ -19,7 +19,7 @@ from kvcal_artifacts.codecs.base import to_half
 from kvcal_artifacts.errors import UsageError
 from kvcal_kernels.vq import nearest, sums
 
-from ..hashed import hashed_normal, spread
+from .hashing import hashed_normal, spread
 
 SAMPLE = 1 << 17  # vectors that a covariance is taken of
 ROWS = 1 << 20  # vectors changed at a time
@@ -74,7 +74,7 @@ class StageReport:
 
 
 def last_fall(errors: Sequence[float]) -> float:
-    """By which fraction of it a stage's last iteration lowered the error: what Training.tolerance is compared with."""
+    """The fraction by which a stage's last iteration lowered its error: what Training.tolerance is compared with."""
     before, after = errors[-2:]
     return 1 - after / before if before else 0.0
 
@@ -114,8 +114,8 @@ def shrinkage(moment: Tensor, bits: float) -> tuple[Tensor, Tensor]:
 
 def first_map(moment: Tensor, size: int) -> Tensor:
     """W (d, d) float64 that gives rows of the frozen codebook the second moment of the best code of so many codewords."""
-    vector, kept = shrinkage(moment, _bits(size))
-    return (vector * (kept * len(moment)).sqrt()) @ vector.T
+    vector, factors = shrinkage(moment, _bits(size))
+    return (vector * (factors * len(moment)).sqrt()) @ vector.T
 
 
 def _bits(k: int) -> float:
@@ -130,19 +130,19 @@ class KMeans:
 
     def start(self, x: Tensor) -> Tensor:
         moment = second_moment(x, f"{self.label}:moment")
-        self.vector, kept = shrinkage(moment, _bits(self.size))
+        self.vector, factors = shrinkage(moment, _bits(self.size))
         value = (self.vector * (moment @ self.vector)).sum(0).clamp_min(1e-30)
-        self.shrink = (kept / value).clamp(0, 1).sqrt()
+        self.shrink = (factors / value).clamp(0, 1).sqrt()
         return self._seeds(x, self.size)
 
     def improve(self, x: Tensor, book: Tensor) -> Tensor:
         count, total = sums(x, nearest(x, book), self.size)
-        made = total / count.clamp_min(1)[:, None]
+        means = total / count.clamp_min(1)[:, None]
         dead = (count == 0).nonzero().flatten()
         if len(dead):
-            made[dead] = self._seeds(x, len(dead))
+            means[dead] = self._seeds(x, len(dead))
             self.reseeded += len(dead)
-        return made
+        return means
 
     def _seeds(self, x: Tensor, count: int) -> Tensor:
         rows = spread(len(x), count, f"{self.label}:seeds:{self.round}").to(x.device)
@@ -173,8 +173,8 @@ class ClosedForm:
         self.w = torch.linalg.solve(gram, q.T @ total.double()).T
         dead = (count == 0).nonzero().flatten()
         if len(dead):
-            wanted = self.seeds._seeds(x, len(dead)).double()
-            self.frozen[dead] = (wanted @ torch.linalg.pinv(self.w).T).float()
+            seeds = self.seeds._seeds(x, len(dead)).double()
+            self.frozen[dead] = (seeds @ torch.linalg.pinv(self.w).T).float()
             self.reseeded += len(dead)
         return (self.frozen.double() @ self.w.T).float()
 
@@ -225,7 +225,7 @@ def frozen_codebook(size: int, d: int, label: str) -> Tensor:
 
 
 def train_stage(
-    x: Tensor, held: Tensor, energy: float, stage: int, size: int, label: str, training: Training
+    x: Tensor, holdout: Tensor, energy: float, stage: int, size: int, label: str, training: Training
 ) -> tuple[Tensor, StageReport]:
     """One codebook (k, d) float16 for residuals x (n, d), stopped by the error on held (m, d) float32; neither changes.
 
@@ -233,10 +233,10 @@ def train_stage(
     """
     trainer = TRAINERS[training.trainer](size, label, training)
     book = _half(trainer.start(x), label)
-    best, least, errors = book, float("inf"), [held_error(held, book, energy)]
+    best, least, errors = book, float("inf"), [held_error(holdout, book, energy)]
     for iteration in range(1, training.most + 1):
         book = _half(trainer.improve(x, book), label)
-        before, error = errors[-1], held_error(held, book, energy)
+        before, error = errors[-1], held_error(holdout, book, energy)
         errors.append(error)
         if error < least:
             best, least = book, error
@@ -249,16 +249,16 @@ def _half(book: Tensor, label: str) -> Tensor:
     return to_half(book, f"codeword of {label}")
 
 
-def held_error(held: Tensor, book: Tensor, energy: float) -> float:
-    rest = held - book[nearest(held, book)].float()
+def held_error(holdout: Tensor, book: Tensor, energy: float) -> float:
+    rest = holdout - book[nearest(holdout, book)].float()
     return float(rest.double().square().sum()) / max(energy, 1e-300)
 
 
 def subtract(x: Tensor, book: Tensor) -> int:
     """Residuals in place: x (n, d) less its nearest codewords; how many codewords were used."""
-    seen = torch.zeros(len(book), dtype=torch.bool, device=x.device)
+    used = torch.zeros(len(book), dtype=torch.bool, device=x.device)
     for part in x.split(ROWS):
         codes = nearest(part, book)
-        seen[codes.long()] = True
+        used[codes.long()] = True
         part.copy_(part.float() - book[codes].float())
-    return int(seen.sum())
+    return int(used.sum())

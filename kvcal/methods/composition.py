@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from kvcal_artifacts.codecs import Role
 from kvcal_artifacts.errors import UsageError
 
-from .backbones import Backbone, backbone
-from .learned import Learned, learned
+from .calibrated import Calibrated, calibration_of
+from .registry import Backbone, backbone
 
 EXCEPTION = re.compile(r"(?P<first>-?\d+)(-(?P<last>\d+))?(:(?P<role>keys|values))?=(?P<codec>.+)")
 ROLES: dict[str, Role] = {"keys": "key", "values": "value"}
@@ -51,13 +51,13 @@ class _Names:
 
     def roles(self) -> dict[str, frozenset[Role]]:
         """Codec by name -> of which of keys and values it is, of some layer."""
-        found: dict[str, frozenset[Role]] = {}
+        by_codec: dict[str, frozenset[Role]] = {}
         both: frozenset[Role] = frozenset({"key", "value"})
         named = [(self.keys, frozenset[Role]({"key"})), (self.values, frozenset[Role]({"value"}))]
         named += [(e.codec, both if e.role is None else frozenset({e.role})) for e in self.read()]
         for name, roles in named:
-            found[name] = found.get(name, frozenset()) | roles
-        return found
+            by_codec[name] = by_codec.get(name, frozenset()) | roles
+        return by_codec
 
     def read(self) -> list[LayerException]:
         return [_read(text) for text in self.exceptions]
@@ -76,7 +76,7 @@ class _Names:
                 raise UsageError(f"--per-layer {text}: layer {named[0]} is not compressed: {skipped[named[0]]}")
 
     def name(self, layer: int, layers: int, role: Role) -> str:
-        """Of this layer's codec."""
+        """The name of this layer's codec."""
         name = self.keys if role == "key" else self.values
         for e in self.read():
             name = e.codec if e.holds(layer, layers, role) else name
@@ -85,7 +85,7 @@ class _Names:
 
 @dataclass(frozen=True)
 class Composition(_Names):
-    """Of codecs with and without data, where there is text to learn from."""
+    """Which layer gets which codec, with data or without, where there is text to learn from."""
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -94,16 +94,16 @@ class Composition(_Names):
     @property
     def learns(self) -> bool:
         """Whether any of its codecs is learned from text."""
-        return any(learned(name) is not None for name in self.names)
+        return any(calibration_of(name) is not None for name in self.names)
 
-    def codec(self, layer: int, layers: int, role: Role) -> Backbone | Learned:
+    def codec(self, layer: int, layers: int, role: Role) -> Backbone | Calibrated:
         """The maker of this layer's codec, or what learns it."""
         return _named(self.name(layer, layers, role))
 
 
 @dataclass(frozen=True)
-class PlainComposition(_Names):
-    """Of codecs that need no data; UsageError for others."""
+class DataFreeComposition(_Names):
+    """Which layer gets which codec where none needs data; UsageError for others."""
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -113,18 +113,18 @@ class PlainComposition(_Names):
         return backbone(self.name(layer, layers, role))
 
 
-def _named(name: str) -> Backbone | Learned:
-    return learned(name) or backbone(name)
+def _named(name: str) -> Backbone | Calibrated:
+    return calibration_of(name) or backbone(name)
 
 
 def _read(text: str) -> LayerException:
-    found = EXCEPTION.fullmatch(text.strip())
-    if found is None:
+    parts = EXCEPTION.fullmatch(text.strip())
+    if parts is None:
         raise UsageError(
             f"--per-layer {text!r}: reads LAYERS=CODEC or LAYERS:keys=CODEC, as in 0=higgs-4 or -1:values=uniform-4"
         )
-    first = int(found["first"])
-    last = int(found["last"]) if found["last"] else first
+    first = int(parts["first"])
+    last = int(parts["last"]) if parts["last"] else first
     if last < first:
         raise UsageError(f"--per-layer {text!r}: the range ends before it begins")
-    return LayerException(first, last, ROLES.get(found["role"] or ""), found["codec"])
+    return LayerException(first, last, ROLES.get(parts["role"] or ""), parts["codec"])

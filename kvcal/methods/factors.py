@@ -5,30 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.codecs import Codec, Exact, Float8, MixKVQ, Scaled, Shape, Squat, Uniform
+from kvcal_artifacts.codecs import Codec, Uniform
 from kvcal_artifacts.codecs.base import to_half
-
-from .backbones import backbone
 
 LEAST = 1e-4  # of the head's median: what a channel counts at least, so that dead ones do not get factors near zero
 SMALLEST = 2.0**-14  # the smallest float16 of full precision, and a power of two
-
-
-def no_factors(codec: str) -> tuple[str, str] | None:
-    """Why factors from text are of no use to keys of that codec (see backbones), and which codec is the same without factors
-    of its own, "" for none; None where they are of use. Raises UsageError for an unknown name.
-    """
-    made = backbone(codec)(Shape(1, 256, 32), "key")
-    if isinstance(made, Scaled):
-        return f"{codec} divides keys by factors of each row's own already", f"{codec}-plain"
-    if codes_apart(made):
-        return f"{codec} codes each key channel by itself, where a factor changes nothing", ""
-    return None
-
-
-def codes_apart(codec: Codec) -> bool:
-    """Whether keys' channels do not share a scale, so that a large one costs the others nothing."""
-    return isinstance(codec, Exact | Float8 | MixKVQ | Squat) or getattr(codec, "axis", "channel") == "token"
 
 
 def channel_factor(largest: Tensor, exponent: float = 0.5) -> Tensor:

@@ -20,11 +20,11 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs
 from kvcal_artifacts.windows import Windows
 
-from ..capture import LayerTaps, TapBatch
-from .backbones import INNERQ_KEYS, INNERQ_VALUES
+from ..capture.scan import LayerTaps, TapBatch
 from .base import Carry, HoldoutError, LayerFit, flat
-from .composition import PlainComposition
-from .factors import by_queries, channel_factor, no_factors, outlier_ratios, share_pairs
+from .composition import DataFreeComposition
+from .factors import by_queries, channel_factor, outlier_ratios, share_pairs
+from .registry import INNERQ_KEYS, INNERQ_VALUES, no_factors
 
 FACTORS = ("channel", "pair", "none")
 SEARCHES = ("queries", "plain")
@@ -65,14 +65,14 @@ class InnerQ:
         if not 0 < self.exponent <= 1:
             raise UsageError(f"exponent {self.exponent}: must be above 0 and at most 1")
         self.composition, self.windows  # noqa: B018  validates
-        if self.factors != "none" and (found := no_factors(self.key)) is not None:
-            why, bare = found
+        if self.factors != "none" and (refusal := no_factors(self.key)) is not None:
+            why, bare = refusal
             take = f"take {bare} for keys" if bare else f"take codes along channels for keys, as {INNERQ_KEYS}"
             raise UsageError(f"factors {self.factors!r}: {why}; {take}, or factors none")
 
     @property
-    def composition(self) -> PlainComposition:
-        return PlainComposition(self.key, self.value, self.per_layer)
+    def composition(self) -> DataFreeComposition:
+        return DataFreeComposition(self.key, self.value, self.per_layer)
 
     @property
     def windows(self) -> Windows:
@@ -149,26 +149,26 @@ class _Errors:
         assert batch.q is not None and batch.k is not None and batch.v is not None
         keys, values = (x[train:, :, tokens].float() for x in (batch.k, batch.v))
         value = self.value.to(values.device)
-        packed, made = value.encode_decode(values)
-        self.values.add(flat(values), None, flat(made))
+        packed, decoded = value.encode_decode(values)
+        self.values.add(flat(values), None, flat(decoded))
         if isinstance(value, Uniform) and value.mode == "hybrid":
             self.symmetric.append(value.symmetric_share(packed))
         queries = _by_kv_head(batch.q[train:, :, -QUERIES:].float(), keys.shape[1])
         self.spread += _spread(queries, keys)
         for name, codec in (("logit_error", self.key), ("logit_error_plain", self.plain)):
-            made = codec.to(keys.device).encode_decode(keys)[1]
-            self.logits[name] = self.logits.get(name, 0.0) + _spread(queries, made - keys)
+            decoded = codec.to(keys.device).encode_decode(keys)[1]
+            self.logits[name] = self.logits.get(name, 0.0) + _spread(queries, decoded - keys)
             if name == "logit_error":
-                self.keys.add(flat(keys), None, flat(made))
+                self.keys.add(flat(keys), None, flat(decoded))
 
     def metrics(self) -> dict[str, Any]:
         """Squared errors over squares; of logits over their variance, since a constant added to all changes nothing."""
         heads = self.key.shape.heads
-        found = self.keys.metrics("key", heads) | self.values.metrics("value", heads)
-        found |= {name: round(error / max(self.spread, 1e-30), 6) for name, error in self.logits.items()}
+        metrics = self.keys.metrics("key", heads) | self.values.metrics("value", heads)
+        metrics |= {name: round(error / max(self.spread, 1e-30), 6) for name, error in self.logits.items()}
         if self.symmetric:
-            found["value_symmetric_share"] = round(math.fsum(self.symmetric) / len(self.symmetric), 6)
-        return found
+            metrics["value_symmetric_share"] = round(math.fsum(self.symmetric) / len(self.symmetric), 6)
+        return metrics
 
 
 def _by_kv_head(queries: Tensor, heads: int) -> Tensor:

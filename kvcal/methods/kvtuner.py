@@ -19,10 +19,10 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs
 from kvcal_artifacts.windows import Windows
 
-from ..capture import LayerTaps
+from ..capture.scan import LayerTaps
 from .attention import OutputError, Probe, probe
-from .backbones import divisor
 from .base import Carry, LayerFit
+from .registry import divisor
 
 Pair = tuple[int, int]  # key bits, value bits
 
@@ -76,10 +76,10 @@ class KVTuner:
         held_out = {pair: OutputError() for pair in self.pairs}
         for batch in taps.batches(self.taps, self.frame, advance=True):
             with carry.timer("encode"):
-                seen = probe(batch, layer, taps.site, carry.shape, self.windows, frozenset())
+                layer_probe = probe(batch, layer, taps.site, carry.shape, self.windows, frozenset())
                 train = carry.training_rows(batch.rows)
-                self._add(fitted, seen.rows(0, train), carry.shape)
-                self._add(held_out, seen.rows(train), carry.shape)
+                self._add(fitted, layer_probe.rows(0, train), carry.shape)
+                self._add(held_out, layer_probe.rows(train), carry.shape)
         most = max(self.choices)
         pair = LayerCodecs(self.codec(carry.shape, "key", most), self.codec(carry.shape, "value", most))
         tables = {"error": fitted, "holdout_error": held_out}
@@ -90,16 +90,16 @@ class KVTuner:
         }
         return LayerFit(pair, metrics)
 
-    def _add(self, errors: dict[Pair, OutputError], seen: Probe, shape: Shape) -> None:
-        if not len(seen.k):
+    def _add(self, errors: dict[Pair, OutputError], layer_probe: Probe, shape: Shape) -> None:
+        if not len(layer_probe.k):
             return
-        exact = seen.outputs()
+        exact = layer_probe.outputs()
         keys, values = (
-            {bits: seen.decoded(self.codec(shape, role, bits)) for bits in set(self.choices)}
+            {bits: layer_probe.decoded(self.codec(shape, role, bits)) for bits in set(self.choices)}
             for role in ("key", "value")
         )
         for (k, v), error in errors.items():
-            error.add(exact, seen.outputs(keys[k], values[v]))
+            error.add(exact, layer_probe.outputs(keys[k], values[v]))
 
     def replay_layer(self, layer: int, taps: LayerTaps, carry: Carry, codecs: LayerCodecs) -> None:
         taps.advance()
@@ -113,12 +113,12 @@ class KVTuner:
             [{pair: row[f"error_{label(pair)}"] for pair in self.pairs} for row in metrics],
             self._budget(shape, len(codecs)),
         )
-        made = [LayerCodecs(self.codec(shape, "key", k), self.codec(shape, "value", v)) for k, v in chosen]
-        told = [
+        fitted = [LayerCodecs(self.codec(shape, "key", k), self.codec(shape, "value", v)) for k, v in chosen]
+        rows = [
             row | {"key_bits": float(k), "value_bits": float(v), "output_error": row[f"holdout_error_{label((k, v))}"]}
             for row, (k, v) in zip(metrics, chosen, strict=True)
         ]
-        return made, told
+        return fitted, rows
 
     def _budget(self, shape: Shape, layers: int) -> int:
         """Sum of key and value bits that all layers may have together; what scales and minima take is the same for all."""

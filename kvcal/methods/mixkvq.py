@@ -1,7 +1,8 @@
 """MixKVQ (Zhang et al. 2025): key channels in three tiers by query importance and range, values in 2 bits per token.
 
-The thresholds come from a search (kvcal/tune.py, the paper's Appendix C). With them given, this method only measures, layer by
-layer: how many channels a head has in each tier, what a block therefore takes, and what attention outputs lose.
+The thresholds come from a search (kvcal/search/thresholds.py, the paper's Appendix C). With them given, this method only
+measures, layer by layer: how many channels a head has in each tier, what a block therefore takes, and what attention
+outputs lose.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme
 from kvcal_artifacts.storage import block_store
 from kvcal_artifacts.windows import Windows
 
-from ..capture import LayerTaps
+from ..capture.scan import LayerTaps
 from .attention import OutputError, probe
-from .backbones import divisor
 from .base import Carry, LayerFit, layer_by_layer
+from .registry import divisor
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,19 @@ class MixKVQ:
         wide = dtype == torch.bfloat16 and self.full is None
         raw = ("bfloat16" if wide else "float16") if self.raw == "auto" else self.raw
         return codecs.MixKVQ(
-            shape, "key", self.tau_low, self.tau_high, self.group, self.round_up, raw, self.importance,  # type: ignore[arg-type]
-            self.normalise, self.full, self.four, expected,  # type: ignore[arg-type]
-        )  # fmt: skip
+            shape,
+            "key",
+            self.tau_low,
+            self.tau_high,
+            self.group,
+            self.round_up,
+            raw,
+            self.importance,  # type: ignore[arg-type]
+            self.normalise,  # type: ignore[arg-type]
+            self.full,
+            self.four,
+            expected,
+        )
 
     def value_codec(self, shape: Shape) -> Codec:
         return Uniform(shape, "value", self.value_bits, divisor(self.value_group, shape.dim), "channel")
@@ -102,17 +113,19 @@ class MixKVQ:
         sizes, error, keys = TierSizes(), OutputError(), OutputError()
         for batch in taps.batches(self.taps, self.frame, advance=True):
             with carry.timer("encode"):
-                seen = probe(batch, layer, taps.site, carry.shape, self.windows, key.stats)
+                layer_probe = probe(batch, layer, taps.site, carry.shape, self.windows, key.stats)
                 train = carry.training_rows(batch.rows)
-                packed = key.encode(seen.k[:, :, seen.packed], seen.context())
-                sizes.add(key, {name: block_store.select(held, torch.arange(train)) for name, held in packed.items()})
-                if train < len(seen.k):
-                    rest, made = seen.rows(train), key.decode(packed, seen.context())[train:]
-                    keys.add(rest.k[:, :, rest.packed].float(), made)
-                    error.add(rest.outputs(), rest.outputs(made, rest.decoded(value)))
+                packed = key.encode(layer_probe.k[:, :, layer_probe.packed], layer_probe.context())
+                sizes.add(
+                    key, {name: block_store.select(tensors, torch.arange(train)) for name, tensors in packed.items()}
+                )
+                if train < len(layer_probe.k):
+                    rest, decoded = layer_probe.rows(train), key.decode(packed, layer_probe.context())[train:]
+                    keys.add(rest.k[:, :, rest.packed].float(), decoded)
+                    error.add(rest.outputs(), rest.outputs(decoded, rest.decoded(value)))
         first, second = sizes.means()
-        told = self.key_codec(carry.shape, dtype, None if self.full is not None else (first, second))
-        pair = LayerCodecs(told, value)
+        expected = self.key_codec(carry.shape, dtype, None if self.full is not None else (first, second))
+        pair = LayerCodecs(expected, value)
         metrics = {
             "full_channels": first,
             "four_bit_channels": second,
@@ -138,7 +151,7 @@ class TierSizes:
     def add(self, codec: codecs.MixKVQ, packed: codecs.Packed) -> None:
         self.blocks += packed["perm"][..., 0].numel()
         self.nbytes += sum(
-            t.numel() * t.element_size() for held in packed.values() for t in block_store.tensors_of(held)
+            t.numel() * t.element_size() for field in packed.values() for t in block_store.tensors_of(field)
         )
         for tier, counts in enumerate(codec.counts(packed)[:2]):
             self.channels[tier] += int(counts.sum())

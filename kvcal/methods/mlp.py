@@ -40,7 +40,7 @@ def fit_mlp(pairs: Pairs, gram: Gram, tokens: int, settings: MLPSettings) -> Pre
     std_y = (gram.yy / gram.count - gram.mean_y**2).clamp_min(1e-12).sqrt().float()
     weights = _start(inputs, outputs, settings, device)
     optimizer = torch.optim.Adam(weights.values(), lr=settings.rate)
-    total, seen = settings.epochs * tokens, 0
+    total, tokens_done = settings.epochs * tokens, 0
     generator = torch.Generator().manual_seed(settings.seed)
     for _ in range(settings.epochs):
         for x, y in pairs():
@@ -50,9 +50,9 @@ def fit_mlp(pairs: Pairs, gram: Gram, tokens: int, settings: MLPSettings) -> Pre
                 loss = functional.mse_loss(_forward(scaled, weights), (y[part] - mean_y) / std_y)
                 optimizer.zero_grad()
                 loss.backward()
-                optimizer.param_groups[0]["lr"] = settings.rate * 0.5 * (1 + math.cos(math.pi * seen / total))
+                optimizer.param_groups[0]["lr"] = settings.rate * 0.5 * (1 + math.cos(math.pi * tokens_done / total))
                 optimizer.step()
-                seen += len(part)
+                tokens_done += len(part)
     return MLP(_fold(weights, settings.norm, mean_x, std_x, mean_y, std_y))
 
 

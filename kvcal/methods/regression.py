@@ -19,7 +19,7 @@ CHUNK = 8192  # tokens a product: float32 sums of this length round at 1e-6, far
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """Of sums over CHUNK tokens: float64 costs nothing worth having on a CPU; many GPUs are 64 times slower in it."""
+    """The dtype of sums over CHUNK tokens: float64 costs nothing worth having on a CPU; many GPUs are 64 times slower."""
     return torch.float64 if device.type == "cpu" else torch.float32
 
 

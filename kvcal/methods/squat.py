@@ -22,9 +22,9 @@ from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs
 from kvcal_artifacts.storage.ledger import Ledger
 from kvcal_artifacts.windows import Windows
 
-from ..capture import LayerTaps
-from .backbones import divisor
+from ..capture.scan import LayerTaps
 from .base import Carry, HoldoutError, LayerFit, flat
+from .registry import divisor
 
 DEVIATION_RANKS = (1, 2, 5, 10, 20, 30, 40, 60, 80, 100, 120)
 # Table 3's grid; over the root of the length, strengths that do the same to a few thousand queries
@@ -53,8 +53,8 @@ def paper_settings(task: str, model: str, frame: Frame) -> tuple[int, float, int
     if task == "lm-eval":
         return PAPER
     if (task, model, frame) not in PAPER_MODELS:
-        known = sorted({name for kind, name, _ in PAPER_MODELS if kind == task})
-        raise UsageError(f"--settings {task}: the paper has it for {', '.join(known)}, not for {model}")
+        names = sorted({name for kind, name, _ in PAPER_MODELS if kind == task})
+        raise UsageError(f"--settings {task}: the paper has it for {', '.join(names)}, not for {model}")
     return PAPER_MODELS[task, model, frame]
 
 
@@ -120,11 +120,17 @@ class Squat:
     def codecs(self, shape: Shape, rank: int, strength: float, calibrated: Tensor | None) -> LayerCodecs:
         """A layer's codecs; calibrated (H, at least rank, D), its first rows are taken."""
         inner = Uniform(shape, "key", self.bits, self.group, "token")
-        own = None if calibrated is None else calibrated[:, :rank].contiguous()
+        directions = None if calibrated is None else calibrated[:, :rank].contiguous()
         key = codecs.Squat(
-            inner, rank, strength, self.channels or -(-shape.dim // 2), self.subspace, self.normalise,  # type: ignore[arg-type]
-            self.queries, own,
-        )  # fmt: skip
+            inner,
+            rank,
+            strength,
+            self.channels or -(-shape.dim // 2),
+            self.subspace,  # type: ignore[arg-type]
+            self.normalise,
+            self.queries,
+            directions,
+        )
         return LayerCodecs(key, Uniform(shape, "value", self.bits, divisor(self.group, shape.dim), "channel"))
 
     def fit_layer(self, layer: int, taps: LayerTaps, carry: Carry) -> LayerFit:
@@ -183,44 +189,44 @@ class _LayerRun:
 
     def fit(self) -> LayerFit:
         carry, grid = self.carry, [(rank or self.carry.shape.dim, strength) for rank, strength in self.method.grid]
-        held = slice(carry.train, carry.train + carry.held)
-        text, other = self._sum(slice(0, carry.train)), self._sum(slice(held.stop, self.taps.windows))
+        holdout = slice(carry.train, carry.train + carry.holdout)
+        text, other = self._sum(slice(0, carry.train)), self._sum(slice(holdout.stop, self.taps.windows))
         with carry.timer("solve"):
             calibrated = self._calibrated(text, max(rank for rank, _ in grid))
             vectors = {n: principal(t.mean)[1] for n, t in (("same_text", text), ("other_text", other)) if t.count}
         points = [self.method.codecs(carry.shape, rank, strength, calibrated) for rank, strength in grid]
         kivi = self.method.codecs(carry.shape, 1, 0.0, calibrated)
-        found = _Holdout(self.method, self.layer, self.taps, [*points, kivi])
+        sums = _Holdout(self.method, self.layer, self.taps, [*points, kivi])
         for batch in self.taps.batches({"q", "k", "v"}, "pre_rope", advance=True):
-            own = slice(max(held.start - batch.rows.start, 0), max(held.stop - batch.rows.start, 0))
+            rows = slice(max(holdout.start - batch.rows.start, 0), max(holdout.stop - batch.rows.start, 0))
             assert batch.q is not None and batch.k is not None and batch.v is not None
             with carry.timer("measure"):
-                found.add(batch.q[own], batch.k[own], batch.v[own], vectors)
-        return self._chosen(points, grid, found)
+                sums.add(batch.q[rows], batch.k[rows], batch.v[rows], vectors)
+        return self._chosen(points, grid, sums)
 
     def _sum(self, rows: slice) -> QuerySum:
         """Q'Q of these windows, which may be none."""
-        found = QuerySum()
+        total = QuerySum()
         if rows.start < rows.stop:
             for batch in self.taps.batches({"q"}, self.method.queries, rows=rows):
                 assert batch.q is not None
                 with self.carry.timer("gram"):
-                    found.add(torch.unflatten(batch.q, 1, (self.carry.shape.heads, -1)))
-        return found
+                    total.add(torch.unflatten(batch.q, 1, (self.carry.shape.heads, -1)))
+        return total
 
     def _calibrated(self, text: QuerySum, rank: int) -> Tensor:
         """(H, rank, D) float32 as if one window of the text were the prompt; over the root of the length, of any."""
         scale = 1.0 if self.method.normalise == "length" else (text.count / self.carry.train) ** 0.5
         return (subspace(text.mean, rank) * scale).float()
 
-    def _chosen(self, points: list[LayerCodecs], grid: list[tuple[int, float]], found: _Holdout) -> LayerFit:
+    def _chosen(self, points: list[LayerCodecs], grid: list[tuple[int, float]], sums: _Holdout) -> LayerFit:
         """The point with the lowest logit error, and what was measured."""
-        metrics, logits = found.deviation_metrics(), found.logit_errors()
+        metrics, logits = sums.deviation_metrics(), sums.logit_errors()
         best = 0
         if logits:
             best = min(range(len(grid)), key=lambda i: logits[i])
             heads = self.carry.shape.heads
-            metrics |= found.key_errors[best].metrics("key", heads) | found.value_error.metrics("value", heads)
+            metrics |= sums.key_errors[best].metrics("key", heads) | sums.value_error.metrics("value", heads)
             metrics |= {"logit_error": round(logits[best], 6), "logit_error_kivi": round(logits[-1], 6)}
         if len(grid) > 1:
             if not logits:
@@ -249,19 +255,19 @@ class _Holdout:
         if not len(q):
             return
         turned = self._rotate(q, slice(None))
-        own = turned if self.method.queries == "post_rope" else q
-        self._deviate(torch.unflatten(own, 1, (k.shape[1], -1)), vectors)
+        queries = turned if self.method.queries == "post_rope" else q
+        self._deviate(torch.unflatten(queries, 1, (k.shape[1], -1)), vectors)
         windows = self.method.windows
         blocks = (q.shape[2] - windows.sink - windows.recent) // windows.block
         if blocks > 0:
             packed = slice(windows.sink, windows.sink + blocks * windows.block)
             stored = self._rotate(k, slice(None)) if self.method.frame == "post_rope" else k
-            errors = self._encode(own, stored[:, :, packed], packed)
+            errors = self._encode(queries, stored[:, :, packed], packed)
             squares, pairs = logit_squares(torch.unflatten(turned, 1, (k.shape[1], -1)), errors, windows)
             self.squares = [a + b for a, b in zip(self.squares, squares, strict=True)]
             self.pairs += pairs
-            made = self.value.encode_decode(v[:, :, packed])[1]
-            self.value_error.add(flat(v[:, :, packed]), None, flat(made))
+            decoded = self.value.encode_decode(v[:, :, packed])[1]
+            self.value_error.add(flat(v[:, :, packed]), None, flat(decoded))
 
     def _rotate(self, x: Tensor, tokens: slice) -> Tensor:
         """x (B, heads, these tokens, D) as attention multiplies it."""
@@ -270,15 +276,15 @@ class _Holdout:
         cos, sin = (t[:, tokens].to(x.dtype) for t in self.taps.rope)
         return self.taps.site.rotate(x, cos, sin)
 
-    def _encode(self, own: Tensor, x: Tensor, packed: slice) -> list[Tensor]:
-        """The error of each codec on keys x (B, H, packed tokens, D), as attention multiplies it; own: its queries."""
+    def _encode(self, queries: Tensor, x: Tensor, packed: slice) -> list[Tensor]:
+        """The error of each codec on keys x (B, H, packed tokens, D), as attention multiplies it; queries: its queries."""
         widest, errors = max(self.tried, key=lambda codec: codec.rank), []
-        known = window_subspaces(own, widest.shape, self.method.windows, widest.statistic)
+        subspaces = window_subspaces(queries, widest.shape, self.method.windows, widest.statistic)
         for codec, total in zip(self.tried, self.key_errors, strict=True):
-            stats = {codec.statistic: known[..., : codec.rank, :]}  # of the widest subspace the first directions
-            made = codec.encode_decode(x, Context(self.layer, stats=stats))[1]
-            total.add(flat(x), None, flat(made))
-            error = made - x.float()
+            stats = {codec.statistic: subspaces[..., : codec.rank, :]}  # of the widest subspace the first directions
+            decoded = codec.encode_decode(x, Context(self.layer, stats=stats))[1]
+            total.add(flat(x), None, flat(decoded))
+            error = decoded - x.float()
             errors.append(self._rotate(error, packed) if self.method.frame == "pre_rope" else error)
         return errors
 
@@ -287,16 +293,16 @@ class _Holdout:
         prompt = self.method.prompt or q.shape[3] // 4
         if not 0 < prompt < q.shape[3]:
             raise UsageError(f"--prompt-tokens {prompt}: windows have {q.shape[3]} tokens")
-        own = {}
+        bases = {}
         for name, tokens in (("prompt", slice(0, prompt)), ("window", slice(None))):
             wide = q[:, :, :, tokens].flatten(2, 3).double()
-            own[name] = principal(wide.transpose(-1, -2) @ wide)[1]
+            bases[name] = principal(wide.transpose(-1, -2) @ wide)[1]
         later = q[:, :, :, prompt:].flatten(2, 3)
-        for name, rows in (own | vectors).items():
+        for name, rows in (bases | vectors).items():
             self.deviations.setdefault(name, Deviation()).add(later, rows)
 
     def deviation_metrics(self) -> dict[str, float]:
-        return {k: v for name, found in self.deviations.items() for k, v in found.metrics(name).items()}
+        return {k: v for name, deviation in self.deviations.items() for k, v in deviation.metrics(name).items()}
 
     def logit_errors(self) -> list[float]:
         """Root mean square error of attention logits by codec; empty where windows were too short to pack anything."""
@@ -315,9 +321,9 @@ def window_subspaces(q: Tensor, shape: Shape, windows: Windows, name: str) -> Te
     q (B, heads, T, D), windows without padding; the statistic is the cache's own.
     """
     plan = Ledger(windows).begin(q.shape[0], q.shape[2], None)
-    found = statistic(name, shape).observe(q, Prefixes(plan, windows, q.device))
-    assert found is not None
-    return found
+    subspaces = statistic(name, shape).observe(q, Prefixes(plan, windows, q.device))
+    assert subspaces is not None
+    return subspaces
 
 
 def logit_squares(q: Tensor, errors: list[Tensor], windows: Windows) -> tuple[list[float], int]:

@@ -14,9 +14,7 @@ greedy choice is best.
 from __future__ import annotations
 
 import heapq
-import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,12 +22,9 @@ from torch import Tensor
 from kvcal_artifacts.codecs import Shape, Transform
 from kvcal_artifacts.codecs.base import Role
 from kvcal_artifacts.codecs.transform import MSE
-from kvcal_artifacts.errors import UsageError
 
-if TYPE_CHECKING:
-    from .seen import Seen
+from .statistics import Moments, TrainingData
 
-NAME = re.compile(r"transform-(?P<bits>\d(\.\d+)?)(?P<gain>-debiased)?")
 FLOOR = 1e-5  # of the mean: the smallest metric and variance of a direction, so that all have an inverse in float16
 
 
@@ -40,62 +35,12 @@ class TransformBackbone:
     bits: float
     gain: str = "mse"
 
-    def learn(self, seen: Seen) -> Transform:
-        return self.fit(seen.shape, seen.role, seen.moments())
+    def learn(self, data: TrainingData) -> Transform:
+        return self.fit(data.shape, data.role, data.moments())
 
-    def fit(self, shape: Shape, role: Role, found: Moments) -> Transform:
-        spread, mean = found.covariance()
-        return fit_transform(shape, role, spread, found.metric(), mean, self.bits, self.gain)
-
-
-def transform_backbone(name: str) -> TransformBackbone | None:
-    """transform-BITS or transform-BITS-debiased; None for any other name."""
-    found = NAME.fullmatch(name)
-    if found is None:
-        return None
-    bits = float(found["bits"])
-    if not 0 < bits <= max(MSE):
-        raise UsageError(f"codec {name!r}: transform coding takes above 0 to {max(MSE)} bits")
-    return TransformBackbone(bits, "debiased" if found["gain"] else "mse")
-
-
-class Moments:
-    """Sums over training tokens, float64, per kv head."""
-
-    def __init__(self, shape: Shape, device: torch.device) -> None:
-        size = (shape.heads, shape.dim)
-        self.count = 0
-        self.total = torch.zeros(size, dtype=torch.float64, device=device)
-        self.square = torch.zeros(*size, shape.dim, dtype=torch.float64, device=device)
-        self.weight = torch.zeros_like(self.square)
-
-    def add(self, x: Tensor) -> None:
-        """x (B, H, T, D): what will be stored."""
-        rows = x.movedim(1, 0).flatten(1, 2).double()
-        self.count += rows.shape[1]
-        self.total += rows.sum(1)
-        self.square += rows.mT @ rows
-
-    def weigh(self, queries: Tensor) -> None:
-        """queries (B, H * group, T, D) in the frame in which keys are stored."""
-        wide = torch.unflatten(queries, 1, (len(self.total), -1)).movedim(1, 0).flatten(1, 3).double()
-        self.weight += wide.mT @ wide
-
-    def weigh_output(self, projection: Tensor) -> None:
-        """projection (hidden, heads * D): rows that attention outputs are multiplied by."""
-        heads, dim = self.total.shape
-        parts = projection.double().unflatten(1, (heads, -1, dim)).permute(1, 2, 0, 3).flatten(1, 2)
-        self.weight += parts.mT @ parts
-
-    def covariance(self) -> tuple[Tensor, Tensor]:
-        """Covariance (H, D, D) and mean (H, D)."""
-        mean = self.total / max(1, self.count)
-        return self.square / max(1, self.count) - mean[:, :, None] * mean[:, None], mean
-
-    def metric(self) -> Tensor:
-        """(H, D, D), the identity where nothing was weighed."""
-        eye = torch.eye(self.weight.shape[-1], dtype=torch.float64, device=self.weight.device).expand_as(self.weight)
-        return self.weight if bool(self.weight.any()) else eye
+    def fit(self, shape: Shape, role: Role, moments: Moments) -> Transform:
+        spread, mean = moments.covariance()
+        return fit_transform(shape, role, spread, moments.metric(), mean, self.bits, self.gain)
 
 
 def fit_transform(
@@ -122,12 +67,12 @@ def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
 def allocate(variance: Tensor, bits: float) -> list[int]:
     """Bits of each direction, in pairs, `bits` on average: variance (D,), not rising."""
     pairs = variance.unflatten(0, (-1, 2)).sum(1).tolist()
-    given = [0] * len(pairs)
+    bits_of = [0] * len(pairs)
     heap = [(-energy * (MSE[0] - MSE[1]), j) for j, energy in enumerate(pairs)]
     heapq.heapify(heap)
     for _ in range(max(1, round(bits * len(pairs)))):
         _, j = heapq.heappop(heap)
-        given[j] += 1
-        if (b := given[j]) < max(MSE):
+        bits_of[j] += 1
+        if (b := bits_of[j]) < max(MSE):
             heapq.heappush(heap, (-pairs[j] * (MSE[b] - MSE[b + 1]), j))
-    return [b for b in sorted(given, reverse=True) for _ in range(2)]
+    return [b for b in sorted(bits_of, reverse=True) for _ in range(2)]

@@ -18,8 +18,8 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs
 from kvcal_artifacts.windows import Windows
 
-from ..hashed import spread
 from .codebooks import Training, subtract, train_stage
+from .hashing import spread
 
 PAPER_DIM = 128  # head_dim of both models in the paper
 PROBE_STAGES, PROBE_SIZE, PROBE_VECTORS = 4, 256, 1 << 16  # the quantiser that the bands are measured with
@@ -40,12 +40,12 @@ class Sizes:
     high: int = 48
 
     def stages_for(self, dim: int) -> Triple:
-        """The same codes a value at another head_dim, at least one stage."""
+        """Stages that keep the codes a value at another head_dim, at least one."""
         values, low, high = (max(1, int(stages * dim / PAPER_DIM + 0.5)) for stages in self.stages)
         return values, low, high
 
     def high_for(self, dim: int) -> int:
-        """The same part of a head, in whole RoPE pairs."""
+        """Dimensions that are the same part of a head of another size, in whole RoPE pairs."""
         return 2 * int(self.high * dim / PAPER_DIM / 2 + 0.5)
 
 
@@ -91,13 +91,13 @@ class VQKV:
     block: int = 1024
 
     def __post_init__(self) -> None:
-        for what, given, allowed in (
+        for what, setting, allowed in (
             ("scale", self.scale, SCALES),
             ("split-by", self.split, SPLITS),
             ("frame", self.rope, FRAMES),
         ):
-            if given not in allowed:
-                raise UsageError(f"--{what} {given!r}: allowed are {', '.join(allowed)}")
+            if setting not in allowed:
+                raise UsageError(f"--{what} {setting!r}: allowed are {', '.join(allowed)}")
         if len(self.stages) != 3 or min(self.stages) < 1:
             raise UsageError(f"--stages {self.stages}: three numbers of at least 1: values, low band, high band")
         if len(self.sizes) != 3 or any(not 2 <= k <= 65536 or k & (k - 1) for k in self.sizes):
@@ -151,13 +151,13 @@ def quantisers(method: VQKV) -> dict[str, tuple[int, int]]:
     return {name: (method.stages[i], method.sizes[i]) for i, name in enumerate(names)}
 
 
-def reconstruction_errors(keys: Tensor, held: Tensor, label: str, training: Training) -> tuple[Tensor, Tensor]:
+def reconstruction_errors(keys: Tensor, holdout: Tensor, label: str, training: Training) -> tuple[Tensor, Tensor]:
     """How badly each dimension comes out of one small residual quantiser of whole keys: (squared error, energy), each (D,)
     float64 over held (m, D). keys (n, D); neither is changed.
     """
     rows = spread(len(keys), min(len(keys), PROBE_VECTORS), f"{label}:probe").to(keys.device)
-    rest, tail = keys[rows].clone(), held.clone()
-    energy = held.double().square().sum(0)
+    rest, tail = keys[rows].clone(), holdout.clone()
+    energy = holdout.double().square().sum(0)
     probe = Training("k-means", least=training.least, most=training.least)
     for stage in range(PROBE_STAGES):
         size = min(PROBE_SIZE, 1 << (len(rest).bit_length() - 1))
@@ -195,12 +195,12 @@ def head_scale(kind: str, square: Tensor, queries: Tensor | None) -> Tensor | No
     if kind == "none":
         return None
     if kind == "query" and queries is not None:
-        made = 1 / _floored(queries.sqrt())
+        scale = 1 / _floored(queries.sqrt())
     elif kind == "channel":
-        made = _floored(square.sqrt())
+        scale = _floored(square.sqrt())
     else:
-        made = square.mean(-1, keepdim=True).sqrt().expand_as(square)
-    return made.clamp(2.0**-14, 32768.0).half().contiguous()
+        scale = square.mean(-1, keepdim=True).sqrt().expand_as(square)
+    return scale.clamp(2.0**-14, 32768.0).half().contiguous()
 
 
 def _floored(root: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ class Table:
     rows: list[list[str]]
 
 
-def tables(found: Found) -> Iterator[Table]:
+def tables(result: Found) -> Iterator[Table]:
     """All rows of run_bench, grouped as they are read."""
-    rows: list[Found] = found["rows"]
+    rows: list[Found] = result["rows"]
     paper = [row for row in rows if row["operation"].startswith(TABLE_4)]
     if paper:
         yield from _table_4(paper)
@@ -30,20 +30,20 @@ def tables(found: Found) -> Iterator[Table]:
     longest = [row for row in rest if row["operation"] == "longest-generation"]
     if longest:
         yield _longest(longest)
-    if found.get("compared"):
-        yield _compared(found["compared"])
+    if result.get("compared"):
+        yield _compared(result["compared"])
 
 
-def rates(found: Found) -> Iterator[str]:
+def rates(result: Found) -> Iterator[str]:
     """What the rows' `of copy` is of: the device's rates in this run, and those of runs before it that measured some rows."""
-    if found.get("copy_gb_per_s"):
+    if result.get("copy_gb_per_s"):
         yield (
-            f"measured in this run: copy {found['copy_gb_per_s']:.1f} GB/s read and written, read "
-            f"{found['read_gb_per_s']:.1f} GB/s"
+            f"measured in this run: copy {result['copy_gb_per_s']:.1f} GB/s read and written, read "
+            f"{result['read_gb_per_s']:.1f} GB/s"
         )
-    if found.get("resumed_copy_gb_per_s"):
-        copies = ", ".join(f"{rate:.1f}" for rate in found["resumed_copy_gb_per_s"])
-        yield f"{found['resumed_rows']} rows are of a run before this one, beside its copy: {copies} GB/s read and written"
+    if result.get("resumed_copy_gb_per_s"):
+        copies = ", ".join(f"{rate:.1f}" for rate in result["resumed_copy_gb_per_s"])
+        yield f"{result['resumed_rows']} rows are of a run before this one, beside its copy: {copies} GB/s read and written"
 
 
 def _hidden(row: Found) -> bool:
@@ -61,20 +61,28 @@ def said(row: Found) -> str:
 
 def _timed(rows: list[Found]) -> Table:
     columns = ["operation", "scheme", "batch", "length", "µs", "bits", "of copy", "× FP16", "", "how", "remark"]
-    made = []
+    table_rows = []
     for row in rows:
         remarks = [row["refused"] or "", _remark(row)]
-        made.append(
+        table_rows.append(
             [
-                row["operation"], row["scheme"], row["batch"], row["length"], _number(row["microseconds"]),
-                _number(row["stored_bits"], 2), _number(row["fraction_of_copy"], 3), _number(row["ratio_to_fp16"], 2),
-                said(row), row["path"].removeprefix("projected: "), "; ".join(filter(None, remarks)),
+                row["operation"],
+                row["scheme"],
+                row["batch"],
+                row["length"],
+                _number(row["microseconds"]),
+                _number(row["stored_bits"], 2),
+                _number(row["fraction_of_copy"], 3),
+                _number(row["ratio_to_fp16"], 2),
+                said(row),
+                row["path"].removeprefix("projected: "),
+                "; ".join(filter(None, remarks)),
             ]
-        )  # fmt: skip
+        )
     models = ", ".join(dict.fromkeys(str(row["model"]) for row in rows))
     places = ", ".join(dict.fromkeys(str(row["device"]) for row in rows))
     title = f"{models} on {places}, {' and '.join(dict.fromkeys(map(said, rows)))}"
-    return Table(title + _by_torch(rows), columns, made)
+    return Table(title + _by_torch(rows), columns, table_rows)
 
 
 def _by_torch(rows: list[Found]) -> str:
@@ -90,11 +98,20 @@ def _remark(row: Found) -> str:
     if "paper_microseconds" in row:
         parts.append(f"paper {row['paper_microseconds']:g} ({row['paper_device']})")
     for key, form in (
-        ("bound", "limit: {}"), ("fraction_of_matmul", "{:.0%} of matmul"), ("symmetric_percent", "{:g} % symmetric"),
-        ("share_percent", "{:.1f} % of the layer"), ("paper_share_percent", "paper {:g} %"), ("calls", "{}"),
-        ("tokens_per_second", "{:,.1f} tokens/s"), ("largest_batch", "batch {}"), ("batch_to_fp16", "{:.2f} × FP16's"),
-        ("throughput_to_fp16", "throughput {:.2f} × FP16's"), ("no_graph", "no graph: {}"), ("note", "{}"), ("made_up", "{}"),
-    ):  # fmt: skip
+        ("bound", "limit: {}"),
+        ("fraction_of_matmul", "{:.0%} of matmul"),
+        ("symmetric_percent", "{:g} % symmetric"),
+        ("share_percent", "{:.1f} % of the layer"),
+        ("paper_share_percent", "paper {:g} %"),
+        ("calls", "{}"),
+        ("tokens_per_second", "{:,.1f} tokens/s"),
+        ("largest_batch", "batch {}"),
+        ("batch_to_fp16", "{:.2f} × FP16's"),
+        ("throughput_to_fp16", "throughput {:.2f} × FP16's"),
+        ("no_graph", "no graph: {}"),
+        ("note", "{}"),
+        ("made_up", "{}"),
+    ):
         if row.get(key) is not None:
             parts.append(form.format(row[key]))
     if (row.get("queries") or 1) > 1:
@@ -109,53 +126,68 @@ def _table_4(rows: list[Found]) -> Iterator[Table]:
     columns = ["part", "scheme", "bits", *map(str, lengths), ""]
 
     def table(title: str, cell: str, parts: Sequence[str]) -> Table:
-        made = []
+        lines = []
         for part in parts:
             for scheme in dict.fromkeys(row["scheme"] for row in rows):
-                own = [row for row in rows if row["scheme"] == scheme and row["operation"] == TABLE_4 + part]
-                cells = [cell.format(**row) for row in own]
-                beside = f" (paper {own[0]['paper_bits']:g})" if "paper_bits" in own[0] else ""
-                made.append([part, scheme, f"{own[0]['stored_bits']:g}{beside}", *cells, "projected"])
-        return Table(title, columns, made)
+                of_part = [row for row in rows if row["scheme"] == scheme and row["operation"] == TABLE_4 + part]
+                cells = [cell.format(**row) for row in of_part]
+                paper = f" (paper {of_part[0]['paper_bits']:g})" if "paper_bits" in of_part[0] else ""
+                lines.append([part, scheme, f"{of_part[0]['stored_bits']:g}{paper}", *cells, "projected"])
+        return Table(title, columns, lines)
 
     every = ("K", "V", "total")
     yield table(
         "InnerQ Table 4, Jetson Xavier NX, one layer of Llama-3.1-8B: paper's µs | projected from stored bytes",
-        "{paper_microseconds:.0f} | {microseconds:.0f}", every,
-    )  # fmt: skip
+        "{paper_microseconds:.0f} | {microseconds:.0f}",
+        every,
+    )
     yield table(
         "what the paper's time means, launch as projected: GB/s of stored bytes | issue slots a value and query head",
-        "{paper_gb_per_s:.1f} | {paper_slots_per_element:.1f}", every,
-    )  # fmt: skip
+        "{paper_gb_per_s:.1f} | {paper_slots_per_element:.1f}",
+        every,
+    )
     yield table(
         "a query head at a time | each kv head read once for its four query heads: projected µs",
-        "{microseconds:.0f} | {shared_microseconds:.0f}", ("total",),
-    )  # fmt: skip
+        "{microseconds:.0f} | {shared_microseconds:.0f}",
+        ("total",),
+    )
 
 
 def _longest(rows: list[Found]) -> Table:
-    made = [
+    table_rows = [
         [
-            row["scheme"], row["batch"], _number(row["stored_bits"], 2), f"{row['memory_gib']:g}",
-            f"{row['longest_length']:,}", said(row), row["path"].removeprefix("projected: "),
+            row["scheme"],
+            row["batch"],
+            _number(row["stored_bits"], 2),
+            f"{row['memory_gib']:g}",
+            f"{row['longest_length']:,}",
+            said(row),
+            row["path"].removeprefix("projected: "),
             row["refused"] or (f"paper {row['paper_longest']:,}" if "paper_longest" in row else ""),
         ]
         for row in rows
-    ]  # fmt: skip
+    ]
     return Table(
         f"longest generation of {rows[0]['model']}",
         ["scheme", "batch", "bits", "GiB", "tokens", "", "how", "remark"],
-        made,
+        table_rows,
     )
 
 
 def _compared(rows: list[Found]) -> Table:
-    made = [
+    table_rows = [
         [
-            row["operation"], row["scheme"], row["batch"], row["length"], row["path"], _number(row["earlier"]),
-            _number(row["now"]), _number(row["times_as_fast"], 2), said(row),
+            row["operation"],
+            row["scheme"],
+            row["batch"],
+            row["length"],
+            row["path"],
+            _number(row["earlier"]),
+            _number(row["now"]),
+            _number(row["times_as_fast"], 2),
+            said(row),
         ]
         for row in rows
-    ]  # fmt: skip
+    ]
     columns = ["operation", "scheme", "batch", "length", "how", "earlier µs", "now µs", "times as fast", ""]
-    return Table("compared with the earlier file", columns, made)
+    return Table("compared with the earlier file", columns, table_rows)

@@ -32,7 +32,7 @@ def markdown(text: object) -> Markdown:
     if isinstance(text, Markdown):
         return text
     plain = "".join(ENTITIES.get(one, one) for one in shown(text))
-    return Markdown(LINKS.sub(lambda found: f"\\{found[0]}", MARKS.sub(lambda found: f"\\{found[0]}", plain)))
+    return Markdown(LINKS.sub(lambda sign: f"\\{sign[0]}", MARKS.sub(lambda sign: f"\\{sign[0]}", plain)))
 
 
 def code(text: object) -> Markdown:

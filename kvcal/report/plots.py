@@ -12,7 +12,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.shown import shown
 
-from ..fit import check_output
+from .outputs import check_output
 from .png import png
 
 Rows = Sequence[Sequence[float] | None]
@@ -25,7 +25,7 @@ def drawable(text: object) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Before any work: whether a plot can be drawn and written there."""
+    """Check before any work that a plot can be drawn and written there."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib, which is not installed: install kvcal again")
     if path.suffix != ".png":
@@ -60,13 +60,13 @@ def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """KL against stored bits of rows as `kvcal compare` gives them, those on the front joined by a line."""
     from matplotlib.figure import Figure
 
-    seen = [row for row in rows if row["bits_per_value"] is not None and row["kl"] > 0]
-    front = [row for row in seen if row["front"]]
+    drawn = [row for row in rows if row["bits_per_value"] is not None and row["kl"] > 0]
+    front = [row for row in drawn if row["front"]]
     figure = Figure(figsize=(8, 5), layout="constrained")
     axis = figure.subplots()
-    axis.scatter([row["bits_per_value"] for row in seen], [row["kl"] for row in seen], s=18)
+    axis.scatter([row["bits_per_value"] for row in drawn], [row["kl"] for row in drawn], s=18)
     axis.plot([row["bits_per_value"] for row in front], [row["kl"] for row in front], linewidth=1, label="Pareto front")
-    for row in seen:
+    for row in drawn:
         axis.annotate(
             drawable(row["name"]),
             (row["bits_per_value"], row["kl"]),
@@ -87,7 +87,7 @@ QUANTISERS = {1: 0.75, 2: 0.89}  # bits -> variance that they "usually explain",
 def plot_probes(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Explained variance (AQUA-KV Figures 2, 4 and 5): above the means, for keys and for values; below, layer by layer.
 
-    rows: as kvcal.probe.table gives them.
+    rows: as kvcal.evaluate.probe.table gives them.
     """
     from matplotlib.figure import Figure
 
@@ -148,9 +148,11 @@ def plot_bench(rows: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(4.6 * wide, 3.4 * tall), layout="constrained")
     axes = figure.subplots(tall, wide, squeeze=False).flatten()
     for axis, name in zip(axes, names, strict=False):
-        own = [row for row in timed if row["operation"] == name]
-        beside = plain if any(row["ratio_to_fp16"] for row in own) and not name.startswith("innerq-table-4") else []
-        _bench_lines(axis, beside + own)
+        of_operation = [row for row in timed if row["operation"] == name]
+        reference = (
+            plain if any(row["ratio_to_fp16"] for row in of_operation) and not name.startswith("innerq-table-4") else []
+        )
+        _bench_lines(axis, reference + of_operation)
         axis.set(title=drawable(name), xlabel="cached tokens", ylabel="µs", xscale="log", yscale="log")
         axis.grid(alpha=0.25)
         axis.legend(fontsize=5, frameon=False)
@@ -163,8 +165,8 @@ def _bench_lines(axis: Any, rows: list[dict[str, Any]]) -> None:
     lines: dict[tuple[str, int, bool], list[dict[str, Any]]] = {}
     for row in rows:
         lines.setdefault((row["scheme"], row["batch"], row["projected"]), []).append(row)
-    for (scheme, batch, projected), found in lines.items():
-        points = sorted(found, key=lambda row: int(row["length"]))
+    for (scheme, batch, projected), line_points in lines.items():
+        points = sorted(line_points, key=lambda row: int(row["length"]))
         label = f"{drawable(scheme)}, batch {batch}" + (", projected" if projected else "")
         x = [row["length"] for row in points]
         line = axis.plot(

@@ -11,6 +11,6 @@ if TYPE_CHECKING:  # matplotlib is imported only where a plot is asked for
 
 def png(figure: Figure, dpi: int) -> bytes:
     """`dpi` dots an inch, without matplotlib's version in it: the same numbers give the same bytes."""
-    made = io.BytesIO()
-    figure.savefig(made, format="png", dpi=dpi, metadata={"Software": None})
-    return made.getvalue()
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=dpi, metadata={"Software": None})
+    return stream.getvalue()

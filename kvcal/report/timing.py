@@ -55,7 +55,7 @@ class PhaseTimer:
         return {phase: round(seconds, 3) for phase, seconds in ordered}
 
     def __str__(self) -> str:
-        """As in: forward 61.2 s (58 %) · solve 30.1 s (28 %) · load 14.7 s (14 %)."""
+        """A line such as: forward 61.2 s (58 %) · solve 30.1 s (28 %) · load 14.7 s (14 %)."""
         total = self.total or 1.0
         parts = [f"{phase} {seconds:.1f} s ({seconds / total:.0%})" for phase, seconds in self.split().items()]
         return " · ".join(parts).replace("%)", " %)")

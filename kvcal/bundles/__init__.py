@@ -1,0 +1,1 @@
+"""What is done with finished bundles: combine, compare, describe, publish."""

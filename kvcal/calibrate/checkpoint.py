@@ -1,0 +1,285 @@
+"""What a long command keeps while it runs, so that a killed one goes on: a folder for the settings it was made with.
+
+Beside the output, where there is one: `.OUTPUT.partial`. Else partial/COMMAND-KEY in the folder of preflight.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts.bundle import Bundle, load_bundle
+from kvcal_artifacts.canonical import canonical, sha256_text
+from kvcal_artifacts.errors import KVCalError
+from kvcal_artifacts.files import is_temporary, kind_of, read_text, write_atomically
+from kvcal_artifacts.fingerprint import Fingerprint
+from kvcal_artifacts.paths.preflight import verdicts
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.shown import message
+
+from ..methods.base import Method
+from ..report.outputs import check_output
+
+SETTINGS = "settings.json"
+DAYS = 30  # after which nobody is expected to go on with a killed run that has no output
+DIGITS = 20  # of a hash in a file's name
+KEY = re.compile(r"[0-9a-f]{64}")
+OF_A_COMMAND = re.compile(rf"[a-z]+(-[a-z]+)*-[0-9a-f]{{{DIGITS}}}")  # names that `in_cache` gives
+# Names of what runs keep, for a folder whose settings are damaged or were not written yet.
+NAMES = re.compile(
+    r"settings\.json|layer-\d{4}\.safetensors|vectors\.\d{4}\.safetensors|[\w.-]+-\d{3}\.safetensors|"
+    r"(row|rows|windows)-[\w.-]+\.json|\.?fit-[0-9a-f]+\.(kvcal\.)?safetensors(\.partial)?"
+)
+
+
+def partial_folder(output: Path) -> Path:
+    return output.parent / f".{output.name}.partial"
+
+
+def in_cache(command: str, key: str) -> Path:
+    return verdicts.folder() / "partial" / f"{command}-{short(key)}"
+
+
+def short(key: str) -> str:
+    """A text that is any length, for a file's name."""
+    return sha256_text(key)[:DIGITS]
+
+
+def check_ours(folder: Path, names: re.Pattern[str] = NAMES) -> None:
+    """Raise KVCalError where something lies at `folder` that no run made: it would be written into, and removed.
+
+    A run's folder has our settings in it, or nothing but files of these names and temporary ones.
+    """
+    try:
+        mode = os.lstat(folder).st_mode
+        entries = sorted(entry.name for entry in os.scandir(folder)) if stat.S_ISDIR(mode) else []
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise KVCalError(f"{folder}: cannot be read ({error.strerror or error}); move it away") from error
+    if not stat.S_ISDIR(mode):
+        kind = "a link" if stat.S_ISLNK(mode) else kind_of(mode)
+        raise KVCalError(f"{folder} is {kind}, where kvcal keeps a folder for a killed run: move it away")
+    if stored_key(folder) is not None:
+        return
+    if foreign := [name for name in entries if not (names.fullmatch(name) or is_temporary(name))]:
+        raise KVCalError(
+            f"{folder} holds {foreign[0]}, which kvcal did not make, and would be removed: move the folder away, or give "
+            "another --output"
+        )
+
+
+def stored_key(folder: Path) -> str | None:
+    """The key of the settings that a run wrote there; None where there are none, or damaged ones.
+
+    Raises KVCalError where the settings are a pipe or a device, say.
+    """
+    place = folder / SETTINGS
+    try:
+        key = json.loads(read_text(place))["key"]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise KVCalError(f"{place}: cannot be read ({error.strerror or error}): move it away") from error
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return key if isinstance(key, str) and KEY.fullmatch(key) else None
+
+
+class CheckpointFolder:
+    """Files in `folder`, for what `record` (as JSON) says; what a run of another record left there is removed.
+
+    resume: False removes what the same record left, too. Raises KVCalError where the folder is not one of ours.
+    """
+
+    def __init__(self, folder: Path, record: Any, resume: bool) -> None:
+        self.folder, self.key = folder, sha256_text(canonical(record))
+        check_ours(self.folder)
+        if self.folder.exists() and (not resume or stored_key(self.folder) != self.key):
+            why = "is of other settings" if resume else "is not wanted"
+            print(message(f"kvcal: {self.folder} {why}; starting anew"), file=sys.stderr)
+            shutil.rmtree(self.folder)
+
+    def place(self, name: str) -> Path:
+        """Return the path that a file of that name is to have, its folder made. Raises KVCalError or OSError where there can
+        be none.
+        """
+        self.folder.mkdir(exist_ok=True)
+        write_atomically(self.folder / SETTINGS, json.dumps({"key": self.key}).encode())
+        return self.folder / name
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class CommandCheckpoint(CheckpointFolder):
+    """JSON values by name, with a hash each, of a command that writes figures and no bundle.
+
+    A folder that cannot be written costs the going on, not the run: it is said once.
+    """
+
+    def __init__(
+        self, command: str, record: Any, *, output: Path | None, resume: bool, say: Callable[[str], None]
+    ) -> None:
+        key = [command, record]
+        folder = in_cache(command, canonical(key)) if output is None else partial_folder(output)
+        if output is None:
+            _forget(folder.parent)
+        super().__init__(folder, key, resume)
+        self._say, self._able, self.own = say, True, set[str]()  # own: names that this run has kept
+
+    def read(self, name: str) -> Any:
+        """None: there is no such value, or a damaged one."""
+        try:
+            saved = json.loads(read_text(self.folder / f"{name}.json"))
+            return saved["value"] if saved["sha256"] == _hash(saved["value"]) else None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def named(self, start: str) -> Iterator[Any]:
+        """All values whose names start so."""
+        values = (self.read(path.stem) for path in sorted(self.folder.glob(f"{start}*.json")))
+        return (value for value in values if value is not None)
+
+    def keep(self, name: str, value: Any) -> None:
+        if (path := self.file(f"{name}.json")) is None:
+            return
+        self.own.add(name)
+        saved = {"value": value, "sha256": _hash(value)}
+        self._tried(lambda: write_atomically(path, json.dumps(saved).encode()))
+
+    def file(self, name: str) -> Path | None:
+        """Like `place`, but None where nothing can be stored."""
+        return self._tried(lambda: self.place(name))
+
+    def place(self, name: str) -> Path:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        return super().place(name)
+
+    def drop(self, *names: str) -> None:
+        """Files and folders that are not needed any more; and all, if no other is left but what was cut off while written."""
+        for name in names:
+            path = self.folder / name
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        if all(path.name == SETTINGS or path.suffix == ".tmp" for path in self.folder.glob("*")):
+            self.remove()
+
+    @contextmanager
+    def until_done(self) -> Iterator[None]:
+        """Within, all that is kept is for a run that is killed: afterwards, and after an error that would come again, nothing
+        of it is left.
+        """
+        try:
+            yield
+        except KVCalError:
+            self.remove()
+            raise
+        self.remove()
+
+    @contextmanager
+    def until_out(self) -> Iterator[None]:
+        """Within, what all that is kept came to is written: afterwards nothing is left, nor where a reader left early
+        (`| head`). Any other failure leaves it for the same command, and says so.
+        """
+        try:
+            yield
+        except (BrokenPipeError, SystemExit):  # the second is what rich makes of the first
+            self.remove()
+            raise
+        except BaseException:
+            if self.folder.exists():
+                self._say(
+                    f"note: what was measured is kept in {self.folder}; the same command writes it without measuring"
+                )
+            raise
+        self.remove()
+
+    def _tried(self, write: Callable[[], Path | None]) -> Path | None:
+        if not self._able:
+            return None
+        try:
+            return write()
+        except (OSError, KVCalError) as error:
+            self._able = False
+            self._say(f"note: nothing is kept for a run that goes on from a killed one: {error}")
+            return None
+
+
+def _hash(value: Any) -> str:
+    """Figures may be NaN, which `canonical` refuses."""
+    return sha256_text(json.dumps(value, sort_keys=True))
+
+
+def _forget(folder: Path) -> None:
+    """Remove what nobody went on with, and nothing that no run made."""
+    for old in folder.glob("*"):
+        with suppress(OSError, KVCalError):  # another process may be at it
+            if OF_A_COMMAND.fullmatch(old.name) and old.lstat().st_mtime < time.time() - DAYS * 86400:
+                check_ours(old)
+                shutil.rmtree(old)
+
+
+class BatchCheckpoint:
+    """A kvcal.evaluate.perplexity.Batches in `work` under `name`, which says where it goes on. label: what is measured;
+    windows: of the text. resumed: how many of them were there.
+    """
+
+    def __init__(
+        self, work: CommandCheckpoint, name: str, label: str, windows: int, say: Callable[[str], None]
+    ) -> None:
+        self._work, self._name, self._label, self._windows, self._say = work, name, label, windows, say
+        self.resumed = 0
+
+    def load(self) -> dict[str, Any] | None:
+        saved: dict[str, Any] | None = self._work.read(self._name)
+        if saved is not None and self._name not in self._work.own:
+            self.resumed = saved["windows"]
+            self._say(
+                f"{self._label}: resuming after {self.resumed} of {self._windows} windows from {self._work.folder}"
+            )
+        return saved
+
+    def keep(self, state: dict[str, Any]) -> None:
+        self._work.keep(self._name, state)
+
+
+class LayerCheckpoint(CheckpointFolder):
+    """A hidden folder beside the output: one small bundle a fitted layer, for the settings it was made with."""
+
+    def __init__(self, output: Path, record: dict[str, Any], resume: bool) -> None:
+        check_output(output)
+        super().__init__(partial_folder(output), record, resume)
+
+    def layers(self, compressed: Sequence[int]) -> dict[int, Bundle]:
+        """Fitted layers of these, up to the first that is missing or damaged."""
+        bundles: dict[int, Bundle] = {}
+        for index in compressed:
+            path = self._path(index)
+            if not path.exists():
+                break
+            try:
+                bundles[index] = load_bundle(path, whole=False)
+            except KVCalError:
+                path.unlink()
+                break
+        return bundles
+
+    def save(self, index: int, method: Method, pair: LayerCodecs, metrics: dict[str, float]) -> None:
+        lone = Scheme(method.windows, method.frame, (pair,))
+        nothing = Fingerprint("layer", 1, pair.key.shape.heads, pair.key.shape.dim, {}, "")
+        Bundle(nothing, lone, {"layer": index}, metrics).write(self.place(self._path(index).name))
+
+    def _path(self, index: int) -> Path:
+        return self.folder / f"layer-{index:04d}.safetensors"

@@ -1,0 +1,251 @@
+"""What a scheme costs in KL on short windows of text, layer by layer, without a cache.
+
+Every token attends to the window's packed tokens as the scheme gives them back, and to the sink and the newest ones as they
+are. Hidden states, and the keys and values made of them, are then those of a model that has lived with the scheme: errors
+build up over layers and tokens, as they do over a long text. The KL of the last tokens has the order of the KL that
+`kvcal eval` measures (docs/ablations/guard.md). Only one layer's weights are needed at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kvcal_artifacts.codecs import Context
+from kvcal_artifacts.errors import NonFiniteError
+from kvcal_artifacts.hf import AttentionSite, attention_site, check_frame
+from kvcal_artifacts.scheme import Scheme
+
+from ..capture.call import LayerCall, call_layer, check_rotation
+from ..capture.checks import check_finite
+from ..capture.scan import Capture, LayerSource, TapBatch
+from ..methods.statistics import taps_of, window_statistics
+from ..report.progress import progress
+
+BEHIND = 128  # tokens at a window's end whose KL counts, none of them packed; a quarter of a window at most
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """kl: mean nats between the next-token distributions of the scheme and of the exact model, over the tokens behind the
+    prompt; infinite where the scheme's are not finite. packed: tokens of the prompt that the scheme packs; of none the KL is
+    0. ratio: largest over median root mean square of a channel of keys, of the worst layer and kv head; layer: which layer.
+    """
+
+    kl: float
+    packed: int
+    ratio: float
+    layer: int
+
+
+def channel_ratio(keys: Tensor) -> float:
+    """Largest over median root mean square of a channel, of the worst kv head; keys (B, H, T, D)."""
+    size = keys.double().square().mean((0, 2)).sqrt()
+    return float((size.amax(-1) / size.median(-1).values.clamp_min(1e-30)).max())
+
+
+def prompt_of(length: int) -> int:
+    """Tokens of a window of so many before those whose KL counts."""
+    return length - min(BEHIND, length // 4)
+
+
+def least_tokens(scheme: Scheme) -> int:
+    """Tokens of the shortest window of which the scheme packs a block before those whose KL counts."""
+    windows = scheme.windows
+    prompt = windows.sink + windows.recent + windows.block
+    return next(length for length in range(prompt, prompt + BEHIND + 1) if prompt_of(length) >= prompt)
+
+
+@torch.no_grad()
+def forecasts(
+    model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None = None
+) -> dict[str, Forecast]:
+    """Forecast the KL of each scheme on token windows ids (N, T) int64, all in one batch. device: where a LayerSource puts
+    its layers; a model's own otherwise.
+    """
+    if not schemes:
+        return {}
+    if device is None:
+        assert isinstance(model, nn.Module)
+        device = next(model.parameters()).device
+    with ExitStack() as stack:
+        capture = stack.enter_context(Capture(model, ids, device=device, batch=len(ids)))
+        layers = int(capture.decoder.config.num_hidden_layers)
+        advance = stack.enter_context(progress("Forecasting", total=layers))
+        prompt = prompt_of(capture.length)
+        x = capture.first_input()
+        runs = {name: _Run(scheme, prompt, x) for name, scheme in schemes.items()}
+        worst = (0.0, 0)
+        for index in range(layers):
+            layer = capture.source.load_layer(index)
+            try:
+                if index in capture.skipped:
+                    x = _own_cache(capture, index, layer, x, runs)
+                else:
+                    x, ratio = _compressed(capture, index, layer, x, runs)
+                    worst = max(worst, (ratio, index))
+            finally:
+                capture.source.free_layer(index)
+            check_finite(x, f"layer {index}, its output", slice(0, len(ids)))
+            advance()
+        return _kls(capture, ids, x[:, prompt:], runs, worst)
+
+
+def _own_cache(capture: Capture, index: int, layer: Any, x: Tensor, runs: Mapping[str, _Run]) -> Tensor:
+    """A layer that keeps a cache of its own, of input x (N, T, hidden size): its output; advances each run."""
+    kwargs = capture.kwargs_of(index)
+    for run in runs.values():
+        run.x = _output(layer(run.x, **kwargs))
+    return _output(layer(x, **kwargs))
+
+
+def _compressed(
+    capture: Capture, index: int, layer: nn.Module, x: Tensor, runs: Mapping[str, _Run]
+) -> tuple[Tensor, float]:
+    """Another layer: its exact output, and the channel_ratio of its keys. NonFiniteError names keys or values; KVCalError
+    where a scheme stores keys before RoPE, and these do not become the model's.
+    """
+    kwargs, site = capture.kwargs_of(index), attention_site(capture.decoder, index)
+    rope = kwargs.get("position_embeddings") if site.rope else None
+    taps = {name: run.taps(index) for name, run in runs.items()}
+    if any(taps.values()):
+        check_frame([site], "pre_rope")  # else no keys or queries before RoPE are known
+    exact = call_layer(layer, x, kwargs, site, frozenset().union(*taps.values()) & {"k"}, stop=False)
+    check_rotation(site, rope, exact)
+    for role, states in (("key", exact.keys), ("value", exact.values)):
+        check_finite(states, f"layer {index}, {role} head", slice(0, len(x)))
+    for name, run in runs.items():
+        stopped = call_layer(layer, run.x, kwargs, site, taps[name], stop=True)
+        run.pack(_Layer(index, site, rope), stopped)
+        attended = call_layer(layer, run.x, kwargs, site, frozenset(), stop=False, change=run.packed_in)
+        assert attended.output is not None
+        run.x = attended.output
+    assert exact.output is not None
+    return exact.output, channel_ratio(exact.keys)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What run-time statistics ask of a layer's taps."""
+
+    index: int
+    site: AttentionSite
+    rope: tuple[Tensor, Tensor] | None
+
+
+class _Run:
+    """One scheme on its way through the layers. x: its hidden states, (N, T, hidden size)."""
+
+    def __init__(self, scheme: Scheme, prompt: int, x: Tensor) -> None:
+        self.scheme, self.prompt, self.x = scheme, prompt, x
+        windows = scheme.windows
+        self.blocks = max(0, prompt - windows.sink - windows.recent) // windows.block
+        self.packed = slice(windows.sink, windows.sink + self.blocks * windows.block)
+        self.broken = False  # whether a codec was given numbers that are none
+        self._below: dict[str, Tensor] = {}
+        self._made: tuple[Tensor, Tensor] | None = None
+
+    def taps(self, index: int) -> frozenset[str]:
+        """What the layer's codecs ask of keys ("k") and queries ("q") before RoPE."""
+        pair = self.scheme.layers[index]
+        if pair is None:
+            return frozenset()
+        return frozenset("k" if self.scheme.frame == "pre_rope" else "") | (
+            taps_of(pair.key.stats | pair.value.stats) & {"q"}
+        )
+
+    def pack(self, layer: _Layer, stopped: LayerCall) -> None:
+        """Encode and decode what is packed of the layer's keys and values, of what a call on `x` gave."""
+        self._made = None
+        if self.scheme.layers[layer.index] is not None and self.blocks and not self.broken:
+            try:
+                self._pack(layer, stopped)
+            except NonFiniteError:
+                self.broken = True
+
+    def _pack(self, layer: _Layer, stopped: LayerCall) -> None:
+        pre, rope, site = self.scheme.frame == "pre_rope", layer.rope, layer.site
+        keys, queries = (stopped.pre_rope_keys if pre else stopped.keys), stopped.pre_rope_queries
+        assert keys is not None
+        if queries is not None and not pre and rope is not None:
+            queries = site.rotate(queries, *rope)
+        keys, values = keys[:, :, : self.prompt], stopped.values[:, :, : self.prompt]
+        queries = queries if queries is None else queries[:, :, : self.prompt]
+        pair = self.scheme.on(layer.index, keys.device)
+        taps: Any = _Layer(layer.index, site, rope and (rope[0][:, : self.prompt], rope[1][:, : self.prompt]))
+        batch, whole = TapBatch(slice(0, len(keys)), queries, keys, values), dict[str, Tensor]()
+        for codec in (pair.key, pair.value):
+            whole |= window_statistics(codec, self.scheme.windows, self.scheme.frame, taps, batch)
+        stats = {name: x[:, :, : self.blocks] if x.shape[2] > 1 else x for name, x in whole.items()}
+        context = Context(layer.index, **self._below, stats=stats)
+        context.k0 = pair.key.encode_decode(keys[:, :, self.packed], context)[1]
+        values_back = pair.value.encode_decode(values[:, :, self.packed], context)[1]
+        deeper = {"k2": self._below["k1"], "v2": self._below["v1"]} if self._below else {}
+        self._below = {"k1": context.k0, "v1": values_back} | deeper
+        turned = context.k0.to(keys.dtype)
+        if pre and rope is not None:
+            turned = site.rotate(turned, *(x[:, self.packed] for x in rope))
+        self._made = turned, values_back.to(values.dtype)
+
+    def packed_in(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys after RoPE and values (N, H, T, D) with what is packed in its place."""
+        if self._made is None:
+            return keys, values
+        keys, values = keys.clone(), values.clone()
+        keys[:, :, self.packed], values[:, :, self.packed] = self._made
+        return keys, values
+
+
+def _output(output: Any) -> Tensor:
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
+
+
+def _kls(
+    capture: Capture, ids: Tensor, exact: Tensor, runs: Mapping[str, _Run], worst: tuple[float, int]
+) -> dict[str, Forecast]:
+    """exact: the last layer's output (N, Q, hidden size) of the windows' last tokens."""
+    capture.source.load_outer()
+    try:
+        behind = ids[:, -exact.shape[1] :].to(exact.device)
+        right = _log_probabilities(capture, behind, exact)
+        results = {}
+        for name, run in runs.items():
+            logs = _log_probabilities(capture, behind, run.x[:, -behind.shape[1] :])
+            kl = float(functional.kl_div(logs, right, reduction="none", log_target=True).sum(-1).double().mean())
+            tokens = run.packed.stop - run.packed.start
+            kl = max(0.0, kl) if math.isfinite(kl) and not run.broken else math.inf
+            results[name] = Forecast(kl if tokens else 0.0, tokens, *worst)
+        return results
+    finally:
+        capture.source.free_outer()
+
+
+def _log_probabilities(capture: Capture, ids: Tensor, x: Tensor) -> Tensor:
+    """Log probabilities (N, Q, vocabulary) float32 of the last layer's output x (N, Q, hidden). The model's own forward,
+    whose layers give x whatever they are given, applies its norm, head and what lies between.
+    """
+    with _layers_give(capture.decoder, x):
+        logits: Tensor = capture.source.model(input_ids=ids, use_cache=False).logits
+    return functional.log_softmax(logits.float(), -1)
+
+
+@contextmanager
+def _layers_give(decoder: Any, x: Tensor) -> Iterator[None]:
+    before: list[Callable[..., Any] | None] = [vars(layer).get("forward") for layer in decoder.layers]
+    for layer in decoder.layers:
+        layer.forward = lambda *args, **kwargs: x
+    try:
+        yield
+    finally:
+        for layer, forward in zip(decoder.layers, before, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward

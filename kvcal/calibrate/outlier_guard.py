@@ -1,0 +1,376 @@
+"""The outlier guard: schemes whose forecast KL on this model is high are named before they serve, and what would be better.
+
+Some models have key channels 10 to 95 times larger than the rest (Qwen2.5's K bias). A codec that spreads its error evenly
+over the channels of a token (2-bit integers per token, anything after a rotation) then drowns the small ones. Others have none
+and suffer from coarse values all the same. So nothing is judged by its name or by one error: what the scheme does to the
+model on short windows of text is computed, layer by layer (forecast.py).
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from kvcal_artifacts.codecs import Codec, Predicted, Role
+from kvcal_artifacts.errors import KVCalError
+from kvcal_artifacts.hf import config_of
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+
+from ..capture.scan import Capture, LayerSource, WholeModel
+from ..methods.base import Carry, coded_tokens
+from ..methods.calibrated import FactorBackbone
+from ..methods.registry import BACKBONES, codes_apart
+from ..methods.statistics import TrainingData
+from ..report.timing import PhaseTimer
+from .forecast import Forecast, forecasts, least_tokens
+from .job import Scan
+
+# Forecast KL from which a scheme is warned of, and in which words. KL 0.1: what 2-bit integers cost SmolLM2-135M and
+# Qwen2.5-Coder-0.5B at their worst settings; at 1 the next token is another one in most places.
+GRADES = ((1.0, "breaks the model"), (0.3, "costs much quality"), (0.1, "costs noticeable quality"))
+# Largest over median size of a key channel from which on it is named, where treating channels apart helps as well (`_advice`):
+# models with such channels have 10 to 95. Below that balanced factors may help, too (1-bit keys on `tiny`, whose ratio is 6),
+# but there is no channel to point at.
+OUTLIER = 10.0
+# More bits a value, of keys and values, that count as "about the same": scales of groups along tokens take 0.38 more than one
+# of a whole head; another bit of keys takes 0.5.
+WIDER = 0.5
+BETTER = 0.5  # an alternative is named where its forecast is at most so many times the scheme's
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Codecs in the place of a scheme's own; values: empty keeps those."""
+
+    keys: str
+    values: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.keys} keys" + (f" and {self.values} values" if self.values else "")
+
+
+ALTERNATIVES = (  # in the order in which they are named, by bits
+    Alternative("uniform-2-channel"), Alternative("uniform-3-channel"), Alternative("uniform-4-channel"),
+    Alternative("uniform-4"), Alternative("uniform-4-channel", "uniform-4"), Alternative("uniform-8", "uniform-8"),
+)  # fmt: skip
+
+
+WINDOWS = 2  # of text that a forecast is made from, at most
+LENGTH = 512  # tokens of each that a forecast is made from, where the scheme packs a block of them
+
+
+def window_of(ids: Tensor, schemes: Iterable[Scheme], context: int | None = None) -> Tensor:
+    """Token windows that forecasts of these schemes are made from: the first of ids (N, T) int64, cut to the length that it
+    takes, as (WINDOWS or fewer, length). Windows that are too short are joined, to no more than `context` tokens.
+
+    A token that all windows begin with (BOS) stands only at the start. A scheme that needs more than there is has no say.
+    """
+    head = ids[:1, :1] if len(ids) > 1 and bool((ids[:, 0] == ids[0, 0]).all()) else ids[:1, :0]
+    stream = ids[:, head.shape[1] :].reshape(-1)
+    most = head.shape[1] + len(stream)
+    most = max(ids.shape[1], most if context is None else min(most, context))
+    needs = [LENGTH, *(need for scheme in schemes if (need := least_tokens(scheme)) <= most)]
+    length = min(most, max(needs))
+    if length <= ids.shape[1]:
+        return ids[:WINDOWS, :length]
+    body = length - head.shape[1]
+    joined = stream[: len(stream) // body * body].view(-1, body)[:WINDOWS]
+    return torch.cat([head.expand(len(joined), -1), joined], 1)
+
+
+def window_length(schemes: Iterable[Scheme]) -> int:
+    return max([LENGTH, *(least_tokens(scheme) for scheme in schemes)])
+
+
+def grade(kl: float) -> str | None:
+    """Put a forecast KL that is warned of in words; None for others."""
+    return next((word for least, word in GRADES if kl >= least), None)
+
+
+def warnings(
+    model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None = None
+) -> list[str]:
+    """One line for each scheme whose forecast KL on text is high, and for each that packs nothing of the text and so has no
+    forecast; empty if there is none. ids: token windows (N, T) int64, of which those of `window_of` are taken.
+    """
+    if not schemes:
+        return []
+    context = getattr(config_of(_source(model).model), "max_position_embeddings", None)
+    windows = window_of(ids, schemes.values(), context)
+    forecastable = {name: scheme for name, scheme in schemes.items() if least_tokens(scheme) <= windows.shape[1]}
+    lines = [_no_forecast(name, one, ids, context) for name, one in schemes.items() if name not in forecastable]
+    by_name = forecasts(model, windows, forecastable, device)
+    words = {name: word for name, result in by_name.items() if (word := grade(result.kl)) is not None}
+    instead = advice(model, windows, {name: (forecastable[name], by_name[name].kl) for name in words}, device)
+    return lines + [_line(name, by_name[name], word, instead[name]) for name, word in words.items()]
+
+
+def _source(model: LayerSource | nn.Module) -> LayerSource:
+    return WholeModel(model) if isinstance(model, nn.Module) else model
+
+
+def _no_forecast(name: str, scheme: Scheme, ids: Tensor, context: int | None) -> str:
+    need = least_tokens(scheme)
+    if context is not None and need > context:
+        why = f"the model's context is {context:,} tokens"
+    else:
+        why = f"the text has {ids.numel():,} ({len(ids)} x {ids.shape[1]:,}); give more --windows or a larger --length"
+    return f"note: {name}: no KL is forecast, as it packs its first block in windows of {need:,} tokens, and {why}"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """text: what would be better. channels: whether the scheme suffers from key channels being unequal."""
+
+    text: str
+    channels: bool = False
+
+
+def _line(name: str, result: Forecast, word: str, instead: Advice) -> str:
+    channels = f"key channels are up to {result.ratio:.0f} times the median (layer {result.layer}); "
+    return (
+        f"warning: {name} {word} here: KL about {result.kl:.2g} nats per token, of tokens behind {result.packed} packed ones "
+        "(`kvcal eval` averages over all tokens, those before the first packed block too); "
+        f"{channels if instead.channels and result.ratio >= OUTLIER else ''}{instead.text}"
+    )
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A scheme in the place of another. command: what learns it from text, "" for one that needs none. apart: in contrast to
+    the other it treats key channels apart, at about the same bits.
+    """
+
+    name: str
+    scheme: Scheme
+    apart: bool
+    command: str = ""
+
+
+def advice(
+    model: LayerSource | nn.Module,
+    ids: Tensor,
+    schemes: Mapping[str, tuple[Scheme, float]],
+    device: torch.device | None = None,
+) -> dict[str, Advice]:
+    """What would be better than each of these schemes of forecast KL, on the same windows: the first of ALTERNATIVES that is
+    not warned of, and the scheme's own key codecs behind balanced factors, which have its bits. Two passes serve all schemes.
+    """
+    if not schemes:
+        return {}
+    balanced = _balanced(model, ids, {name: scheme for name, (scheme, _) in schemes.items()}, device)
+    tried = {name: _tried(scheme, balanced[name]) for name, (scheme, _) in schemes.items()}
+    flat = {
+        str(number): one.scheme
+        for number, one in enumerate(one for alternatives in tried.values() for one in alternatives)
+    }
+    costs = iter(forecasts(model, ids, flat, device).values())
+    return {name: _advice([(one, next(costs).kl) for one in tried[name]], kl) for name, (_, kl) in schemes.items()}
+
+
+def _tried(scheme: Scheme, balanced: Tried | None) -> list[Tried]:
+    """The scheme with each of ALTERNATIVES that fits, and `balanced`."""
+    tried = []
+    for one in ALTERNATIVES:
+        if (changed := _with(scheme, one)) is not None:
+            apart = one.keys.endswith("-channel") and not one.values and not _apart(scheme)
+            tried.append(Tried(str(one), changed, apart and changed.bits_per_value() - scheme.bits_per_value() < WIDER))
+    return tried + ([balanced] if balanced is not None else [])
+
+
+def _apart(scheme: Scheme) -> bool:
+    """Whether the scheme's key channels do not share a scale anyway."""
+    keys = [pair.key for pair in scheme.layers if pair is not None]
+    return all(codes_apart(key.inner if isinstance(key, Predicted) else key) for key in keys)
+
+
+def _advice(results: Sequence[tuple[Tried, float]], kl: float) -> Advice:
+    """Advise among these alternatives and their forecast KL, where the scheme's own is `kl`.
+
+    Unequal key channels are a cause where an alternative that treats them apart, at about the same bits, has BETTER times the
+    KL or less. A large ratio alone is none: keys may be coded by channel, and values what is coarse.
+    """
+    most = min(BETTER * kl, sys.float_info.max)
+    channels = any(one.apart and cost <= most for one, cost in results)
+    better = [(one, cost) for one, cost in results if cost <= most and grade(cost) is None]
+    others, learning = ([pair for pair in better if bool(pair[0].command) == learned] for learned in (False, True))
+    if phrases := [_said(*pair) for pair in (*others[:1], *learning)]:
+        return Advice(" or ".join(phrases), channels)
+    best = min(results, key=lambda pair: pair[1], default=None)
+    if best is None or not best[1] <= most:
+        return Advice("no codec tried is clearly better: keep keys and values in 16 bits", channels)
+    return Advice(f"the best of the codecs tried is {_said(*best)}", channels)
+
+
+def _said(one: Tried, kl: float) -> str:
+    learned = f" at the same bits (learned from text: {one.command})" if one.command else ""
+    return f"{one.name}{learned}: about {kl:.2g}"
+
+
+def _with(scheme: Scheme, other: Alternative) -> Scheme | None:
+    """The scheme with these codecs; None where they do not fit the model's heads."""
+    try:
+        layers = [
+            pair
+            and LayerCodecs(
+                BACKBONES[other.keys](pair.key.shape, "key"),
+                BACKBONES[other.values](pair.value.shape, "value") if other.values else pair.value,
+            )
+            for pair in scheme.layers
+        ]
+    except KVCalError:
+        return None
+    return Scheme(scheme.windows, scheme.frame, tuple(layers), dict(scheme.skipped))
+
+
+def _balanced(
+    model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None
+) -> dict[str, Tried | None]:
+    """Each scheme with its key codecs behind balanced factors of these windows; None if no key takes any. Predicted keys are
+    taken without their predictors.
+    """
+    if device is None:
+        assert isinstance(model, nn.Module)
+        device = next(model.parameters()).device
+    tokens = {name: span for name, one in schemes.items() if (span := _span(one, ids.shape[1])) is not None}
+    names: dict[str, dict[int, str]] = {name: {} for name in schemes}  # by layer
+    keys: dict[str, list[Codec | None]] = {name: [None] * len(one.layers) for name, one in schemes.items()}
+    if tokens:
+        with torch.no_grad(), Capture(model, ids, device=device) as capture:
+            for taps in capture:
+                for name, span in tokens.items():
+                    scheme = schemes[name]
+                    pair = scheme.layers[taps.index]
+                    factors = None if pair is None else _factors(pair.key)
+                    if pair is not None and factors is not None:
+                        carry = Carry(len(ids), span, pair.key.shape, PhaseTimer())
+                        data = TrainingData(taps.index, "key", scheme.windows, scheme.frame, taps, carry)
+                        keys[name][taps.index] = factors.learn(data)
+                        names[name][taps.index] = f"{factors.codec}-{factors.rule}"
+    return {name: _tried_balanced(one, keys[name], names[name]) for name, one in schemes.items()}
+
+
+def _tried_balanced(scheme: Scheme, keys: Sequence[Codec | None], names: Mapping[int, str]) -> Tried | None:
+    """names: of these keys, by layer."""
+    if not names:
+        return None
+    phrase = " and ".join(dict.fromkeys(names.values())) + " keys"
+    return Tried(phrase, _with_keys(scheme, keys), True, _command(scheme, names))
+
+
+MANY = 6  # exceptions by layer that a command is printed with
+
+
+def _command(scheme: Scheme, balanced: Mapping[int, str]) -> str:
+    """The call of `kvcal fit-predictors` that learns this scheme with these key codecs, by layer. Where no call does, as
+    codecs have no names or values keep their predictors: what to change in the one that made the scheme.
+    """
+    pairs = {index: pair for index, pair in enumerate(scheme.layers) if pair is not None}
+    keys = {index: balanced.get(index) or _name(pair.key, "key") for index, pair in pairs.items()}
+    values = {index: _name(pair.value, "value") for index, pair in pairs.items()}
+    [main, *exceptions], [value, *others] = _options("keys", keys), _options("values", values)
+    predicted = [any(isinstance(codec, Predicted) for codec in role) for role in _by_role(pairs.values())]
+    if None in keys.values() or None in values.values() or predicted[1] or len(exceptions) + len(others) > MANY:
+        also = ["--key-inputs none"] if predicted[0] else []
+        return f"`{' '.join(['kvcal fit-predictors', main, *also])}` with the scheme's other options"
+    windows = scheme.windows
+    rest = [
+        "--first-layer ''",
+        *exceptions,
+        *others,
+        "--key-inputs none",
+        "--value-inputs none",
+        f"--sink {windows.sink}",
+        f"--recent {windows.recent}",
+        f"--block {windows.block}",
+        f"--frame {scheme.frame}",
+    ]
+    return f"`{' '.join(['kvcal fit-predictors', main, value, *rest])}`"
+
+
+def _by_role(pairs: Iterable[LayerCodecs]) -> tuple[list[Codec], list[Codec]]:
+    """Codecs of keys, and of values."""
+    every = list(pairs)
+    return [pair.key for pair in every], [pair.value for pair in every]
+
+
+def _options(role: str, names: Mapping[int, str | None]) -> list[str]:
+    """--keys or --values, the most frequent name, and a --per-layer for each run of layers with another."""
+    main = Counter(name for name in names.values() if name is not None).most_common(1)
+    first = main[0][0] if main else ""
+    options = [f"--{role} {shlex.quote(first)}"]
+    for name, run in groupby(names, key=lambda index: names[index]):
+        layers = list(run)
+        if name not in (None, first):
+            span = f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+            options.append(f"--per-layer {span}:{role}={name}")
+    return options
+
+
+def _span(scheme: Scheme, length: int) -> slice | None:
+    """Which of a window's tokens the scheme codes; None if it is too short for a block."""
+    try:
+        return coded_tokens(length, scheme.windows.sink, scheme.windows.block)
+    except KVCalError:
+        return None
+
+
+def _with_keys(scheme: Scheme, keys: Sequence[Codec | None]) -> Scheme:
+    layers = (
+        pair if pair is None or key is None else LayerCodecs(key, pair.value)
+        for pair, key in zip(scheme.layers, keys, strict=True)
+    )
+    return Scheme(scheme.windows, scheme.frame, tuple(layers), dict(scheme.skipped))
+
+
+def _factors(key: Codec) -> FactorBackbone | None:
+    """What learns balanced factors for this codec; None where it has no name or factors change nothing."""
+    for name in _names(key, "key"):
+        try:
+            return FactorBackbone(name, "balanced")
+        except KVCalError:  # it takes no factors
+            continue
+    return None
+
+
+def _name(codec: Codec, role: Role) -> str | None:
+    """The short name of a codec that needs no data, behind its predictor if it has one; None for others."""
+    return next(_names(codec, role), None)
+
+
+def _names(codec: Codec, role: Role) -> Iterator[str]:
+    inner = codec.inner if isinstance(codec, Predicted) else codec
+    for name, make in BACKBONES.items():
+        try:
+            maker = make(inner.shape, role)
+        except KVCalError:  # that codec does not fit this head
+            continue
+        if type(maker) is type(inner) and maker.config() == inner.config() and _alike(maker.tensors(), inner.tensors()):
+            yield name
+
+
+def _alike(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    """Whether constants that both have are equal: settings do not tell a grid in bytes from the papers'."""
+    return all(torch.equal(first[name].cpu(), second[name].cpu()) for name in first.keys() & second.keys())
+
+
+def say_forecasts(scan: Scan, schemes: Mapping[str, Scheme]) -> None:
+    """What these schemes are forecast to cost on held-out windows, where that is much; on training windows too, where the
+    held-out ones together are too short for a block of each.
+    """
+    from .forecast import least_tokens
+
+    holdout, train = scan.text.holdout, scan.text.train
+    need = max(least_tokens(scheme) for scheme in schemes.values())
+    ids = (
+        holdout if holdout.numel() - len(holdout) >= need else torch.cat((holdout, train))
+    )  # joined windows lose a BOS each
+    for line in warnings(scan.source, ids, schemes, scan.device):
+        scan.say(line)

@@ -1,0 +1,79 @@
+"""The figures of `kvcal bench` that are computed: of devices that are not here, and of memory alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..bench import devices, jetson, memory, paper
+from ..bench.rows import Row
+from ..bench.schemes import Benched
+from ..bench.target import Target
+from ..models import configuration
+from ..models.names import resolve
+from .bench_options import PAPER_SCHEMES, SIZED, TABLE_4, benched_schemes, dtype_of, memory_gib, numbers, paper_dtype
+
+
+def projected(o: dict[str, Any], where: Target, model: str, operations: list[str]) -> dict[str, Any]:
+    assert where.profile is not None
+    source = resolve(model, o["revision"])
+    geometry = configuration.geometry(source)
+    benched = benched_schemes(o, geometry, PAPER_SCHEMES)
+    rows: list[Row] = []
+    if TABLE_4 in operations:
+        rows += jetson.table_4()
+    if "fused-attention" in operations:
+        lengths = numbers(o["length"], "--length", paper.LENGTHS)
+        shapes = [(batch, length) for batch in numbers(o["batch"], "--batch", [1]) for length in lengths]
+        for batch, length in shapes:
+            rows += jetson.projected(where.profile, benched, geometry, source.public, batch, length)
+    rows += memory_rows(o, operations, benched, geometry, source.public, where)
+    no = "not known to be a" if where.jetson else "no"
+    return {
+        "why_projected": f"this machine is {no} {where.profile.title}: every figure is projected, none measured",
+        **assumptions(rows, TABLE_4 in operations),
+        "profile": {
+            "title": where.profile.title,
+            "capability": ".".join(map(str, where.profile.capability)),
+            "sms": where.profile.sms,
+            "clock_mhz": where.profile.clock,
+            "gb_per_s": where.profile.bandwidth,
+            "memory_gib": where.profile.memory,
+            "triton": where.profile.why_no_triton or f"from {where.profile.least_triton}",
+            "sources": dict(where.profile.sources),
+        },
+        "rows": rows,
+    }
+
+
+def assumptions(rows: list[Row], table_4: bool) -> dict[str, Any]:
+    """What projected times rest on, and how far they are from the paper's FP16."""
+    xavier, timed = jetson.fitted(), any(row.projected and row.microseconds is not None for row in rows)
+    unable_there = devices.device(jetson.PAPER_DEVICE).why_no_triton
+    return {
+        "assumed": jetson.ASSUMED if timed else None,
+        "efficiency": xavier.efficiency,
+        "launch_microseconds": xavier.launch,
+        "paper_device": f"the Xavier NX cannot run our kernels: {unable_there}" if table_4 else None,
+        "largest_miss": jetson.largest_miss(rows) if table_4 else None,
+    }
+
+
+def memory_rows(
+    o: dict[str, Any], operations: list[str], benched: list[Benched], geometry: Any, model: str, where: Target
+) -> list[Row]:
+    """largest-batch and longest-generation, as far as asked for, from bytes."""
+    if not set(SIZED) & set(operations):
+        return []
+    gib = memory_gib(o, where)
+    assert gib is not None  # _check_memory
+    every = memory.footprints(geometry, benched, dtype_of(o, paper_dtype(o, operations, torch.float16)), where.profile)
+    rows: list[Row] = []
+    if "largest-batch" in operations:
+        for length in numbers(o["length"], "--length", [32768]):
+            rows += memory.projected_batch(model, every, length, gib, where.name)
+    if "longest-generation" in operations:
+        for batch in numbers(o["batch"], "--batch", [1]):
+            rows += memory.projected_longest(model, every, batch, gib, where.name)
+    return rows

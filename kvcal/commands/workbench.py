@@ -1,0 +1,148 @@
+"""What the commands share: a model on a device, its text, its caches. Thin: each function is a few calls in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcal_artifacts import hf
+from kvcal_artifacts.bundle import SUFFIX, Bundle
+from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.fingerprint import probed_layers
+from kvcal_artifacts.windows import HeavyHitters
+
+from ..bundles.paths import given_bundle
+from ..capture.scan import LayerSource, WholeModel
+from ..evaluate.perplexity import CacheMaker
+from ..methods.data_free import DataFree, preset
+from ..models import files, loading, names
+from ..models.devices import pick_device, pick_dtype
+from ..models.layerwise import LayerwiseWeights, open_layerwise
+from ..report.progress import progress
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model ready to calibrate: whole in memory, or one layer at a time."""
+
+    source: LayerSource
+    name: names.ModelSource
+    revision: str
+    random_weights: bool
+    device: torch.device
+    tokenizer: Any
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What provenance says of the model."""
+        return model_record(self.name, self.revision, self.random_weights)
+
+
+def open_for_fit(
+    name: str, revision: str | None, *, dtype: str, device: str, layerwise: bool, random_weights: bool, seed: int
+) -> Opened:
+    where = pick_device(device)
+    kind = pick_dtype(dtype, where)
+    source = names.resolve(name, revision)
+    if layerwise:
+        parts = open_layerwise(source, dtype=kind, device=where, random_weights=random_weights, seed=seed)
+        return Opened(parts, source, parts.revision, random_weights, where, _tokenizer(source, random_weights))
+    loaded = _loaded(source, kind, where, random_weights, seed)
+    return Opened(WholeModel(loaded.model), source, loaded.revision, random_weights, where, loaded.tokenizer)
+
+
+def _tokenizer(source: names.ModelSource, random_weights: bool) -> Any:
+    return None if random_weights and source.kind == "hub" else files.load_tokenizer(source)
+
+
+def open_model(
+    name: str, revision: str | None, *, dtype: str, device: str, random_weights: bool = False, seed: int = 0
+) -> loading.LoadedModel:
+    where = pick_device(device)
+    kind = pick_dtype(dtype, where)
+    source = names.resolve(name, revision)
+    return _loaded(source, kind, where, random_weights, seed)
+
+
+def _loaded(
+    source: names.ModelSource, dtype: torch.dtype, device: torch.device, random_weights: bool, seed: int
+) -> loading.LoadedModel:
+    with progress(f"{'Making' if random_weights else 'Loading'} {source.label}"):
+        return loading.load_model(source, dtype=dtype, device=device, random_weights=random_weights, seed=seed)
+
+
+def check_bundle(
+    bundle: Bundle, name: str, revision: str | None, *, device: str, random_weights: bool, seed: int
+) -> None:
+    """Raise IncompatibleBundle if it was made for another model; reads config and revision, then two layers' weights."""
+    where = pick_device(device)
+    parts = open_layerwise(
+        names.resolve(name, revision), dtype="bfloat16", device=where, random_weights=random_weights, seed=seed
+    )
+    bundle.check(parts.model, parts.revision, probe=())
+    bundle.check(parts.model, parts.revision, key_probe(parts))
+
+
+def key_probe(parts: LayerwiseWeights) -> tuple[float, ...]:
+    """The fingerprint's probe of a model opened layer by layer; reads two layers."""
+    probe: tuple[float, ...] = ()
+    for layer in probed_layers(len(parts)):
+        parts.load_layer(layer)
+        probe += hf.key_probe(hf.attention_site(hf.decoder_of(parts.model), layer))
+        parts.free_layer(layer)
+    return probe
+
+
+def model_record(source: names.ModelSource, revision: str | None, random_weights: bool) -> dict[str, Any]:
+    """What provenance says of a model; no paths of this machine."""
+    return {
+        "name": source.public,
+        "kind": source.kind,
+        "hub_id": source.hub_id,
+        "revision": revision,
+        "random_weights": random_weights,
+    }
+
+
+def default_output(source: names.ModelSource, method: str) -> Path:
+    return Path(f"{source.stem}-{method}{SUFFIX}")
+
+
+def rows_named(presets: Iterable[str], bundles: Iterable[Path]) -> dict[str, DataFree | Bundle]:
+    """Presets under their own names, then bundles under their file names; checked before any model is loaded."""
+    rows: dict[str, DataFree | Bundle] = {name: preset(name) for name in presets}
+    for path in bundles:
+        bundle = given_bundle(path, presets=True)
+        if bundle.name in rows or bundle.name == "full":
+            raise UsageError(f"two rows would be called {bundle.name!r}; rename one file")
+        rows[bundle.name] = bundle
+    return rows
+
+
+def cache_makers(
+    model: Any,
+    rows: dict[str, DataFree | Bundle],
+    revision: str | None = None,
+    selection: HeavyHitters | None = None,
+    require_kernels: bool = False,
+) -> dict[str, CacheMaker]:
+    """A maker of caches for each row; every bundle is checked against the model.
+
+    selection: in the place of each row's own; names then end in +h2o and the share that is kept.
+    """
+    makers: dict[str, CacheMaker] = {}
+    for name, row in rows.items():
+        if isinstance(row, Bundle):
+            row.check(model, revision)
+        scheme = row.scheme if isinstance(row, Bundle) else row.scheme(model)
+        if selection is not None:
+            name, scheme = f"{name}+h2o-{selection.keep:g}", scheme.keeping(selection)
+        makers[name] = lambda scheme=scheme: KVCalCache(  # type: ignore[misc]
+            scheme, model, remember=True, require_kernels=require_kernels
+        )
+    return makers

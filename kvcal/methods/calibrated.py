@@ -1,0 +1,228 @@
+"""Codecs that are learned from text, by name: fitted, layer by layer, to what the layer stores.
+
+Under predictors that is their residuals, which exist only when all layers below are coded: so each of these is of one layer
+and one role, and nothing is shared by layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from kvcal_artifacts.statistics import subspace
+from torch import Tensor
+
+from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Scaled, Squat
+from kvcal_artifacts.errors import UsageError
+
+from .codebooks import Training, subtract, train_stage
+from .factors import by_queries, channel_factor
+from .hashing import spread
+from .registry import CODEWORDS, backbone, calibrated_name, refuse_factors
+from .statistics import Moments, TrainingData, taps_of
+from .transform import TransformBackbone
+from .vqkv import head_scale
+
+VECTORS = 128  # at most, for each codeword: twice as many lower the error of vq-2 on `tiny` (keys, values) by 4 %
+ASIDE = 32  # one training vector of so many says when a stage is done, and is not trained on
+TRAINING = Training(least=3)  # 5 lower it by 2 %, for up to twice the time
+BLOCKS = 4096  # at most, whose saliences are looked at for thresholds
+FLAT = 12.0  # tau_high over tau_low: see TierBackbone
+Rule = Literal["scaled", "balanced"]
+
+
+@runtime_checkable
+class Calibrated(Protocol):
+    """What makes a codec of what calibration shows."""
+
+    def learn(self, data: TrainingData) -> Codec:
+        """The codec of one layer's keys or values. Raises UsageError where the text or the shape does not suffice."""
+
+
+@dataclass(frozen=True)
+class CodebookBackbone:
+    """Residual codebooks (VQKV's) of one layer and role, for all its heads: bits of the codes, a value; size: codewords.
+
+    Keys in units of the queries that meet them, values of their head's root mean square, as VQKV here; one band of dimensions.
+    """
+
+    bits: float
+    size: int = CODEWORDS
+
+    def stages(self, dim: int) -> int:
+        """The number of stages that comes nearest to the bits, at least one."""
+        return max(1, round(self.bits * dim / (self.size.bit_length() - 1)))
+
+    def learn(self, data: TrainingData) -> ResidualVQ:
+        label = f"vq:{data.layer}:{data.role}"
+        count = min(data.vectors, VECTORS * self.size)
+        if count - -(-count // ASIDE) < self.size:
+            raise UsageError(
+                f"codec vq: {data.vectors} vectors a layer for codebooks of {self.size} codewords; give more --windows, or "
+                f"a smaller size, as vq-{self.bits:g}-k16"
+            )
+        x, scale = sampled(data, count, label)
+        aside = torch.arange(len(x), device=x.device) % ASIDE == 0
+        x, holdout = x[~aside], x[aside]
+        energy, books = float(holdout.double().square().sum()), []
+        for stage in range(self.stages(data.shape.dim)):
+            with data.carry.timer("train"):
+                book, _ = train_stage(x, holdout, energy, stage, self.size, f"{label}:{stage}", TRAINING)
+                subtract(x, book)
+                subtract(holdout, book)
+            books.append(book.cpu())
+        return ResidualVQ(data.shape, data.role, [range(data.shape.dim)], [torch.stack(books)], scale.cpu())
+
+
+def sampled(data: TrainingData, count: int, label: str) -> tuple[Tensor, Tensor]:
+    """Return so many of the training windows' vectors, evenly strewn, (count, D) float32, divided by a scale, (H, D)
+    float16, that gives them a mean square of about 1.
+    """
+    shape, tokens = data.shape, data.carry.tokens.stop - data.carry.tokens.start
+    places = spread(data.vectors, count, label).sort().values
+    taken, heads, moments = [], [], Moments(shape, torch.device("cpu"))
+    for stored, batch in data.batches({"q"} if data.role == "key" else ()):
+        unit = shape.heads * tokens
+        edges = torch.tensor([batch.rows.start * unit, batch.rows.stop * unit])
+        low, high = torch.searchsorted(places, edges).tolist()
+        here = (places[low:high] - batch.rows.start * unit).to(stored.device)
+        taken.append(stored.flatten(0, 2)[here])
+        heads.append(here // tokens % shape.heads)
+        moments = moments if moments.count else Moments(shape, stored.device)
+        moments.add(stored)
+        data.weighed(moments, batch)
+    square = moments.square.diagonal(dim1=1, dim2=2) / max(1, moments.count)
+    weight = moments.metric().diagonal(dim1=1, dim2=2)
+    scale = head_scale(
+        "query" if data.role == "key" else "head", square, weight / (square * weight).mean().clamp_min(1e-30)
+    )
+    assert scale is not None
+    return torch.cat(taken) / scale.float()[torch.cat(heads)], scale
+
+
+@dataclass(frozen=True)
+class FactorBackbone:
+    """A codec without data whose key channels are divided by factors learned from text; values are stored as they are.
+
+    rule: "scaled": InnerQ section 4.3, the root of the channel's largest magnitude. "balanced": the root of its root mean
+    square over that of the queries that meet it. Where an error is spread evenly over the scaled channels, that of scores is
+    sum f^2 w times sum s^2 / f^2 (s^2: a channel's energy, w: its queries'), least at f^2 = s / sqrt(w) (Cauchy-Schwarz).
+    A codec that searches for scales weighs its channels by w.
+    """
+
+    codec: str
+    rule: Rule
+
+    def __post_init__(self) -> None:
+        refuse_factors(self.codec, self.rule)
+
+    def learn(self, data: TrainingData) -> Codec:
+        inner = backbone(self.codec)(data.shape, data.role)
+        if data.role == "value":
+            return inner
+        moments = data.moments()
+        factor = self._largest(data) if self.rule == "scaled" else self._balance(moments)
+        inner = by_queries(inner, moments.metric().diagonal(dim1=1, dim2=2))
+        return Scaled(inner, channel_factor(factor).cpu())
+
+    @staticmethod
+    def _largest(data: TrainingData) -> Tensor:
+        """(H, D) float32."""
+        return torch.stack([stored.abs().amax((0, 2)) for stored, _ in data.batches()]).amax(0)
+
+    @staticmethod
+    def _balance(moments: Moments) -> Tensor:
+        """(H, D) float32, about 1 for keys of unit size."""
+        weight = moments.metric().diagonal(dim1=1, dim2=2)
+        weight = (weight / weight.mean()).clamp_min(1e-12)
+        energy = moments.square.diagonal(dim1=1, dim2=2) / max(1, moments.count)
+        return (energy / weight).sqrt().float()
+
+
+@dataclass(frozen=True)
+class SubspaceBackbone:
+    """SQuat's keys with a subspace from text: the directions of the queries that stored keys meet. codec: squat-B, squat-B-gG.
+
+    What it makes up for is the error of a residual, which is the key's own. Singular values are those of one window of text.
+    """
+
+    codec: str
+
+    def learn(self, data: TrainingData) -> Codec:
+        codec = backbone(self.codec)(data.shape, data.role)
+        if not isinstance(codec, Squat):
+            return codec
+        gram = data.moments().weight.cpu() / data.carry.train
+        directions = subspace(gram, codec.rank).float()
+        return Squat(
+            codec.inner,
+            codec.rank,
+            codec.strength,
+            codec.channels,
+            "calibrated",
+            codec.normalise,
+            calibrated=directions,
+        )
+
+
+@dataclass(frozen=True)
+class TierBackbone:
+    """MixKVQ's keys at thresholds of the layer's own, such that its codes take `bits` a value on the training windows.
+
+    With a salience of A a channel of 2 bits errs by A^2, one of 4 by A^2 / 25, an exact one by nothing; a bit buys the same
+    everywhere if it buys 12/25 A^2 at the lower threshold and A^2 / 300 at the upper one, so that is 12 times the lower.
+    """
+
+    bits: float
+
+    def learn(self, data: TrainingData) -> Codec:
+        base = backbone("mixkvq")(data.shape, data.role)
+        if not isinstance(base, MixKVQ):
+            return base
+        step, parts = -(-data.vectors // (data.shape.heads * data.shape.block * BLOCKS)), []
+        for stored, batch in data.batches(taps_of(base.stats)):
+            salience = base.salience(stored, data.context(base, batch))
+            parts.append(salience.transpose(1, 2).flatten(0, 1)[::step].transpose(0, 1)[None])
+        salience = torch.cat(parts, 2)  # (1, H, blocks, D)
+        low, high = -20.0, 20.0
+        for _ in range(40):  # powers of two: 2^-40 of them is far below a step of the tiers' sizes
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._mean(_at(base, middle), salience) > self.bits else (low, middle)
+        return _at(base, high)
+
+    @staticmethod
+    def _mean(codec: MixKVQ, salience: Tensor) -> float:
+        """Bits a value of the codes; exact channels take 16."""
+        first, second = codec.bounds(salience)
+        return 2 + (12 * float(first.double().mean()) + 2 * float(second.double().mean())) / codec.shape.dim
+
+
+def _at(base: MixKVQ, power: float) -> MixKVQ:
+    """The codec with 2^power as its lower threshold."""
+    tau = float(f"{2.0**power:.6g}")
+    return MixKVQ.from_state(base.shape, base.role, base.config() | {"tau_low": tau, "tau_high": FLAT * tau}, {})
+
+
+# The maker of each kind in CALIBRATED, from the parts of a name.
+MAKERS: dict[str, Callable[[re.Match[str]], Calibrated]] = {
+    "transform-BITS[-debiased]": lambda name: TransformBackbone(
+        float(name["bits"]), "debiased" if name["gain"] else "mse"
+    ),
+    "vq-BITS[-kCODEWORDS]": lambda name: CodebookBackbone(float(name["bits"]), int(name["size"] or CODEWORDS)),
+    "mixkvq-BITS": lambda name: TierBackbone(float(name["bits"])),
+    "squat-BITS[-g128]-calibrated": lambda name: SubspaceBackbone(name["codec"]),
+    "CODEC-scaled": lambda name: FactorBackbone(name["codec"], "scaled"),
+    "CODEC-balanced": lambda name: FactorBackbone(name["codec"], "balanced"),
+}
+
+
+def calibration_of(name: str) -> Calibrated | None:
+    """What learns the codec of that name; None for names of other codecs. Raises UsageError for one that cannot be."""
+    kind_and_parts = calibrated_name(name)
+    if kind_and_parts is None:
+        return None
+    kind, parts = kind_and_parts
+    return MAKERS[kind](parts)

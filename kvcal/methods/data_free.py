@@ -1,0 +1,116 @@
+"""Methods that need no data: one codec for keys, one for values, exceptions by layer. Presets of `kvcal eval --preset`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from kvcal_artifacts import hf
+from kvcal_artifacts.codecs import Codec, Role, Shape
+from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme
+from kvcal_artifacts.windows import Windows
+
+from ..report.suggest import allowed
+from .base import layer_by_layer
+from .composition import DataFreeComposition
+from .mixkvq import MixKVQ
+from .registry import INNERQ_VALUES
+
+COMPOSED = "composed"  # in place of a preset's name, where codecs are named one by one
+ROLES: tuple[Role, Role] = ("key", "value")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """key, value: names of codecs (see backbones); per_layer: exceptions (see composition). AQUA-KV's windows by default;
+    presets of other papers have theirs.
+    """
+
+    key: str
+    value: str
+    rope: Frame = "post_rope"
+    sink: int = 4
+    recent: int = 128
+    block: int = 32
+    per_layer: tuple[str, ...] = ()
+
+    @property
+    def composition(self) -> DataFreeComposition:
+        return DataFreeComposition(self.key, self.value, self.per_layer)
+
+    def scheme(self, model: nn.Module) -> Scheme:
+        """The preset for this model; layers that cannot be compressed are skipped with the reason."""
+        if self.rope not in FRAMES:
+            raise UsageError(f"frame {self.rope!r}: allowed are {', '.join(FRAMES)}")
+        windows = Windows(self.sink, self.recent, self.block)
+        composition, layers = self.composition, hf.config_of(model).num_hidden_layers
+        composition.check(layers)
+
+        def codec(layer: int, shape: Shape, role: Role) -> Codec:
+            return composition.codec(layer, layers, role)(shape, role)
+
+        scheme = layer_by_layer(
+            model, windows, self.rope, lambda layer, shape: LayerCodecs(*(codec(layer, shape, role) for role in ROLES))
+        )
+        composition.check_reach(layers, scheme.skipped)
+        return scheme
+
+
+DataFree = Preset | MixKVQ  # what has a scheme without calibration
+
+PRESETS: dict[str, DataFree] = {
+    **{f"higgs-{bits}": Preset(f"higgs-{bits}", f"higgs-{bits}") for bits in (2, 3, 4)},
+    **{f"higgs-{bits}-debiased": Preset(f"higgs-{bits}-debiased", f"higgs-{bits}-debiased") for bits in (2, 3, 4)},
+    **{f"uniform-{bits}": Preset(f"uniform-{bits}", f"uniform-{bits}") for bits in (2, 3, 4, 8)},
+    **{f"kivi-{bits}": Preset(f"kivi-{bits}", f"kivi-{bits}", sink=0, recent=32) for bits in (2, 4)},  # R = 32
+    "kivi-sink-2": Preset("kivi-2", "kivi-2", sink=32, recent=96),  # InnerQ section 5.1
+    **{f"turboquant-{k}": Preset(f"turboquant-{k}", f"turboquant-{k}", sink=0) for k in (2, 3, 4)},
+    # InnerQ section 5.1
+    **dict.fromkeys(("turboquant-4-3", "turboquant-k4v3"), Preset("turboquant-4", "turboquant-3", sink=0)),
+    # grids whose points are bytes, which attention reads faster; ours (docs/methods.md)
+    **{f"higgs-2-bytes{gain}": Preset(f"higgs-2-bytes{gain}", f"higgs-2-bytes{gain}") for gain in ("", "-debiased")},
+    **{f"turboquant-{k}-bytes": Preset(f"turboquant-{k}-bytes", f"turboquant-{k}-bytes", sink=0) for k in (2, 3, 4)},
+    "turboquant-4-3-bytes": Preset("turboquant-4-bytes", "turboquant-3-bytes", sink=0),
+    **{f"innerq-{name}": Preset(f"innerq-{name}", f"innerq-{name}", sink=32, recent=96) for name in INNERQ_VALUES},
+    **{
+        f"innerq-{name}-plain": Preset(f"innerq-{name}-plain", f"innerq-{name}-plain", sink=32, recent=96)
+        for name in INNERQ_VALUES
+    },
+    "fp8": Preset("fp8", "fp8", sink=0, recent=0),
+    "bf16": Preset("exact-bf16", "exact-bf16"),
+    **{f"squat-{bits}": Preset(f"squat-{bits}", f"squat-{bits}", sink=0, recent=32) for bits in (2, 3, 4)},
+    **{f"squat-pre-{b}": Preset(f"squat-{b}", f"squat-{b}", "pre_rope", sink=0, recent=32) for b in (2, 3, 4)},
+    "exact": Preset("exact-32", "exact-32"),
+    "mixkvq": MixKVQ(),
+}
+
+
+def composed(name: str | None, keys: str | None, values: str | None, per_layer: tuple[str, ...]) -> DataFree:
+    """A preset, other codecs in place of its own as far as given; or, without a name, these codecs. Raises UsageError where
+    they do not suffice.
+    """
+    if name is None:
+        if keys is None or values is None:
+            raise UsageError("nothing says what to store: give a preset's name, --keys with --values, or --recipe")
+        method = Preset(keys, values, per_layer=per_layer)
+    else:
+        base = preset(name)
+        if keys is None and values is None and not per_layer:
+            return base
+        if isinstance(base, MixKVQ):  # the same codecs by their names
+            base = Preset("mixkvq", "mixkvq", sink=base.sink, recent=base.recent, block=base.block)
+        method = replace(base, key=keys or base.key, value=values or base.value, per_layer=per_layer)
+    method.composition  # noqa: B018  names are checked
+    return method
+
+
+def preset(name: str) -> DataFree:
+    if name not in PRESETS and name.endswith(".safetensors"):
+        raise UsageError(
+            f"preset {name!r} is the name of a bundle's file: give it with --bundle, where there is that option"
+        )
+    if name not in PRESETS:
+        raise UsageError(f"preset {name!r} is not known; {allowed(name, PRESETS, 'kvcal names preset')}")
+    return PRESETS[name]

@@ -1,0 +1,189 @@
+"""What calibration knows of a layer's keys and values: the run-time statistics that a cache would have when it packs each
+block of a window, what a layer stores on the training windows, and the moments of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from kvcal_artifacts.ledger import Plan
+from kvcal_artifacts.statistics import STATISTICS, Prefixes, statistic
+from torch import Tensor
+
+from kvcal_artifacts.codecs import Codec, Context, Exact, Predicted, Predictor, Role, Shape
+from kvcal_artifacts.errors import KVCalError
+from kvcal_artifacts.hf import AttentionSite, output_projection
+from kvcal_artifacts.scheme import Frame, Windows
+
+from ..capture.scan import LayerTaps, TapBatch
+from .base import Carry
+
+
+def taps_of(stats: Iterable[str]) -> frozenset[str]:
+    """Which of q, k the statistics of these names are of."""
+    return frozenset(_wants(name)[0] for name in stats)  # q_pre is q, too
+
+
+def _wants(name: str) -> str:
+    kind = name.partition(":")[0]
+    if kind not in STATISTICS:
+        raise KVCalError(f"statistic {name!r}: known are {', '.join(STATISTICS)}")
+    return STATISTICS[kind].wants
+
+
+def window_statistics(
+    codec: Codec, windows: Windows, frame: Frame, taps: LayerTaps, batch: TapBatch
+) -> dict[str, Tensor]:
+    """The codec's statistics (B, H, N or 1, ...) for the N coded blocks of whole windows.
+
+    batch: of `frame`, so q (B, heads, T, D) is before or after RoPE with it, and k as the cache stores it. The last
+    blocks of a window, which a cache would not pack yet, get the statistic of the whole window.
+    """
+    values: dict[str, Tensor] = {}
+    for name in sorted(codec.stats):
+        wants = _wants(name)
+        x = batch.k if wants == "k" else batch.q
+        assert x is not None
+        if wants == "q" and frame == "pre_rope" and taps.rope is not None:
+            x = taps.site.rotate(x, *taps.rope)
+        if wants == "q_pre" and frame == "post_rope" and taps.rope is not None:
+            raise KVCalError(f"statistic {name}: queries before RoPE are seen in the frame pre_rope only")
+        blocks = statistic(name, codec.shape).observe(x, whole_window(x, windows))
+        assert blocks is not None
+        values[name] = blocks
+    return values
+
+
+def whole_window(x: Tensor, windows: Windows) -> Prefixes:
+    """All blocks of windows (B, heads, T, D) that came in one piece."""
+    rows, length = x.shape[0], x.shape[2]
+    blocks = (length - windows.sink) // windows.block
+    none = torch.zeros(rows, dtype=torch.long)
+    return Prefixes(Plan(0, length, 0, 0, blocks, blocks, seen=none, packed=none), windows, x.device)
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """One layer's keys or values on the training windows. predictor, inputs: what is taken off first; None: nothing.
+
+    windows, frame: of the scheme. Each pass computes q, k, v and the predictions again: nothing of a layer is kept.
+    """
+
+    layer: int
+    role: Role
+    windows: Windows
+    frame: Frame
+    taps: LayerTaps
+    carry: Carry
+    predictor: Predictor | None = None
+    inputs: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> Shape:
+        return self.carry.shape
+
+    @property
+    def vectors(self) -> int:
+        """How many vectors, each of one head, a pass over the training windows yields."""
+        tokens: int = self.carry.tokens.stop - self.carry.tokens.start
+        return self.carry.train * self.shape.heads * tokens
+
+    def batches(self, also: Collection[str] = ()) -> Iterator[tuple[Tensor, TapBatch]]:
+        """What is stored of some windows, residuals where there is a predictor: (B, H, coded tokens, D) float32. The batch has
+        the layer's keys or values whole, and those of q, k, v that are named.
+        """
+        carry, tap = self.carry, "k" if self.role == "key" else "v"
+        stand_in = (
+            None if self.predictor is None else Predicted(Exact(self.shape, self.role), self.predictor, self.inputs)
+        )
+        for batch in self.taps.batches({tap, *also}, self.frame, rows=slice(0, carry.train)):
+            x = batch.k if self.role == "key" else batch.v
+            assert x is not None
+            with carry.timer("moments"):
+                stored = carry.coded(x).float()
+                if stand_in is not None:
+                    context = carry.context(self.layer, self.inputs, batch.rows)
+                    stored = stored - stand_in.predict(context, stand_in.predictor.working())
+            yield stored, batch
+
+    def queries(self, batch: TapBatch) -> Tensor:
+        """A batch's queries (B, heads, T, D) as stored keys meet them."""
+        assert batch.q is not None
+        return at_distances(self.taps.site, batch.q, self.taps.rope) if self.frame == "pre_rope" else batch.q
+
+    def context(self, codec: Codec, batch: TapBatch) -> Context:
+        """What encoding these windows by `codec` reads: the run-time statistics that a cache would know."""
+        return Context(self.layer, stats=window_statistics(codec, self.windows, self.frame, self.taps, batch))
+
+    def weighed(self, moments: Moments, batch: TapBatch) -> None:
+        """Add to the metric of `moments` what a batch's keys will be multiplied by; values are weighed at the end."""
+        if batch.q is not None:
+            moments.weigh(self.queries(batch))
+
+    def moments(self) -> Moments:
+        """Moments of what is stored, with the metric of what it will be multiplied by: queries or output projection rows."""
+        moments: Moments | None = None
+        for stored, batch in self.batches({"q"} if self.role == "key" else ()):
+            moments = moments or Moments(self.shape, stored.device)
+            with self.carry.timer("moments"):
+                moments.add(stored)
+                self.weighed(moments, batch)
+        assert moments is not None
+        if self.role == "value" and (projection := output_projection(self.taps.site)) is not None:
+            moments.weigh_output(projection)
+        return moments
+
+
+def at_distances(site: AttentionSite, queries: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Queries before RoPE (B, heads, T, D) as keys before RoPE meet them: each turned by its distance to a token before it.
+
+    q at t and k at s score q . R(s - t) k = (R(t - s) q) . k. The distance of the query at t is drawn from 0 to t, seeded.
+    """
+    if rope is None:
+        return queries
+    length = queries.shape[2]
+    drawn = torch.rand(length, generator=torch.Generator().manual_seed(0)) * torch.arange(1, length + 1)
+    at = drawn.long().to(queries.device)
+    cos, sin = (t[:, at] for t in rope)
+    return site.rotate(queries, cos, sin)
+
+
+class Moments:
+    """Sums over training tokens, float64, per kv head."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        size = (shape.heads, shape.dim)
+        self.count = 0
+        self.total = torch.zeros(size, dtype=torch.float64, device=device)
+        self.square = torch.zeros(*size, shape.dim, dtype=torch.float64, device=device)
+        self.weight = torch.zeros_like(self.square)
+
+    def add(self, x: Tensor) -> None:
+        """x (B, H, T, D): what will be stored."""
+        rows = x.movedim(1, 0).flatten(1, 2).double()
+        self.count += rows.shape[1]
+        self.total += rows.sum(1)
+        self.square += rows.mT @ rows
+
+    def weigh(self, queries: Tensor) -> None:
+        """queries (B, H * group, T, D) in the frame in which keys are stored."""
+        wide = torch.unflatten(queries, 1, (len(self.total), -1)).movedim(1, 0).flatten(1, 3).double()
+        self.weight += wide.mT @ wide
+
+    def weigh_output(self, projection: Tensor) -> None:
+        """projection (hidden, heads * D): rows that attention outputs are multiplied by."""
+        heads, dim = self.total.shape
+        parts = projection.double().unflatten(1, (heads, -1, dim)).permute(1, 2, 0, 3).flatten(1, 2)
+        self.weight += parts.mT @ parts
+
+    def covariance(self) -> tuple[Tensor, Tensor]:
+        """Covariance (H, D, D) and mean (H, D)."""
+        mean = self.total / max(1, self.count)
+        return self.square / max(1, self.count) - mean[:, :, None] * mean[:, None], mean
+
+    def metric(self) -> Tensor:
+        """(H, D, D), the identity where nothing was weighed."""
+        eye = torch.eye(self.weight.shape[-1], dtype=torch.float64, device=self.weight.device).expand_as(self.weight)
+        return self.weight if bool(self.weight.any()) else eye

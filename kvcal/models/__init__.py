@@ -1,0 +1,1 @@
+"""What `--model` means: names, files, and weights on a device."""

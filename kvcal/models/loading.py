@@ -1,0 +1,166 @@
+"""What `--model` means: a short name, a hub id or a local folder; and how each is loaded.
+
+    source = resolve("llama-3.2-3b")            # names only: no network, no torch
+    config = load_config(source)                # downloads a config.json at most
+    loaded = load_model(source, dtype="bfloat16", device="cuda")
+
+`kvcal.models.layerwise` opens a model one layer at a time. Loading never touches the global random state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvcal_artifacts.errors import KVCalError, ModelUnavailable, OutOfMemory
+
+from . import hub
+from .configuration import geometry, geometry_config, load_config
+from .devices import to_device, to_dtype
+from .files import embedded_weights, load_tokenizer, local_tokenizer, weights_folder, weights_index, weights_revision
+from .hub import one_line
+from .memory import is_oom
+from .names import ModelSource
+
+if TYPE_CHECKING:
+    import torch
+
+    from .weights import Weights
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    model: Any  # a transformers PreTrainedModel, in eval mode
+    tokenizer: Any | None  # None for random weights of a hub model: nothing is downloaded then
+    source: ModelSource
+    revision: str
+    random_weights: bool
+
+
+def load_model(
+    source: ModelSource,
+    *,
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+    random_weights: bool = False,
+    seed: int = 0,
+) -> LoadedModel:
+    """The whole model on one device, in eval mode, without gradients."""
+    target, kind = to_device(device), to_dtype(dtype)
+    with out_of_memory(source, kind):
+        if random_weights:
+            return _random(source, kind, target, seed)
+        load = _embedded if source.kind == "embedded" else _pretrained
+        model = load(source, kind, target)
+    revision = weights_revision(source, random_weights=False, seed=seed)
+    return LoadedModel(model, load_tokenizer(source), source, revision, random_weights=False)
+
+
+def _random(source: ModelSource, dtype: torch.dtype, device: torch.device, seed: int) -> LoadedModel:
+    from . import weights
+    from .memory import check_fits
+
+    config = geometry_config(source)
+    model = weights.empty_model(config, dtype)
+    check_fits(source.label, sum(one.numel() * one.element_size() for one in model.parameters()), dtype, device)
+    weights.fill(model, "", random_source(config, seed), device)
+    weights.tie(model)
+    revision = weights_revision(source, random_weights=True, seed=seed)
+    return LoadedModel(model, local_tokenizer(source), source, revision, random_weights=True)
+
+
+def random_source(config: Any, seed: int) -> Weights:
+    from .weights import RandomWeights
+
+    return RandomWeights(seed, getattr(config, "initializer_range", 0.02))
+
+
+def _embedded(source: ModelSource, dtype: torch.dtype, device: torch.device) -> Any:
+    from . import weights
+    from .embedded import EmbeddedWeights
+
+    model = weights.empty_model(load_config(source), dtype)
+    weights.fill(model, "", EmbeddedWeights(embedded_weights(source)), device)
+    weights.tie(model)
+    return model
+
+
+def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device) -> Any:
+    from . import weights
+
+    config = load_config(source)
+    folder = weights_folder(source)
+    quantised = getattr(config, "quantization_config", None) is not None
+    if not quantised:  # whose tensors have shapes of their own
+        weights.check_shapes(source.label, folder / weights_index(source).name, weights.empty_model(config, dtype))
+    options = {
+        "dtype": dtype,
+        "use_safetensors": True,
+        "local_files_only": True,
+        "trust_remote_code": False,  # None would ask on the terminal
+        "output_loading_info": True,
+    }
+    model: Any
+    report: dict[str, Any]
+    try:
+        with _silent_loading():
+            loaded: Any = weights.model_class(config).from_pretrained(folder, config=config, **options)
+        model, report = loaded
+    except Exception as error:  # a damaged shard, shapes that do not fit, an unknown architecture
+        if is_oom(error):
+            raise
+        raise ModelUnavailable(f"{source.label}: cannot be loaded ({one_line(error)})") from error
+    _check_complete(source, report)
+    return model.eval().requires_grad_(False).to(device)
+
+
+def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
+    """Transformers fills what is missing with random numbers and prints a table; here it is an error."""
+    missing = sorted(map(str, report.get("missing_keys") or ()))
+    if missing:
+        raise ModelUnavailable(f"{source.label}: its weights lack {missing[0]} ({len(missing)} in all)")
+    surplus = sorted(str(name) for name in report.get("unexpected_keys") or () if ".layers." in str(name))
+    if surplus:
+        raise ModelUnavailable(
+            f"{source.label}: its weights hold {surplus[0]} ({len(surplus)} in all), "
+            "which its config.json does not ask for"
+        )
+
+
+@contextmanager
+def _silent_loading() -> Iterator[None]:
+    """No weight-loading bar and no load report: what they would say is checked and raised instead."""
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with hub.quiet():
+            yield
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def out_of_memory(source: ModelSource, dtype: torch.dtype) -> Iterator[None]:
+    """Turn an allocation that failed into one line that names the need."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_oom(error):
+            raise
+        need = _parameter_bytes(source, dtype)
+        raise OutOfMemory(
+            f"{source.label}: its weights need {need}, more than is free on the device; "
+            "load one layer at a time, or in bfloat16"
+        ) from error
+
+
+def _parameter_bytes(source: ModelSource, dtype: torch.dtype) -> str:
+    try:
+        return f"about {geometry(source).parameters * dtype.itemsize / 1e9:.1f} GB"
+    except KVCalError:
+        return "memory"

@@ -1,0 +1,1 @@
+"""Build recipes, their lock file and gates."""

@@ -1,0 +1,40 @@
+"""What to say to a name that is none of the known ones."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection
+
+FEW = 8  # so many names are read at a glance; of more the nearest are said, and the command that lists them
+SAID = 3
+
+
+def allowed(name: str, names: Collection[str], listed: str) -> str:
+    """The second half of an error's line: all names if they are few, else the nearest and where all are.
+
+    listed: the command that prints them, as `kvcal names codec`.
+    """
+    if len(names) <= FEW:
+        return f"allowed are {', '.join(names)}"
+    every = f"`{listed}` lists all"
+    return f"did you mean {_either(near)}? {every}" if (near := nearest(name, names)) else every
+
+
+def nearest(name: str, among: Collection[str], most: int = SAID) -> list[str]:
+    """The nearest names, most alike first, at most so many; where none is alike, of those that begin with the same word."""
+    lowered, names = name.lower(), list(among)
+    if near := difflib.get_close_matches(lowered, names, most, 0.7):
+        return near
+    word = _word(lowered)
+    return difflib.get_close_matches(lowered, [one for one in names if word and _word(one) == word], most, 0.0)
+
+
+def _word(name: str) -> str:
+    letters = re.match(r"[a-z]+", name)
+    return letters[0] if letters else ""
+
+
+def _either(names: list[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,1 @@
+"""Many settings measured: thresholds, combinations, Pareto fronts."""

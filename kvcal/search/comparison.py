@@ -1,0 +1,132 @@
+"""Many schemes on the same work: which are worth their bits, and which combination is best under a limit."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts.errors import KVCalError
+from kvcal_artifacts.files import read_text, write_atomically
+from kvcal_artifacts.scheme import Scheme
+
+from ..calibrate.checkpoint import CommandCheckpoint, short
+
+
+def front(rows: Iterable[dict[str, Any]], quality: str = "kl") -> set[str]:
+    """Names of the rows that no other row beats: none has fewer bits and no more error, or as many bits and less."""
+    rows = [row for row in rows if row["bits_per_value"] is not None]
+    return {
+        row["name"]
+        for row in rows
+        if not any(
+            other["bits_per_value"] <= row["bits_per_value"]
+            and other[quality] <= row[quality]
+            and (other["bits_per_value"], other[quality]) != (row["bits_per_value"], row[quality])
+            for other in rows
+        )
+    }
+
+
+def best(rows: Iterable[dict[str, Any]], max_bits: float, quality: str = "kl") -> dict[str, Any] | None:
+    """The row of least error at no more than `max_bits` stored bits a value."""
+    fitting = [row for row in rows if row["bits_per_value"] is not None and row["bits_per_value"] <= max_bits]
+    return min(fitting, key=lambda row: (row[quality], row["bits_per_value"]), default=None)
+
+
+def bytes_at(scheme: Scheme, row: dict[str, Any], tokens: int, length: int, itemsize: int) -> int:
+    """Bytes of one sequence of `length` tokens: what was measured of `tokens` tokens (packed, windows, run-time statistics,
+    predictors and codebooks), and more or fewer tokens at the row's stored bits a value.
+
+    itemsize: of the model's dtype, in which layers are that the scheme leaves alone.
+    """
+    bits = 8.0 * itemsize if row["bits_per_value"] is None else row["bits_per_value"]
+    share = 1.0 if scheme.selection is None else scheme.selection.keep
+    pairs = [pair for pair in scheme.layers if pair is not None]
+    numbers = sum(pair.key.shape.heads * pair.key.shape.dim * 2 for pair in pairs)
+    a_token = numbers * bits / 8 * share + numbers / max(1, len(pairs)) * len(scheme.skipped) * itemsize
+    measured = row["cache_bytes"] + row["window_bytes"] + row["resident_bytes"]
+    return max(0, round(float(measured + (length - tokens) * a_token)))
+
+
+def as_csv(rows: list[dict[str, Any]]) -> str:
+    """A header and a line a row; None is an empty cell."""
+    text = io.StringIO()
+    columns = [name for name in rows[0] if name != "key"]
+    table = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
+    table.writeheader()
+    table.writerows(rows)
+    return text.getvalue()
+
+
+def read_results(path: Path, command: str) -> dict[str, Any]:
+    """A result file of that command: `settings` and `rows`, each row a dict with its `key`. Both are empty where there is no
+    file yet, or one without a byte.
+
+    Raises KVCalError for any other file: results would overwrite it.
+    """
+    try:
+        text = read_text(path) if path.exists() else ""
+        results: dict[str, Any] = json.loads(text) if text else {"command": command, "settings": {}, "rows": []}
+        ours = isinstance(results["settings"], dict) and isinstance(results["rows"], list)
+        ours = ours and all(isinstance(row["key"], str) for row in results["rows"])
+        ours = ours and results.get("command", command) == command  # files of before have no name of a command
+    except OSError as error:
+        raise KVCalError(f"--output {path}: cannot be read: {error.strerror or error}; give another name") from error
+    except (ValueError, KeyError, TypeError, RecursionError):
+        ours = False
+    if not ours:
+        raise KVCalError(
+            f"--output {path} is there already and is no result file of `kvcal {command}`; give another name or remove it"
+        )
+    return results
+
+
+@dataclass
+class Ledger:
+    """Rows measured so far, so that an interrupted comparison goes on: in a file of the user's, which stays; where there is
+    none, in `work`, until they are done.
+
+    settings: everything that all rows depend on (model, text, windows, dtype, device); rows of others are not taken over.
+    resume: False takes none over. Raises KVCalError as `read_results`.
+    """
+
+    command: str
+    path: Path | None
+    settings: dict[str, Any]
+    work: CommandCheckpoint
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        if self.path is None:
+            self.rows: dict[str, dict[str, Any]] = {row["key"]: row for row in self.work.named("row-")}
+        else:
+            before = read_results(self.path, self.command)
+            same = self.resume and before["settings"] == self.settings
+            self.rows = {row["key"]: row for row in before["rows"]} if same else {}
+        self.resumed = set(self.rows)
+
+    @property
+    def where(self) -> Path:
+        return self.work.folder if self.path is None else self.path
+
+    def add(self, key: str, row: dict[str, Any]) -> None:
+        """key: what the row's figures depend on besides the settings."""
+        self.rows[key] = row | {"key": key}
+        if self.path is None:
+            self.work.keep(_file(key), self.rows[key])
+            return
+        results = {"command": self.command, "settings": self.settings, "rows": list(self.rows.values())}
+        write_atomically(self.path, (json.dumps(results, indent=1) + "\n").encode())
+
+    def done(self, keys: Iterable[str]) -> None:
+        """These rows are on their way to the reader; those of other runs stay in `work`."""
+        self.work.drop(*(f"{_file(key)}.json" for key in keys))
+
+
+def _file(key: str) -> str:
+    return f"row-{short(key)}"

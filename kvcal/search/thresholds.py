@@ -1,0 +1,339 @@
+"""MixKVQ's thresholds (Appendix C of the paper): two objectives, a Pareto front, the best point under a bit limit; then a fit.
+
+What is searched: tau_low and tau_high, jointly. What is minimised: the stored bits of a value (with scales, minima and
+indices), and a loss: error of attention outputs, perplexity through the cache, or what is missing from a task's score.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvcal_artifacts import hf
+from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.canonical import canonical, sha256_text
+from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.files import write_atomically
+
+from ..calibrate.checkpoint import check_ours
+from ..calibrate.driver import fit
+from ..calibrate.job import FitOptions, FitResult
+from ..calibrate.provenance import provenance
+from ..capture.checks import check_model
+from ..capture.scan import Capture, WholeModel
+from ..evaluate.perplexity import evaluate
+from ..methods.attention import QUERIES, OutputError, Probe, probe
+from ..methods.mixkvq import MixKVQ, TierSizes
+from ..report.front import front_png
+from ..report.outputs import check_output
+from ..text.sources import Windows as TextWindows
+from .two_objectives import NAMES, Found, Point, Space, Storage, front_of, rounded, search
+
+LOW, HIGH = (0.5, 8.0), (1.0, 32.0)  # times the layer's median salience
+
+
+class Objective(Protocol):
+    label: str  # in bundles and on the plot's axis
+    maximise: bool
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Its settings, for provenance."""
+
+    def __call__(self, method: MixKVQ) -> tuple[float, float]:
+        """Quality, and stored bits a value of the packed blocks (keys and values)."""
+
+
+class AttentionError:
+    """Mean over layers of the relative squared error of attention outputs, from the keys and values of these windows.
+
+    The model runs once; q, k, v of all layers stay in memory, on the device or (where="cpu") the host.
+    """
+
+    label, maximise = "error of attention outputs", False
+
+    def __init__(
+        self,
+        method: MixKVQ,
+        model: Any,
+        ids: Tensor,
+        device: torch.device,
+        batch: int | None = None,
+        where: str = "device",
+    ) -> None:
+        self.record = {"name": "attention", "queries": QUERIES}
+        self.device, self.shape = device, hf.layer_shape(hf.config_of(model), method.block)
+        self.dtype: torch.dtype = model.dtype
+        stats, value = method.key_codec(self.shape, self.dtype).stats, method.value_codec(self.shape)
+        rest = device if where == "device" else torch.device("cpu")
+        self.layers: list[list[tuple[Probe, Tensor, Tensor]]] = []  # with decoded values, and exact outputs
+        with Capture(WholeModel(model), ids, device=device, batch=batch) as capture, torch.no_grad():
+            for taps in capture:
+                here = []
+                for taken in taps.batches({"q", "k", "v"}, "post_rope", advance=True):
+                    layer_probe = probe(taken, taps.index, taps.site, self.shape, method.windows, stats)
+                    here.append(
+                        (layer_probe.to(rest), layer_probe.decoded(value).to(rest), layer_probe.outputs().to(rest))
+                    )
+                self.layers.append(here)
+
+    @torch.no_grad()
+    def __call__(self, method: MixKVQ) -> tuple[float, float]:
+        key, value = method.key_codec(self.shape, self.dtype), method.value_codec(self.shape)
+        sizes, errors = TierSizes(), []
+        for layer in self.layers:
+            error = OutputError()
+            for saved in layer:
+                layer_probe, values, exact = (
+                    saved[0].to(self.device),
+                    saved[1].to(self.device),
+                    saved[2].to(self.device),
+                )
+                packed = key.encode(layer_probe.k[:, :, layer_probe.packed], layer_probe.context())
+                sizes.add(key, packed)
+                error.add(exact, layer_probe.outputs(key.decode(packed, layer_probe.context()), values))
+            errors.append(error.value)
+        return sum(errors) / len(errors), (sizes.bits(self.shape) + value.bits_per_value()) / 2
+
+
+@dataclass
+class Perplexity:
+    """Perplexity of the windows, teacher-forced through the cache in steps."""
+
+    model: Any
+    ids: Tensor
+    step: int = 32
+    batch: int | None = None
+    label = "perplexity through the cache"
+    maximise = False
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return {"name": "perplexity", "step": self.step}
+
+    def __call__(self, method: MixKVQ) -> tuple[float, float]:
+        scheme = method.scheme(self.model)
+        rows = evaluate(
+            self.model,
+            self.ids,
+            {"own": lambda: KVCalCache(scheme, self.model, remember=True)},
+            step=self.step,
+            batch=self.batch,
+        )
+        if rows[1].bits_per_value is None:
+            raise UsageError(f"windows of {self.ids.shape[1]} tokens: nothing would be packed; use a larger --length")
+        return rows[1].perplexity, rows[1].bits_per_value
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the search. max_bits: stored bits a value, at most, of the point that is chosen."""
+
+    trials: int = 30
+    seed: int = 0
+    max_bits: float = 3.7
+    low: tuple[float, float] = LOW
+    high: tuple[float, float] = HIGH
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in (("--tau-low", self.low), ("--tau-high", self.high)):
+            if not 0 < least <= most < float("inf"):
+                raise UsageError(f"{name} {least:g},{most:g}: needs two positive numbers in order, or one")
+        if self.trials < 1 or not self.max_bits > 0:
+            raise UsageError(f"--trials {self.trials}, --max-bits {self.max_bits:g}: must be positive")
+
+    @property
+    def fixed(self) -> bool:
+        """Whether there is nothing to search."""
+        return self.low[0] == self.low[1] and self.high[0] == self.high[1]
+
+    @property
+    def only(self) -> dict[str, float]:
+        return {"tau_low": self.low[0], "tau_high": self.high[0]}
+
+    @property
+    def space(self) -> Space:
+        return {"tau_low": self.low, "tau_high": self.high}
+
+
+def with_thresholds(method: MixKVQ, parameters: dict[str, float]) -> MixKVQ:
+    """tau_low above tau_high means no 4-bit tier."""
+    high = parameters["tau_high"]
+    return replace(method, tau_low=min(parameters["tau_low"], high), tau_high=high)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is tuned on which text, and where the results go."""
+
+    model: Any
+    text: TextWindows
+    output: Path
+    plot: Path
+    device: torch.device
+    model_record: dict[str, Any]
+    revision: str | None
+    options: FitOptions = field(default_factory=FitOptions)
+    say: Callable[[str], None] = lambda line: None
+
+    @property
+    def folder(self) -> Path:
+        """Where a search for this output alone is kept until it is done."""
+        return self.output.parent / f".{self.output.name}.search"
+
+
+@dataclass
+class Tuned:
+    """points, front, chosen: None and empty where there was nothing to search."""
+
+    result: FitResult
+    method: MixKVQ
+    points: Found | None = None
+    front: list[int] = field(default_factory=list)
+    chosen: int | None = None
+
+
+def tune(
+    method: MixKVQ,
+    job: Job,
+    settings: Settings,
+    objective: Callable[[], Objective],
+    storage: str | None = None,
+    heartbeat: int = 5,
+) -> Tuned:
+    """Search the thresholds, then measure the chosen ones layer by layer (kvcal.calibrate.driver) and write bundle and plot.
+
+    objective: makes it, once it is needed. storage: an Optuna storage URL that workers share; None: a file beside the output,
+    which this process alone uses, and removes. Raises UsageError, before any trial, if no point can lie under max_bits;
+    KVCalError if none does.
+    """
+    check_output(job.output)
+    check_model(job.model, hf.decoder_of(job.model))
+    if method.full is not None or settings.fixed:
+        chosen = method if method.full is not None else with_thresholds(method, settings.only)
+        return Tuned(_measured(chosen, job, settings, None), chosen)
+    shape = hf.layer_shape(hf.config_of(job.model), method.block)
+    if (least := rounded(method.least_bits(shape, job.model.dtype))) > settings.max_bits:
+        raise UsageError(
+            f"--max-bits {settings.max_bits:g}: with all key channels at 2 bits and values of {method.value_bits} a value "
+            f"takes {least:g} bits already; give --max-bits {least:g} or more, or fewer --value-bits"
+        )
+    check_output(job.plot, "--plot")
+    check_ours(job.folder, NAMES)
+    if not job.options.resume:
+        shutil.rmtree(job.folder, ignore_errors=True)
+    points, goal = _search(method, job, settings, objective, storage, heartbeat)
+    front = front_of(points.points, goal.maximise)
+    number = choose(points.points, front, settings.max_bits)
+    best = with_thresholds(method, points.points[number].parameters)
+    asked = {"trials": settings.trials, "max_bits": settings.max_bits, "order": ORDER[points.in_order]}
+    record = _record(settings, goal.record) | asked
+    metrics = _seen(method, points, goal, front, number)
+    result = _measured(best, job, settings, {"provenance": record, "metrics": metrics})
+    pairs = [(point.cost, point.quality) for point in points.points]
+    picture = front_png(pairs, front, number, settings.max_bits, goal.label, "stored bits a value")
+    write_atomically(job.plot, picture, "--plot")
+    shutil.rmtree(job.folder, ignore_errors=True)
+    return Tuned(result, best, points, front, number)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What an objective says of itself."""
+
+    label: str
+    maximise: bool
+    record: dict[str, Any]
+
+
+def _search(
+    method: MixKVQ,
+    job: Job,
+    settings: Settings,
+    objective: Callable[[], Objective],
+    storage: str | None,
+    heartbeat: int,
+) -> tuple[Found, Goal]:
+    """The objective, which may be large, ends here."""
+    ready = objective()
+    goal = Goal(ready.label, ready.maximise, ready.record)
+    name = _study_name(method, job, settings, goal.record)
+    points = search(
+        lambda parameters: ready(with_thresholds(method, parameters)),
+        settings.space,
+        trials=settings.trials,
+        seed=settings.seed,
+        maximise=goal.maximise,
+        storage=Storage(name, job.folder, storage, heartbeat),
+        say=job.say,
+    )
+    return points, goal
+
+
+ORDER = {
+    True: "every trial knew all before it: the same command gives the same bytes",
+    False: "workers ran side by side: the same command may give other bytes",
+}
+
+
+def choose(points: list[Point], front: list[int], max_bits: float) -> int:
+    """The best of the front that stays under the limit."""
+    under = [number for number in front if points[number].cost <= max_bits]
+    if not under:
+        least = min(point.cost for point in points)
+        raise KVCalError(
+            f"none of {len(points)} trials stays under --max-bits {max_bits:g}, the smallest takes {least:.3f}; raise it "
+            "(the same command goes on from these trials)"
+        )
+    return under[-1]
+
+
+def _measured(method: MixKVQ, job: Job, settings: Settings, searched: dict[str, dict[str, Any]] | None) -> FitResult:
+    return fit(
+        method,
+        WholeModel(job.model),
+        job.text,
+        job.output,
+        model_record=job.model_record,
+        revision=job.revision,
+        device=job.device,
+        seed=settings.seed,
+        options=job.options,
+        searched=searched,
+        say=job.say,
+    )
+
+
+def _record(settings: Settings, objective: dict[str, Any]) -> dict[str, Any]:
+    """What decides where the search goes; max_bits and the number of trials do not."""
+    import optuna
+
+    return {
+        "sampler": f"optuna {optuna.__version__} TPE",
+        "objective": objective,
+        "space": {name: list(span) for name, span in settings.space.items()},
+        "seed": settings.seed,
+    }
+
+
+def _study_name(method: MixKVQ, job: Job, settings: Settings, objective: dict[str, Any]) -> str:
+    """Workers that would do the same work share a study."""
+    free, batch = replace(method, tau_low=0.0, tau_high=0.0), job.options.batch or 0
+    key = provenance(free, job.text, job.model_record, job.device, job.model.dtype, batch, settings.seed)
+    return f"kvcal-mixkvq-{sha256_text(canonical([key, _record(settings, objective)]))[:20]}"
+
+
+def _seen(method: MixKVQ, points: Found, goal: Goal, front: list[int], chosen: int) -> dict[str, Any]:
+    tried = [with_thresholds(method, point.parameters) for point in points.points]
+    rows = [
+        {"tau_low": row.tau_low, "tau_high": row.tau_high, "quality": point.quality, "bits": point.cost}
+        for row, point in zip(tried, points.points, strict=True)
+    ]
+    what = {"quality": goal.label, "higher_is_better": goal.maximise}
+    return what | {"trials": rows, "front": front, "chosen": chosen}

@@ -1,0 +1,428 @@
+"""Two-objective search by Optuna's TPE whose points do not depend on who asked, how often it was killed, or on random state.
+
+Point number i of a search is a pure function of (seed, i, the points before it): a fresh sampler each time, told the finished
+points. An Optuna storage only says who works on what; so one worker gives the same points whether or not it was killed in
+between, and several workers share a study, each point claimed by the order of trial numbers, which the storage makes unique.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts.errors import KVCalError
+from kvcal_artifacts.files import open_lock
+
+from ..calibrate.checkpoint import check_ours
+from ..report.progress import progress
+
+Space = Mapping[str, tuple[float, float]]  # name -> lowest, highest; searched on a logarithmic scale
+Evaluate = Callable[[dict[str, float]], tuple[float, float]]  # parameters -> quality, cost
+FILE = "study.db"
+NAMES = re.compile(r"lock|study\.db(-journal|-wal|-shm)?")  # all that a search keeps in its folder
+DIGITS = 6  # of parameters and objectives: last bits of a sum do not decide where the search goes
+GRACE = 6  # heartbeats missed by a worker that is taken for dead
+POLL = 0.5  # seconds between looks at the storage while others finish
+
+
+@dataclass(frozen=True)
+class Point:
+    """One finished trial. quality: lower or higher is better, as the search was told; cost: lower is."""
+
+    parameters: dict[str, float]
+    quality: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """Points in the order of their trials. in_order: each was chosen knowing all before it, so that the same search gives the
+    same points; not so where workers ran side by side.
+    """
+
+    points: list[Point]
+    in_order: bool
+
+
+def suggest(points: list[Point], space: Space, seed: int, number: int, maximise: bool) -> dict[str, float]:
+    """Parameters of point `number`, given those before it: multi-objective TPE (random for the first ten)."""
+    import numpy as np
+    import optuna
+
+    scales = {name: optuna.distributions.FloatDistribution(low, high, log=True) for name, (low, high) in space.items()}
+    own_seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+    study = optuna.create_study(directions=_directions(maximise), sampler=optuna.samplers.TPESampler(seed=own_seed))
+    for point in points:
+        study.add_trial(
+            optuna.create_trial(params=point.parameters, distributions=dict(scales), values=[point.quality, point.cost])
+        )
+    parameters = study.ask(dict(scales)).params
+    return {name: min(max(rounded(parameters[name]), low), high) for name, (low, high) in space.items()}
+
+
+def rounded(x: float) -> float:
+    return float(f"{x:.{DIGITS}g}")
+
+
+def front_of(points: list[Point], maximise: bool) -> list[int]:
+    """Numbers of the points that no other one beats in one objective without losing in the other; cheapest first."""
+    sign, front, best = -1.0 if maximise else 1.0, [], float("inf")
+    for number in sorted(range(len(points)), key=lambda i: (points[i].cost, sign * points[i].quality, i)):
+        if sign * points[number].quality < best:
+            best = sign * points[number].quality
+            front.append(number)
+    return front
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where the study lies. url: any that Optuna's RDBStorage takes, shared with other workers; else a file in `folder`, for
+    this process alone. heartbeat: seconds between a worker's signs of life; after GRACE without one its trial is run again.
+    """
+
+    name: str
+    folder: Path
+    url: str | None = None
+    heartbeat: int = 5
+
+
+def search(
+    evaluate: Evaluate,
+    space: Space,
+    *,
+    trials: int,
+    seed: int,
+    maximise: bool,
+    storage: Storage,
+    say: Callable[[str], None] = lambda line: None,
+) -> Found:
+    """Until `trials` points are complete, by this worker and others; exactly so many, whoever dies in between."""
+    import optuna
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with _opened(storage, maximise) as (study, engine):
+            work = _Worker(study, engine, storage, evaluate, space, trials, seed, maximise)
+            if done := len(work.complete()):
+                say(f"resuming: {done} of {trials} trials are in the storage")
+            with progress("Searching", total=trials) as advance:
+                work.run(advance)
+            return work.found()
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+def _directions(maximise: bool) -> list[Any]:
+    return ["maximize" if maximise else "minimize", "minimize"]
+
+
+class _Surplus(Exception):
+    """Not an error: a trial that began while others made up the number."""
+
+
+class _Worker:
+    """One process at work on a study."""
+
+    def __init__(
+        self,
+        study: Any,
+        engine: Any,
+        storage: Storage,
+        evaluate: Evaluate,
+        space: Space,
+        trials: int,
+        seed: int,
+        maximise: bool,
+    ) -> None:
+        """engine: the study's storage object."""
+        self.study, self.made, self.storage = study, engine, storage
+        self.evaluate, self.space = evaluate, space
+        self.trials, self.seed, self.maximise = trials, seed, maximise
+        self.nameless: dict[int, float] = {}  # running trials whose worker did not even leave its name: since when seen
+        self.study.sampler = _sampler(self)
+
+    def complete(self) -> list[Any]:
+        return self._in_state("COMPLETE")
+
+    def _in_state(self, *names: str) -> list[Any]:
+        from optuna.trial import TrialState
+
+        states = tuple(TrialState[name] for name in names)
+        return sorted(self.study.get_trials(deepcopy=False, states=states), key=lambda trial: trial.number)
+
+    def run(self, advance: Callable[..., None]) -> None:
+        reported = 0
+        while True:
+            self._bury()
+            done = len(self.complete())
+            advance(min(done, self.trials) - reported)
+            reported = min(done, self.trials)
+            if done >= self.trials:
+                return
+            if done + len(self._in_state("RUNNING")) < self.trials:
+                self._one()
+            else:
+                time.sleep(POLL)
+
+    def _one(self) -> None:
+        """Run one trial. If another worker took it for dead meanwhile, its result is not wanted any more."""
+        from optuna.trial import TrialState
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the heartbeat is somebody else's care: ours
+            trial = self.study.ask()
+        try:
+            with self._alive(trial._trial_id):
+                values = self._objective(trial)
+        except BaseException as error:
+            self.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+            if isinstance(error, _Surplus):
+                return
+            raise
+        self.study.tell(trial, values, skip_if_finished=True)
+
+    @contextmanager
+    def _alive(self, trial_id: int) -> Iterator[None]:
+        """A sign of life now and then, from a thread; nobody asks a search that has its storage for itself."""
+        if self.storage.url is None:
+            yield
+            return
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(self.storage.heartbeat):
+                self.made.record_heartbeat(trial_id)
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _objective(self, trial: Any) -> tuple[float, float]:
+        if self.place(trial.number) >= self.trials:
+            raise _Surplus
+        if "worker" not in trial.user_attrs:  # out of the queue: Optuna does not ask the sampler
+            self.sign(trial)
+        parameters = {name: trial.suggest_float(name, low, high, log=True) for name, (low, high) in self.space.items()}
+        quality, cost = self.evaluate(parameters)
+        return rounded(quality), rounded(cost)
+
+    def place(self, number: int) -> int:
+        """Trials before this one that are complete or may become so."""
+        return sum(t.number < number for t in self._in_state("COMPLETE", "RUNNING", "WAITING"))
+
+    def sign(self, trial: Any) -> None:
+        """A name, and a first sign of life: without one Optuna takes nobody for dead."""
+        if self.storage.url is not None:
+            self.made.set_trial_user_attr(trial._trial_id, "worker", this_worker())
+            self.made.record_heartbeat(trial._trial_id)
+
+    def suggested(self, trial: Any) -> dict[str, float]:
+        """Parameters of a new trial, which remembers how many points it knew."""
+        done = self.complete()
+        self.made.set_trial_user_attr(trial._trial_id, "known", len(done))
+        return suggest(_points(done), self.space, self.seed, self.place(trial.number), self.maximise)
+
+    def _bury(self) -> None:
+        """Give the trials of dead workers to others: without a heartbeat, or, on this machine, without a process."""
+        from optuna.storages import fail_stale_trials
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "experimental"
+            fail_stale_trials(self.study)
+        for trial in self._in_state("RUNNING"):
+            if self.storage.url is None or self._is_dead(trial):
+                self._fail(trial)
+
+    def _is_dead(self, trial: Any) -> bool:
+        if "worker" in trial.user_attrs:
+            return is_dead(str(trial.user_attrs["worker"]))
+        since = self.nameless.setdefault(trial.number, time.monotonic())
+        return time.monotonic() - since > GRACE * self.storage.heartbeat
+
+    def _fail(self, trial: Any) -> None:
+        from optuna.exceptions import UpdateFinishedTrialError
+        from optuna.trial import TrialState
+
+        try:
+            changed = self.made.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+        except UpdateFinishedTrialError:  # another worker was faster
+            return
+        if changed:
+            run_again(self.study, trial)
+
+    def found(self) -> Found:
+        done = self.complete()[: self.trials]
+        earlier = [trial.user_attrs.get("known") for trial in done]
+        return Found(_points(done), earlier == list(range(len(done))))
+
+
+def run_again(study: Any, trial: Any) -> None:
+    """Put a dead worker's parameters in the queue; a trial that had none yet is simply missing, and is drawn anew."""
+    if trial.params:
+        study.enqueue_trial(trial.params, user_attrs={"known": trial.user_attrs.get("known"), "again": trial.number})
+
+
+def _points(trials: list[Any]) -> list[Point]:
+    return [Point(dict(trial.params), *trial.values) for trial in trials]
+
+
+def _sampler(worker: _Worker) -> Any:
+    """An Optuna sampler that asks `worker` for all parameters at once."""
+    import optuna
+
+    scales = {
+        name: optuna.distributions.FloatDistribution(low, high, log=True) for name, (low, high) in worker.space.items()
+    }
+
+    class Sampler(optuna.samplers.BaseSampler):
+        def infer_relative_search_space(self, study: Any, trial: Any) -> Any:
+            worker.sign(trial)
+            return {} if "fixed_params" in trial.system_attrs else scales
+
+        def sample_relative(self, study: Any, trial: Any, search_space: Any) -> dict[str, Any]:
+            return worker.suggested(trial) if search_space else {}
+
+        def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
+            raise AssertionError(f"{param_name} is not in the search space")
+
+    return Sampler()
+
+
+# Where the study lies.
+
+
+@contextmanager
+def _opened(storage: Storage, maximise: bool) -> Iterator[tuple[Any, Any]]:
+    """The study, and its storage object."""
+    if storage.url is not None:
+        yield _study(storage.url, storage, maximise)
+        return
+    storage.folder.mkdir(exist_ok=True)
+    check_ours(storage.folder, NAMES)
+    try:
+        handle = open_lock(storage.folder / "lock")
+    except OSError as error:
+        raise KVCalError(f"{storage.folder / 'lock'}: cannot be used ({error.strerror}); move it away") from error
+    with os.fdopen(handle, "w") as lock:
+        if not _locked(lock):
+            raise KVCalError(
+                f"{storage.folder}: another process is at this search; wait for it, or let both share a --storage"
+            )
+        yield _study(f"sqlite:///{FILE}", storage, maximise)
+
+
+def _locked(file: Any) -> bool:
+    """Whether the file is now locked by this process, for as long as it is open; the system unlocks it after a kill."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has none: there, two runs at once on one output are not noticed
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _connection(path: Path) -> type[sqlite3.Connection]:
+    """SQLite on this file, whatever characters its path has: no URL has to hold it."""
+
+    class Connection(sqlite3.Connection):
+        def __init__(self, database: str, *args: Any, **kwargs: Any) -> None:
+            super().__init__(str(path), *args, **kwargs)
+            # Does not wait for the disk: a killed process loses nothing, and after a power cut a search begins anew.
+            self.execute("pragma synchronous = off")
+
+    return Connection
+
+
+def _study(url: str, storage: Storage, maximise: bool) -> tuple[Any, Any]:
+    """Create or join; two workers that create the tables at once disturb each other, so try again."""
+    import optuna
+
+    for attempt in range(5):
+        try:
+            engine = _rdb(url, storage)
+            directions = _directions(maximise)
+            study = optuna.create_study(
+                storage=engine, study_name=storage.name, directions=directions, load_if_exists=True
+            )
+            return study, engine
+        except Exception as error:
+            collided = any(word in str(error).lower() for word in ("exists", "unique", "duplicate", "locked"))
+            if attempt == 4 or not collided:
+                reason = str(error).splitlines()[0]
+                raise KVCalError(
+                    f"--storage {_public(url)}: cannot be used ({type(error).__name__}: {reason})"
+                ) from error
+            time.sleep(0.2 * (attempt + 1))
+    raise AssertionError
+
+
+def _rdb(url: str, storage: Storage) -> Any:
+    from optuna.storages import RDBStorage
+
+    options: dict[str, Any] = {"timeout": 60} if url.startswith("sqlite") else {}
+    if storage.url is None:
+        options["factory"] = _connection(storage.folder / FILE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "experimental"
+        return RDBStorage(
+            url,
+            engine_kwargs={"connect_args": options},
+            heartbeat_interval=storage.heartbeat,
+            grace_period=GRACE * storage.heartbeat,
+            heartbeat_stale_trial_callback=run_again,
+        )
+
+
+def _public(url: str) -> str:
+    """The URL without user and password."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}" if rest else url
+
+
+def this_worker() -> str:
+    """Machine, boot and process-id namespace, and a process of it: which nobody else is or will be."""
+    return f"{_machine()} {os.getpid()} {_born(os.getpid())}"
+
+
+def is_dead(worker: str) -> bool:
+    """Whether that worker was of this machine and is no more; False where nobody can know."""
+    machine, _, rest = worker.partition(" ")
+    process, _, born = rest.partition(" ")
+    if not machine or machine != _machine() or not process.isdigit():
+        return False
+    return _born(int(process)) != born
+
+
+def _machine() -> str:
+    """Empty where the system does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _born(process: int) -> str:
+    """When a process started, in ticks since boot; empty for one that is no more."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]

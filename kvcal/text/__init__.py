@@ -1,0 +1,1 @@
+"""What `--text` means: sources, rows and token windows."""

@@ -1,0 +1,271 @@
+"""The house in figures: how large modules, classes and functions are, how modules import each other, how names read.
+
+    python tests/support/house.py
+
+prints the table; tests/test_house.py holds the limits with the same code. Complexity is McCabe's as radon counts it: one,
+and one for each decision, each further operand of `and` and `or`, each comprehension and each condition in one; what
+functions inside a function decide is theirs.
+"""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE_ROOTS = {"kvcal": ROOT, "kvcal_artifacts": ROOT / "artifacts", "kvcal_kernels": ROOT / "kernels"}
+VAGUE = frozenset(
+    (
+        "own",
+        "made",
+        "found",
+        "held",
+        "told",
+        "said",
+        "given",
+        "seen",
+        "known",
+        "wanted",
+        "kept",
+        "beside",
+        "about",
+        "left",
+    )
+)
+NO_ROOMS = {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
+
+Import = tuple[str, str, bool]  # (importing module, imported module, at module level?)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def modules(package: str) -> Iterator[tuple[str, Path]]:
+    """Every module of a package by its dotted name, with its file."""
+    base = SOURCE_ROOTS[package]
+    for path in sorted((base / package).rglob("*.py")):
+        parts = path.relative_to(base).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imports(package: str) -> list[Import]:
+    """What the modules of a package import, inside functions and for types alone too."""
+    return [one for name, path in modules(package) for one in imports_of(name, path)]
+
+
+def imports_of(name: str, path: Path) -> Iterator[Import]:
+    tree = ast.parse(path.read_text("utf-8"))
+    home = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node, top in walk(tree, top=True):
+        if isinstance(node, ast.Import):
+            yield from ((name, alias.name, top) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = home.split(".")[: len(home.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            # `from package import module` imports the module too
+            yield from ((name, f"{source}.{alias.name}", top) for alias in node.names)
+
+
+def walk(node: ast.AST, top: bool) -> Iterator[tuple[ast.AST, bool]]:
+    for child in ast.iter_child_nodes(node):
+        yield child, top
+        inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or is_for_types_only(child)
+        yield from walk(child, top and not inside)
+
+
+def is_for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def arrows(package: str) -> dict[str, set[str]]:
+    """Which modules of the package each of its modules imports."""
+    names = {name for name, _ in modules(package)}
+    targets: dict[str, set[str]] = {name: set() for name in names}
+    for module, target, _ in imports(package):
+        exact = target if target in names else target.rpartition(".")[0]
+        if exact in names and exact != module:
+            targets[module].add(exact)
+    return targets
+
+
+def circles(targets: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others: strongly connected ones (Tarjan)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        stack.append(module)
+        for target in sorted(targets[module]):
+            if target not in order:
+                visit(target)
+                lowest[module] = min(lowest[module], lowest[target])
+            elif target in stack:
+                lowest[module] = min(lowest[module], order[target])
+        if lowest[module] == order[module]:
+            place = stack.index(module)
+            group = sorted(stack[place:])
+            del stack[place:]
+            if len(group) > 1:
+                groups.append(group)
+
+    for module in sorted(targets):
+        if module not in order:
+            visit(module)
+    return sorted(groups)
+
+
+def rooms(package: str) -> list[str]:
+    """Files and folders at the top of a package, without those that every package has."""
+    return sorted(path.name for path in (SOURCE_ROOTS[package] / package).iterdir() if path.name not in NO_ROOMS)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A module, class or function by its dotted name. parameters, complexity: of functions."""
+
+    kind: str
+    name: str
+    lines: int
+    parameters: int = 0
+    complexity: int = 0
+
+
+@cache
+def sizes(package: str) -> tuple[Size, ...]:
+    """Every module, class and function of a package, methods and functions inside others included."""
+    return tuple(size for name, path in modules(package) for size in sizes_of(name, path.read_text("utf-8")))
+
+
+def sizes_of(module: str, source: str) -> Iterator[Size]:
+    yield Size("module", module, len(source.splitlines()))
+    yield from _definitions(module, ast.parse(source))
+
+
+def _definitions(prefix: str, node: ast.AST) -> Iterator[Size]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.ClassDef, *Function.__args__)):
+            name, lines = f"{prefix}.{child.name}", (child.end_lineno or child.lineno) - child.lineno + 1
+            if isinstance(child, ast.ClassDef):
+                yield Size("class", name, lines)
+            else:
+                yield Size("function", name, lines, _parameters(child.args), complexity(child))
+            yield from _definitions(name, child)
+        else:
+            yield from _definitions(prefix, child)
+
+
+def _parameters(arguments: ast.arguments) -> int:
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return len(named) + (arguments.vararg is not None) + (arguments.kwarg is not None)
+
+
+def complexity(function: Function) -> int:
+    return 1 + sum(_decisions(statement) for statement in function.body)
+
+
+def _decisions(node: ast.AST) -> int:
+    """Of a node and all below it, but not of functions and classes defined there."""
+    if isinstance(node, (ast.ClassDef, *Function.__args__)):
+        return 0
+    return _decision(node) + sum(_decisions(child) for child in ast.iter_child_nodes(node))
+
+
+def _decision(node: ast.AST) -> int:
+    match node:
+        case ast.If() | ast.IfExp() | ast.Assert():
+            return 1
+        case ast.For() | ast.While() | ast.AsyncFor():
+            return 1 + bool(node.orelse)
+        case ast.Try() | ast.TryStar():
+            return len(node.handlers) + bool(node.orelse)
+        case ast.BoolOp():
+            return len(node.values) - 1
+        case ast.comprehension():
+            return 1 + len(node.ifs)
+        case ast.Match():
+            return len(node.cases) - any(isinstance(case.pattern, ast.MatchAs) and case.guard is None
+                                         and case.pattern.pattern is None for case in node.cases)  # fmt: skip
+    return 0
+
+
+@dataclass(frozen=True)
+class Words:
+    """bound: names that are assigned or are parameters; vague: those of VAGUE among them. any_: uses of `Any`."""
+
+    bound: int
+    vague: int
+    any_: int
+    unformatted: int
+
+
+@cache
+def words(package: str) -> Words:
+    bound: list[str] = []
+    used_any = unformatted = 0
+    for _, path in modules(package):
+        source = path.read_text("utf-8")
+        unformatted += source.count("# fmt: skip")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.arg):
+                bound.append(node.arg)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                bound.append(node.id)
+            elif isinstance(node, ast.Name) and node.id == "Any":
+                used_any += 1
+    return Words(len(bound), sum(name in VAGUE for name in bound), used_any, unformatted)
+
+
+def vague_names(package: str) -> dict[str, int]:
+    """How often each module binds a name of VAGUE; modules that do not are left out."""
+    counts = {}
+    for module, path in modules(package):
+        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+        count = sum(
+            (isinstance(node, ast.arg) and node.arg in VAGUE)
+            or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE)
+            for node in nodes
+        )
+        counts |= {module: count} if count else {}
+    return counts
+
+
+def spread(values: list[int]) -> str:
+    """Median, ninth decile and largest."""
+    values = sorted(values)
+    return f"{statistics.median_low(values)} / {values[int(0.9 * (len(values) - 1))]} / {values[-1]}"
+
+
+def table() -> list[list[str]]:
+    """A row a figure, a column a package."""
+    packages = list(SOURCE_ROOTS)
+
+    def of(kind: str, figure: Callable[[Size], int]) -> list[str]:
+        return [spread([figure(size) for size in sizes(package) if size.kind == kind]) for package in packages]
+
+    def count(figure: Callable[[str], object]) -> list[str]:
+        return [str(figure(package)) for package in packages]
+
+    return [
+        ["median / p90 / max", *packages],
+        ["lines of a module", *of("module", lambda size: size.lines)],
+        ["lines of a class", *of("class", lambda size: size.lines)],
+        ["lines of a function", *of("function", lambda size: size.lines)],
+        ["parameters of a function", *of("function", lambda size: size.parameters)],
+        ["complexity of a function", *of("function", lambda size: size.complexity)],
+        ["circles of modules", *count(lambda package: len(circles(arrows(package))))],
+        ["entries at the top", *count(lambda package: len(rooms(package)))],
+        ["vague names", *count(lambda package: words(package).vague)],
+        ["vague names per 1000", *count(lambda package: round(1000 * words(package).vague / words(package).bound, 1))],
+        ["uses of Any", *count(lambda package: words(package).any_)],
+        ["# fmt: skip", *count(lambda package: words(package).unformatted)],
+    ]
+
+
+if __name__ == "__main__":
+    for row in table():
+        print(f"{row[0]:26}", *(f"{cell:>18}" for cell in row[1:]))
