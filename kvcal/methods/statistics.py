@@ -15,7 +15,8 @@ from torch import Tensor
 from kvcal_artifacts.codecs import Codec, Context, Exact, Predicted, Predictor, Role, Shape
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.hf import AttentionSite, output_projection
-from kvcal_artifacts.scheme import Frame, Windows
+from kvcal_artifacts.scheme import Frame
+from kvcal_artifacts.windows import Windows
 
 from ..capture.scan import LayerTaps, TapBatch
 from .base import Carry

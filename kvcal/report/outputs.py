@@ -5,8 +5,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from kvcal_artifacts.bundle import file_behind
 from kvcal_artifacts.errors import KVCalError
+from kvcal_artifacts.files import file_behind
 
 
 def check_output(output: Path, option: str = "--output") -> None:
