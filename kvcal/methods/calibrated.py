@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
-from kvcal_artifacts.statistics import subspace
 from torch import Tensor
 
+from kvcal_artifacts.cache.statistics import subspace
 from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Scaled, Squat
 from kvcal_artifacts.errors import UsageError
 

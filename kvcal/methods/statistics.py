@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from kvcal_artifacts.ledger import Plan
-from kvcal_artifacts.statistics import STATISTICS, Prefixes, statistic
 from torch import Tensor
 
+from kvcal_artifacts.cache.statistics import STATISTICS, Prefixes, statistic
 from kvcal_artifacts.codecs import Codec, Context, Exact, Predicted, Predictor, Role, Shape
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.hf import AttentionSite, output_projection
 from kvcal_artifacts.scheme import Frame
+from kvcal_artifacts.storage.ledger import Plan
 from kvcal_artifacts.windows import Windows
 
 from ..capture.scan import LayerTaps, TapBatch
