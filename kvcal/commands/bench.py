@@ -19,10 +19,10 @@ from ..report.plots import plot_bench
 from .bench_measured import measured_rows
 from .bench_options import GROUP_MODEL, MODEL, check_files, check_memory, check_numbers, check_taken, wanted_operations
 from .bench_projected import projected
-from .common import Say
+from .common import Options, Say
 
 
-def run_bench(o: dict[str, Any], say: Say, show: Callable[[dict[str, Any]], None], typed: Collection[str] = ()) -> None:
+def run_bench(o: Options, say: Say, show: Callable[[dict[str, Any]], None], typed: Collection[str] = ()) -> None:
     """Measure, or project where the device is not this machine; show rows, and how they compare with an earlier file's, then
     write the files asked for. What was measured is kept until all of that is out.
 
@@ -65,7 +65,7 @@ def run_bench(o: dict[str, Any], say: Say, show: Callable[[dict[str, Any]], None
         _put_out(o, result, show)
 
 
-def _put_out(o: dict[str, Any], result: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
+def _put_out(o: Options, result: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
     """The table first: of all that is asked for it is the least to fail. The files even where it does."""
     try:
         show(result)

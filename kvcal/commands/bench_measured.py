@@ -44,7 +44,7 @@ from .bench_options import (
 )
 from .bench_projected import assumptions, memory_rows
 from .bundles import file_sha256
-from .common import Say
+from .common import Options, Say
 from .doctor import machine
 
 
@@ -52,7 +52,7 @@ from .doctor import machine
 class Session:
     """What is measured, and with what. shapes: (batch, length); dtype: of kernels; say_once: says each line the first time."""
 
-    o: dict[str, Any]
+    o: Options
     where: Target
     device: torch.device
     operations: list[str]
@@ -74,7 +74,7 @@ class Session:
         return self.rows.clock
 
 
-def _session(o: dict[str, Any], where: Target, model: str, operations: list[str], say: Say) -> Session:
+def _session(o: Options, where: Target, model: str, operations: list[str], say: Say) -> Session:
     assert where.device is not None
     on_gpu = where.device.type == "cuda"
     source = resolve(model, o["revision"])
@@ -105,7 +105,7 @@ def _session(o: dict[str, Any], where: Target, model: str, operations: list[str]
 
 
 def measured_rows(
-    o: dict[str, Any], where: Target, model: str, operations: list[str], say: Say
+    o: Options, where: Target, model: str, operations: list[str], say: Say
 ) -> tuple[dict[str, Any], CommandCheckpoint]:
     """The result, and what is kept of it."""
     session = _session(o, where, model, operations, say)
@@ -199,7 +199,7 @@ def _kernel_rows(session: Session, able: bool) -> list[Row]:
     return rows
 
 
-def _record(o: dict[str, Any], source: ModelSource) -> dict[str, Any]:
+def _record(o: Options, source: ModelSource) -> dict[str, Any]:
     """What all rows of a run depend on."""
     files = ("bundle", "csv", "plot", "compare", "json", "resume", "model", "revision")
     here = {name: value for name, value in machine().items() if name != "GPU memory free"}
@@ -272,7 +272,7 @@ def _with_shares(rows: list[Row]) -> list[Row]:
     return out
 
 
-def _whole(o: dict[str, Any], on_gpu: bool, operations: Sequence[str]) -> tuple[ModelSource, torch.dtype, bool]:
+def _whole(o: Options, on_gpu: bool, operations: Sequence[str]) -> tuple[ModelSource, torch.dtype, bool]:
     """(whole model that is meant, its dtype, whether it runs: else only its bytes are counted)."""
     runs_here = not on_gpu and bool(AT_SHAPE & set(operations))
     name = o["model"] if o["model"] is not None else MODEL_CPU if runs_here else MODEL

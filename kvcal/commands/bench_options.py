@@ -22,7 +22,7 @@ from ..models.devices import to_dtype
 from ..report.outputs import check_output
 from ..report.plots import check_plot
 from ..report.suggest import allowed
-from .common import refuse_idle
+from .common import Options, refuse_idle
 
 PAPER_SCHEMES = tuple(name for name in paper.TABLE_4 if name != "fp16")
 
@@ -78,7 +78,7 @@ GROUP_DTYPE = {"vqkv-table-3": torch.float32}
 MODEL, MODEL_CPU = "llama-3.1-8b", "tiny"  # the second where a whole model must run on a CPU
 
 
-def check_numbers(o: dict[str, Any]) -> None:
+def check_numbers(o: Options) -> None:
     """What the command line's own ranges let through: NaN, infinity, no memory at all."""
     if o["memory"] is not None and not 0 < o["memory"] <= MOST_GIB:
         raise UsageError(
@@ -88,7 +88,7 @@ def check_numbers(o: dict[str, Any]) -> None:
         raise UsageError(f"--seconds {o['seconds']:g}: needs a finite number from 0")
 
 
-def check_files(o: dict[str, Any]) -> None:
+def check_files(o: Options) -> None:
     """UsageError where a file asked for cannot be written, or would replace another that is asked for or read."""
     try:
         if o["plot"] is not None:
@@ -109,19 +109,19 @@ def check_files(o: dict[str, Any]) -> None:
             )
 
 
-def check_taken(o: dict[str, Any], where: Target, operations: Sequence[str], typed: Collection[str]) -> None:
+def check_taken(o: Options, where: Target, operations: Sequence[str], typed: Collection[str]) -> None:
     """UsageError for the first option given (`typed`) that none of the wanted rows takes."""
     for names, taken, of, instead in _idle(o, where, set(operations)):
         if not taken:
             refuse_idle(typed, names, of, f"{instead}, or leave it out")
 
 
-def memory_gib(o: dict[str, Any], where: Target) -> float | None:
+def memory_gib(o: Options, where: Target) -> float | None:
     """GiB that bytes alone are counted for."""
     return o["memory"] or (where.profile.memory if where.profile else None)
 
 
-def check_memory(o: dict[str, Any], where: Target, operations: Sequence[str]) -> None:
+def check_memory(o: Options, where: Target, operations: Sequence[str]) -> None:
     """UsageError where a memory is to be filled that nobody named; a GPU has its own. Before anything is measured."""
     on_gpu = where.device is not None and where.device.type == "cuda"
     if set(SIZED) & set(operations) and not on_gpu and memory_gib(o, where) is None:
@@ -160,7 +160,7 @@ def _runs(where: Target, operations: set[str]) -> Runs:
     )
 
 
-def _idle(o: dict[str, Any], where: Target, operations: set[str]) -> Iterable[tuple[tuple[str, ...], bool, str, str]]:
+def _idle(o: Options, where: Target, operations: set[str]) -> Iterable[tuple[tuple[str, ...], bool, str, str]]:
     """(options, whether a row takes them, what they apply to, what to do)."""
     runs = _runs(where, operations)
     another = "give another --operation"
@@ -231,7 +231,7 @@ def wanted_operations(asked: Sequence[str] | None, where: Target) -> list[str]:
     return operations
 
 
-def benched_schemes(o: dict[str, Any], geometry: Any, default: tuple[str, ...]) -> list[Benched]:
+def benched_schemes(o: Options, geometry: Any, default: tuple[str, ...]) -> list[Benched]:
     names, bundles = list(o["preset"] or ()), list(o["bundle"] or ())
     if not names and not bundles:
         groups = [GROUP_SCHEMES[name] for name in o["operation"] or () if name in GROUP_SCHEMES]
@@ -240,7 +240,7 @@ def benched_schemes(o: dict[str, Any], geometry: Any, default: tuple[str, ...]) 
     return schemes.schemes(names, bundles, geometry, windows)
 
 
-def windows_of(o: dict[str, Any]) -> Windows:
+def windows_of(o: Options) -> Windows:
     default = schemes.WINDOWS
     return Windows(
         default.sink if o["sink"] is None else o["sink"],
@@ -249,11 +249,11 @@ def windows_of(o: dict[str, Any]) -> Windows:
     )
 
 
-def dtype_of(o: dict[str, Any], default: torch.dtype) -> torch.dtype:
+def dtype_of(o: Options, default: torch.dtype) -> torch.dtype:
     return default if o["dtype"] == "auto" else to_dtype(o["dtype"])
 
 
-def paper_dtype(o: dict[str, Any], operations: Sequence[str], otherwise: torch.dtype) -> torch.dtype:
+def paper_dtype(o: Options, operations: Sequence[str], otherwise: torch.dtype) -> torch.dtype:
     """The dtype of a paper's table where nothing else is asked for."""
     alone = (name for name in o["operation"] or () if name in GROUP_DTYPE and set(operations) <= set(GROUPS[name]))
     return next((GROUP_DTYPE[name] for name in alone), otherwise)

@@ -13,9 +13,10 @@ from ..bench.target import Target
 from ..models import configuration
 from ..models.names import resolve
 from .bench_options import PAPER_SCHEMES, SIZED, TABLE_4, benched_schemes, dtype_of, memory_gib, numbers, paper_dtype
+from .common import Options
 
 
-def projected(o: dict[str, Any], where: Target, model: str, operations: list[str]) -> dict[str, Any]:
+def projected(o: Options, where: Target, model: str, operations: list[str]) -> dict[str, Any]:
     assert where.profile is not None
     source = resolve(model, o["revision"])
     geometry = configuration.geometry(source)
@@ -61,7 +62,7 @@ def assumptions(rows: list[Row], table_4: bool) -> dict[str, Any]:
 
 
 def memory_rows(
-    o: dict[str, Any], operations: list[str], benched: list[Benched], geometry: Any, model: str, where: Target
+    o: Options, operations: list[str], benched: list[Benched], geometry: Any, model: str, where: Target
 ) -> list[Row]:
     """largest-batch and longest-generation, as far as asked for, from bytes."""
     if not set(SIZED) & set(operations):

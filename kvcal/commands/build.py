@@ -51,6 +51,7 @@ from ..report.outputs import check_output
 from .combine import run_combine
 from .common import (
     RANDOM_TOKENS,
+    Options,
     Say,
     calibration_windows,
     check_column,
@@ -90,7 +91,7 @@ class Kind:
     counts: Callable[[dict[str, Any]], dict[str, Any]] = lambda o: {}
 
 
-def _mixkvq(o: dict[str, Any], source: ModelSource) -> Any:
+def _mixkvq(o: Options, source: ModelSource) -> Any:
     """Options of MixKVQ with fixed thresholds; what is to be searched goes another way."""
     from ..search.thresholds import with_thresholds
 

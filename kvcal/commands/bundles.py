@@ -19,6 +19,7 @@ from ..models import names
 from ..report.plots import check_plot, head_errors_png
 from ..report.records import check_depth
 from .common import (
+    Options,
     Say,
     check_column,
     check_context,
@@ -37,7 +38,7 @@ def file_sha256(path: Path) -> str:
     return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
-def run_inspect(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+def run_inspect(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """A bundle's header in short, every hash checked; errors by layer and head, as stored or, with --model, measured.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
@@ -82,7 +83,7 @@ def run_inspect(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dic
 MEASURES = ("revision", "text", "column", "windows", "length", "random_weights", "seed", "dtype", "device")
 
 
-def head_errors(bundle: Bundle, o: dict[str, Any], say: Say) -> dict[str, Any] | None:
+def head_errors(bundle: Bundle, o: Options, say: Say) -> dict[str, Any] | None:
     """{"from", "tokens", "key", "value"}, a row a layer; None where the bundle has none and no model was given."""
     if o["model"] is not None:
         errors, origin = _measured(bundle, o, say)
@@ -91,7 +92,7 @@ def head_errors(bundle: Bundle, o: dict[str, Any], say: Say) -> dict[str, Any] |
     return None if stored is None else {"from": "held-out windows of the fit", **asdict(stored), "tokens": None}
 
 
-def _measured(bundle: Bundle, o: dict[str, Any], say: Say) -> tuple[HeadErrors, str]:
+def _measured(bundle: Bundle, o: Options, say: Say) -> tuple[HeadErrors, str]:
     source = names.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     check_column(o["column"], origin)
@@ -130,7 +131,7 @@ def run_diff(first: Path, second: Path) -> dict[str, Any]:
 COMPARES = ("revision", "random_weights", "seed", "device")
 
 
-def run_verify(o: dict[str, Any], typed: Collection[str] = ()) -> dict[str, Any]:
+def run_verify(o: Options, typed: Collection[str] = ()) -> dict[str, Any]:
     """Format and hashes; with a model also that the bundle was made for it.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.

@@ -16,6 +16,7 @@ from ..models import names
 from ..report.outputs import check_output
 from ..text import sources
 from .common import (
+    Options,
     Say,
     calibration_windows,
     check_column,
@@ -78,7 +79,7 @@ class Calibration:
         }
 
 
-def prepare(o: dict[str, Any], source: names.ModelSource, output: Path | None, say: Say) -> Calibration:
+def prepare(o: Options, source: names.ModelSource, output: Path | None, say: Say) -> Calibration:
     """Options by name, as the command line gives them. Raises KVCalError before any model is read, if one of the text, the
     output or --spill cannot be.
     """
@@ -104,7 +105,7 @@ def prepare(o: dict[str, Any], source: names.ModelSource, output: Path | None, s
     return Calibration(opened, text, origin, options, o["seed"], say, selection, other)
 
 
-def run_options(o: dict[str, Any]) -> FitOptions:
+def run_options(o: Options) -> FitOptions:
     """--batch, --spill, --spill-dir and --resume, as far as a command has them."""
     spill = o.get("spill", "device")
     if spill not in SPILLS:

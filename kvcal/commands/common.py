@@ -33,6 +33,7 @@ from ..text import sources
 from .workbench import default_output
 
 Say = Callable[[str], None]
+Options = dict[str, Any]  # of a command, by name, as the command line read them
 RANDOM_TOKENS = "random token ids (random weights)"
 RANDOM_WINDOWS = 4  # of an evaluation that is a smoke test: random weights have no quality to measure
 
@@ -51,7 +52,7 @@ def reading() -> Iterator[sources.Progress]:
         yield seen
 
 
-def given_text(o: dict[str, Any]) -> str:
+def given_text(o: Options) -> str:
     """--text as given; an empty one (an unset variable, say) is not taken for none."""
     if not str(o["text"]).strip():
         raise UsageError("--text is empty: give a file, a folder or a data set, or leave the option out")
@@ -74,7 +75,7 @@ def refuse_idle_seed(o: Mapping[str, Any], typed: Collection[str]) -> None:
         refuse_idle(typed, ("seed",), "random weights", "give --random-weights, or leave it out")
 
 
-def output_for(o: dict[str, Any], source: ModelSource, method: str) -> Path:
+def output_for(o: Options, source: ModelSource, method: str) -> Path:
     """--output, or a name made of model and method; raises KVCalError, before any work, where no file can be written."""
     output = Path(o["output"] or default_output(source, method))
     check_output(output)
@@ -92,7 +93,7 @@ def given_kernels(o: Mapping[str, Any]) -> bool:
     return required
 
 
-def given_selection(o: dict[str, Any]) -> HeavyHitters | None:
+def given_selection(o: Options) -> HeavyHitters | None:
     """--keep and --heavy; None without them: each bundle's own."""
     if o["keep"] is None:
         if o["heavy"] is not None:
@@ -111,7 +112,7 @@ def check_context(source: ModelSource, length: int, say: Say) -> None:
         say(f"note: windows of {length} tokens exceed the {context} that {source.label} was made for")
 
 
-def text_for(o: dict[str, Any], source: ModelSource, purpose: str) -> str:
+def text_for(o: Options, source: ModelSource, purpose: str) -> str:
     """Where the text is from; random weights of a model that is not here get random token ids."""
     if o["text"] is not None:
         return given_text(o)
@@ -160,7 +161,7 @@ def tokenizer_for(o: Mapping[str, Any], source: ModelSource, *origins: str | Non
 
 
 def evaluation_text(
-    o: dict[str, Any], source: ModelSource, tokenizer: Any, origin: str, length: int, say: Say
+    o: Options, source: ModelSource, tokenizer: Any, origin: str, length: int, say: Say
 ) -> sources.EvaluationWindows:
     if origin == RANDOM_TOKENS:
         vocabulary, count = configuration.geometry(source).vocab, o["windows"] or RANDOM_WINDOWS
@@ -177,7 +178,7 @@ def evaluation_text(
         )
 
 
-def window_numbers(o: dict[str, Any], source: ModelSource) -> tuple[int, int, int]:
+def window_numbers(o: Options, source: ModelSource) -> tuple[int, int, int]:
     """How many calibration windows, how many of them held out, tokens a window."""
     paper = configuration.presets(source)["aqua-kv"]
     count, length = o["windows"] or paper["windows"], o["length"] or paper["length"]
@@ -187,9 +188,7 @@ def window_numbers(o: dict[str, Any], source: ModelSource) -> tuple[int, int, in
     return count, holdout, length
 
 
-def calibration_windows(
-    o: dict[str, Any], source: ModelSource, tokenizer: Any, text_source: str, say: Say
-) -> sources.Windows:
+def calibration_windows(o: Options, source: ModelSource, tokenizer: Any, text_source: str, say: Say) -> sources.Windows:
     """Windows as asked for, by default as the model's preset has them."""
     count, holdout, length = window_numbers(o, source)
     if text_source == RANDOM_TOKENS:
@@ -210,7 +209,7 @@ def calibration_windows(
 
 
 def other_windows(
-    o: dict[str, Any], tokenizer: Any, text_source: str, windows: int, length: int, say: Say
+    o: Options, tokenizer: Any, text_source: str, windows: int, length: int, say: Say
 ) -> sources.Windows | None:
     """As many windows of --other-text, for methods that compare; None without it."""
     if o.get("other_text") is None:

@@ -39,6 +39,7 @@ from ..report.outputs import check_output
 from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results
 from ..text.sources import EvaluationWindows
 from .common import (
+    Options,
     Say,
     calibration_windows,
     check_column,
@@ -81,7 +82,7 @@ def listed(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
-def candidates(o: dict[str, Any], fit_options: dict[str, Any]) -> list[Candidate]:
+def candidates(o: Options, fit_options: Options) -> list[Candidate]:
     """Presets, bundles and recipes as named, then every pair of --keys and --values, plain and, if asked for, predicted. What
     has codecs learned from text is fitted, with predictors or without.
     """
@@ -99,7 +100,7 @@ def candidates(o: dict[str, Any], fit_options: dict[str, Any]) -> list[Candidate
     return rows
 
 
-def _pairs(o: dict[str, Any], fit_options: dict[str, Any]) -> Iterator[Candidate]:
+def _pairs(o: Options, fit_options: Options) -> Iterator[Candidate]:
     """Every pair of --keys and --values, and under --predict the same pair under predictors."""
     for name in ("keys", "values"):
         if o[name] is not None and not listed(o[name]):
@@ -119,7 +120,7 @@ def _pairs(o: dict[str, Any], fit_options: dict[str, Any]) -> Iterator[Candidate
             yield Candidate(f"aqua({name})", aqua_method(fitted))
 
 
-def check_taken(o: dict[str, Any], rows: list[Candidate], typed: Collection[str]) -> None:
+def check_taken(o: Options, rows: list[Candidate], typed: Collection[str]) -> None:
     """UsageError for the first option given (`typed`) that none of the rows takes."""
     if not listed(o["keys"]):
         refuse_idle(
@@ -140,7 +141,7 @@ def check_taken(o: dict[str, Any], rows: list[Candidate], typed: Collection[str]
             )
 
 
-def of_recipe(recipe: Recipe, fit_options: dict[str, Any]) -> DataFree | AquaKV:
+def of_recipe(recipe: Recipe, fit_options: Options) -> DataFree | AquaKV:
     """What a recipe of `kvcal fit-predictors` or `kvcal preset` describes."""
     method = aqua_method(fit_options | recipe.options())
     if recipe.predicts or method.composition.learns:
@@ -152,9 +153,7 @@ def of_recipe(recipe: Recipe, fit_options: dict[str, Any]) -> DataFree | AquaKV:
     return replace(composed(None, keys, values, per_layer), **options)
 
 
-def run_compare(
-    o: dict[str, Any], fit_options: dict[str, Any], say: Say, typed: Collection[str] = ()
-) -> dict[str, Any]:
+def run_compare(o: Options, fit_options: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Every candidate through the cache on one text; the front of bits and KL, and the best under --max-bits.
 
     typed: names of the options that somebody gave; UsageError for one that no row takes.
@@ -194,7 +193,7 @@ def run_compare(
     return settings | _judged(o, rows, ledger, texts.evaluation.source, resumed)
 
 
-def _check_files(o: dict[str, Any]) -> None:
+def _check_files(o: Options) -> None:
     """Refuse before any work files that cannot be written, and an --output that holds something else."""
     for name in ("output", "csv"):
         if o[name] is not None:
@@ -219,7 +218,7 @@ class Texts:
     fitting: dict[str, Any]
 
 
-def _texts(o: dict[str, Any], fit_options: dict[str, Any], rows: list[Candidate], say: Say) -> Texts:
+def _texts(o: Options, fit_options: Options, rows: list[Candidate], say: Say) -> Texts:
     source = resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     fitted = any(isinstance(row.what, AquaKV) for row in rows)
@@ -234,7 +233,7 @@ def _texts(o: dict[str, Any], fit_options: dict[str, Any], rows: list[Candidate]
     return Texts(source, length, text, fitting)
 
 
-def _settings(o: dict[str, Any], texts: Texts, loaded: LoadedModel, selection: HeavyHitters | None) -> dict[str, Any]:
+def _settings(o: Options, texts: Texts, loaded: LoadedModel, selection: HeavyHitters | None) -> dict[str, Any]:
     """What all rows of a file have in common."""
     text, length = texts.evaluation, texts.length
     settings = {
@@ -286,7 +285,7 @@ def _measure_rows(
     ledger.done(row.key for row in rows)
 
 
-def _judged(o: dict[str, Any], rows: list[Candidate], ledger: Ledger, text: str, resumed: int) -> dict[str, Any]:
+def _judged(o: Options, rows: list[Candidate], ledger: Ledger, text: str, resumed: int) -> dict[str, Any]:
     """All rows by bits, which are on the front, which is best; the files asked for are written."""
     measured = [ledger.rows[row.key] | {"name": row.name} for row in rows]
     on_front = front(measured)
@@ -338,9 +337,7 @@ def _order(row: dict[str, Any]) -> tuple[float, float]:
     return (float("inf") if bits is None else bits, row["kl"])
 
 
-def _calibration(
-    o: dict[str, Any], fit_options: dict[str, Any], source: ModelSource, tokenizer: Any, say: Say
-) -> dict[str, Any]:
+def _calibration(o: Options, fit_options: Options, source: ModelSource, tokenizer: Any, say: Say) -> dict[str, Any]:
     options = fit_options | {
         "text": o["calibration"],
         "random_weights": o["random_weights"],

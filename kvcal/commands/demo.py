@@ -12,7 +12,7 @@ from typing import Any
 from kvcal_artifacts.errors import KVCalError
 
 from ..report.outputs import check_output
-from .common import Say
+from .common import Options, Say
 from .evaluation import run_eval
 from .fit_predictors import run_fit_predictors
 
@@ -24,7 +24,7 @@ DEMO_PROMPT = (
 )
 
 
-def run_demo(output: Path, fit_options: dict[str, Any], eval_options: dict[str, Any], say: Say) -> dict[str, Any]:
+def run_demo(output: Path, fit_options: Options, eval_options: dict[str, Any], say: Say) -> dict[str, Any]:
     """fit, eval and generate on the embedded model; generate runs in a process of its own."""
     started = time.monotonic()
     check_output(output)

@@ -31,6 +31,7 @@ from ..report.progress import progress
 from ..text.sources import EvaluationWindows
 from .bundles import file_sha256
 from .common import (
+    Options,
     Say,
     check_column,
     check_context,
@@ -53,7 +54,7 @@ EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
 
 def run_eval(
-    o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = None, typed: Collection[str] = ()
+    o: Options, say: Say, limits: Mapping[str, Limits] | None = None, typed: Collection[str] = ()
 ) -> dict[str, Any]:
     """Rows `full`, presets, bundles (with their files' "sha256") on the same text. limits: of each row by name; by default
     those of the options for all. typed: names of the options that somebody gave; UsageError for one that nothing takes.
@@ -112,7 +113,7 @@ class Plan:
     length: int
 
 
-def _planned(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None) -> Plan:
+def _planned(o: Options, say: Say, limits: Mapping[str, Limits] | None) -> Plan:
     common, bundles = Limits.of(o), [*(o["bundles"] or []), *(o["bundle"] or [])]
     methods, selection = rows_named(o["preset"] or [], bundles), given_selection(o)
     source = resolve(o["model"], o["revision"])
@@ -139,9 +140,7 @@ def _hashes(methods: Mapping[str, DataFree | Bundle]) -> dict[str, dict[str, str
     return {name: {"sha256": file_sha256(bundle.path)} for name, bundle in bundles.items() if bundle.path is not None}
 
 
-def _opened(
-    o: dict[str, Any], plan: Plan, text: EvaluationWindows, say: Say
-) -> tuple[LoadedModel, dict[str, CacheMaker]]:
+def _opened(o: Options, plan: Plan, text: EvaluationWindows, say: Say) -> tuple[LoadedModel, dict[str, CacheMaker]]:
     """The model and a maker of caches for each row; says what the outlier guard has to say."""
     loaded = open_model(
         o["model"],
@@ -160,7 +159,7 @@ def _opened(
     return loaded, makers
 
 
-def _record(o: dict[str, Any], plan: Plan, model: Any, text: EvaluationWindows) -> dict[str, Any]:
+def _record(o: Options, plan: Plan, model: Any, text: EvaluationWindows) -> dict[str, Any]:
     """What the figures depend on: the key of the checkpoint."""
     return decided_by(o, model.dtype, model.device, text.ids_sha256) | {
         "rows": {name: row_key(method) for name, method in plan.methods.items()},
@@ -347,7 +346,7 @@ def prompt_ids(tokenizer: Any, prompt: str, chat: bool, label: str) -> torch.Ten
     return ids
 
 
-def run_generate(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+def run_generate(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Text from a compressed cache, and what the cache held at the end.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.

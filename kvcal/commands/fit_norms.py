@@ -16,10 +16,10 @@ from ..methods.innerq import InnerQ
 from ..methods.registry import INNERQ_KEYS, INNERQ_VALUES, no_factors
 from ..models import names
 from .calibration import prepare, written
-from .common import Say, output_for, refuse_idle
+from .common import Options, Say, output_for, refuse_idle
 
 
-def innerq_method(o: dict[str, Any]) -> InnerQ:
+def innerq_method(o: Options) -> InnerQ:
     """--factors by default as far as the codec of keys has a use for them."""
     if o["variant"] not in INNERQ_VALUES:
         raise UsageError(f"--variant {o['variant']}: allowed are {', '.join(INNERQ_VALUES)}")
@@ -40,7 +40,7 @@ def innerq_method(o: dict[str, Any]) -> InnerQ:
     )
 
 
-def run_fit_norms(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+def run_fit_norms(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was written, and a row a layer with outliers and errors.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.

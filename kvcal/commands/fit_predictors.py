@@ -14,7 +14,7 @@ from kvcal_artifacts.scheme import FRAMES
 from ..methods.aqua_kv import AquaKV
 from ..models import names
 from .calibration import prepare, written
-from .common import Say, output_for, refuse_idle
+from .common import Options, Say, output_for, refuse_idle
 
 PREDICTS = ("predictor", "rank", "ridge", "quantiser_agnostic", "mlp_epochs")  # options of predictors
 SOLVED = ("linear", "reduced-rank", "linear-4bit")  # kinds of them that ridge regression gives
@@ -25,7 +25,7 @@ def _names(text: str) -> tuple[str, ...]:
     return () if text.strip().lower() in ("", "none") else tuple(part.strip() for part in text.split(","))
 
 
-def aqua_method(o: dict[str, Any]) -> AquaKV:
+def aqua_method(o: Options) -> AquaKV:
     return AquaKV(
         backbone=o["backbone"],
         first_layer=o["first_layer"],
@@ -66,7 +66,7 @@ def check_taken(method: AquaKV, typed: Collection[str]) -> None:
         )
 
 
-def run_fit_predictors(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+def run_fit_predictors(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was written and how good it is.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.

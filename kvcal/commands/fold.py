@@ -17,11 +17,11 @@ from ..models import configuration, files, layerwise, names
 from ..models.folding import key_factors, without_factors, write_folded
 from ..report.outputs import check_output
 from .bundles import file_sha256
-from .common import Say
+from .common import Options, Say
 from .workbench import check_bundle, key_probe, model_record
 
 
-def run_fold(o: dict[str, Any], say: Say) -> dict[str, Any]:
+def run_fold(o: Options, say: Say) -> dict[str, Any]:
     """A new checkpoint with a bundle's key factors in W_K and W_Q, and, if asked for, the bundle that then needs none."""
     output = Path(o["output"])
     refuse_dash(output, "--output")

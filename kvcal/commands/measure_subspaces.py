@@ -12,14 +12,14 @@ from ..calibrate.job import FitResult
 from ..methods.squat import DEVIATION_RANKS, SEARCH_RANKS, SEARCH_STRENGTHS, Squat, paper_settings, search_name
 from ..models import configuration, names
 from .calibration import Calibration, prepare, written
-from .common import Say, output_for, refuse_idle
+from .common import Options, Say, output_for, refuse_idle
 
 WINDOWS, HOLDOUT = 32, 8  # a Gram matrix of 64 channels settles within a few thousand queries
 SET = ("rank", "strength", "channels")  # what --settings stands for
 SOURCES = {"window": "same window", "prompt": "its prompt", "same_text": "same text", "other_text": "other text"}
 
 
-def squat_method(o: dict[str, Any], source: names.ModelSource) -> Squat:
+def squat_method(o: Options, source: names.ModelSource) -> Squat:
     """The paper's settings for the model and task, where an option does not say otherwise."""
     model, dim = source.entry.name if source.entry else source.name, configuration.geometry(source).head_dim
     for name in ("rank", "channels"):
@@ -50,7 +50,7 @@ def squat_method(o: dict[str, Any], source: names.ModelSource) -> Squat:
     )
 
 
-def run_measure_subspaces(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+def run_measure_subspaces(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was written and what was measured.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
@@ -83,7 +83,7 @@ def run_measure_subspaces(o: dict[str, Any], say: Say, typed: Collection[str] = 
     return summary | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def window_counts(o: dict[str, Any]) -> dict[str, Any]:
+def window_counts(o: Options) -> dict[str, Any]:
     holdout = HOLDOUT if o["windows"] is None else None
     return {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or holdout}
 

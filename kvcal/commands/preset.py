@@ -19,12 +19,12 @@ from ..methods.base import settings_of
 from ..methods.data_free import COMPOSED, DataFree, Preset, composed
 from ..models import configuration, files, layerwise, names
 from ..models.devices import pick_device, pick_dtype
-from .common import Say, given_selection, output_for, refuse_idle, refuse_idle_seed, say_coverage
+from .common import Options, Say, given_selection, output_for, refuse_idle, refuse_idle_seed, say_coverage
 from .guard import guard_window
 from .workbench import key_probe, model_record
 
 
-def wanted_preset(o: dict[str, Any]) -> DataFree:
+def wanted_preset(o: Options) -> DataFree:
     """The preset of that name, codecs, windows and frame as far as given in their place; or the codecs without a name."""
     preset = composed(o["name"], o["keys"], o["values"], tuple(o["per_layer"] or ()))
     windows = {"sink": o["sink"], "recent": o["recent"], "block": o["block"]}
@@ -36,7 +36,7 @@ def wanted_preset(o: dict[str, Any]) -> DataFree:
     return replace(preset, **changes)
 
 
-def run_preset(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+def run_preset(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """A bundle for a method that needs no data: from the model's config, and two layers' weights for the fingerprint. All
     layers are run on two windows of text for the outlier guard, unless told not to; nothing is written where that fails.
 
@@ -89,7 +89,7 @@ def run_preset(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict
     }
 
 
-def _opened(source: names.ModelSource, o: dict[str, Any]) -> tuple[Any, str, tuple[float, ...]]:
+def _opened(source: names.ModelSource, o: Options) -> tuple[Any, str, tuple[float, ...]]:
     parts = layerwise.open_layerwise(
         source, dtype="float32", device="cpu", random_weights=o["random_weights"], seed=o["seed"]
     )

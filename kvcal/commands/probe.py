@@ -24,13 +24,13 @@ from ..report.outputs import check_output
 from ..report.timing import PhaseTimer
 from ..search.comparison import Ledger, read_results
 from .calibration import Calibration, prepare
-from .common import Say, decided_by, say_coverage
+from .common import Options, Say, decided_by, say_coverage
 
 # Of the embedded model: half a minute; other models have their preset's, the paper's 256 and 32.
 WINDOWS, HOLDOUT = 32, 8
 
 
-def probe_settings(o: dict[str, Any]) -> Settings:
+def probe_settings(o: Options) -> Settings:
     if o["frame"] not in FRAMES:
         raise UsageError(f"--frame {o['frame']}: allowed are {', '.join(FRAMES)}")
     probes = tuple(Probe.parse(text) for text in o["probe"] or ()) or paper_probes()
@@ -47,7 +47,7 @@ def check_reach(settings: Settings, layers: int) -> None:
             )
 
 
-def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
+def run_probe(o: Options, say: Say) -> dict[str, Any]:
     """Options by name, as the command line gives them -> a row a probe, with its explained variance in every layer."""
     started = time.monotonic()
     settings = probe_settings(o)
@@ -128,7 +128,7 @@ def _run(settings: Settings, of: Calibration, ledger: Ledger, timer: PhaseTimer)
             )
 
 
-def _everything(o: dict[str, Any], settings: Settings, of: Calibration) -> dict[str, Any]:
+def _everything(o: Options, settings: Settings, of: Calibration) -> dict[str, Any]:
     """All that the figures depend on, as JSON has it."""
     fields = asdict(settings) | {"probes": [probe.name for probe in settings.probes], "first_token": settings.first}
     opened, text = of.opened, of.text

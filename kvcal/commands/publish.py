@@ -16,10 +16,11 @@ from ..bundles.publish import pull, push
 from ..pipeline.build import DefaultsOf, OptionsOf
 from ..report.outputs import check_output
 from .bundles import file_sha256
+from .common import Options
 from .reproduce import check_command
 
 
-def run_card(o: dict[str, Any], defaults_of: DefaultsOf, options_of: OptionsOf) -> dict[str, Any]:
+def run_card(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf) -> dict[str, Any]:
     """The card's text; with --output it is written, and its plots beside it."""
     if o["output"] is not None:
         if str(o["output"]) == "-":
@@ -33,7 +34,7 @@ def run_card(o: dict[str, Any], defaults_of: DefaultsOf, options_of: OptionsOf) 
     return {"bundle": str(o["bundle"]), "card": card.text, "files": [str(path) for path in files]}
 
 
-def _card(o: dict[str, Any], repo: str | None, defaults_of: DefaultsOf, options_of: OptionsOf) -> Card:
+def _card(o: Options, repo: str | None, defaults_of: DefaultsOf, options_of: OptionsOf) -> Card:
     path = o["bundle"]
     bundle = given_bundle(path)
     evaluation = None if o["evaluation"] is None else _evaluation(o["evaluation"])
@@ -60,13 +61,13 @@ def _evaluation(path: Path) -> dict[str, Any]:
     return evaluation
 
 
-def run_push(o: dict[str, Any], defaults_of: DefaultsOf, options_of: OptionsOf) -> dict[str, Any]:
+def run_push(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf) -> dict[str, Any]:
     """What was pushed and the commit that holds it."""
     card = _card(o, o["repo"], defaults_of, options_of)
     return asdict(push(o["bundle"], o["repo"], card, branch=o["branch"], message=o["message"], private=o["private"]))
 
 
-def run_pull(o: dict[str, Any]) -> dict[str, Any]:
+def run_pull(o: Options) -> dict[str, Any]:
     """What was pulled, and from which commit."""
     folder = Path(o["output"])
     pulled = pull(o["repo"], folder, revision=o["revision"], file=o["file"], sha256=o["sha256"])

@@ -13,7 +13,7 @@ from ..methods.codebooks import Training
 from ..methods.vqkv import SIZES, VQKV, Triple, default_sizes
 from ..models import configuration, names
 from .calibration import prepare, written
-from .common import Say, output_for, refuse_idle
+from .common import Options, Say, output_for, refuse_idle
 
 OF_ADAM = ("rate", "batch_vectors", "beta", "gamma")
 SIZED = ("stages", "sizes", "high_dims", "vectors", "recent", "block")  # what --preset stands for
@@ -28,7 +28,7 @@ def _triple(option: str, text: str) -> Triple:
     return values, low, high
 
 
-def vqkv_method(o: dict[str, Any], geometry: Any) -> VQKV:
+def vqkv_method(o: Options, geometry: Any) -> VQKV:
     """Options over the preset that suits the model."""
     name = default_sizes(geometry.parameters) if o["preset"] is None else o["preset"]
     if name not in SIZES:
@@ -60,7 +60,7 @@ def vqkv_method(o: dict[str, Any], geometry: Any) -> VQKV:
     )
 
 
-def check_taken(o: dict[str, Any], method: VQKV, typed: Collection[str]) -> None:
+def check_taken(o: Options, method: VQKV, typed: Collection[str]) -> None:
     """UsageError for the first option given (`typed`) that the method does not use."""
     if method.training.trainer != "adam":
         refuse_idle(typed, OF_ADAM, "steps of Adam", "give --trainer adam, or leave it out")
@@ -75,7 +75,7 @@ def check_taken(o: dict[str, Any], method: VQKV, typed: Collection[str]) -> None
         )
 
 
-def run_train_codebooks(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+def run_train_codebooks(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was written and how good it is.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.

@@ -10,11 +10,11 @@ from kvcal_artifacts.errors import UsageError
 from ..methods.kvtuner import KVTuner
 from ..models import names
 from .calibration import prepare, written
-from .common import Say, output_for
+from .common import Options, Say, output_for
 from .tune_thresholds import window_counts
 
 
-def kvtuner_method(o: dict[str, Any]) -> KVTuner:
+def kvtuner_method(o: Options) -> KVTuner:
     try:
         choices = tuple(int(part) for part in str(o["bits"]).split(","))
     except ValueError as error:
@@ -24,7 +24,7 @@ def kvtuner_method(o: dict[str, Any]) -> KVTuner:
     )
 
 
-def run_tune_bits(o: dict[str, Any], say: Say) -> dict[str, Any]:
+def run_tune_bits(o: Options, say: Say) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was chosen and written."""
     started = time.monotonic()
     method = kvtuner_method(o)

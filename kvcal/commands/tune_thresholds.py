@@ -16,7 +16,7 @@ from ..methods.mixkvq import MixKVQ
 from ..models import names
 from ..search.thresholds import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
 from .calibration import prepare
-from .common import Say, output_for, refuse_idle
+from .common import Options, Say, output_for, refuse_idle
 from .workbench import Opened
 
 WINDOWS, HOLDOUT = 12, 4  # the search needs few: two numbers are fitted
@@ -38,14 +38,14 @@ def _span(option: str, text: str | None, default: tuple[float, float]) -> tuple[
     return numbers[0], numbers[-1]
 
 
-def search_settings(o: dict[str, Any]) -> Settings:
+def search_settings(o: Options) -> Settings:
     if o["raw_salience"] and (o["tau_low"] is None or o["tau_high"] is None) and o["full"] is None:
         raise UsageError("--raw-salience: thresholds then have the model's own scale; give --tau-low and --tau-high")
     low, high = _span("--tau-low", o["tau_low"], LOW), _span("--tau-high", o["tau_high"], HIGH)
     return Settings(o["trials"], o["seed"], o["max_bits"], low, high)
 
 
-def mixkvq_method(o: dict[str, Any]) -> MixKVQ:
+def mixkvq_method(o: Options) -> MixKVQ:
     return MixKVQ(
         group=o["group"],
         round_up=o["round_up"],
@@ -61,12 +61,12 @@ def mixkvq_method(o: dict[str, Any]) -> MixKVQ:
     )
 
 
-def searches(o: dict[str, Any]) -> bool:
+def searches(o: Options) -> bool:
     """Whether thresholds are to be found: neither they nor the sizes of tiers are given."""
     return o["full"] is None and not search_settings(o).fixed
 
 
-def check_taken(o: dict[str, Any], typed: Collection[str]) -> None:
+def check_taken(o: Options, typed: Collection[str]) -> None:
     """UsageError for the first option given (`typed`) that nothing takes, before an objective is chosen."""
     if o["full"] is not None:
         refuse_idle(
@@ -82,7 +82,7 @@ def check_taken(o: dict[str, Any], typed: Collection[str]) -> None:
         refuse_idle(typed, ("heartbeat",), "a storage that workers share", "give --storage, or leave it out")
 
 
-def objective_name(o: dict[str, Any], source: names.ModelSource) -> str:
+def objective_name(o: Options, source: names.ModelSource) -> str:
     """attention, perplexity or task:NAMES; random weights can answer no task, and where nothing is searched none is asked."""
     name = str(o["objective"])
     if name == "auto":
@@ -99,7 +99,7 @@ def objective_name(o: dict[str, Any], source: names.ModelSource) -> str:
     return name
 
 
-def _objective(o: dict[str, Any], name: str, method: MixKVQ, opened: Opened, text: Any) -> Callable[[], Objective]:
+def _objective(o: Options, name: str, method: MixKVQ, opened: Opened, text: Any) -> Callable[[], Objective]:
     model = opened.source.model
     if name == "attention":
         return lambda: AttentionError(method, model, text.train, opened.device, o["batch"], o["spill"])
@@ -112,7 +112,7 @@ def _objective(o: dict[str, Any], name: str, method: MixKVQ, opened: Opened, tex
     return lambda: TaskScore(model, opened.tokenizer, tasks, o["tasks_path"], o["limit"], o["metric"], o["batch"] or 1)
 
 
-def run_tune_thresholds(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+def run_tune_thresholds(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was found and written.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
@@ -158,7 +158,7 @@ def run_tune_thresholds(o: dict[str, Any], say: Say, typed: Collection[str] = ()
     return _told(tuned, job, name) | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def window_counts(o: dict[str, Any]) -> dict[str, Any]:
+def window_counts(o: Options) -> dict[str, Any]:
     return {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or (None if o["windows"] else HOLDOUT)}
 
 
