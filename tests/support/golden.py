@@ -20,7 +20,7 @@ from typing import Any
 
 SUFFIX = ".kvcal.safetensors"
 CALLS = (160, 32, 1, 7)
-FIT = "--windows 6 --length 196 --sink 4 --recent 32 --block 32".split()
+FIT = ["--windows", "6", "--length", "196", "--sink", "4", "--recent", "32", "--block", "32"]
 FITTED = {  # one bundle for each command that fits
     "aqua-kv": ["fit-predictors", *FIT],
     "aqua-kv-vq": ["fit-predictors", *FIT, "--residual", "vq-2-k16"],
