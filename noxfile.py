@@ -89,6 +89,6 @@ def _pytest(session: nox.Session, *options: str, constraints: str = CONSTRAINTS)
     session.install("--no-compile", "-c", constraints, "-e", ".[test]")  # bytecode of all that is never imported: 43 s
     # Some CI sets it: every process that a test starts then compiles for 9 s.
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
-    # Two workers, each with half of the tests in their order, because the tests of a file share fixtures that take seconds;
-    # who is done takes half of what the other has left, so that neither waits for a last long file.
+    # Two workers, each with half of the tests in their order, because the tests of a file share fixtures that take
+    # seconds; who is done takes half of what the other has left, so that neither waits for a last long file.
     session.run("pytest", "-q", "--durations=20", "-n", "2", "--dist", "worksteal", *options, *session.posargs)

@@ -3,9 +3,9 @@
     python docs/check.py            # check
     python docs/check.py --write    # renew docs/cli.md first
 
-Checked: docs/cli.md is what the help says; relative links in README.md, CHANGELOG.md and all of docs/ lead to a file and,
-with a `#heading`, to a heading; every `kvcal …` command line in a code block, and every one in backticks
-that has no placeholder (`…`, `<…>`, `[…]`), parses. Needs typer, not torch.
+Checked: docs/cli.md is what the help says; relative links in README.md, CHANGELOG.md and all of docs/ lead to a file
+and, with a `#heading`, to a heading; every `kvcal …` command line in a code block, and every one in backticks that has
+no placeholder (`…`, `<…>`, `[…]`), parses. Needs typer, not torch.
 """
 
 from __future__ import annotations

@@ -106,9 +106,9 @@ INTEGERS = [name for name in SETTINGS if not name.startswith("grid")]
 
 @dataclass(frozen=True)
 class Case:
-    """blocks, sink, recent: how many of each a row has; there is room for `spare` more. group: in the place of the settings'.
-    kind: of the query's numbers. launch: warps, turns of a program. rotary: channels that RoPE turns of keys stored before
-    it; starts: positions of rows' first tokens.
+    """blocks, sink, recent: how many of each a row has; there is room for `spare` more. group: in the place of the
+    settings'. kind: of the query's numbers. launch: warps, turns of a program. rotary: channels that RoPE turns of keys
+    stored before it; starts: positions of rows' first tokens.
     """
 
     key: str = "symmetric 4"
@@ -272,8 +272,8 @@ def random_tiers(form: Form, batch: int, heads: int, room: int, g: torch.Generat
 
 
 def random_grid(form: Form, heads: int, g: torch.Generator) -> Grid | None:
-    """Points in no order: what is looked up at the wrong place shows. In float16, because codes here are not those of Gaussian
-    numbers, for which a table's rounding is made small (`grids.multiply_add`).
+    """Points in no order: what is looked up at the wrong place shows. In float16, because codes here are not those of
+    Gaussian numbers, for which a table's rounding is made small (`grids.multiply_add`).
     """
     if not form.vector:
         return None
@@ -337,8 +337,8 @@ def off(found: Tensor, exact: Tensor) -> float:
 
 
 def wrong(given: Made, found: Tensor) -> str | None:
-    """None if the error against float32 is at most twice that of torch's attention in the query's dtype over the same decoded
-    tokens, and no query head of a kv head stands out.
+    """None if the error against float32 is at most twice that of torch's attention in the query's dtype over the same
+    decoded tokens, and no query head of a kv head stands out.
     """
     exact = reference.attend(*(given.q.float(), *given.arguments()[1:]), **given.named())
     plain = by_torch(given, given.case.dtype)
@@ -357,8 +357,8 @@ INFINITE = [
 
 
 def misplaced(attend: Any, case: Case, token: int, device: str = "cpu") -> str | None:
-    """An infinite exact value is infinite in the outputs of its kv head's queries, and nothing else is, wherever its token
-    lies: by torch's attention. attend(given) -> outputs.
+    """An infinite exact value is infinite in the outputs of its kv head's queries, and nothing else is, wherever its
+    token lies: by torch's attention. attend(given) -> outputs.
     """
     given = made(case)
     given.recent[1][0, 0, token, 5] = torch.inf
@@ -523,7 +523,9 @@ def exhaustive() -> list[Case]:
 
 
 def carrying() -> list[Case]:
-    """For programs that have packed and exact tokens: every scheme, and values that no scheme has, as caches launch them."""
+    """For programs that have packed and exact tokens: every scheme, and values that no scheme has, as caches launch
+    them.
+    """
     pairs = [
         *SCHEMES.values(),
         ("asymmetric 2", "asymmetric 4"),

@@ -70,8 +70,8 @@ def whole(made: Any, folder: Path) -> int:
 
 
 def loops(made: Any, folder: Path) -> list[Counter[str]]:
-    """Instructions of each loop by their name without modifiers, loops in the order of their code. A loop is what a branch
-    backwards encloses.
+    """Instructions of each loop by their name without modifiers, loops in the order of their code. A loop is what a
+    branch backwards encloses.
     """
     labels: dict[str, int] = {}
     names: list[str] = []

@@ -17,8 +17,8 @@ aten: Any = torch.ops.aten
 SCALARS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 SIZES = {aten.nonzero.default, aten.masked_select.default, aten.unique_dim.default, aten._unique2.default}
 VIEWS = {
-    "view", "slice", "select", "unsqueeze", "expand", "transpose", "t", "detach", "alias", "as_strided", "unbind", "split",
-    "split_with_sizes", "permute", "_unsafe_view", "empty", "empty_like", "new_empty",
+    "view", "slice", "select", "unsqueeze", "expand", "transpose", "t", "detach", "alias", "as_strided", "unbind",
+    "split", "split_with_sizes", "permute", "_unsafe_view", "empty", "empty_like", "new_empty",
 }  # fmt: skip
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
 
@@ -48,9 +48,9 @@ class Far(Tensor):
 
 @dataclass
 class Counts:
-    """up: copies from the host to a device, each the shape; waits: times that the host waits for a number, which it does
-    not where a copy into its own memory is non_blocking; launches: what a
-    device would have to do besides, a kernel each.
+    """up: copies from the host to a device, each the shape; waits: times that the host waits for a number, which it
+    does not where a copy into its own memory is non_blocking; launches: what a device would have to do besides, a
+    kernel each.
     """
 
     up: list[tuple[int, ...]] = field(default_factory=list)

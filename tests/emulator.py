@@ -1,8 +1,9 @@
-"""python -m emulator ARGUMENTS: `python ARGUMENTS` (-m MODULE, -c TEXT or FILE) where Triton's kernels run as compiled for a
-GPU, inline assembly and all, on tensors of the CPU (see ptx.py).
+"""python -m emulator ARGUMENTS: `python ARGUMENTS` (-m MODULE, -c TEXT or FILE) where Triton's kernels run as compiled
+for a GPU, inline assembly and all, on tensors of the CPU (see ptx.py).
 
 KVCAL_EMULATE: compute capability to compile for, as 90. With a comma `early`: copies to shared memory land at once; or
-`count`: at the end a line of JSON a kernel, instructions of warps and cycles of shared memory, with those without conflicts.
+`count`: at the end a line of JSON a kernel, instructions of warps and cycles of shared memory, with those without
+conflicts.
 """
 
 from __future__ import annotations

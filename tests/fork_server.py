@@ -1,8 +1,8 @@
 """`kvcal` for shell scripts under test, without the seconds that importing torch takes each time.
 
-One process imports everything once and forks for every command; `program()` is the script that stands for `kvcal` on the
-path: it hands over its arguments, folder, environment and files, and ends with the command's exit code. What is read from
-the environment at import (HF_ENDPOINT, …) is as the server was started with.
+One process imports everything once and forks for every command; `program()` is the script that stands for `kvcal` on
+the path: it hands over its arguments, folder, environment and files, and ends with the command's exit code. What is
+read from the environment at import (HF_ENDPOINT, …) is as the server was started with.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = (
-    "transformers.models.llama.modeling_llama", "transformers.tokenization_utils_tokenizers", "transformers.cache_utils",
-    "matplotlib.figure", "matplotlib.backends.backend_agg", "huggingface_hub.hf_api", "huggingface_hub.file_download",
-    "kvcal.commands.build", "kvcal.commands.publish", "kvcal.commands.reproduce",
+    "transformers.models.llama.modeling_llama", "transformers.tokenization_utils_tokenizers",
+    "transformers.cache_utils", "matplotlib.figure", "matplotlib.backends.backend_agg", "huggingface_hub.hf_api",
+    "huggingface_hub.file_download", "kvcal.commands.build", "kvcal.commands.publish", "kvcal.commands.reproduce",
 )  # fmt: skip
 CLIENT = """\
 #!{python} -SE

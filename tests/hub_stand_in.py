@@ -1,11 +1,11 @@
 """A local stand-in for the Hugging Face hub: those of its HTTP calls that huggingface_hub 1.31 to 2.4 makes for kvcal.
 
-Real enough to notice mistakes: large files go through LFS and are taken only with the right sha256 and size; a commit naming
-an object that was never uploaded is refused; metadata must be YAML; tokens may read or write by organisation; commits,
-branches and git's blob ids are kept. `faults` makes answers go wrong.
+Real enough to notice mistakes: large files go through LFS and are taken only with the right sha256 and size; a commit
+naming an object that was never uploaded is refused; metadata must be YAML; tokens may read or write by organisation;
+commits, branches and git's blob ids are kept. `faults` makes answers go wrong.
 
-What it leaves out: the Xet protocol (HF_HUB_DISABLE_XET=1 makes the client use LFS), data sets and spaces, deletions and
-copies, pull requests, rate limits, and that links to storage are signed.
+What it leaves out: the Xet protocol (HF_HUB_DISABLE_XET=1 makes the client use LFS), data sets and spaces, deletions
+and copies, pull requests, rate limits, and that links to storage are signed.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ class Refused(Exception):
 
 
 class Hub:
-    """calls: method and path of every request. faults: of downloads, by the end of a file's name: "tampered" (a byte flipped),
-    "short" (half, and said so), "broken" (half, then the line is cut, and nothing more when asked for the rest), "cut once".
+    """calls: method and path of every request. faults: of downloads, by the end of a file's name: "tampered" (a byte
+    flipped), "short" (half, and said so), "broken" (half, then the line is cut, and nothing more when asked for the
+    rest), "cut once".
 
     Large files lie at a second address: to the client another place, which gets no token.
     """

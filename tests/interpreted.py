@@ -23,7 +23,9 @@ def interpreted(*arguments: str) -> list[str]:
 
 
 def emulated(*arguments: str, capability: int = 90, more: str = "") -> list[str]:
-    """As `interpreted`, of kernels compiled for a GPU of this compute capability. more: "early" or "count" (emulator.py)."""
+    """As `interpreted`, of kernels compiled for a GPU of this compute capability. more: "early" or "count"
+    (emulator.py).
+    """
     return _printed("emulator", arguments, KVCAL_EMULATE=f"{capability},{more}")
 
 

@@ -28,8 +28,8 @@ def nearest_kernel(
 
 
 def hard(points: Tensor) -> Tensor:
-    """Vectors (M, d) between two near points, within some units of the last place; on edges of cells; far out, along every
-    direction; larger than any norm allows; of nothing; and random ones.
+    """Vectors (M, d) between two near points, within some units of the last place; on edges of cells; far out, along
+    every direction; larger than any norm allows; of nothing; and random ones.
     """
     n, d = points.shape
     g = torch.Generator().manual_seed(n)

@@ -1,4 +1,5 @@
-"""What the kernel makes of a plan: a line for each one that it shares out otherwise than `plan` says, then their number.
+"""What the kernel makes of a plan: a line for each one that it shares out otherwise than `plan` says, then their
+number.
 
 TRITON_INTERPRET=1 python -m program_cases
 """

@@ -1,13 +1,13 @@
 """PTX executed on the CPU: what Triton's compiler and inline assembly made of a kernel, without a GPU.
 
 Numbers are those of the instructions (PTX ISA 8.7), but that tensor cores' sums have another order and approximate
-functions (`ex2`, `rcp`, `sqrt`, `div.full`) are rounded to nearest. Threads of all programs of a batch go on together: at
-each step those whose next instruction comes first. Found besides: accesses outside of the launch's
-storages or misaligned; bytes that two threads touch, one writing, where no barrier puts one before the other (`Race`: lanes of
-a warp need one, too; in global memory writes after reads pass, and so do other programs but at one instruction); shared memory
-read that nothing wrote; barriers that some never reach; instructions of a warp that not all of its threads reach; and numbers
-used before a copy was waited for: `cp.async` puts them there at the wait, or at once. An instruction that is not known raises
-`Unknown`; nothing is skipped.
+functions (`ex2`, `rcp`, `sqrt`, `div.full`) are rounded to nearest. Threads of all programs of a batch go on together:
+at each step those whose next instruction comes first. Found besides: accesses outside of the launch's storages or
+misaligned; bytes that two threads touch, one writing, where no barrier puts one before the other (`Race`: lanes of a
+warp need one, too; in global memory writes after reads pass, and so do other programs but at one instruction); shared
+memory read that nothing wrote; barriers that some never reach; instructions of a warp that not all of its threads
+reach; and numbers used before a copy was waited for: `cp.async` puts them there at the wait, or at once. An instruction
+that is not known raises `Unknown`; nothing is skipped.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 Active = Array | None  # places of the threads that take part; None: all
 LANES = 32
-# A stamp says who touched a byte, and when. From below: the lane and whether it was several, the barriers its warp had passed
-# alone (20 bits), the warp and whether several, the program's time between two barriers, which no other program has.
+# A stamp says who touched a byte, and when. From below: the lane and whether it was several, the barriers its warp had
+# passed alone (20 bits), the warp and whether several, the program's time between two barriers, which no other program
+# has.
 MANY_LANES, ALONE, WARP, MANY_WARPS, TIME = 1 << 5, 1 << 6, 1 << 26, 1 << 31, 1 << 32
 UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
@@ -97,7 +98,9 @@ class Instruction:
 
 @dataclass
 class Code:
-    """A parsed kernel: registers' kinds by slot, instructions, places of labels, bytes of shared memory that it declares."""
+    """A parsed kernel: registers' kinds by slot, instructions, places of labels, bytes of shared memory that it
+    declares.
+    """
 
     kinds: list[str] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
@@ -282,7 +285,9 @@ class Memory:
         self.owners[start] = owner
 
     def find(self, addresses: Array, size: int, said: str) -> list[tuple[Array | slice, Array, Array, int]]:
-        """For each range: which of the addresses lie there, its bytes as numbers of `size`, their places, and its start."""
+        """For each range: which of the addresses lie there, its bytes as numbers of `size`, their places, and its
+        start.
+        """
         if (addresses & np.uint64(size - 1)).any():
             raise Fault(f"{said}: misaligned, {int(addresses[(addresses % size) > 0][0]):#x} for {size} bytes")
         left: Array | slice = slice(None)
@@ -327,7 +332,9 @@ def apart(stamps: Array, own: Array) -> str:
 
 @dataclass
 class Shared:
-    """Shared memory of all programs of a batch, one behind the other. wrote, read: stamps of each byte's last, 0 for none."""
+    """Shared memory of all programs of a batch, one behind the other. wrote, read: stamps of each byte's last, 0 for
+    none.
+    """
 
     held: Array
     size: int
@@ -523,8 +530,8 @@ class Batch:
         return own.reshape(-1, *[1] * dimensions)
 
     def count(self, a: Active, addresses: Array, size: int) -> None:
-        """Cycles that shared memory is busy: 128 bytes of so many threads at a time, as often as the fullest of 32 banks has
-        other words. size: bytes of a thread.
+        """Cycles that shared memory is busy: 128 bytes of so many threads at a time, as often as the fullest of 32
+        banks has other words. size: bytes of a thread.
         """
         counts = self.machine.counts
         if counts is None:
@@ -545,8 +552,8 @@ class Batch:
         base = self.base if a is None else self.base[a]
         return (addresses + (base if addresses.ndim == 1 else base[:, None])) // size
 
-    # Global memory. Programs may meet there, in which order they will, and a write may come after another's read: small tiles
-    # have copies of a number that read, compute and write it all alike.
+    # Global memory. Programs may meet there, in which order they will, and a write may come after another's read: small
+    # tiles have copies of a number that read, compute and write it all alike.
 
     def seen(self, a: Active, which: Array | slice, start: int, places: Array, size: int) -> None:
         """`which` of the threads read numbers at places of what begins at `start`."""
@@ -609,9 +616,9 @@ Step = Callable[[Batch, Active], None]
 class Machine:
     """A kernel made ready to run.
 
-    text: PTX of one entry. races: look for them in shared memory. early: copies of `cp.async` arrive at once, not at the wait.
-    most: instructions of one batch before it counts as a loop without an end. counts: takes instructions of warps and cycles
-    of shared memory.
+    text: PTX of one entry. races: look for them in shared memory. early: copies of `cp.async` arrive at once, not at
+    the wait. most: instructions of one batch before it counts as a loop without an end. counts: takes instructions of
+    warps and cycles of shared memory.
     """
 
     def __init__(

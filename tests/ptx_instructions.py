@@ -204,8 +204,8 @@ def fused(x: Array, y: Array, z: Array) -> Array:
 
 
 def unrounded(x: Array, y: Array, z: Array) -> Array:
-    """x y + z in float64, where the product of two float32 is exact; the sum is made odd where it is not, so that rounding it
-    again is as rounding once.
+    """x y + z in float64, where the product of two float32 is exact; the sum is made odd where it is not, so that
+    rounding it again is as rounding once.
     """
     if x.dtype == np.float64:
         raise Unknown("fma of float64")
@@ -1081,8 +1081,8 @@ def approximate(machine: Machine, one: Instruction) -> Step:
 
 
 FUNCTIONS: dict[str, Callable[..., Array]] = {
-    "rcp": lambda x: 1 / x, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "ex2": np.exp2, "lg2": np.log2, "sin": np.sin,
-    "cos": np.cos, "tanh": np.tanh,
+    "rcp": lambda x: 1 / x, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "ex2": np.exp2, "lg2": np.log2,
+    "sin": np.sin, "cos": np.cos, "tanh": np.tanh,
 }  # fmt: skip
 
 
@@ -1105,14 +1105,13 @@ ARITHMETIC: dict[str, Callable[..., Array]] = {
     "or": operator.or_, "xor": operator.xor, "not": not_, "neg": operator.neg, "abs": np.abs,
 }  # fmt: skip
 MAKERS: dict[str, Callable[[Machine, Instruction], Step]] = {
-    **dict.fromkeys(ARITHMETIC, named(ARITHMETIC)),
-    **dict.fromkeys(("mul", "mad"), multiply),
+    **dict.fromkeys(ARITHMETIC, named(ARITHMETIC)), **dict.fromkeys(("mul", "mad"), multiply),
     **dict.fromkeys(("min", "max"), least),
-    **dict.fromkeys(("rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh"), approximate),
-    "shl": shift(True), "shr": shift(False), "setp": compare, "selp": select, "mov": move, "cvt": convert, "prmt": permute,
-    "lop3": logic3, "shf": funnel, "bfe": extract, "bfi": insert, "popc": counted, "ld": load, "st": store, "cp": copy,
-    "bra": branch, "shfl": shuffle, "vote": vote, "redux": reduce, "movmatrix": move_matrix, "mma": product,
-    "wgmma": warp_group, **dict.fromkeys(("atom", "red"), atomic), **dict.fromkeys(("ret", "exit"), leave),
+    **dict.fromkeys(("rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh"), approximate), "shl": shift(True),
+    "shr": shift(False), "setp": compare, "selp": select, "mov": move, "cvt": convert, "prmt": permute, "lop3": logic3,
+    "shf": funnel, "bfe": extract, "bfi": insert, "popc": counted, "ld": load, "st": store, "cp": copy, "bra": branch,
+    "shfl": shuffle, "vote": vote, "redux": reduce, "movmatrix": move_matrix, "mma": product, "wgmma": warp_group,
+    **dict.fromkeys(("atom", "red"), atomic), **dict.fromkeys(("ret", "exit"), leave),
     **dict.fromkeys(("bar", "barrier"), barrier), **dict.fromkeys(("fence", "membar"), nothing),
     **dict.fromkeys(("ldmatrix", "stmatrix"), matrices),
 }  # fmt: skip

@@ -270,8 +270,8 @@ GRID_ATTENDED = replace(ATTENDED, key="higgs 2", value="turboquant 2", heads=2)
 def misobserved(
     module: Any, heads: int, dim: int, dtype: torch.dtype = torch.float16, device: str = "cpu"
 ) -> str | None:
-    """Key factors of rows that pack a block before the others, or were fixed before, or hold a NaN, over steps of 3 and 7
-    tokens: against those of all the row's keys that came by then, cut out by hand.
+    """Key factors of rows that pack a block before the others, or were fixed before, or hold a NaN, over steps of 3 and
+    7 tokens: against those of all the row's keys that came by then, cut out by hand.
     """
     generator = torch.Generator().manual_seed(dim)
     keys = torch.randn(4, heads, 300, dim, generator=generator).to(dtype) * (torch.arange(300)[:, None] + 1)

@@ -13,8 +13,8 @@ from triton.runtime import interpreter
 
 
 def quicken() -> None:
-    """Patches the language for a call of a function once a launch and module, not at every call; leaves out checks of integer
-    overflow, which without `debug` report nothing.
+    """Patches the language for a call of a function once a launch and module, not at every call; leaves out checks of
+    integer overflow, which without `debug` report nothing.
     """
     launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
     patched: dict[int, Any] = {}  # by the module's names

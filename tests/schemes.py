@@ -234,7 +234,9 @@ class Rows:
         self.values = [numbers(*shape, seed=seed + 2 * row + 1) for row in range(len(lengths))]
 
     def columns(self, valid: Tensor, pad: float = 7.0) -> tuple[Tensor, Tensor]:
-        """valid (B, columns) bool, at most lengths[row] true -> keys, values (layers, B, H, columns, D); pads hold `pad`."""
+        """valid (B, columns) bool, at most lengths[row] true -> keys, values (layers, B, H, columns, D); pads hold
+        `pad`.
+        """
         layers, heads, _, dim = self.keys[0].shape
         shape = (layers, len(valid), heads, valid.shape[1], dim)
         keys, values = torch.full(shape, pad), torch.full(shape, pad)

@@ -1,4 +1,6 @@
-"""The ablation runner's report: rows of several files put together, what is missing or refused shown, verdicts. No model."""
+"""The ablation runner's report: rows of several files put together, what is missing or refused shown, verdicts. No
+model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""docs/adding-a-method.md, word by word: its files and changes go into a copy of the sources, its commands are run there."""
+"""docs/adding-a-method.md, word by word: its files and changes go into a copy of the sources, its commands are run
+there.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Fused decode attention: the stored order against its description, the reference against torch and the codecs, the Triton
-kernel against the reference in the interpreter and on a GPU, and what it compiles to without one.
+"""Fused decode attention: the stored order against its description, the reference against torch and the codecs, the
+Triton kernel against the reference in the interpreter and on a GPU, and what it compiles to without one.
 """
 
 from __future__ import annotations
@@ -748,8 +748,8 @@ def copied(text: str, slot: int, lane: int, place: int, given: list[int], memory
     [(512, 128, 1), (512, 64, 1), (768, 96, 2), (1024, 256, 4), (1536, 192, 1), (2048, 384, 1)],
 )
 def test_a_warp_copies_a_block_and_reads_it_as_a_first_operand(words: int, scales: int, blocks: int) -> None:
-    """All bytes of words and scales, float16 numbers of which `blocks` blocks share; every lane then gets from `ldmatrix` the
-    two words of rows r and r + 8 that PTX gives a first operand, and no eight rows of it share a bank.
+    """All bytes of words and scales, float16 numbers of which `blocks` blocks share; every lane then gets from
+    `ldmatrix` the two words of rows r and r + 8 that PTX gives a first operand, and no eight rows of it share a bank.
     """
     from kvcal_kernels.attention import triton as fused
 
@@ -810,8 +810,8 @@ TYPES = {
 def built(
     case: Case, capability: int, registers: int, launch: Any = None, long: bool = False, ring: bool = False
 ) -> Any:
-    """The kernel as it is usually launched, with at most so many registers (0: as many as it likes), for 8 kv heads. long: for
-    rooms of as many blocks as there can be. ring: as caches of a max_length launch it.
+    """The kernel as it is usually launched, with at most so many registers (0: as many as it likes), for 8 kv heads.
+    long: for rooms of as many blocks as there can be. ring: as caches of a max_length launch it.
     """
     from kvcal_kernels.attention import triton as fused
 
@@ -836,8 +836,8 @@ def instructions(made: Any, case: Case, folder: Path) -> float:
     return packed[0].total() / (2 * case.dim)
 
 
-# Scheme, compute capability, cap on registers (0: none), then the ceilings: registers, instructions a number. They are what
-# this kernel takes today, not a goal: kernels that are fast enough below 4 bits need fewer.
+# Scheme, compute capability, cap on registers (0: none), then the ceilings: registers, instructions a number. They are
+# what this kernel takes today, not a goal: kernels that are fast enough below 4 bits need fewer.
 BUDGET = [
     ("uniform 4/4", 90, 0, 198, 1.32),
     ("InnerQ Base", 90, 0, 198, 1.58),
@@ -973,7 +973,8 @@ def test_compiled_kernels_keep_to_their_budgets(
     within(scheme(name), capability, cap, registers, ceiling, tmp_path)
 
 
-# Registers and instructions of bfloat16, a GPU's default, with the ring of a max_length, where they are above those of BUDGET.
+# Registers and instructions of bfloat16, a GPU's default, with the ring of a max_length, where they are above those of
+# BUDGET.
 MORE = {("MixKVQ", 90, 176): (157, 2.66), ("InnerQ Base of 8 rows", 90, 168): (166, 2.22)}
 RINGS = [(*row[:3], *MORE.get(row[:3], row[3:])) for row in BUDGET] + [("KIVI 4 before RoPE", 90, 168, 168, 3.50)]
 QUICK_RINGS = [("uniform 2/2", 90, 168), ("KIVI", 90, 168), ("KIVI before RoPE", 90, 168)]  # 4, 4 and 11 s
@@ -1132,8 +1133,8 @@ def test_layouts_of_grids_are_those_that_look_ups_count_on() -> None:
     ],
 )
 def test_nothing_moves_between_lanes_but_what_assembly_moves(key: str) -> None:
-    """In loops over packed blocks every number stays in a product's layouts: another would cost shared memory and a barrier,
-    and a warp of several would read blocks of others.
+    """In loops over packed blocks every number stays in a product's layouts: another would cost shared memory and a
+    barrier, and a warp of several would read blocks of others.
     """
     from kvcal_kernels.attention import triton as fused
 
@@ -1214,8 +1215,8 @@ def test_small_cases_reach_products_of_bytes() -> None:
 
 @needs_triton
 def test_instructions_are_those_of_the_loop_over_packed_blocks(tmp_path: Path) -> None:
-    """Products on tensor cores: of float16 2 * dim / 16 of scores, as many of outputs, 2 of the sum; of bytes half as many,
-    and for each place of a field one that outputs begin with.
+    """Products on tensor cores: of float16 2 * dim / 16 of scores, as many of outputs, 2 of the sum; of bytes half as
+    many, and for each place of a field one that outputs begin with.
     """
     from kvcal_kernels.attention import triton as fused
 
@@ -1241,8 +1242,8 @@ def test_one_compiled_kernel_serves_every_length_and_batch() -> None:
 
 
 def by_product(a: Tensor, b: Tensor, apart: int = 0) -> Tensor:
-    """What `_over` makes of whole numbers that are not LONG, where its reciprocal is so many float32 numbers from the nearest:
-    CUDA's full-range division, which Triton takes, may be 2 off.
+    """What `_over` makes of whole numbers that are not LONG, where its reciprocal is so many float32 numbers from the
+    nearest: CUDA's full-range division, which Triton takes, may be 2 off.
     """
     inverse = 1 / b.float()
     for _ in range(abs(apart)):

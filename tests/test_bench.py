@@ -1230,7 +1230,9 @@ def test_required_kernels_take_vector_codes_and_no_layer_of_a_bundle_is_left_out
 
 @needs_triton
 def test_default_schemes_of_a_gpu_are_those_of_the_page() -> None:
-    """None is refused; each form of the page's table is there, but for the mixed pair and grids in bytes, which are named."""
+    """None is refused; each form of the page's table is there, but for the mixed pair and grids in bytes, which are
+    named.
+    """
     geometry = CATALOGUE[bench_options.MODEL].geometry
     assert [fused.refuses_anywhere(case(name, 1, 4096, geometry)) for name in bench_options.GPU_SCHEMES] == [None] * 15
     pairs = [schemes.named(name, geometry).codecs for name in bench_options.GPU_SCHEMES]

@@ -1,5 +1,5 @@
-"""A cache beside other things on the same model: modules that are replaced (adapters), forwards that were given another cache
-or none, forwards that do not return, and forwards that are compiled.
+"""A cache beside other things on the same model: modules that are replaced (adapters), forwards that were given another
+cache or none, forwards that do not return, and forwards that are compiled.
 """
 
 from __future__ import annotations

@@ -523,7 +523,8 @@ BAD = {
     ),
     "nothing to compress": (
         SMALL + FOUR.replace('"aqua-kv"', '"aqua-kv"\nblock = 128'),
-        "small-aqua: windows of 68 tokens leave nothing to compress behind a sink of 4 in blocks of 128; use --length 132",
+        "small-aqua: windows of 68 tokens leave nothing to compress behind a sink of 4 in blocks of 128; use --length "
+        "132",
     ),
     "nothing to fit on": (
         SMALL + FOUR.replace("group = 8", "group = 8\nholdout = 8", 1),
@@ -531,7 +532,8 @@ BAD = {
     ),
     "drift of a preset": (
         SMALL + FOUR.replace("max_bits = 9", "max_bits = 9\ngates = {max_layer_drift = false}") + GATES,
-        "small-plain: gate max_layer_drift: bundles of preset record no errors of all keys and values to compare with; give",
+        "small-plain: gate max_layer_drift: bundles of preset record no errors of all keys and values to compare with; "
+        "give",
     ),
     "limit": (SMALL + FOUR + "[gates]\nmax_kl = 'x'", "gates.max_kl x: needs a number of at least 0"),
     "not TOML": ("[", "not TOML"),

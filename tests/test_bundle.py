@@ -686,7 +686,9 @@ def test_a_device_is_named_as_one() -> None:
 
 
 def test_the_file_that_standard_output_goes_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`kvcal compare --csv /dev/stdout > rows.csv`: a rename would lose what is printed; in a pipeline there is no file."""
+    """`kvcal compare --csv /dev/stdout > rows.csv`: a rename would lose what is printed; in a pipeline there is no
+    file.
+    """
     printed = tmp_path / "printed"
     with printed.open("w") as file:
         assert file_behind(printed) == printed

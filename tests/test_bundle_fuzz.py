@@ -1,9 +1,10 @@
 """Bundles with good hashes and another meaning: each is refused, or computes what it did before.
 
-A mutant is a small bundle with its header or tensors changed by somebody who knows how hashes are made. It must be refused
-with a KVCalError, or give the same output. Some settings and constants are free: a predictor's weight may have any finite
-value, a window any size. A mutant of those is another valid bundle if `explained` finds every difference within what the
-format allows; that function is written from docs/format.md and shares no code with the checks. Anything else is a failure.
+A mutant is a small bundle with its header or tensors changed by somebody who knows how hashes are made. It must be
+refused with a KVCalError, or give the same output. Some settings and constants are free: a predictor's weight may have
+any finite value, a window any size. A mutant of those is another valid bundle if `explained` finds every difference
+within what the format allows; that function is written from docs/format.md and shares no code with the checks. Anything
+else is a failure.
 
 `python tests/test_bundle_fuzz.py --count 20000` prints the table of docs/runs/bundle-fuzz.md.
 """
@@ -1183,7 +1184,8 @@ if __name__ == "__main__":
         f"\n{results.forwards} of them also through a cache; slowest: {results.slowest[0]:.2f} s ({results.slowest[1]})"
     )
     print(
-        f"{time.perf_counter() - began:.0f} s, at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB"
+        f"{time.perf_counter() - began:.0f} s, at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} "
+        "MB"
     )
     print("\n".join(results.failures[:60]))
     sys.exit(bool(results.failures))

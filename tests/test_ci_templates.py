@@ -1,6 +1,7 @@
 """The ready-made CI of docs/ci: every `run:` and `script:` is run here, in order, against a stand-in of the hub.
 
-Not run: what `uses:` names (GitHub's own actions) and the runner itself; the expressions that fill variables are filled here.
+Not run: what `uses:` names (GitHub's own actions) and the runner itself; the expressions that fill variables are filled
+here.
 """
 
 from __future__ import annotations

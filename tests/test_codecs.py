@@ -1,8 +1,8 @@
 """The contract every codec keeps: walks CODECS.
 
 A codec is tried in the configurations listed for it below, one without any as it is made from shape and role alone, by
-itself and inside `predicted`. BOUNDS and STORED_BITS hold it to what its own theory promises; without an entry an error of
-half its stored bits is allowed, and its bits are those that it declares.
+itself and inside `predicted`. BOUNDS and STORED_BITS hold it to what its own theory promises; without an entry an error
+of half its stored bits is allowed, and its bits are those that it declares.
 """
 
 from __future__ import annotations
@@ -391,8 +391,8 @@ def check_uniform(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: 
 
 
 def check_chosen(codec: Uniform, x: Tensor, made: Tensor) -> None:
-    """x, made (..., group): in no group worse than what could have been chosen, the plain scale of each allowed mode; by the
-    weights of channels where there are some.
+    """x, made (..., group): in no group worse than what could have been chosen, the plain scale of each allowed mode;
+    by the weights of channels where there are some.
     """
     flat, shape = x.reshape(1, 1, -1, codec.group), Shape(1, codec.group, 1)
     counts = torch.ones_like(x)
@@ -735,8 +735,8 @@ def test_bytes_depend_on_the_block_alone(case: Case) -> None:
 def test_bytes_of_a_layer_coded_against_a_predicted_one(shape: Shape) -> None:
     """What cache and calibration do: the reconstruction of a predicted layer feeds the predictor of the next.
 
-    Its bits may not depend on the other blocks and rows either, or the next layer's bytes do. Residuals are kept exactly
-    here, so that one last bit shows.
+    Its bits may not depend on the other blocks and rows either, or the next layer's bytes do. Residuals are kept
+    exactly here, so that one last bit shows.
     """
     lower, upper = predicted(higgs())(shape, "key"), predicted(exact("float32"))(shape, "key")
     blocks, b = (128 if shape.block == 1 else 3), shape.block
@@ -1104,8 +1104,8 @@ def test_uniform_error_on_gaussian_groups_of_32(bits: int, search: bool) -> None
 
 
 def test_hybrid_takes_the_mode_that_fits_the_group() -> None:
-    """InnerQ section 4.1.2's example, one-sided groups, beside centred ones; minima are dense. As the sign bit says which, and
-    where a kernel reads the blocks the zero point.
+    """InnerQ section 4.1.2's example, one-sided groups, beside centred ones; minima are dense. As the sign bit says
+    which, and where a kernel reads the blocks the zero point.
     """
     for dim in (32, 64):
         x = normal(1, 1, 64, dim)
@@ -1163,7 +1163,9 @@ def test_symmetric_bound_holds_for_any_group(values: list[float], bits: int) -> 
     [{}, {"rotation": "token", "n": 64}, {"norm": "head", "d": 4, "n": 256}, {"norm": "head", "d": 1, "n": 16}],
 )
 def test_higgs_against_the_definition(settings: dict[str, Any], role: Role) -> None:
-    """An explicit matrix, float64 and brute force; float16's rounding of a norm moves it by 5e-4, and a few codes with it."""
+    """An explicit matrix, float64 and brute force; float16's rounding of a norm moves it by 5e-4, and a few codes with
+    it.
+    """
     shape = Shape(4, 32, 8)
     codec, x = Higgs(shape, role, **settings), normal(2, 4, 16, 32)
     width = codec.rotation_width

@@ -1,7 +1,7 @@
 """The contract every codec keeps inside a cache: walks CODECS, in the configurations of test_codecs.
 
-One configuration a codec, and every one that reads run-time statistics. On `Fed`, which hands over given keys and values, so
-that each comparison is bit for bit.
+One configuration a codec, and every one that reads run-time statistics. On `Fed`, which hands over given keys and
+values, so that each comparison is bit for bit.
 """
 
 from __future__ import annotations

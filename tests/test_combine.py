@@ -108,8 +108,8 @@ MADE: dict[str, list[Any]] = {
 
 
 def test_every_pair_of_methods_runs_or_says_why_not(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each key codec beside each value codec: refused by what one half reads of its own other half, and by nothing else;
-    all others answer with finite logits that are not the model's.
+    """Each key codec beside each value codec: refused by what one half reads of its own other half, and by nothing
+    else; all others answer with finite logits that are not the model's.
     """
     monkeypatch.chdir(base)
     bundles = {}

@@ -102,8 +102,8 @@ def test_no_gpu_is_asked_where_there_is_none(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def unguarded(source: str) -> set[str]:
-    """Public functions of a module from which a kernel may be launched on whatever device is the current one. Launches are
-    `name_kernel[...](...)`; those through `Ready` are guarded there.
+    """Public functions of a module from which a kernel may be launched on whatever device is the current one. Launches
+    are `name_kernel[...](...)`; those through `Ready` are guarded there.
     """
     functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     bare: set[str] = set()
@@ -144,7 +144,8 @@ def test_no_other_module_launches() -> None:
 def test_the_reader_of_launches_sees_them() -> None:
     source = (
         "def f(x):\n    _g(x)\ndef _g(x):\n    a_kernel[(1,)](x)\ndef h(x):\n    with on(x.device):\n        _g(x)\n"
-        "def i(x):\n    for y in x:\n        b_kernel[grid](y, n=1)\ndef j(x):\n    with open(x):\n        h(x), _g(x)\n"
+        "def i(x):\n    for y in x:\n        b_kernel[grid](y, n=1)\ndef j(x):\n    with open(x):\n        h(x), "
+        "_g(x)\n"
     )
     assert unguarded(source) == {"f", "i", "j"}
 

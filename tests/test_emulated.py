@@ -1,5 +1,5 @@
-"""Kernels as they are compiled for a GPU, inline assembly and all, run on the CPU (emulator.py): against their references, and
-without races, accesses outside of tensors, or numbers that are read before their copy was waited for.
+"""Kernels as they are compiled for a GPU, inline assembly and all, run on the CPU (emulator.py): against their
+references, and without races, accesses outside of tensors, or numbers that are read before their copy was waited for.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ def test_a_change_of_the_compiled_code_is_found() -> None:
     ],
 )
 def test_threads_seldom_meet_in_a_bank_of_shared_memory(what: str, case: str, kernel: str) -> None:
-    """Counted, as no clock is here. Sums between warps by `tl.sum` took 4 to 9 times as many cycles as all that is left."""
+    """Counted, as no clock is here. Sums between warps by `tl.sum` took 4 to 9 times as many cycles as all that is
+    left.
+    """
     lines = emulated("-c", SELECTED.format(few={what: [case]}), more="count")
     found = next(made for made in map(json.loads, lines) if isinstance(made, dict) and made["kernel"] == kernel)
     assert found["shared, cycles"] <= 1.1 * found["shared, at least"], found
@@ -106,7 +108,9 @@ def test_threads_seldom_meet_in_a_bank_of_shared_memory(what: str, case: str, ke
 @pytest.mark.parametrize(("capability", "more"), [(90, ""), (80, "early")])
 @pytest.mark.parametrize("module", CASES)
 def test_all_small_cases_compiled(module: str, capability: int, more: str) -> None:
-    """sm_80 has other products and no wgmma. Copies that arrive at once find a room that is overwritten while it is read."""
+    """sm_80 has other products and no wgmma. Copies that arrive at once find a room that is overwritten while it is
+    read.
+    """
     (count,) = emulated("-m", module, "small", capability=capability, more=more)
     assert int(count) > 5
 

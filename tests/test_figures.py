@@ -57,8 +57,8 @@ def holds(cell: str, *values: float) -> bool:
 
 
 def shows(path: Path, head: str, wanted: Mapping[Any, Sequence[Any]], keys: int = 1) -> None:
-    """The table's rows are `wanted`, by what is in their first `keys` cells; of each other cell the numbers in it, or its
-    words. Where a row's first cell is empty, it is that of the row above.
+    """The table's rows are `wanted`, by what is in their first `keys` cells; of each other cell the numbers in it, or
+    its words. Where a row's first cell is empty, it is that of the row above.
     """
     left, above = dict(wanted), ""
     for row in cells(path, head):

@@ -1,4 +1,6 @@
-"""Caches whose storage is allocated once: against growing ones, compiled, traced without values, and under a CUDA graph."""
+"""Caches whose storage is allocated once: against growing ones, compiled, traced without values, and under a CUDA
+graph.
+"""
 
 from __future__ import annotations
 
@@ -627,8 +629,8 @@ def test_layers_that_cannot_be_left_to_the_device_grow(calls: list[int]) -> None
 
 @pytest.mark.parametrize("name", ["squat", f"{BEFORE}squat"])
 def test_the_subspace_of_a_prompt_stays_in_steps(name: str, calls: list[int]) -> None:
-    """Rows of 100 and 80 tokens, which have blocks, and of 40 and 3, which have none. A growing cache fits anew at the first
-    block, 68 tokens, and at the fourth, 164.
+    """Rows of 100 and 80 tokens, which have blocks, and of 40 and 3, which have none. A growing cache fits anew at the
+    first block, 68 tokens, and at the fourth, 164.
     """
     mask = torch.cat([left_mask([100, 80, 40, 3]), torch.ones(4, 70, dtype=torch.long)], 1)
     caches, ids = both(name), token_ids(4, 170, seed=2)

@@ -96,7 +96,9 @@ def uniform(state: dict[str, Any], role: str, block: int, packed: dict[str, ndar
 
 
 def whole(half: ndarray, beyond: int) -> ndarray:
-    """A tile (..., 256) of half of one (..., 128), whose right half lies `beyond` bits further; between fields is anything."""
+    """A tile (..., 256) of half of one (..., 128), whose right half lies `beyond` bits further; between fields is
+    anything.
+    """
     rows = half.reshape(*half.shape[:-1], 16, 8)
     return np.concatenate([rows, rows >> beyond], -1).reshape(*half.shape[:-1], 256)
 

@@ -694,7 +694,8 @@ HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=[
 
 
 def on_a_gpu(made: Scheme, dtype: torch.dtype, wanted: str, **options: Any) -> None:
-    """Decode steps with what a cache takes by itself against the reference path, over a flush, 3 and 16 tokens at a time.
+    """Decode steps with what a cache takes by itself against the reference path, over a flush, 3 and 16 tokens at a
+    time.
 
     Rounding of the dtype, and more where it moves a code that lies between two.
     """
@@ -716,7 +717,9 @@ def test_logits_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PAIRS)
 def test_prompts_are_packed_by_kernels_on_a_gpu(name: str) -> None:
-    """As torch packs them there, but for what a division by a number that is no tensor moves, one code in some thousands."""
+    """As torch packs them there, but for what a division by a number that is no tensor moves, one code in some
+    thousands.
+    """
     served = copy.deepcopy(model()).half().cuda()
     caches = [opened(scheme(PAIRS[name]), served, kernels=way) for way in ("auto", "off")]
     mask = left_mask([140, 75]).cuda()
@@ -911,8 +914,8 @@ def test_an_encoding_kernel_that_fails_leaves_its_work_to_torch(
 
 @pytest.mark.parametrize("name", ["higgs-2", "higgs-4-debiased"])
 def test_grids_of_all_caches_of_a_scheme_lie_in_one_place(name: str) -> None:
-    """A CUDA graph of a step has their tables' addresses, whatever prompts its cache has had since, and may outlive what else
-    knows of them.
+    """A CUDA graph of a step has their tables' addresses, whatever prompts its cache has had since, and may outlive
+    what else knows of them.
     """
     made = scheme(PAIRS[name])
     twins = [[codec.by_kernel() for codec in (pair.key, pair.value)] for pair in [made.on(0, torch.device("cpu"))] * 3]

@@ -33,8 +33,8 @@ TEXT = ["--length", LENGTH, "--windows", 2, "--step", 16]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, a text, a bundle whose predictors have scales, and the same with one layer's scales doubled; eight times as
-    large (broken) they raise even a random model's perplexity.
+    """A model, a text, a bundle whose predictors have scales, and the same with one layer's scales doubled; eight times
+    as large (broken) they raise even a random model's perplexity.
     """
     base = tmp_path_factory.mktemp("gates")
     write_model(base / "model", LAYERS)
@@ -451,7 +451,9 @@ def test_the_canary_lives_whatever_the_codec(
 
 
 class Cheat:
-    """Keeps exact copies of all keys and values, as attention takes them, and hands some out in the place of decoded ones."""
+    """Keeps exact copies of all keys and values, as attention takes them, and hands some out in the place of decoded
+    ones.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, roles: tuple[int, ...], first: int, several: bool) -> None:
         honest = KVCalLayer._update

@@ -1,4 +1,6 @@
-"""Whole-model measurement: filled caches, the comparison of a graph's steps with eager ones, searches, rows, the script."""
+"""Whole-model measurement: filled caches, the comparison of a graph's steps with eager ones, searches, rows, the
+script.
+"""
 
 from __future__ import annotations
 
@@ -292,7 +294,9 @@ def test_rows_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_of_compiled_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of their own operation, so that ratios are to FP16 that was compiled, too; where there is no graph, with the reason."""
+    """Of their own operation, so that ratios are to FP16 that was compiled, too; where there is no graph, with the
+    reason.
+    """
     faster = rows([plain("full")])
     steps: list[Ran | str] = [fake(apart=1e-3)] * 2
 

@@ -343,8 +343,8 @@ def test_kept_keys_are_the_original_tokens_rotated(name: str, frame: str, monkey
 
 @every_frame
 def test_layers_of_aqua_kv_hold_the_same_tokens(frame: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reconstructions are closest to the very token that the ledger says, in every layer, also after blocks were decoded
-    and packed again.
+    """Reconstructions are closest to the very token that the ledger says, in every layer, also after blocks were
+    decoded and packed again.
     """
     model, ids = schemes.tiny("llama"), token_ids(2, 200, seed=5)
     cache = schemes.opened(schemes.aqua("llama", rope=frame).keeping(SOME), model)
@@ -625,8 +625,8 @@ COMPOSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", COMPOSED)
 def test_composes_with_every_kind_of_codec(name: str) -> None:
-    """Per token, per channel, scalar and vector grids, factors of the row, blocks of different sizes; ragged rows; the same
-    tokens in all of it. What attention gets is near the exact codec's, so nothing is mixed up.
+    """Per token, per channel, scalar and vector grids, factors of the row, blocks of different sizes; ragged rows; the
+    same tokens in all of it. What attention gets is near the exact codec's, so nothing is mixed up.
     """
     model, mask = schemes.tiny("llama"), left_mask([150, 120])
     ids = token_ids(*mask.shape) * mask

@@ -24,9 +24,9 @@ def counted() -> tuple[dict[tuple[Any, ...], dict[str, Any]], dict[str, bool]]:
     return {tuple(key): found for *key, found in cases}, alike
 
 
-# Copies of a step that packs nothing: of rows alike, and of a padded batch, whose indices are one copy. The reference path
-# orders old columns by another, attention by the kernel is told counts. Where blocks are packed behind others run-time
-# statistics of keys take none; None: nothing is packed.
+# Copies of a step that packs nothing: of rows alike, and of a padded batch, whose indices are one copy. The reference
+# path orders old columns by another, attention by the kernel is told counts. Where blocks are packed behind others
+# run-time statistics of keys take none; None: nothing is packed.
 COPIES = {
     ("reference", "innerq-prefill"): (0, 2, 0),
     ("reference", "squat"): (0, 2, None),
@@ -48,8 +48,9 @@ def test_copies_and_waits_do_not_grow_with_layers(path: str, name: str) -> None:
                 assert waits == devices * (1 if packs else settles)
 
 
-# Of a layer in a step that packs nothing, besides attention: windows with the new token behind them, which are the next step's
-# windows; where rows differ it is put behind each row's others. In the first step the factor of packed keys, too.
+# Of a layer in a step that packs nothing, besides attention: windows with the new token behind them, which are the next
+# step's windows; where rows differ it is put behind each row's others. In the first step the factor of packed keys,
+# too.
 LAUNCHES = {False: 2, True: 4}
 
 

@@ -1,5 +1,5 @@
-"""The house rules: who may import whom, how large things may be, what `--help` may cost, exit codes, docs/cli.md, poisoned
-memory.
+"""The house rules: who may import whom, how large things may be, what `--help` may cost, exit codes, docs/cli.md,
+poisoned memory.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def test_kernels_import_torch_only_and_triton_in_triton_files() -> None:
 
 
 def test_kernels_import_without_triton() -> None:
-    """The reference path runs where triton is not installed: triton.py, or a folder triton, is imported in functions only."""
+    """The reference path runs where triton is not installed: triton.py, or a folder triton, is imported in functions
+    only.
+    """
     for module, target, top in imports("kvcal_kernels"):
         if within(target, "kvcal_kernels") and "triton" in target.split(".") and "triton" not in module.split("."):
             assert not top, f"{module} imports {target} at module level"
@@ -87,7 +89,8 @@ def test_artifacts_cache_touches_only_transformers_cache_classes() -> None:
 def dependencies(package: str) -> dict[str, set[str]]:
     """The modules of a package that each of its modules imports, at the top or inside a function; not for types alone.
 
-    Python imports a folder's __init__ before what lies in it. That is no arrow here: only what a statement names counts.
+    Python imports a folder's __init__ before what lies in it. That is no arrow here: only what a statement names
+    counts.
     """
     names = {name for name, _ in modules(package)}
     arrows: dict[str, set[str]] = {name: set() for name in names}

@@ -1,4 +1,6 @@
-"""Push and pull against a local stand-in of the hub (hub_stand_in.py): the round trip, and everything that can go wrong."""
+"""Push and pull against a local stand-in of the hub (hub_stand_in.py): the round trip, and everything that can go
+wrong.
+"""
 
 from __future__ import annotations
 

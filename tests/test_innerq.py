@@ -334,7 +334,9 @@ def test_a_cache_packs_by_weights(tmp_path: Path) -> None:
 
 
 def test_scores_of_outlier_keys_err_less() -> None:
-    """Queries that look away from the large channels, as those of real models do: 2 of 32 channels are 20 times as large."""
+    """Queries that look away from the large channels, as those of real models do: 2 of 32 channels are 20 times as
+    large.
+    """
     size = torch.ones(32)
     size[[3, 17]] = 20.0
     keys, queries = numbers(1, 2, 256, 32) * size, numbers(1, 2, 256, 32, seed=1) / size

@@ -1,4 +1,6 @@
-"""Commands that write no bundle, killed and started again: the same figures, from where they were, and nothing left behind."""
+"""Commands that write no bundle, killed and started again: the same figures, from where they were, and nothing left
+behind.
+"""
 
 from __future__ import annotations
 

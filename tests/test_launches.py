@@ -305,7 +305,9 @@ print(len(outs), all(torch.equal(out, triton.attend(*given.arguments())) for out
 
 @pytest.mark.gpu
 def test_threads_launch_a_grid_kernel_for_the_first_time_on_a_gpu() -> None:
-    """With a ring behind what Triton manages, for which a kernel is examined before it is loaded; in a process of its own."""
+    """With a ring behind what Triton manages, for which a kernel is examined before it is loaded; in a process of its
+    own.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, env=environment, check=False)
     assert (done.stdout, done.returncode) == ("4 True\n", 0), done.stderr

@@ -1,4 +1,6 @@
-"""Codecs learned from what a layer stores: names, what is learned against numpy and brute force, units, what is refused."""
+"""Codecs learned from what a layer stores: names, what is learned against numpy and brute force, units, what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -166,8 +168,8 @@ def test_codebooks_code_as_the_public_library_does() -> None:
 
 
 def test_codebooks_are_of_the_training_tokens() -> None:
-    """Five times as many bits as a Gaussian channel: a few per cent of the error of integers at the same bits; nothing of NaN
-    sinks and held-out windows (see shown) got in.
+    """Five times as many bits as a Gaussian channel: a few per cent of the error of integers at the same bits; nothing
+    of NaN sinks and held-out windows (see shown) got in.
     """
     k, q = usual()
     codec = CodebookBackbone(2.0).learn(shown(k, q))
@@ -242,7 +244,9 @@ def test_a_search_behind_factors_weighs_channels_by_queries(rule: str) -> None:
 
 
 def test_balanced_factors_are_the_best_there_are() -> None:
-    """No other factors have a lower sum f^2 w times sum s^2 / f^2, and the score error of a rotated code is what it says."""
+    """No other factors have a lower sum f^2 w times sum s^2 / f^2, and the score error of a rotated code is what it
+    says.
+    """
     k, q = usual(torch.linspace(0.1, 8, 16))
     codec = FactorBackbone("higgs-2-wide", "balanced").learn(shown(k, q))
     assert isinstance(codec, Scaled) and codec.factor is not None

@@ -1,5 +1,5 @@
-"""The contract every method keeps: walks METHODS, each at its own defaults but for the settings in SMALL, and AQUA-KV over
-every kind of codec that is learned from its residuals (CALIBRATED).
+"""The contract every method keeps: walks METHODS, each at its own defaults but for the settings in SMALL, and AQUA-KV
+over every kind of codec that is learned from its residuals (CALIBRATED).
 
 A method listed in METHODS is in here without an entry anywhere else. Its defaults must suit a model of head_dim 16.
 """

@@ -284,8 +284,8 @@ def states(url: str) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("worker", ["here", "elsewhere", None])
 def test_trials_of_the_dead_are_run_again(worker: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this machine: at once, by their process. Of others: by Optuna's heartbeat, which here has none to find and says
-    nothing, so it takes the worker's silence. Without a name: when it has been silent for long enough.
+    """Of this machine: at once, by their process. Of others: by Optuna's heartbeat, which here has none to find and
+    says nothing, so it takes the worker's silence. Without a name: when it has been silent for long enough.
     """
     monkeypatch.setattr("kvcal.search.two_objectives.GRACE", 1)
     url = f"sqlite:///{tmp_path}/s.db"

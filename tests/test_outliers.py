@@ -99,8 +99,8 @@ def test_the_guard_names_what_breaks_and_what_is_better(twin: Any, windows: torc
 def test_channels_are_named_only_where_they_are_the_cause(
     tiny: Any, twin: Any, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The twin's are large whatever is stored; but where keys are coded by channel, or values are what is coarse, treating
-    channels apart is no help.
+    """The twin's are large whatever is stored; but where keys are coded by channel, or values are what is coarse,
+    treating channels apart is no help.
     """
     monkeypatch.setattr("kvcal.calibrate.outlier_guard.GRADES", ((0.01, "is worth a word"),))
     given = {
@@ -183,7 +183,9 @@ def test_forecasts_are_in_the_order_of_kl(tiny: Any, twin: Any, windows: torch.T
 def test_balanced_factors_are_named_only_where_they_are_better(
     twin: Any, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With factors that even nothing out they are no better than the codec itself; of keys that take none none are named."""
+    """With factors that even nothing out they are no better than the codec itself; of keys that take none none are
+    named.
+    """
     scheme = FRAGILE["higgs-2"].scheme(twin)
     kl = forecasts(twin, windows[:1], {"": scheme})[""].kl
 

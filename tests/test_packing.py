@@ -82,7 +82,8 @@ def test_order_of_four_bits_by_hand() -> None:
 
 
 def test_order_of_three_bits_by_hand() -> None:
-    # codes 0..7 twice. Two-bit plane (code >> 1): both words read 0 1 2 3 0 1 2 3 = e4 e4; one-bit plane: 0101... = aaaa
+    # codes 0..7 twice. Two-bit plane (code >> 1): both words read 0 1 2 3 0 1 2 3 = e4 e4; one-bit plane: 0101... =
+    # aaaa
     assert hexes(pack(torch.arange(16) % 8, 3)) == "e4 e4 e4 e4 aa aa"
 
 

@@ -131,7 +131,9 @@ def test_preset_writes_a_bundle(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_with_a_nan_gets_no_preset(tmp_path: Path) -> None:
-    """In a layer that the fingerprint does not look at: the guard, which runs them all, finds it before anything is there."""
+    """In a layer that the fingerprint does not look at: the guard, which runs them all, finds it before anything is
+    there.
+    """
     broken, output = write_model(tmp_path / "broken", 4), tmp_path / f"x{SUFFIX}"
     weights = load_file(broken / "model.safetensors")
     weights["model.layers.2.self_attn.k_proj.weight"][0, 0] = float("nan")

@@ -1,5 +1,5 @@
-"""The attention kernel's block of 8-bit products (attention/triton/int8), which the interpreter does not run: its assembly,
-bit by bit, for the 32 lanes of a warp, against float64.
+"""The attention kernel's block of 8-bit products (attention/triton/int8), which the interpreter does not run: its
+assembly, bit by bit, for the 32 lanes of a warp, against float64.
 """
 
 from __future__ import annotations
@@ -412,7 +412,8 @@ def attended(key: Form, value: Form, change: Callable[[bytes], bytes] = lambda m
     wanted = torch.exp2(powers - powers.amax(1, keepdim=True))
     stored = numbers(values)
     wanted = (wanted / wanted.sum(1, keepdim=True)) @ stored
-    # queries of outer groups times scales are float16; scores of up to 60 are float32, of grids after one sum of all channels
+    # queries of outer groups times scales are float16; scores of up to 60 are float32, of grids after one sum of all
+    # channels
     bound = 4e-4 if not key.inner else 6e-5 if key.vector else 3e-5
     found = torch.from_numpy(out / np.array(total)[:, None])
     torch.testing.assert_close(found, wanted, rtol=0, atol=float(bound * stored.abs().amax()))

@@ -135,7 +135,8 @@ def test_programs_of_few_blocks_have_four_warps(
     keys, values, device = Form("key", 128, 4), Form("value", 128, 4), torch.device("cpu")
     own = fused.chosen(keys, values, 4, False, 8 * batch, length // 32, device)
     assert own.warps == warps and own in fused.launches(keys, values, 4)
-    # what has no second launch, whatever the length: more rows than a product takes, outer groups, tables, RoPE in the kernel
+    # what has no second launch, whatever the length: more rows than a product takes, outer groups, tables, RoPE in the
+    # kernel
     outer, grid = Form("key", 128, 2, 128, False, False), Form("key", 128, 2, vector=2)
     points = Form("key", 128, 4, vector=1, in_bytes=True)
     for others in (
@@ -150,7 +151,9 @@ def test_programs_of_few_blocks_have_four_warps(
 
 @needs_triton
 def test_a_ring_of_four_warps_fits_the_smallest_shared_memory() -> None:
-    """99 KB a program (compute capability 8.6 and 8.9), of which Triton takes up to 32 (test_attention_kernel's budgets)."""
+    """99 KB a program (compute capability 8.6 and 8.9), of which Triton takes up to 32 (test_attention_kernel's
+    budgets).
+    """
     from kvcal_kernels.attention import triton as fused
     from kvcal_kernels.attention.plan import _reserved
     from kvcal_kernels.layout import Form
@@ -170,7 +173,9 @@ def test_a_ring_of_four_warps_fits_the_smallest_shared_memory() -> None:
 @needs_triton
 @pytest.mark.parametrize("scheme", [(4, None, 4, 128), (4, None, 4, 64), (2, 2, 4, 1024), (2, None, 16, 128)])
 def test_a_reserved_workspace_never_grows(scheme: tuple[int, Any, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many programs the driver says that run at a time. scheme: bits, vector, query rows a kv head, room of blocks."""
+    """However many programs the driver says that run at a time. scheme: bits, vector, query rows a kv head, room of
+    blocks.
+    """
     import torch
 
     from kvcal_kernels.attention import triton as fused

@@ -321,7 +321,9 @@ def test_layers_that_the_kernel_would_misread_are_refused(change: Any, says: str
 
 
 def test_two_fused_operations_give_the_quotient() -> None:
-    """The kernel's division, in float64 where an operation is fused: 24 bits by 11, near ties of the rounding that follows."""
+    """The kernel's division, in float64 where an operation is fused: 24 bits by 11, near ties of the rounding that
+    follows.
+    """
     g = torch.Generator().manual_seed(0)
     s = (torch.rand(200_000, generator=g) * 3 + 2.0**-20).half().float()
     x = s.double() * (torch.randint(-600, 600, s.shape, generator=g) / 2)
@@ -364,9 +366,9 @@ def built(case: Case, capability: int, step: bool = False, due: int = 0) -> Any:
 
 
 def instructions(made: Any, case: Case, folder: Path) -> list[float]:
-    """Of a thread for each number of keys, then of values: loops over slices and, shared out, what a unit takes besides. Each
-    role has a loop over units and in it loops over slices: one, of values one for the slices of each tile. A slice of a half
-    block is 8 numbers.
+    """Of a thread for each number of keys, then of values: loops over slices and, shared out, what a unit takes
+    besides. Each role has a loop over units and in it loops over slices: one, of values one for the slices of each
+    tile. A slice of a half block is 8 numbers.
     """
     found, made_of = [loop.total() for loop in loops(made, folder)], []
     for form in (case.rule("key").form, case.rule("value").form):
@@ -455,10 +457,10 @@ def test_compiled_counts_spill_nothing(capability: int, tmp_path: Path) -> None:
     assert resources(made, tmp_path)[1] == 0
 
 
-# Of a decode step's append, 8 kv heads of 128: ceilings of instructions of a thread that has 32 of a block's 4096 numbers.
-# `own`: a block, but for what follows; `others`: 4096 numbers of any heads towards norms that span all, which take as many
-# turns as there are heads; `point`: a grid point of a search through all, or a candidate beyond those that most cells of a
-# raster have. With 128 registers four programs fit a multiprocessor.
+# Of a decode step's append, 8 kv heads of 128: ceilings of instructions of a thread that has 32 of a block's 4096
+# numbers. `own`: a block, but for what follows; `others`: 4096 numbers of any heads towards norms that span all, which
+# take as many turns as there are heads; `point`: a grid point of a search through all, or a candidate beyond those that
+# most cells of a raster have. With 128 registers four programs fit a multiprocessor.
 STEPS = [
     ("higgs 2", 90, 2530, 690, 0),
     ("turboquant 3", 90, 2680, 0, 0),

@@ -1,5 +1,5 @@
-"""Reconstruction: the reference against the codec, the Triton kernel against the reference in the interpreter and on a GPU,
-the codec's hook, and what the kernel compiles to without a GPU.
+"""Reconstruction: the reference against the codec, the Triton kernel against the reference in the interpreter and on a
+GPU, the codec's hook, and what the kernel compiles to without a GPU.
 """
 
 from __future__ import annotations
@@ -203,9 +203,9 @@ def test_a_rotation_of_an_odd_factor_fits_into_shared_memory(inputs: int) -> Non
     assert made.metadata.shared <= 227 * 1024
 
 
-# Bytes of stack: keys with RoPE in 256-token programs keep 16 bytes of a thread there, once a program. Then registers, 255
-# being all there are, and instructions of a warp in the loop over rotations' slices (0: none) and in a step of products (0:
-# none).
+# Bytes of stack: keys with RoPE in 256-token programs keep 16 bytes of a thread there, once a program. Then registers,
+# 255 being all there are, and instructions of a warp in the loop over rotations' slices (0: none) and in a step of
+# products (0: none).
 BUDGET = [
     (True, 1024, 1, 128, "fp16", 90, 16, 255, 440, 140), (True, 1024, 1, 128, "bf16", 80, 0, 140, 225, 107),
     *(pytest.param(False, width, 2, 0, kind, capability, 0, *ceilings, marks=pytest.mark.slow)
@@ -235,8 +235,8 @@ def test_compiled_kernel_keeps_to_its_budget(
     step: int,
     tmp_path: Path,
 ) -> None:
-    """A step of 256 x 128 x 64 is 1024 cycles of Hopper's tensor cores; two warps a scheduler of 140 instructions fit in.
-    Before Hopper a step is of 128 x 128 x 32.
+    """A step of 256 x 128 x 64 is 1024 cycles of Hopper's tensor cores; two warps a scheduler of 140 instructions fit
+    in. Before Hopper a step is of 128 x 128 x 32.
     """
     made = built(key, rotation, inputs, rotary, kind, capability)
     registers, spilled = resources(made, tmp_path)

@@ -1,4 +1,6 @@
-"""Layers that the reconstruction kernel decodes into storage that all share: against the reference path, in every frame."""
+"""Layers that the reconstruction kernel decodes into storage that all share: against the reference path, in every
+frame.
+"""
 
 from __future__ import annotations
 
@@ -273,7 +275,9 @@ def kernels_of(own: Any, cache: Any, ids: torch.Tensor) -> str:
 @pytest.mark.gpu
 @HALVES
 def test_no_plan_of_cudnn_on_a_gpu(dtype: torch.dtype) -> None:
-    """Where torch prefers cuDNN, DynamicCache's step takes it (its kernels are named after flash, too); ours never does."""
+    """Where torch prefers cuDNN, DynamicCache's step takes it (its kernels are named after flash, too); ours never
+    does.
+    """
     served = copy.deepcopy(model()).to(dtype).cuda()
     ids = token_ids(1, 80).cuda()
     own = kernels_of(served, opened(chained(), served), ids)

@@ -1,4 +1,6 @@
-"""Every command that writes a bundle: run again from its provenance it gives the same bytes, or says what differs first."""
+"""Every command that writes a bundle: run again from its provenance it gives the same bytes, or says what differs
+first.
+"""
 
 from __future__ import annotations
 

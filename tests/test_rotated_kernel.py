@@ -166,8 +166,8 @@ def built(how: Rotated, decode: bool = False, capability: int = 90) -> Any:
 @pytest.mark.parametrize("capability", TARGETS)
 @pytest.mark.parametrize(("d", "ceiling"), [(2, 3.6), (4, 2.5)])
 def test_compiled_kernel_keeps_to_its_budget(d: int, ceiling: float, capability: int, tmp_path: Path) -> None:
-    """Instructions a number and point of the loop over points where there is no raster; 8 heads of 128. Rotation and norm take
-    about 50 a number besides.
+    """Instructions a number and point of the loop over points where there is no raster; 8 heads of 128. Rotation and
+    norm take about 50 a number besides.
     """
     from kvcal_kernels.rotated import triton
 

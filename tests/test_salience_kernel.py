@@ -120,7 +120,8 @@ TYPES = {
 }  # fmt: skip
 
 
-# Registers, instructions of a thread: of the loop over tokens (eight channels each), of that over heads, of all once (a sort).
+# Registers, instructions of a thread: of the loop over tokens (eight channels each), of that over heads, of all once (a
+# sort).
 BUDGET = {90: (100, 295, 910, 4040), 80: (84, 295, 895, 3870), 87: (84, 295, 895, 3890)}
 
 

@@ -110,8 +110,8 @@ class LoadCounter(WholeModel):
 def test_one_forecast_serves_all_bundles(
     model: Any, text: sources.Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each layer is loaded for the fit, for the forecast, and for that of codebooks, which are trained after the scan; bundles
-    of one name are told apart.
+    """Each layer is loaded for the fit, for the forecast, and for that of codebooks, which are trained after the scan;
+    bundles of one name are told apart.
     """
     source, said = LoadCounter(model), []
     monkeypatch.setattr("kvcal.calibrate.outlier_guard.GRADES", ((0.0, "is said of all"),))

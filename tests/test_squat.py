@@ -151,8 +151,8 @@ def test_update_is_the_paper_s_recursion() -> None:
 
 
 def test_the_recursion_in_float32_fails_at_large_strengths_where_the_codec_is_exact() -> None:
-    """The paper's A_t^-1 and P_inv in float32, as the authors' code has them, against solves in float64. Queries with a large
-    mean, as those of Qwen2.5: lambda times the largest squared singular value is 1e6 and more.
+    """The paper's A_t^-1 and P_inv in float32, as the authors' code has them, against solves in float64. Queries with a
+    large mean, as those of Qwen2.5: lambda times the largest squared singular value is 1e6 and more.
     """
     ablation = loaded_script("squat")
     q, x = normal(1, 2, 512, 32) + 60 * normal(1, 2, 1, 32, seed=4), normal(1, 2, 64, 32, seed=5)

@@ -1,4 +1,6 @@
-"""lm-eval's requests through the cache: with an exact codec the answers are the plain model's; a local task as objective."""
+"""lm-eval's requests through the cache: with an exact codec the answers are the plain model's; a local task as
+objective.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Files as --text takes them: rows of every kind, chats, what is refused by name, and files that unpack to far too much."""
+"""Files as --text takes them: rows of every kind, chats, what is refused by name, and files that unpack to far too
+much.
+"""
 
 from __future__ import annotations
 
@@ -307,7 +309,8 @@ def test_a_folder_says_what_it_leaves_out(tmp_path: Path) -> None:
     told: list[str] = []
     made = token_windows(PLAIN, str(folder), windows=1, length=8, say=told.append)
     assert told == [
-        "note: folder:texts: 4 files left out (b.json, c.csv, e.pdf, ...), 1 read (a.txt); a text that is left out can be "
+        "note: folder:texts: 4 files left out (b.json, c.csv, e.pdf, ...), 1 read (a.txt); a text that is left out can "
+        "be "
         "given by its name, or in a folder of its own"
     ]
     assert made.source == "folder:texts"

@@ -93,7 +93,9 @@ def test_residual_codes_by_hand() -> None:
 
 
 def test_equals_residual_simvq_of_vector_quantize_pytorch() -> None:
-    """VQKV's quantiser as another package has it, given its weights: frozen Gaussian codebooks behind learned projections."""
+    """VQKV's quantiser as another package has it, given its weights: frozen Gaussian codebooks behind learned
+    projections.
+    """
     other = pytest.importorskip(
         "vector_quantize_pytorch", reason="pip install -c constraints.txt vector-quantize-pytorch"
     )
@@ -127,8 +129,8 @@ def test_which_implementation_runs() -> None:
 def test_compiled_kernel_keeps_to_its_budget(
     d: int, k: int, capability: int, most: int, ceiling: int, tmp_path: Path
 ) -> None:
-    """232 registers: two programs of four warps on a Hopper multiprocessor; 168: three before it. ceiling: instructions of a
-    warp in a step of 128 vectors by 128 codewords, before Hopper of 64 by 128; 0: a step has no loop.
+    """232 registers: two programs of four warps on a Hopper multiprocessor; 168: three before it. ceiling: instructions
+    of a warp in a step of 128 vectors by 128 codewords, before Hopper of 64 by 128; 0: a step has no loop.
     """
     from kvcal_kernels.vq import triton as fused
 
@@ -152,8 +154,8 @@ def test_compiled_kernel_keeps_to_its_budget(
     assert len(steps) == bool(ceiling) and all(step <= ceiling for step in steps), steps
 
 
-# Of each small kernel: registers, instructions of a thread in all (scale, settle: once; 32 vectors of 80) or of a turn (sums:
-# 32 vectors).
+# Of each small kernel: registers, instructions of a thread in all (scale, settle: once; 32 vectors of 80) or of a turn
+# (sums: 32 vectors).
 SMALL = {
     90: ((50, 277), (82, 965), (42, 214)), 80: ((38, 280), (82, 950), (50, 208)), 87: ((49, 290), (82, 985), (42, 216)),
 }  # fmt: skip

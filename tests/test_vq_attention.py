@@ -1,5 +1,5 @@
-"""Decode attention over residual vector codes: the reference against the codec and torch, the Triton kernels against the
-reference in the interpreter and on a GPU, and what they compile to without one.
+"""Decode attention over residual vector codes: the reference against the codec and torch, the Triton kernels against
+the reference in the interpreter and on a GPU, and what they compile to without one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""VQKV: trainers on data of known structure, the command's bytes whatever interrupts it, and what a cache makes of them."""
+"""VQKV: trainers on data of known structure, the command's bytes whatever interrupts it, and what a cache makes of
+them.
+"""
 
 from __future__ import annotations
 
@@ -182,8 +184,8 @@ def test_adam_follows_the_gradient_of_the_papers_loss(monkeypatch: pytest.Monkey
 
 
 def test_adams_stages_start_near_where_they_end() -> None:
-    """Its first codewords already leave less than the vectors, and its stages end near the closed form's, the minimum it
-    walks to: from the identity 100 steps of rate 1e-3 gain too little, and the stopping rule ends a stage there.
+    """Its first codewords already leave less than the vectors, and its stages end near the closed form's, the minimum
+    it walks to: from the identity 100 steps of rate 1e-3 gain too little, and the stopping rule ends a stage there.
     """
     x, held = vectors(6000), vectors(2000, seed=1)
     energy = float(held.double().square().sum())

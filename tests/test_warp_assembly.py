@@ -97,7 +97,9 @@ def lanes_of(x: Tensor) -> list[Tensor]:
 
 
 def operand(low: Tensor, high: Tensor) -> Tensor:
-    """What a second operand (16, 8) is: a lane has of column lane // 4 rows 2c, 2c + 1 and, in its second register, 8 more."""
+    """What a second operand (16, 8) is: a lane has of column lane // 4 rows 2c, 2c + 1 and, in its second register, 8
+    more.
+    """
     made = torch.empty(16, 8, dtype=torch.float16)
     for half, one in enumerate((low, high)):
         made[half * 8 + torch.stack([COLUMN, COLUMN + 1], -1), ROW[:, None]] = halves(one)
@@ -169,8 +171,8 @@ def test_maxima_rise_only_where_a_score_passes_by_more_than_the_slack(
 
 @pytest.mark.parametrize("columns", [8, 16])
 def test_queries_are_gathered_in_the_order_of_channels(columns: int) -> None:
-    """Bytes of the order at 64, the table [channel][row] at 256: a lane gets of row n = lane // 4, and of n + 8 where there
-    are more than 8, channels number 2c, 2c + 1, 2c + 8, 2c + 9 of the slice.
+    """Bytes of the order at 64, the table [channel][row] at 256: a lane gets of row n = lane // 4, and of n + 8 where
+    there are more than 8, channels number 2c, 2c + 1, 2c + 8, 2c + 9 of the slice.
     """
     from kvcal_kernels.attention import triton as fused
 

@@ -1,5 +1,5 @@
-"""Cases of decode attention over vector codes, run by its tests in a process of their own: `python -m vq_attention_cases`,
-in Triton's interpreter. Prints what is wrong, then how many there were.
+"""Cases of decode attention over vector codes, run by its tests in a process of their own: `python -m
+vq_attention_cases`, in Triton's interpreter. Prints what is wrong, then how many there were.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def off(found: Tensor, exact: Tensor) -> float:
 
 
 def wrong(given: Made, out: Tensor, log: Tensor) -> list[str]:
-    """Errors against float64, row by row: at most twice those of the same attention in its dtype, four times for a query head
-    by itself and for the logarithm (1e-5 more), which are few numbers; a row without blocks is zero.
+    """Errors against float64, row by row: at most twice those of the same attention in its dtype, four times for a
+    query head by itself and for the logarithm (1e-5 more), which are few numbers; a row without blocks is zero.
     """
     exact, exact_log = reference.attend(given.q.double(), *given.arguments()[1:])
     plain, plain_log = reference.attend(*given.arguments())

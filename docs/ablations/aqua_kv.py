@@ -1,4 +1,5 @@
-"""AQUA-KV's Tables 1 and 5 on any model: fit every variant, run all of them through the cache on one text, print verdicts.
+"""AQUA-KV's Tables 1 and 5 on any model: fit every variant, run all of them through the cache on one text, print
+verdicts.
 
     python docs/ablations/aqua_kv.py --model MODEL --calibration TEXT --text TEXT --length 4096 --output docs/ablations/NAME
 
@@ -225,7 +226,8 @@ def markdown(found: dict[str, Any]) -> str:
     full: dict[str, Any] = found["full"]
     lines = [
         f"Model `{found['model']}` ({found['dtype'].removeprefix('torch.')}), text `{found['text']}`, "
-        f"{found['eval_windows']} windows of {found['length']} tokens in steps of 32; fitted on {found['windows']} windows of "
+        f"{found['eval_windows']} windows of {found['length']} tokens in steps of 32; fitted on {found['windows']} "
+        "windows of "
         f"`{found['calibration']}` (an eighth held out). Full precision: perplexity {full['perplexity']:.3f}.",
     ]
     lines += sentences(found["groups"], full["perplexity"])

@@ -108,13 +108,15 @@ def report(paths: list[Path]) -> None:
     print(
         "# Forecast and measured KL\n\n"
         "Made by `python docs/ablations/guard.py report docs/ablations/guard/*.json`. How a forecast is made: "
-        "[outlier guard](../methods.md#outlier-guard).\nKL is in nats per token: forecast of tokens behind packed ones, "
+        "[outlier guard](../methods.md#outlier-guard).\nKL is in nats per token: forecast of tokens behind packed "
+        "ones, "
         "measured through the cache over all tokens of a window. se: standard error over windows, 0 for one window.\n"
     )
     for model, f in files.items():
         o, pair = f["settings"], ([r["forecast"] for r in rows[model]], [r["kl"] for r in rows[model]])
         print(
-            f"- `{model}`: forecast from {o['guard_windows']} windows of {o['guard_length']} tokens of embedded text, KL of "
+            f"- `{model}`: forecast from {o['guard_windows']} windows of {o['guard_length']} tokens of embedded text, "
+            "KL of "
             f"{o['windows']} windows of {o['length']} tokens of `{Path(o['text']).name}` "
             f"({f.get('measured', 'commit not recorded')}); {len(rows[model])} schemes with a KL above {LEAST:g}: "
             f"**rank correlation {spearman(*pair):.3f}**."

@@ -2,8 +2,9 @@
 
     python docs/ablations/h2o.py --model tiny --keep 0.2
 
-A simulation: Transformers' DynamicCache holds everything, evicted tokens are hidden from attention, and nothing is packed.
-The rule is storage/eviction.py's with 16-bit tokens; so the line `row` is what `kvcal eval --preset exact --keep` prints.
+A simulation: Transformers' DynamicCache holds everything, evicted tokens are hidden from attention, and nothing is
+packed. The rule is storage/eviction.py's with 16-bit tokens; so the line `row` is what `kvcal eval --preset exact
+--keep` prints.
 """
 
 from __future__ import annotations

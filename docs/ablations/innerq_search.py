@@ -18,9 +18,9 @@ calibrated, `fit-norms`).
 | q2-own | q2 of the very text that is measured |
 
 Factors and weights are of the calibration text, except those of q2-own. Score error: the squared error of q k over the
-variance of q k, both less their mean over tokens, which a softmax does not see; of the worst kv head, mean and largest over
-layers. Output error: squared error of attention outputs over their squares, mean and largest over layers. Both are measured
-on the model's exact queries, keys and values. KL: to full precision, through the cache.
+variance of q k, both less their mean over tokens, which a softmax does not see; of the worst kv head, mean and largest
+over layers. Output error: squared error of attention outputs over their squares, mean and largest over layers. Both are
+measured on the model's exact queries, keys and values. KL: to full precision, through the cache.
 """
 
 from __future__ import annotations

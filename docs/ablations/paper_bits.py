@@ -2,13 +2,16 @@
 
     python docs/ablations/paper_bits.py [FILE.json ...]      # without files: all beside this program that have the column
 
-It changes `paper_bits` in each file, says what it changed, and writes the tables (FILE.md) of recipes again. A second call
-changes nothing. How papers count is the codecs' own matter (`Codec.paper_bits`); here is what a row's settings say of them:
+It changes `paper_bits` in each file, says what it changed, and writes the tables (FILE.md) of recipes again. A second
+call changes nothing. How papers count is the codecs' own matter (`Codec.paper_bits`); here is what a row's settings say
+of them:
 
-- without data: from the codecs; with predictors, subspaces or factors: as stored, if the backbones count so too; vq: kept;
+- without data: from the codecs; with predictors, subspaces or factors: as stored, if the backbones count so too; vq:
+  kept;
 - VQKV: the stages; KVTuner-like: stored bits less scales and zero points;
-- MixKVQ: the channels of each tier. Where thresholds choose them, the row has those of its calibration text alone, and says so
-  in `paper_bits_from`; rows that an evaluation has counted since stay as they are. Thresholds without calibration: null.
+- MixKVQ: the channels of each tier. Where thresholds choose them, the row has those of its calibration text alone, and
+  says so in `paper_bits_from`; rows that an evaluation has counted since stay as they are. Thresholds without
+  calibration: null.
 """
 
 from __future__ import annotations

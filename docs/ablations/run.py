@@ -1,14 +1,15 @@
-"""Run a recipe: a TOML file of rows, each a scheme that is made by a kvcal command and measured as `kvcal compare` does.
+"""Run a recipe: a TOML file of rows, each a scheme that is made by a kvcal command and measured as `kvcal compare`
+does.
 
     python docs/ablations/run.py docs/ablations/methods.toml --model MODEL --calibration TEXT --text TEXT --output NAME
 
-Writes NAME.json (every figure, with settings; a second call goes on from it) and NAME.md: the tables, whether each table's
-order is the paper's, and each claim with its figures. `--jobs 4` makes rows in so many processes. `--task gsm8k` adds a column
-with an lm-eval score through the compressed cache, for real weights. Rows of earlier versions have the stored bits as the
-paper's count too: `python docs/ablations/paper_bits.py` mends both files without measuring.
+Writes NAME.json (every figure, with settings; a second call goes on from it) and NAME.md: the tables, whether each
+table's order is the paper's, and each claim with its figures. `--jobs 4` makes rows in so many processes. `--task
+gsm8k` adds a column with an lm-eval score through the compressed cache, for real weights. Rows of earlier versions have
+the stored bits as the paper's count too: `python docs/ablations/paper_bits.py` mends both files without measuring.
 
-A recipe has [[table]] with name, optional fit (options for all its rows) and paper ("score", "perplexity"; what the rows'
-paper figures are), and in it rows:
+A recipe has [[table]] with name, optional fit (options for all its rows) and paper ("score", "perplexity"; what the
+rows' paper figures are), and in it rows:
 
     [[table.row]]
     label = "SQuat"
@@ -18,14 +19,15 @@ paper figures are), and in it rows:
     keep = 0.2                      # H2O
     paper = 72.71
 
-`--rows 'VQKV|AQUA'` makes only rows whose labels match; `--add OTHER.json` takes rows that were measured elsewhere in the same
-way, on whatever device: each row says its own. `--report` makes nothing and needs no model: it writes both files from what
-NAME.json and the files of `--add` have; a row that none of them has is shown as "not run", and the text says how many are.
+`--rows 'VQKV|AQUA'` makes only rows whose labels match; `--add OTHER.json` takes rows that were measured elsewhere in
+the same way, on whatever device: each row says its own. `--report` makes nothing and needs no model: it writes both
+files from what NAME.json and the files of `--add` have; a row that none of them has is shown as "not run", and the text
+says how many are.
 
-A row with grid = {rank = [5, 10], strength = [1e-4, 1e-3]} is one for every combination, `paper` a list in that order. A row
-with target = 2.0 stays empty unless its stored bits are at most 0.15 above. [[claim]] has text, better and worse (labels; with
-`table.label` where a label is not unique), by = "kl", "logit_error", ... With worse = {tables = ["A", "B"], bits = [2.0, 2.5]}
-it is the best of these tables' rows with so many stored bits.
+A row with grid = {rank = [5, 10], strength = [1e-4, 1e-3]} is one for every combination, `paper` a list in that order.
+A row with target = 2.0 stays empty unless its stored bits are at most 0.15 above. [[claim]] has text, better and worse
+(labels; with `table.label` where a label is not unique), by = "kl", "logit_error", ... With worse = {tables = ["A",
+"B"], bits = [2.0, 2.5]} it is the best of these tables' rows with so many stored bits.
 """
 
 from __future__ import annotations
@@ -51,9 +53,12 @@ COLUMNS = {
     "output_error": ("output error", "{:.4f}"), "score": ("score", "{:.4f}"),
 }  # fmt: skip
 PAPERS_COUNT = (
-    "Paper's count: bits a value as the method's own paper counts them. KIVI, Quanto, InnerQ, HIGGS, AQUA-KV, FP8: what is "
-    "stored; SQuat, whose paper has no count, likewise. TurboQuant: its norm in 32 bits (InnerQ, Table 3), stored in 16. "
-    "VQKV: 16 bits a code, whatever the codebook's size (Eq. 12). MixKVQ: neither scales nor indices, its values included "
+    "Paper's count: bits a value as the method's own paper counts them. KIVI, Quanto, InnerQ, HIGGS, AQUA-KV, FP8: "
+    "what is "
+    "stored; SQuat, whose paper has no count, likewise. TurboQuant: its norm in 32 bits (InnerQ, Table 3), stored in "
+    "16. "
+    "VQKV: 16 bits a code, whatever the codebook's size (Eq. 12). MixKVQ: neither scales nor indices, its values "
+    "included "
     "(Eq. 17). KVTuner: integers alone. H2O: of the tokens kept, no unused slots."
 )
 WHAT = ("preset", "keys", "values", "command", "options", "keep")
@@ -277,8 +282,8 @@ def write(path: Path, found: dict[str, Any]) -> None:
 
 
 def gathered(recipe: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Rows that are there, in the recipe's order. Of a row that several files have, NAME.json's and then the first counts,
-    and a figure before the reason why there is none.
+    """Rows that are there, in the recipe's order. Of a row that several files have, NAME.json's and then the first
+    counts, and a figure before the reason why there is none.
     """
     path = args.output.with_suffix(".json")
     files = {name: json.loads(name.read_text()) for name in ([path] if path.exists() else []) + args.add}
@@ -301,7 +306,9 @@ def gathered(recipe: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]
 
 
 def agrees(pairs: list[tuple[float, float]], least: float) -> tuple[int, int]:
-    """pairs (paper's loss, ours): how many of the pairs that the paper separates by more than `least` come in its order."""
+    """pairs (paper's loss, ours): how many of the pairs that the paper separates by more than `least` come in its
+    order.
+    """
     told = [(a, b) for a, b in itertools.combinations(pairs, 2) if abs(a[0] - b[0]) > least]
     return sum((a[1] < b[1]) == (a[0] < b[0]) for a, b in told), len(told)
 
@@ -337,8 +344,10 @@ def markdown(recipe: dict[str, Any], found: dict[str, Any]) -> str:
     full = next(row["full_perplexity"] for row in rows.values() if "full_perplexity" in row)
     lines = [
         recipe.get("text", ""), "",
-        f"Model `{o['model']}` ({o['dtype']}{devices}), text `{o['text']}`, {o['eval_windows']} windows of {o['length']} "
-        f"tokens in steps of 32 (attention errors: the first {o['attention_windows']}, {o['attention_tokens']} tokens); what "
+        f"Model `{o['model']}` ({o['dtype']}{devices}), text `{o['text']}`, {o['eval_windows']} windows of "
+        f"{o['length']} "
+        f"tokens in steps of 32 (attention errors: the first {o['attention_windows']}, {o['attention_tokens']} "
+        "tokens); what "
         f"learns, learned from {o['fit_windows']} windows of {o['fit_length']} tokens of `{o['calibration']}`. "
         f"Full precision: perplexity {full:.3f}.{left}", "", counted(rows),
     ]  # fmt: skip
@@ -402,7 +411,9 @@ def verdict(claim: dict[str, Any], recipe: dict[str, Any], rows: dict[str, dict[
 
 
 def difference(better: dict[str, Any], worse: dict[str, Any]) -> tuple[float, float] | None:
-    """Mean of the difference in KL over the same windows, and its standard error; None for rows without windows' figures."""
+    """Mean of the difference in KL over the same windows, and its standard error; None for rows without windows'
+    figures.
+    """
     pairs = list(zip(better.get("kl_windows", []), worse.get("kl_windows", []), strict=True))
     if len(pairs) < 2:
         return None

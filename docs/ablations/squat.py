@@ -3,13 +3,13 @@
     python docs/ablations/squat.py [--model tiny] [--windows 8] [--prompt 512]
     python docs/ablations/squat.py --rounding [--model ./smollm2-135m] [--windows 1] [--prompt 512]
 
-Windows of 1024 tokens. A prompt comes in one call, the rest in steps of 32 tokens; KL is of the tokens behind the prompt.
-Logit errors are of all keys that a cache would have packed, over the queries that see them packed.
+Windows of 1024 tokens. A prompt comes in one call, the rest in steps of 32 tokens; KL is of the tokens behind the
+prompt. Logit errors are of all keys that a cache would have packed, over the queries that see them packed.
 
---rounding: how exactly the corrections of Lemma 2 are computed, by strength (lambda). Keys after RoPE, the prompt's subspace.
-Three columns of logit errors: the paper's recursion (Lemma 3) in float32 as the authors' public code runs it, the codec, and
-a direct solve of Lemma 2 in float64; beside them the largest error of a correction matrix against the direct solve's, over
-that one's largest entry.
+--rounding: how exactly the corrections of Lemma 2 are computed, by strength (lambda). Keys after RoPE, the prompt's
+subspace. Three columns of logit errors: the paper's recursion (Lemma 3) in float32 as the authors' public code runs it,
+the codec, and a direct solve of Lemma 2 in float64; beside them the largest error of a correction matrix against the
+direct solve's, over that one's largest entry.
 """
 
 from __future__ import annotations
@@ -121,8 +121,9 @@ def logit_errors(model: Any, ids: Tensor, prompt: int, frame: Frame, strength: f
 
 
 def recursive_responses(basis: Tensor, steps: list[slice], ridge: float = 1e-7) -> list[Tensor]:
-    """Lemma 2 and 3 in the precision of `basis` (..., R, D), the root of lambda times Q^: for each step -B_t H_t transposed,
-    (..., g, D - stop), what `responses` gives in other operations. ridge: what the authors' code adds before it inverts.
+    """Lemma 2 and 3 in the precision of `basis` (..., R, D), the root of lambda times Q^: for each step -B_t H_t
+    transposed, (..., g, D - stop), what `responses` gives in other operations. ridge: what the authors' code adds
+    before it inverts.
     """
     eye = torch.eye(basis.shape[-1], dtype=basis.dtype)
     inverse = eye + basis.mT @ basis
@@ -156,7 +157,9 @@ def corrected(codec: Squat, keys: Tensor, moves: list[Tensor]) -> Tensor:
 
 
 def rounding_errors(model: Any, ids: Tensor, prompt: int, strength: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Logit errors, means over layers, and the largest relative errors of correction matrices, by how they are computed."""
+    """Logit errors, means over layers, and the largest relative errors of correction matrices, by how they are
+    computed.
+    """
     pair = scheme(model, "post_rope", strength).layers[0]
     assert pair is not None and isinstance(pair.key, Squat)
     codec, heads = pair.key, pair.key.shape.heads

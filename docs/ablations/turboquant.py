@@ -1,12 +1,13 @@
-"""TurboQuant's two choices on keys: which random rotation, and the MSE form against the unbiased one. Prints two tables.
+"""TurboQuant's two choices on keys: which random rotation, and the MSE form against the unbiased one. Prints two
+tables.
 
     python docs/ablations/turboquant.py [--model tiny]
 
-Rotation: the codec's randomised Hadamard transform against the paper's dense random one (QR of a Gaussian matrix), relative
-squared error on Gaussian vectors, on the model's keys after RoPE (its own text, all layers), on the keys of its outlier twin
-(kvcal/evaluate/outliers.py), and on vectors with a single channel.
-Form: squared error of inner products with random queries, "prod" (b - 1 bits by MSE, then one bit a coordinate by a
-quantised Johnson-Lindenstrauss transform of the residual, and its norm) over MSE at b bits.
+Rotation: the codec's randomised Hadamard transform against the paper's dense random one (QR of a Gaussian matrix),
+relative squared error on Gaussian vectors, on the model's keys after RoPE (its own text, all layers), on the keys of
+its outlier twin (kvcal/evaluate/outliers.py), and on vectors with a single channel. Form: squared error of inner
+products with random queries, "prod" (b - 1 bits by MSE, then one bit a coordinate by a quantised Johnson-Lindenstrauss
+transform of the residual, and its norm) over MSE at b bits.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python docs/ablations/vqkv_scale.py --folder /tmp/vqkv-3b --seconds 540     # again until it says "complete"
     python docs/ablations/vqkv_scale.py --bench                                 # the search kernel alone
 
-Vectors are keys and values of the model's geometry with random weights on random tokens: there is nothing to learn but the
-shape of noise, so times and memory are those of the real model and errors are not. It is `kvcal train-codebooks` with a limit
-of time: a stage that ends after the limit is kept, and the next command goes on from there.
+Vectors are keys and values of the model's geometry with random weights on random tokens: there is nothing to learn but
+the shape of noise, so times and memory are those of the real model and errors are not. It is `kvcal train-codebooks`
+with a limit of time: a stage that ends after the limit is kept, and the next command goes on from there.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ def median_ms(work: Callable[[], Any], repeats: int = 7) -> float:
 
 
 def bench(k: int = 65536, n: int = 1 << 19) -> None:
-    """TFLOP/s of 2 n k d operations: a plain product of that shape, the unfused search, and the fused one by configuration."""
+    """TFLOP/s of 2 n k d operations: a plain product of that shape, the unfused search, and the fused one by
+    configuration.
+    """
     import triton
 
     from kvcal_kernels.vq import reference
@@ -155,7 +157,8 @@ def bench(k: int = 65536, n: int = 1 << 19) -> None:
         print(f"  unfused reference {unfused:.0f} TFLOP/s; nearest as shipped {shipped:.0f}")
         expected = reference.nearest(some, book)
         print(
-            f"  codes that differ from the reference: {float((fused.nearest(some, book) != expected).double().mean()):.2e}"
+            "  codes that differ from the reference: "
+            f"{float((fused.nearest(some, book) != expected).double().mean()):.2e}",
         )
         found = torch.empty(n, fused.CANDIDATES, dtype=torch.int32, device="cuda")
         for wanted in CONFIGURATIONS:

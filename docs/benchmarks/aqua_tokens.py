@@ -1,22 +1,24 @@
-"""Tokens a second of AQUA-KV beside HIGGS that is decoded, HIGGS that the fused kernel reads, and Transformers' DynamicCache.
+"""Tokens a second of AQUA-KV beside HIGGS that is decoded, HIGGS that the fused kernel reads, and Transformers'
+DynamicCache.
 
     PYTHONPATH=.:kernels:artifacts python docs/benchmarks/aqua_tokens.py [--out DIR] [--seconds 170]
 
-The paper's set-up (AQUA-KV, "Inference time"): Llama 3.1 8B in bfloat16 under Transformers, one sequence, HIGGS in 2 bits with
-one norm and one rotation a token, sink 4, recent 128. Here: that model's geometry with random weights, random packed data,
-predictors of random weights. Steps are eager, as the paper's. What is compared: docs/benchmarks/aqua_tokens.md.
+The paper's set-up (AQUA-KV, "Inference time"): Llama 3.1 8B in bfloat16 under Transformers, one sequence, HIGGS in 2
+bits with one norm and one rotation a token, sink 4, recent 128. Here: that model's geometry with random weights, random
+packed data, predictors of random weights. Steps are eager, as the paper's. What is compared:
+docs/benchmarks/aqua_tokens.md.
 
-At each length all caches are in memory at once and take their steps in turn, one each. The order within turns is that of
-Williams squares (each cache follows each other one equally often), drawn anew for each square by --seed. A length has two
-passes over the same numbers of tokens, `first` and `again`: what torch and cuDNN prepare for a number of keys that they have
-not seen is in the former alone. At the first length a third and a fourth, `torch's choice`, let ours be attended by the
-backend that torch prefers, as before hf.seam.without_plans.
+At each length all caches are in memory at once and take their steps in turn, one each. The order within turns is that
+of Williams squares (each cache follows each other one equally often), drawn anew for each square by --seed. A length
+has two passes over the same numbers of tokens, `first` and `again`: what torch and cuDNN prepare for a number of keys
+that they have not seen is in the former alone. At the first length a third and a fourth, `torch's choice`, let ours be
+attended by the backend that torch prefers, as before hf.seam.without_plans.
 
-Of every step: microseconds until the device was done (`wall`), until the call returned (`host`), between CUDA events around it
-(`span`), of processor time of this thread (`busy`), and how many segments the allocator took and gave back, how often it had
-to try again, how often Python collected garbage, how often the thread was switched against its will, whether a block was
-packed. A cache whose `wall` is `span` is `host` waits for the host alone; one whose `wall` is more than its `busy` waited
-for others.
+Of every step: microseconds until the device was done (`wall`), until the call returned (`host`), between CUDA events
+around it (`span`), of processor time of this thread (`busy`), and how many segments the allocator took and gave back,
+how often it had to try again, how often Python collected garbage, how often the thread was switched against its will,
+whether a block was packed. A cache whose `wall` is `span` is `host` waits for the host alone; one whose `wall` is more
+than its `busy` waited for others.
 
 aqua_tokens.json is written anew after each length. A length that has not begun after --seconds is named and left out.
 On an H200: 83 s until the first step, then 53 s for the first length, 26 s for the second (a23af7b).
@@ -68,8 +70,8 @@ MADE = {  # codecs, and the frame of keys where it is not the scheme's own
 }
 FIRST, AGAIN, CHOICE = "first", "again", "torch's choice"
 COLUMNS = (
-    "turn", "cache", "before", "wall", "host", "span", "busy", "segments", "given_back", "retries", "collections", "switches",
-    "packs",
+    "turn", "cache", "before", "wall", "host", "span", "busy", "segments", "given_back", "retries", "collections",
+    "switches", "packs",
 )  # fmt: skip
 
 
@@ -88,7 +90,9 @@ def kinds(model: Any, geometry: Geometry) -> list[Kind]:
 
 
 def compile_for(name: str, geometry: Geometry, dtype: torch.dtype) -> None:
-    """Have the kernels of a scheme compiled and tried: in a process of its own, beside others and the making of the model."""
+    """Have the kernels of a scheme compiled and tried: in a process of its own, beside others and the making of the
+    model.
+    """
     one, device = benched(name, geometry), torch.device("cuda")
     pair, ratio = one.codecs, geometry.heads // geometry.kv_heads
     choose.packing("auto", pair, dtype, device)
@@ -105,8 +109,8 @@ def compile_for(name: str, geometry: Geometry, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def on_device(model: Any, kind: Kind, shape: tuple[int, int]) -> dict[str, float]:
-    """Microseconds a step that kernels take on the GPU, by torch's profiler, whatever the host takes to launch them; and
-    those of the reconstruction kernel alone.
+    """Microseconds a step that kernels take on the GPU, by torch's profiler, whatever the host takes to launch them;
+    and those of the reconstruction kernel alone.
     """
     decoding.released(model.device)
     assert kind.maker is not None
@@ -139,8 +143,9 @@ def flops(model: Any, geometry: Geometry, batch: int, length: int) -> float:
 
 
 def squares(count: int, turns: int, seed: int) -> Iterator[list[int]]:
-    """Orders of 0 to count - 1: rows of Williams squares in which each number stands right behind each other one equally
-    often (once in `count` rows; twice in 2 * count where it is odd). Numbers and rows of each square are shuffled.
+    """Orders of 0 to count - 1: rows of Williams squares in which each number stands right behind each other one
+    equally often (once in `count` rows; twice in 2 * count where it is odd). Numbers and rows of each square are
+    shuffled.
     """
     draw = random.Random(seed)
     zigzag = [0, *(number for low in range(1, count // 2 + 1) for number in (low, count - low))][:count]
@@ -188,8 +193,8 @@ def timed(stepper: decoding.Stepper) -> list[float]:
 
 @torch.no_grad()
 def in_turns(model: Any, every: Sequence[Kind], shape: tuple[int, int], turns: int, seed: int) -> list[list[Any]]:
-    """COLUMNS of every step, in the order in which they were taken. Caches are by their place in `every`; `before` is the
-    one that stepped right before, None at the very first.
+    """COLUMNS of every step, in the order in which they were taken. Caches are by their place in `every`; `before` is
+    the one that stepped right before, None at the very first.
     """
     decoding.released(model.device)
     with ExitStack() as stack:
@@ -226,7 +231,9 @@ def torchs_choice() -> Iterator[None]:
 
 
 def passes(model: Any, every: Sequence[Kind], shape: tuple[int, int], chosen: Any, control: bool) -> dict[str, Any]:
-    """Name of a pass -> its caches and steps. control: also those of torch's choice, of AQUA-KV and HIGGS decoded alone."""
+    """Name of a pass -> its caches and steps. control: also those of torch's choice, of AQUA-KV and HIGGS decoded
+    alone.
+    """
     found = {}
 
     def add(name: str, kinds: Sequence[Kind], turns: int) -> None:
@@ -255,8 +262,8 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def summed(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of each cache of a pass: its steps that pack nothing, all of them and behind each predecessor; the one that packs; a
-    `step` with its share of packing; what disturbed it, counted.
+    """Of each cache of a pass: its steps that pack nothing, all of them and behind each predecessor; the one that
+    packs; a `step` with its share of packing; what disturbed it, counted.
     """
     names, result = found["caches"], {}
     for number, name in enumerate(names):
@@ -287,7 +294,8 @@ def shown(name: str, shape: tuple[int, int], sums: dict[str, dict[str, Any]]) ->
             f"{other} {own['median'] / 1e3:.1f} ({own['steps']})" for other, own in one["behind"].items()
         )
         lines.append(
-            f"  {cache}: median {middle} ms ({low} to {high}; host {host}, span {span}, busy {busy}), with packing {step}; "
+            f"  {cache}: median {middle} ms ({low} to {high}; host {host}, span {span}, busy {busy}), with packing "
+            f"{step}; "
             f"behind {behind}; segments {one['segments']}, retries {one['retries']}, collections {one['collections']}, "
             f"switches {one['switches']}"
         )
@@ -308,7 +316,8 @@ def measure(
     products = flops(model, geometry, *shape)
     found |= {"predictor_flops": products, "flop_bound_microseconds": products / rate * 1e6}
     print(
-        f"  products of the predictors: {products / rate * 1e3:.2f} ms at {rate / 1e12:.0f} TFLOP/s of torch's own product"
+        f"  products of the predictors: {products / rate * 1e3:.2f} ms at {rate / 1e12:.0f} TFLOP/s of torch's own "
+        "product",
     )
     if model.device.type == "cuda":
         found["device"] = {kind.name: on_device(model, kind, shape) for kind in every}

@@ -1,10 +1,11 @@
-"""Error of grids whose points are bytes times one step (`points="bytes"` of HIGGS and TurboQuant) beside the exact ones.
+"""Error of grids whose points are bytes times one step (`points="bytes"` of HIGGS and TurboQuant) beside the exact
+ones.
 
     PYTHONPATH=.:kernels:artifacts python docs/benchmarks/byte_grids.py    # 10 s on one CPU core
 
-Mean squared error a number of standard Gaussian numbers, the same for both grids: that of scalar grids by integrals of the
-normal distribution, of d = 2 by 2^24 numbers, of which the difference is good to about 0.002 %. Then of codecs, norm and
-rotation with them, of 8 heads of 128 Gaussian channels, 4 in 32 of them 8 times as large.
+Mean squared error a number of standard Gaussian numbers, the same for both grids: that of scalar grids by integrals of
+the normal distribution, of d = 2 by 2^24 numbers, of which the difference is good to about 0.002 %. Then of codecs,
+norm and rotation with them, of 8 heads of 128 Gaussian channels, 4 in 32 of them 8 times as large.
 """
 
 from __future__ import annotations

@@ -2,27 +2,27 @@
 
     PYTHONPATH=.:kernels:artifacts python docs/benchmarks/decode_attention.py [--out DIR] [--all-launches] [--schemes 2/2,Base]
 
-The launch that is chosen for a cell is compared with the float32 reference before it is timed, other launches with that one;
-what fails gets no time. Random data, L2 flushed before each run, CUDA events, medians of 21, of which each cell has one in
-every pass over all of them, there and back; its time is the median of these, and the GPU's clock is read beside them. The
-file is written after each pass; passes end after --seconds. Copy bandwidth is measured in the same run, the FP16 peers before
-the first pass and behind the last one, of which the smaller time counts: all backends of torch, with grouped heads and with a
-kv head's query heads as rows, and FlashInfer where it is installed (kvcal.bench.peers). Two minutes on an H200.
+The launch that is chosen for a cell is compared with the float32 reference before it is timed, other launches with that
+one; what fails gets no time. Random data, L2 flushed before each run, CUDA events, medians of 21, of which each cell
+has one in every pass over all of them, there and back; its time is the median of these, and the GPU's clock is read
+beside them. The file is written after each pass; passes end after --seconds. Copy bandwidth is measured in the same
+run, the FP16 peers before the first pass and behind the last one, of which the smaller time counts: all backends of
+torch, with grouped heads and with a kv head's query heads as rows, and FlashInfer where it is installed
+(kvcal.bench.peers). Two minutes on an H200.
 
-bytes: what a call must read, packed blocks with their scales, 32 sink and 96 recent tokens in FP16.
-copy bandwidth: bytes read plus bytes written, over the time of a large copy.
-fraction: bytes over copy bandwidth, over the time taken; 1 is the speed of memory, 281 us at 32 x 32768, 4.5 bits, 4.3 TB/s.
-bare read: what the fastest of some launches (READERS) takes of a kernel that adds up so many bytes and does nothing else; it
-is timed in every pass, too.
+bytes: what a call must read, packed blocks with their scales, 32 sink and 96 recent tokens in FP16. copy bandwidth:
+bytes read plus bytes written, over the time of a large copy. fraction: bytes over copy bandwidth, over the time taken;
+1 is the speed of memory, 281 us at 32 x 32768, 4.5 bits, 4.3 TB/s. bare read: what the fastest of some launches
+(READERS) takes of a kernel that adds up so many bytes and does nothing else; it is timed in every pass, too.
 
-Kernels are compiled first, then cells are measured in the order of the table, each with at most --cell-seconds of trying
-launches; cells that have not begun after --seconds are named and left out.
+Kernels are compiled first, then cells are measured in the order of the table, each with at most --cell-seconds of
+trying launches; cells that have not begun after --seconds are named and left out.
 
---programs COUNTS: only, with so many programs a kv head, every scheme at 32 x 32768, and the first one at each of CELLS: as
-usual, with exact tokens in programs of their own, and merged in one round.
+--programs COUNTS: only, with so many programs a kv head, every scheme at 32 x 32768, and the first one at each of
+CELLS: as usual, with exact tokens in programs of their own, and merged in one round.
 
---shared PERCENTS: only, every scheme at 32 x 32768, with so much of a multiprocessor's memory preferred as shared memory (-1:
-as the driver likes), and how many programs it says that a multiprocessor then runs.
+--shared PERCENTS: only, every scheme at 32 x 32768, with so much of a multiprocessor's memory preferred as shared
+memory (-1: as the driver likes), and how many programs it says that a multiprocessor then runs.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def room_of(length: int) -> int:
 
 
 def random_blocks(made: Form, batch: int, count: int, twin: Blocks | None = None) -> Blocks:
-    """Any word is a valid one. Scales such that a number's standard deviation is about 1. Points of a grid are random too;
-    twin: blocks of the same grid, if they are.
+    """Any word is a valid one. Scales such that a number's standard deviation is about 1. Points of a grid are random
+    too; twin: blocks of the same grid, if they are.
     """
     words = torch.randint(-(1 << 63), (1 << 63) - 1, (batch, HEADS, count, made.words // 4), device="cuda")
     if made.vector:
@@ -176,8 +176,8 @@ class Cell:
         return fused.attend(*given, launch, self.space, rope=self.rope)
 
     def errors(self, launch: fused.Launch) -> tuple[float, float]:
-        """Relative errors against float32 of the kernel, and of attention in q's dtype over the decoded blocks, of the first
-        and the last row.
+        """Relative errors against float32 of the kernel, and of attention in q's dtype over the decoded blocks, of the
+        first and the last row.
         """
         out, found = self.run(launch), []
         for row in {0, len(self.q) - 1}:
@@ -394,11 +394,13 @@ def measure(
 
 def show(row: dict[str, Any], best: tuple[str, float]) -> None:
     print(
-        f"{row['scheme']:16} {row['batch']} x {row['length']}: {row['stored_bits']:.2f} bits {row['microseconds']:.1f} us, "
+        f"{row['scheme']:16} {row['batch']} x {row['length']}: {row['stored_bits']:.2f} bits {row['microseconds']:.1f} "
+        "us, "
         f"of copy {row['fraction_of_copy']:.3f} ({row['wanted']}), x {row['ratio_to_fp16']:.2f} of {best[0]} "
         f"{best[1]:.1f} us, bare read {row['bare_read']:.1f} us, "
         f"error {row['error']:.1e} (fp16 {row['error_fp16']:.1e}), {list(row['launch'].values())}, "
-        f"{row['programs_at_once']} programs at once; passes {[round(t, 1) for t in row['passes']]}, MHz {row['sm_mhz']}; "
+        f"{row['programs_at_once']} programs at once; passes {[round(t, 1) for t in row['passes']]}, MHz "
+        f"{row['sm_mhz']}; "
         f"others {row['tried'][:3]}",
         flush=True,
     )
@@ -433,7 +435,8 @@ def by_programs(clock: Clock, schemes: list[str], counts: list[int]) -> None:
             times = [f"{clock.time(partial(cell.run, each), 7).microseconds:.1f}" for each in tried]
             found.append(f"{count or 'usual'}: {' '.join(times)}")
         print(
-            f"{scheme}, {batch} x {length}, programs: us, us with exact tokens alone, us merged at once: {', '.join(found)}",
+            f"{scheme}, {batch} x {length}, programs: us, us with exact tokens alone, us merged at once: "
+            f"{', '.join(found)}",
             flush=True,
         )
         del cell

@@ -3,18 +3,19 @@
     PYTHONPATH=.:kernels:artifacts python docs/benchmarks/eager.py [--length 2k] [--schemes innerq-base,kivi-2] [--out DIR]
 
 Llama-3.1-8B's geometry, random weights made on the device, bfloat16, one row. Steps are called as generate() calls them
-without compilation, with a mask of all columns, and the device is waited for after each. Caches are filled with random packed
-data.
+without compilation, with a mask of all columns, and the device is waited for after each. Caches are filled with random
+packed data.
 
-ms: median and mean of --steps steps; the mean has its share of the steps that pack a block in every layer. to_fp16: the median
-over that of as many steps of DynamicCache, half of them right before and half right after, as a machine's processors are not
-equally fast all the time. launches: kernels and copies of one step that packs nothing, by torch.profiler.
+ms: median and mean of --steps steps; the mean has its share of the steps that pack a block in every layer. to_fp16: the
+median over that of as many steps of DynamicCache, half of them right before and half right after, as a machine's
+processors are not equally fast all the time. launches: kernels and copies of one step that packs nothing, by
+torch.profiler.
 
-Each step of DynamicCache attends to a number of keys that is new, for which cuDNN's attention, where torch prefers it, builds
-a plan (docs/benchmarks/aqua_tokens.md): that is in to_fp16, and no cost of a fused step.
+Each step of DynamicCache attends to a number of keys that is new, for which cuDNN's attention, where torch prefers it,
+builds a plan (docs/benchmarks/aqua_tokens.md): that is in to_fp16, and no cost of a fused step.
 
-Torch's allocator is given POOL bytes first: each step DynamicCache wants tensors a little larger than those it gives back, and
-would wait for the driver's memory instead of the host.
+Torch's allocator is given POOL bytes first: each step DynamicCache wants tensors a little larger than those it gives
+back, and would wait for the driver's memory instead of the host.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
     PYTHONPATH=.:kernels:artifacts python docs/benchmarks/generation.py [--out DIR] [--seconds 480]
 
-Llama-3.1-8B's geometry, random weights made on the device, bfloat16. Caches are not prefilled but hold random packed data (a
-few blocks that repeat); every step runs through the whole model with greedy choice. Behind each largest batch model.generate()
-itself is called there (`largest-batch-call`: 4 tokens, then 17 of which 16 are timed, some seconds a kind). What a row says,
-and what is compared: docs/benchmarks.md, "Whole models". --compiled: then once more with generate()'s compiled forward, the
-first scheme alone; compiling takes a minute or so. --only steps: one row of --long tokens under CUDA graphs of forwards that
-torch compiled, FP16 and each scheme.
+Llama-3.1-8B's geometry, random weights made on the device, bfloat16. Caches are not prefilled but hold random packed
+data (a few blocks that repeat); every step runs through the whole model with greedy choice. Behind each largest batch
+model.generate() itself is called there (`largest-batch-call`: 4 tokens, then 17 of which 16 are timed, some seconds a
+kind). What a row says, and what is compared: docs/benchmarks.md, "Whole models". --compiled: then once more with
+generate()'s compiled forward, the first scheme alone; compiling takes a minute or so. --only steps: one row of --long
+tokens under CUDA graphs of forwards that torch compiled, FP16 and each scheme.
 
 Jobs are in the order of their weight; one that has not begun after --seconds is named and left out. generation.json is
-written anew after each row. QuantizedCache runs last, each of its jobs in a process of its own that leaves some memory alone
-and cuDNN out of torch's attention: with the device nearly full cuDNN failed inside of it (H200).
+written anew after each row. QuantizedCache runs last, each of its jobs in a process of its own that leaves some memory
+alone and cuDNN out of torch's attention: with the device nearly full cuDNN failed inside of it (H200).
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ ROOM = 3 * GIB
 
 
 def order(every: Sequence[Kind]) -> list[tuple[str, Kind]]:
-    """largest: batches at --length, and generate() there; long: one row of --long tokens; compiled: generate() with a compiled
-    forward at the largest batch of the first scheme. Ours and the best FP16 first, what is slow last: of the other FP16
-    DynamicCache, which generate() makes by itself, before StaticCache.
+    """largest: batches at --length, and generate() there; long: one row of --long tokens; compiled: generate() with a
+    compiled forward at the largest batch of the first scheme. Ours and the best FP16 first, what is slow last: of the
+    other FP16 DynamicCache, which generate() makes by itself, before StaticCache.
     """
     ours = [kind for kind in every if kind.stored_bits is not None]
     plain, quanto = [kind for kind in every if kind.plain], [k for k in every if "quanto" in k.name]
@@ -124,7 +124,9 @@ def in_its_own_process(job: str, kind: str, chosen: Any, seconds: float) -> list
 
 
 def quanto_building(on_gpu: bool) -> subprocess.Popen[bytes] | None:
-    """optimum-quanto compiles its CUDA code on first use, which takes minutes: beside what is measured before it is needed."""
+    """optimum-quanto compiles its CUDA code on first use, which takes minutes: beside what is measured before it is
+    needed.
+    """
     if not on_gpu or not caches.installed("optimum.quanto"):
         return None
     return subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -160,8 +162,8 @@ def show(row: Row) -> str:
     for key, form in (
         ("flush_microseconds", "{:.0f} us one that packs"), ("tokens_per_second", "{:.1f} tokens/s"),
         ("logits_apart", "logits within {:.1e} of eager"), ("one_more_fails", "one more fails: {}"),
-        ("limited_by", "no more by {}"),
-        ("batch_to_fp16", "batch x {:.2f}"), ("throughput_to_fp16", "throughput x {:.2f}"), ("no_graph", "no graph: {}"),
+        ("limited_by", "no more by {}"), ("batch_to_fp16", "batch x {:.2f}"),
+        ("throughput_to_fp16", "throughput x {:.2f}"), ("no_graph", "no graph: {}"),
     ):  # fmt: skip
         if more.get(key) is not None:
             parts.append(form.format(more[key]))

@@ -1,9 +1,10 @@
-"""Error of HIGGS with its rotation per kv head, as the fused kernel has it, and over the token, as the AQUA-KV paper has it.
+"""Error of HIGGS with its rotation per kv head, as the fused kernel has it, and over the token, as the AQUA-KV paper
+has it.
 
     PYTHONPATH=.:kernels:artifacts python docs/benchmarks/higgs_rotation.py    # 20 s on one CPU core
 
-8 kv heads of 128 channels: per head a Hadamard transform of 128, over the token one of 1024. The norm spans the token (0.016
-bits a number) or, in the last column, the head (0.125). Random data, the same for all: relative squared error.
+8 kv heads of 128 channels: per head a Hadamard transform of 128, over the token one of 1024. The norm spans the token
+(0.016 bits a number) or, in the last column, the head (0.125). Random data, the same for all: relative squared error.
 """
 
 from __future__ import annotations

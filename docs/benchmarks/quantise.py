@@ -3,9 +3,9 @@
 
     PYTHONPATH=.:kernels:artifacts python docs/benchmarks/quantise.py [--out DIR] [--seconds 90] [--schemes 2/2,Base]
 
-Every kernel is first compared bit for bit with the reference on the CPU (words and scales that differ are printed; a kernel
-that differs gets no time), append also over calls of many lengths and in a replayed CUDA graph. Random data, L2 flushed before
-each run, CUDA events, medians; copy bandwidth is measured in the same run.
+Every kernel is first compared bit for bit with the reference on the CPU (words and scales that differ are printed; a
+kernel that differs gets no time), append also over calls of many lengths and in a replayed CUDA graph. Random data, L2
+flushed before each run, CUDA events, medians; copy bandwidth is measured in the same run.
 
 prefill: 32 rows of 4096 tokens, keys and values, one launch; bytes: read and written. append: 32 rows, one new token,
 one launch; "idle": nothing is due; "due": every row packs a block. Grids (HIGGS, TurboQuant) likewise, and their first
@@ -61,8 +61,8 @@ SCHEMES: dict[str, tuple[Setting, Setting]] = {
     "InnerQ Base, search": ((3, 32, True, "symmetric", True), (3, 32, True, "symmetric", True)),
 }
 # Thread-instructions a number, mean of keys and values, compiled for sm_90 by Triton 3.7.1 and counted
-# (tests/test_quantise_kernel.py), times the turns of each loop. Grids: to codes, without the candidates that few cells have;
-# ONE_LAUNCH: to words.
+# (tests/test_quantise_kernel.py), times the turns of each loop. Grids: to codes, without the candidates that few cells
+# have; ONE_LAUNCH: to words.
 INSTRUCTIONS = {
     "uniform 4/4": 19.5, "InnerQ Base 3/3": 24.4, "InnerQ Hybrid": 48.2, "uniform 2/2": 19.4, "KIVI 2/2 G=32": 25.9,
     "KIVI 2/2 G=128": 17.2, "uniform 8/8": 18.9, "InnerQ Base, search": 655.0, "HIGGS 2 (2, 16)": 75.0,
@@ -323,7 +323,9 @@ def measure_selection(clock: Clock, copy: float) -> dict[str, Any]:
 
 
 def bound(scheme: str, numbers: int, microseconds: float, instructions: float | None = None) -> dict[str, float]:
-    """What issuing the instructions takes on every multiprocessor at its highest clock, and the share of it in the time."""
+    """What issuing the instructions takes on every multiprocessor at its highest clock, and the share of it in the
+    time.
+    """
     own = torch.cuda.get_device_properties(0)
     rate = own.multi_processor_count * 128 * getattr(own, "clock_rate", 1_755_000) * 1e3
     least = numbers * (instructions or INSTRUCTIONS[scheme]) / rate * 1e6
@@ -381,7 +383,8 @@ def by_registers(schemes: list[str], counts: list[int]) -> None:
         idle, due = step_of(job, 21)
         mean = (31 * idle + due) / 32
         print(
-            f"append of {job[0]}, {job[1]} registers: idle {idle:.2f} us, due {due:.1f} us, mean of 32 steps {mean:.2f} us"
+            f"append of {job[0]}, {job[1]} registers: idle {idle:.2f} us, due {due:.1f} us, mean of 32 steps "
+            f"{mean:.2f} us",
         )
 
 
@@ -392,7 +395,8 @@ def show(row: dict[str, Any]) -> None:
     more = f", of issue {row['fraction_of_issue']:.2f}" if "fraction_of_issue" in row else ""
     more += f", launches {row['tried']}" if "tried" in row else ""
     print(
-        f"{row['operation']:14} {row['scheme']:20}: {row['stored_bits']:.2f} bits {row['microseconds']:.1f} us, of copy "
+        f"{row['operation']:14} {row['scheme']:20}: {row['stored_bits']:.2f} bits {row['microseconds']:.1f} us, of "
+        "copy "
         f"{row['fraction_of_copy']:.3f}{more}",
         flush=True,
     )

@@ -86,7 +86,9 @@ class Side:
         fused.reconstruct(self.coded, self.prepared, self.inputs, self.turn, self.out, self.turned, self.dtype, launch)
 
     def errors(self, launch: fused.Launch | None) -> list[float]:
-        """Of the first and last row, relative: the kernel's and torch's in the same dtype, the worse one of out and turned."""
+        """Of the first and last row, relative: the kernel's and torch's in the same dtype, the worse one of out and
+        turned.
+        """
         self.out.fill_(torch.nan)
         self.run(launch)
         worst = [0.0, 0.0]

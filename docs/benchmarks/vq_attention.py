@@ -3,15 +3,17 @@
     PYTHONPATH=.:kernels:artifacts python docs/benchmarks/vq_attention.py [--out DIR] [--seconds 90]
 
 One layer of Llama-3.1-8B geometry (32 query heads, 8 kv heads, D = 128), one new token, keys in two bands of 80 and 48
-dimensions. 4k: 27 + 19 stages for keys, 13 for values, of 4096 codewords (40 MB). paper: 20 stages of 65536, 16 of 16384,
-8 of 65536 (370 MB). Random codes and codebooks, packed tokens only, L2 flushed before each run, CUDA events, medians. Each
-cell is compared with float64 attention over what the reference decodes, on the first row; no figure where that fails.
+dimensions. 4k: 27 + 19 stages for keys, 13 for values, of 4096 codewords (40 MB). paper: 20 stages of 65536, 16 of
+16384, 8 of 65536 (370 MB). Random codes and codebooks, packed tokens only, L2 flushed before each run, CUDA events,
+medians. Each cell is compared with float64 attention over what the reference decodes, on the first row; no figure where
+that fails.
 
-one-pass: our kernel that decodes to float16 in one pass, then the fastest of torch's backends; torch: the codec's own decoding
-(float32) in its place. fused over one-pass is the ratio that the bar of 3 is held against.
+one-pass: our kernel that decodes to float16 in one pass, then the fastest of torch's backends; torch: the codec's own
+decoding (float32) in its place. fused over one-pass is the ratio that the bar of 3 is held against.
 
-Then what a step of a cache with max_length appends: one token a row to sink 32, recent 96 and blocks of 128, where nothing is
-due and where every row's block is searched and packed, whose error is compared with that of the reference's codes.
+Then what a step of a cache with max_length appends: one token a row to sink 32, recent 96 and blocks of 128, where
+nothing is due and where every row's block is searched and packed, whose error is compared with that of the reference's
+codes.
 """
 
 from __future__ import annotations
@@ -240,7 +242,8 @@ def show(row: Row) -> None:
     print(
         f"{what}: fused {row['microseconds']:.1f} us, of copy (codes alone) {row['fraction_of_copy']:.3f}; one-pass "
         f"decode {row['decode_microseconds']:.1f} us + sdpa {row['backend']} {row['sdpa_microseconds']:.1f}: x "
-        f"{row['ratio_to_one_pass']:.2f} (wanted 3 at 4k){torchs}; workspace {row['workspace_bytes'] / 1e6:.0f} MB, {said}, "
+        f"{row['ratio_to_one_pass']:.2f} (wanted 3 at 4k){torchs}; workspace {row['workspace_bytes'] / 1e6:.0f} MB, "
+        f"{said}, "
         f"{row['tried']}",
         flush=True,
     )

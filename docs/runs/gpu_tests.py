@@ -1,13 +1,14 @@
-"""GPU tests by several processes on one GPU, within a limit of time: most of their time is compiling, which takes a core.
+"""GPU tests by several processes on one GPU, within a limit of time: most of their time is compiling, which takes a
+core.
 
     PYTHONPATH=.:kernels:artifacts python docs/runs/gpu_tests.py [--jobs 14] [--seconds 280] [--out DIR] [tests/test_x.py ...]
 
-Prints a line a file, every failure, and by name what had not run when time was over; gpu_tests.txt has all output. Exit code 1
-unless all passed. --few: FEW alone, each kernel once on small shapes.
+Prints a line a file, every failure, and by name what had not run when time was over; gpu_tests.txt has all output. Exit
+code 1 unless all passed. --few: FEW alone, each kernel once on small shapes.
 
---tool memcheck or racecheck: under NVIDIA's compute-sanitizer, each tensor in memory of its own, so that what is read behind
-one is found. A process whose tests passed has failed nevertheless where the tool says of anything but 0 errors. Compile first
-(--few without a tool): a process under a tool takes minutes for that.
+--tool memcheck or racecheck: under NVIDIA's compute-sanitizer, each tensor in memory of its own, so that what is read
+behind one is found. A process whose tests passed has failed nevertheless where the tool says of anything but 0 errors.
+Compile first (--few without a tool): a process under a tool takes minutes for that.
 """
 
 from __future__ import annotations

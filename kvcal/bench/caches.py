@@ -1,6 +1,8 @@
-"""Caches that whole models are measured with: FP16 in the ways Transformers and torch offer, QuantizedCache, and each scheme.
+"""Caches that whole models are measured with: FP16 in the ways Transformers and torch offer, QuantizedCache, and each
+scheme.
 
-They start with `length` random tokens a row, written where they stay, so that filling takes no memory that decoding does not.
+They start with `length` random tokens a row, written where they stay, so that filling takes no memory that decoding
+does not.
 """
 
 from __future__ import annotations
@@ -44,10 +46,10 @@ def _no_tensors() -> list[Tensor]:
 class Start:
     """A cache that holds `length` tokens a row, ready for `steps` more.
 
-    again: brings it back there, in the same storage if `no_graph` is None; goes_back: whether it does, or no step changes the
-    length. flush: the step, from 0, in which blocks are packed, None if none is; period: steps from one to the next. witness:
-    what two runs of the same steps must agree on besides logits. no_graph: why a CUDA graph cannot hold its step. bytes: of
-    the cache, that a step must read; None where it is not known.
+    again: brings it back there, in the same storage if `no_graph` is None; goes_back: whether it does, or no step
+    changes the length. flush: the step, from 0, in which blocks are packed, None if none is; period: steps from one to
+    the next. witness: what two runs of the same steps must agree on besides logits. no_graph: why a CUDA graph cannot
+    hold its step. bytes: of the cache, that a step must read; None where it is not known.
     """
 
     cache: Any
@@ -68,8 +70,8 @@ class Start:
 Maker = Callable[[int, int, int], Start]  # (batch, length, steps)
 
 
-# A step sees all tokens. Transformers makes a mask all the same while a graph is recorded: with one it repeats the keys and
-# values of each kv head for its query heads, and the flash backend refuses.
+# A step sees all tokens. Transformers makes a mask all the same while a graph is recorded: with one it repeats the keys
+# and values of each kv head for its query heads, and the flash backend refuses.
 UNMASKED = "kvcal_bench_sdpa_without_mask"
 AttentionInterface.register(UNMASKED, sdpa_attention_forward)
 AttentionMaskInterface.register(UNMASKED, lambda *args, **kwargs: None)
@@ -77,10 +79,10 @@ AttentionMaskInterface.register(UNMASKED, lambda *args, **kwargs: None)
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of cache under one attention. maker is None where `why_not` says that it cannot be had here. plain: FP16.
-    backend: of scaled_dot_product_attention, None for torch's choice. implementation: of Transformers, None for the model's
-    own. bytes_like: a kind whose rows take the same memory. most_tokens: of all rows together, None if memory alone limits
-    them; beyond: why no more. settings: as rows have them.
+    """One kind of cache under one attention. maker is None where `why_not` says that it cannot be had here. plain:
+    FP16. backend: of scaled_dot_product_attention, None for torch's choice. implementation: of Transformers, None for
+    the model's own. bytes_like: a kind whose rows take the same memory. most_tokens: of all rows together, None if
+    memory alone limits them; beyond: why no more. settings: as rows have them.
     """
 
     name: str
@@ -124,8 +126,8 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # as configs
 
 
 def weight_bytes(model: Any) -> int | None:
-    """Bytes of the parameters that a decode step must read: all but the table of input embeddings, of which it reads a row a
-    token, unless the output's is the same. None with experts: which ones are read depends on the tokens.
+    """Bytes of the parameters that a decode step must read: all but the table of input embeddings, of which it reads a
+    row a token, unless the output's is the same. None with experts: which ones are read depends on the tokens.
     """
     config = hf.config_of(model)
     if any(getattr(config, name, None) for name in EXPERTS):
@@ -183,9 +185,9 @@ def plain_kinds(model: Any, geometry: Geometry) -> list[Kind]:
     return found_kinds
 
 
-# Its CUDA code places the numbers of a layer's keys, or values, by 32-bit integers (unpack.cu of 0.2.7): with more of them it
-# wrote outside of its memory ("an illegal memory access", from 65 rows of 32768 tokens of Llama-3.1-8B on), and nothing ran
-# in that process any more.
+# Its CUDA code places the numbers of a layer's keys, or values, by 32-bit integers (unpack.cu of 0.2.7): with more of
+# them it wrote outside of its memory ("an illegal memory access", from 65 rows of 32768 tokens of Llama-3.1-8B on), and
+# nothing ran in that process any more.
 QUANTO_NUMBERS = 1 << 31
 QUANTO_BEYOND = "optimum-quanto's CUDA code counts a layer's keys by 32-bit integers"
 
@@ -229,8 +231,8 @@ def blocks_of(windows: Windows, length: int) -> int:
 
 
 def start_of(windows: Windows, length: int) -> int:
-    """The least number of tokens from `length` on with which a block is due in step FLUSH_AT; `length` if it is too short for
-    any.
+    """The least number of tokens from `length` on with which a block is due in step FLUSH_AT; `length` if it is too
+    short for any.
     """
     if length + FLUSH_AT + 1 < windows.sink + windows.recent + windows.block:
         return length
@@ -258,8 +260,8 @@ def _packed(
 
 
 def packed_bytes(cache: KVCalCache) -> int:
-    """Bytes of what rows hold, spare capacity left out: packed blocks, windows, layers left to Transformers; and constants
-    of the codecs.
+    """Bytes of what rows hold, spare capacity left out: packed blocks, windows, layers left to Transformers; and
+    constants of the codecs.
     """
     blocks, exact = int(cache.ledger.blocks.sum()), int((cache.ledger.sink + cache.ledger.window).sum())
     plain = [layer for layer, pair in zip(cache.layers, cache.scheme.layers, strict=True) if pair is None]
@@ -275,8 +277,8 @@ def _held_bytes(layers: Iterable[Any]) -> int:
 
 
 def _witness(cache: KVCalCache) -> list[Tensor]:
-    """Tokens and blocks of each row, and the newest packed block of the lowest layer, whose keys and values depend on the
-    tokens alone.
+    """Tokens and blocks of each row, and the newest packed block of the lowest layer, whose keys and values depend on
+    the tokens alone.
     """
     cache.settle()
     parts = [torch.tensor([cache.ledger.columns]), cache.ledger.blocks.clone()]
@@ -326,8 +328,8 @@ def _static(model: Any, geometry: Geometry, batch: int, length: int, steps: int)
 
 
 class FullLayer(DynamicLayer):
-    """Holds (B, H, length, D) and writes each new token over the last: what attention costs at that length, without the copy
-    of DynamicCache and the mask of StaticCache. A bound for FP16, no cache to generate with.
+    """Holds (B, H, length, D) and writes each new token over the last: what attention costs at that length, without the
+    copy of DynamicCache and the mask of StaticCache. A bound for FP16, no cache to generate with.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:

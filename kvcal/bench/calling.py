@@ -1,9 +1,9 @@
 """`model.generate()` itself on a filled cache: what a caller gets, beside the bare steps of decoding.py.
 
 A call of WARM_UP tokens that nobody times, then one of TOKENS, from the same start where the cache can go back there. A
-token's moment is taken where generate() asks whether to stop, with the device waited for as generate() waits itself; times are
-from one token to the next. So the first token, and with it what a call does once, is in no figure. Logits are compared with
-those of bare steps that are given the same tokens, where the cache can go back.
+token's moment is taken where generate() asks whether to stop, with the device waited for as generate() waits itself;
+times are from one token to the next. So the first token, and with it what a call does once, is in no figure. Logits are
+compared with those of bare steps that are given the same tokens, where the cache can go back.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ ROOM = TOKENS + 1
 
 @dataclass(frozen=True)
 class Called:
-    """Microseconds from one token of generate() to the next, packing shared out over the steps from one to the next; flush: of
-    a step that packs; mean: of all that were timed, as they came; timed: how many they are. wrong: why the figure is none.
-    bytes, apart, read: as of Ran.
+    """Microseconds from one token of generate() to the next, packing shared out over the steps from one to the next;
+    flush: of a step that packs; mean: of all that were timed, as they came; timed: how many they are. wrong: why the
+    figure is none. bytes, apart, read: as of Ran.
     """
 
     length: int
@@ -75,8 +75,8 @@ class Stamps(StoppingCriteria):
 
 
 def run(model: Any, kind: Kind, batch: int, length: int, compiled: CompileConfig | None = None) -> Called | str:
-    """A cache of `length` tokens a row is filled and handed to generate(), whose forward is called as it is, or compiled in
-    that way; why not, where it does not compile with such a cache.
+    """A cache of `length` tokens a row is filled and handed to generate(), whose forward is called as it is, or
+    compiled in that way; why not, where it does not compile with such a cache.
     """
     assert kind.maker is not None
     with on(model.device):
@@ -128,8 +128,8 @@ def generate(
     stamps: Stamps,
     compiled: CompileConfig | None,
 ) -> Tensor:
-    """New tokens (batch, at most `tokens`) behind those of the cache and one of id 0. Ids and mask are as long as what is
-    cached and that one: generate() cuts off what the cache has.
+    """New tokens (batch, at most `tokens`) behind those of the cache and one of id 0. Ids and mask are as long as what
+    is cached and that one: generate() cuts off what the cache has.
     """
     length = int(cache.get_seq_length())
     compiling = {"disable_compile": True} if compiled is None else {"compile_config": compiled}
@@ -159,7 +159,9 @@ def _miscounted(start: Start, tokens: Tensor, grown: int, stamped: int) -> str |
 
 @torch.no_grad()
 def _compare(stepper: Stepper, heard: Heard, tokens: Tensor) -> tuple[str | None, float]:
-    """Why the logits of generate() are not those of bare steps from the same start, None if they are; their relative error."""
+    """Why the logits of generate() are not those of bare steps from the same start, None if they are; their relative
+    error.
+    """
     stepper.back()
     worst = 0.0
     for i, logits in enumerate(heard.logits):

@@ -1,7 +1,8 @@
-"""Decode steps of a whole model: eager, and recorded once as a CUDA graph and replayed; the forward as it is, or compiled.
+"""Decode steps of a whole model: eager, and recorded once as a CUDA graph and replayed; the forward as it is, or
+compiled.
 
-A step is a forward of one token a row, and the greedy choice of the next one, which stays on the device. A graph's steps are
-compared with eager ones of the forward as it is, from the same start, before any is timed.
+A step is a forward of one token a row, and the greedy choice of the next one, which stays on the device. A graph's
+steps are compared with eager ones of the forward as it is, from the same start, before any is timed.
 """
 
 from __future__ import annotations
@@ -32,22 +33,23 @@ STEPS = 10  # timed
 LEAST = CHECKED
 SECONDS = 3.0  # for timing a pass, at most
 TOLERANCE = 8  # units of the dtype's eps, relative error of logits: products may be taken by another kernel in a graph
-# Of a compiled forward, which rounds elsewhere in every layer: FP16's own steps were 5.4 and 5.6 apart, others up to 8.4
-# (bfloat16, 32 layers of random weights, 128k tokens, H200); logits that have nothing in common are 181 apart.
+# Of a compiled forward, which rounds elsewhere in every layer: FP16's own steps were 5.4 and 5.6 apart, others up to
+# 8.4 (bfloat16, 32 layers of random weights, 128k tokens, H200); logits that have nothing in common are 181 apart.
 COMPILED_TOLERANCE = 16
 ALIKE = 0.99  # of the bytes of a packed block
 MARGIN = 1 << 28  # bytes that recording takes besides what an eager step took
-# Of torch.compile. With it Inductor makes the products of a single row, too, in the place of cuBLAS: Llama-3.1-8B's step at
-# one row of 128k tokens took 8.44 ms in place of 9.12 in FP16, 5.52 in place of 6.20 with KIVI 2/2, G = 128 (H200).
+# Of torch.compile. With it Inductor makes the products of a single row, too, in the place of cuBLAS: Llama-3.1-8B's
+# step at one row of 128k tokens took 8.44 ms in place of 9.12 in FP16, 5.52 in place of 6.20 with KIVI 2/2, G = 128
+# (H200).
 INDUCTOR = {"coordinate_descent_tuning": True}
 
 
 @dataclass(frozen=True)
 class Ran:
-    """Microseconds of a decode step, packing shared out over the steps from one to the next; None where there is no graph.
-    flush: of a step that packs. bytes: what the driver reports as used (CUDA), or this process's peak resident size (CPU).
-    no_graph: why there is no graph, or no figure of one. length: tokens a row at the first step. read: bytes of weights and
-    cache that this step must read; None where they are not known.
+    """Microseconds of a decode step, packing shared out over the steps from one to the next; None where there is no
+    graph. flush: of a step that packs. bytes: what the driver reports as used (CUDA), or this process's peak resident
+    size (CPU). no_graph: why there is no graph, or no figure of one. length: tokens a row at the first step. read:
+    bytes of weights and cache that this step must read; None where they are not known.
     """
 
     length: int
@@ -90,8 +92,8 @@ class Stepper:
 
 @dataclass
 class Pass:
-    """Steps from the start: microseconds of each; of the first CHECKED ones the token that went in (B, 1), and logits of a few
-    rows; what the cache's witness saw behind them.
+    """Steps from the start: microseconds of each; of the first CHECKED ones the token that went in (B, 1), and logits
+    of a few rows; what the cache's witness saw behind them.
     """
 
     times: list[float] = field(default_factory=list)
@@ -102,9 +104,9 @@ class Pass:
 
 @torch.no_grad()
 def run(model: Any, kind: Kind, batch: int, length: int, steps: int = STEPS, compiled: bool = False) -> Ran:
-    """A cache of `length` tokens a row is filled, steps are taken eagerly, then by a graph where there can be one; all on the
-    model's device, whose streams, events and graphs are the current ones meanwhile. compiled: the graph is one of the forward
-    that torch.compile makes.
+    """A cache of `length` tokens a row is filled, steps are taken eagerly, then by a graph where there can be one; all
+    on the model's device, whose streams, events and graphs are the current ones meanwhile. compiled: the graph is one
+    of the forward that torch.compile makes.
     """
     assert kind.maker is not None
     with on(model.device), compiling() if compiled else nullcontext():
@@ -118,8 +120,9 @@ def run(model: Any, kind: Kind, batch: int, length: int, steps: int = STEPS, com
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Compile one kind's forward. Code compiled before is not asked for: it is found by the call of attention, whichever of
-    torch's backends is set, so that cuDNN's served for flash, too (torch 2.11). Nothing stays that holds the cache.
+    """Compile one kind's forward. Code compiled before is not asked for: it is found by the call of attention,
+    whichever of torch's backends is set, so that cuDNN's served for flash, too (torch 2.11). Nothing stays that holds
+    the cache.
     """
     from torch._functorch import config as autograd
     from torch._inductor import config as inductor

@@ -1,7 +1,8 @@
 """Devices that figures are projected for, and which device this machine is. Nothing here imports torch.
 
-Compute capabilities are those of https://developer.nvidia.com/cuda-gpus and https://developer.nvidia.com/cuda-legacy-gpus,
-and what Triton supports is the line "NVIDIA GPUs (Compute Capability 8.0+)" of https://github.com/triton-lang/triton.
+Compute capabilities are those of https://developer.nvidia.com/cuda-gpus and
+https://developer.nvidia.com/cuda-legacy-gpus, and what Triton supports is the line "NVIDIA GPUs (Compute Capability
+8.0+)" of https://github.com/triton-lang/triton.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ H200_CLOCK = "https://geektopia.es/es/technology/2023/11/13/noticias/nvidia-anun
 class Device:
     """One board or card. bandwidth: 1e9 bytes a second; memory: 2^30 bytes; clock: MHz, the highest of the GPU.
 
-    found_as: what the machine calls itself, any of them: words of a Jetson's device tree; of a card CUDA's name as a whole,
-    "NVIDIA" before it or not ("GH200", "H200 NVL" and parts of a card, "H200 MIG 1g.18gb", are others).
-    sources: field -> where the fact is from.
+    found_as: what the machine calls itself, any of them: words of a Jetson's device tree; of a card CUDA's name as a
+    whole, "NVIDIA" before it or not ("GH200", "H200 NVL" and parts of a card, "H200 MIG 1g.18gb", are others). sources:
+    field -> where the fact is from.
     """
 
     name: str
@@ -101,7 +102,8 @@ _TABLE = (
          "bandwidth": ORIN_NANO_SHEET, "memory": ORIN_NANO_SHEET},
     ),
     Device(
-        "jetson-orin-nano-super", "Jetson Orin Nano Super (8 GB, 25 W)", (8, 7), 8, 1020, 102, 8, ("Orin Nano", "Super"),
+        "jetson-orin-nano-super", "Jetson Orin Nano Super (8 GB, 25 W)", (8, 7), 8, 1020, 102, 8,
+        ("Orin Nano", "Super"),
         {"sms": f"{ORIN_NANO_SHEET}: 1024 CUDA cores, 128 an SM", "clock": SUPER, "bandwidth": SUPER, "memory": SUPER},
     ),
     Device(
@@ -141,7 +143,8 @@ def device(name: str) -> Device:
     """The profile of that name; UsageError with what is allowed."""
     if name not in DEVICES:
         raise UsageError(
-            f"--device {name or repr(name)}: no such device; {allowed(name, [*MEASURED, *DEVICES], 'kvcal names device')}"
+            f"--device {name or repr(name)}: no such device; "
+            f"{allowed(name, [*MEASURED, *DEVICES], 'kvcal names device')}",
         )
     return DEVICES[name]
 
@@ -180,8 +183,8 @@ def processor() -> str | None:
 
 
 def recognised(called: str, memory: float | None = None) -> Device | None:
-    """The profile of a machine that calls itself so and has so many GiB (None: not known); None where it is another size or
-    kind of that name.
+    """The profile of a machine that calls itself so and has so many GiB (None: not known); None where it is another
+    size or kind of that name.
     """
     fitting = [(_matching(called, one), one) for one in DEVICES.values()]
     if "Super" in called:
@@ -205,8 +208,8 @@ def _as_large(one: Device, memory: float | None) -> bool:
 
 
 def of_gpu(called: str, memory: float, sms: int) -> Device | None:
-    """The Jetson whose GPU calls itself so, as "Orin", and has so many GiB and SMs; None where there is none, or where two are
-    alike (Orin Nano and Orin Nano Super; Orin NX of 8 GB, too).
+    """The Jetson whose GPU calls itself so, as "Orin", and has so many GiB and SMs; None where there is none, or where
+    two are alike (Orin Nano and Orin Nano Super; Orin NX of 8 GB, too).
     """
     part = chip(called)
     if part is None:

@@ -1,8 +1,8 @@
 """How far from random numbers each format's definition lets decoded ones be, without the codecs' encode and decode.
 
-Uniform integers: the nearest of the levels that a group's own range or peak gives, in float64. Grids: the mean squared error
-of the grid on Gaussian numbers (codecs/make_grids.py). Codebooks, and grids in a fitted basis: encoded again by brute force,
-as they may be far from random numbers, and then an error alone tells little.
+Uniform integers: the nearest of the levels that a group's own range or peak gives, in float64. Grids: the mean squared
+error of the grid on Gaussian numbers (codecs/make_grids.py). Codebooks, and grids in a fitted basis: encoded again by
+brute force, as they may be far from random numbers, and then an error alone tells little.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from kvcal_artifacts.errors import KVCalError
 
 from .layer import Filled, some_rows
 
-# A block has up to 1.14 times the error that a sample promises (measured: every scheme of schemes.known() at head_dim 32 and
-# 128, blocks of 2048 random numbers or more, four seeds); decoding 5 % of each number misses by 0.9 of the squares, 3 times
-# what 2 bits in groups of 128 promise.
+# A block has up to 1.14 times the error that a sample promises (measured: every scheme of schemes.known() at head_dim
+# 32 and 128, blocks of 2048 random numbers or more, four seeds); decoding 5 % of each number misses by 0.9 of the
+# squares, 3 times what 2 bits in groups of 128 promise.
 MARGIN = 1.35
 SAMPLE = 256  # tokens a row from which the mean is computed; at least a block
-# Of the sum of squares: two encoders that take the nearest codeword part at near ties, of which a GPU's shorter products see
-# others, and from there on differ number by number; not in how long their vectors are on average.
+# Of the sum of squares: two encoders that take the nearest codeword part at near ties, of which a GPU's shorter
+# products see others, and from there on differ number by number; not in how long their vectors are on average.
 LENGTHS = 0.1
 FLOOR = 2.0**-22  # of the squares: float32 sums and products
 
 
 def misread(filled: Filled, role: int, decoded: Tensor) -> str | None:
-    """What is wrong with keys (role 0) or values (1) as they were read, (B, H, N * b, D); None if every block of every row
-    lies as near to the input as its format promises. What it promises is computed of SAMPLE tokens in some_rows, as are the
-    nearest codewords that lengths are compared with.
+    """What is wrong with keys (role 0) or values (1) as they were read, (B, H, N * b, D); None if every block of every
+    row lies as near to the input as its format promises. What it promises is computed of SAMPLE tokens in some_rows, as
+    are the nearest codewords that lengths are compared with.
     """
     codec, raw = filled.pair[role], filled.raw[role]
     if decoded.shape != raw.shape:
@@ -94,8 +94,8 @@ def _samples(filled: Filled, role: int) -> Iterator[tuple[int, slice, Context]]:
 
 
 def promised(codec: Codec, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-    """x (1, H, T, D) float64 -> squared errors that the format should make of it, as x; and, where it is encoded again by
-    brute force, what it becomes. KVCalError for a format that is not known here.
+    """x (1, H, T, D) float64 -> squared errors that the format should make of it, as x; and, where it is encoded again
+    by brute force, what it becomes. KVCalError for a format that is not known here.
     """
     match codec:
         case Exact():

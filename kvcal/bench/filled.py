@@ -24,7 +24,9 @@ BLOCKS = 4  # random ones, which repeat
 
 
 def scheme_of(model: Any, one: Benched) -> Scheme:
-    """A bundle's own scheme; else the benched layer's codecs for every layer, in the lowest ones without their predictors."""
+    """A bundle's own scheme; else the benched layer's codecs for every layer, in the lowest ones without their
+    predictors.
+    """
     if one.whole is not None:
         return one.whole
     layers = [one.codecs] * model.config.get_text_config().num_hidden_layers

@@ -1,5 +1,5 @@
-"""Fused decode attention over what codecs store in its order, as an operation: the kernel that a cache of the scheme runs,
-of kvcal_kernels.attention or, for vector codes, of kvcal_kernels.vq_attention.
+"""Fused decode attention over what codecs store in its order, as an operation: the kernel that a cache of the scheme
+runs, of kvcal_kernels.attention or, for vector codes, of kvcal_kernels.vq_attention.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def refuses_anywhere(case: Case) -> str | None:
 
 
 def unreadable(one: Benched, pair: LayerCodecs, ratio: int) -> str | None:
-    """Why a cache of the scheme decodes blocks of these codecs wherever it is, of a model whose attention is the usual one:
-    the answer of fused.refusal.
+    """Why a cache of the scheme decodes blocks of these codecs wherever it is, of a model whose attention is the usual
+    one: the answer of fused.refusal.
     """
     return format_refusal(one.scheme, pair, _rotary(one)) or ratio_refusal(ratio)
 
@@ -79,8 +79,8 @@ def _absent(one: Benched, pair: LayerCodecs, ratio: int, dtype: torch.dtype, dev
 
 
 def fused_attention(case: Case) -> Prepared:
-    """Scores, softmax and sums straight from packed codes, sink and recent tokens beside them. KernelsUnavailable for a dtype
-    that the kernel does not take.
+    """Scores, softmax and sums straight from packed codes, sink and recent tokens beside them. KernelsUnavailable for a
+    dtype that the kernel does not take.
     """
     if case.dtype not in SIXTEEN:
         raise KernelsUnavailable(f"{DTYPES_TAKEN}, not {DTYPE_NAMES[case.dtype]}; give --dtype float16")
@@ -125,8 +125,8 @@ def _over_blocks(case: Case, filled: Filled, sink: Exact, recent: Exact) -> Run:
 
 
 def _over_vectors(case: Case, filled: Filled, sink: Exact, recent: Exact) -> Run:
-    """Packed tokens by the kernels, exact ones by torch, as a cache attends. more: with large codebooks from how many tokens
-    on a cache does so.
+    """Packed tokens by the kernels, exact ones by torch, as a cache attends. more: with large codebooks from how many
+    tokens on a cache does so.
     """
     coded = codebook.coded(filled.codecs, filled.packed)
     count = packed_blocks(case)

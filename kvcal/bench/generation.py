@@ -1,8 +1,8 @@
 """Whole models with random weights: tokens a second, largest batch and longest generation on a memory, peak memory.
 
-Caches start filled with random packed data (caches.py), so that no prefill of the length is needed. Decode steps then run
-through the model, eagerly and as a CUDA graph (decoding.py), each in a row of its own; or generate() itself takes them
-(calling.py), in rows of operations of their own. Ratios are to the best FP16 among the rows at hand, named in each
+Caches start filled with random packed data (caches.py), so that no prefill of the length is needed. Decode steps then
+run through the model, eagerly and as a CUDA graph (decoding.py), each in a row of its own; or generate() itself takes
+them (calling.py), in rows of operations of their own. Ratios are to the best FP16 among the rows at hand, named in each
 (`beside_fp16`).
 """
 
@@ -39,8 +39,8 @@ FP16 = ("fp16", "fp32")  # schemes that compress nothing
 def tried(
     model: Any, kind: Kind, batch: int, length: int, steps: int = decoding.STEPS, compiled: bool = False
 ) -> Ran | str:
-    """How decode steps ran; else why they did not: memory, a backend that is not there, or what the kind itself refuses. What
-    else is raised goes on.
+    """How decode steps ran; else why they did not: memory, a backend that is not there, or what the kind itself
+    refuses. What else is raised goes on.
     """
     run = partial(decoding.run, compiled=True) if compiled else decoding.run
     ran: Ran | str = kind.refusal(batch, length) or _attempted(
@@ -92,8 +92,8 @@ def compiled_rows(
     device: str,
     copy: float | None = None,
 ) -> Iterator[Row]:
-    """Like generate_rows of CUDA graphs, with the forward that torch.compile makes: of each kind anew, a minute or so of an 8B
-    model. Where there is no graph, the reason.
+    """Like generate_rows of CUDA graphs, with the forward that torch.compile makes: of each kind anew, a minute or so
+    of an 8B model. Where there is no graph, the reason.
     """
     for batch, length in shapes:
         for kind in every:
@@ -207,8 +207,9 @@ def largest_called_rows(
     copy: float | None = None,
     compiled: CompileConfig | None = None,
 ) -> list[Row]:
-    """generate() at the largest batch of decode steps, or at a somewhat smaller one if there is no room for what it needs
-    besides: ids, masks, logits in float32, what a compiled forward holds. compiled: how its forward is; None: not at all.
+    """generate() at the largest batch of decode steps, or at a somewhat smaller one if there is no room for what it
+    needs besides: ids, masks, logits in float32, what a compiled forward holds. compiled: how its forward is; None: not
+    at all.
     """
     sizes = [largest]
     for _ in range(FEWER if largest > FEWER else 0):
@@ -270,8 +271,8 @@ def _call_row(
 def beside_fp16(rows: Sequence[Row]) -> list[Row]:
     """Return the rows with their ratios to the best FP16 of the same model and shape among them, eager or not.
 
-    generate, generate-compiled, generate-call: time, of the same batch. largest-batch, largest-batch-call: `batch_to_fp16`,
-    and `throughput_to_fp16` each at its own batch.
+    generate, generate-compiled, generate-call: time, of the same batch. largest-batch, largest-batch-call:
+    `batch_to_fp16`, and `throughput_to_fp16` each at its own batch.
     """
     return [_beside(row, rows) if row.operation in (*AT_BATCH, *AT_LARGEST) else row for row in rows]
 
@@ -302,8 +303,8 @@ def _beside(row: Row, rows: Sequence[Row]) -> Row:
 
 @dataclass
 class Search:
-    """The largest number that fits, by doubling and halving from an estimate. fits: asked at most `trials` times for a number
-    from 1. step: numbers are multiples of it. better: a new estimate, after a number has fitted.
+    """The largest number that fits, by doubling and halving from an estimate. fits: asked at most `trials` times for a
+    number from 1. step: numbers are multiples of it. better: a new estimate, after a number has fitted.
     """
 
     fits: Callable[[int], bool]
@@ -361,8 +362,8 @@ def largest_batch_rows(
 ) -> Iterator[Row]:
     """Measured: the largest batch at that length, and the tokens a second there, as they are found.
 
-    A batch fits where its steps run, under a graph if there can be one. Small batches give an estimate, which is tried with
-    its neighbours. largest: of earlier calls, by path; is added to. copy: as of generate_rows.
+    A batch fits where its steps run, under a graph if there can be one. Small batches give an estimate, which is tried
+    with its neighbours. largest: of earlier calls, by path; is added to. copy: as of generate_rows.
     """
     largest = {} if largest is None else largest
     for kind in every:

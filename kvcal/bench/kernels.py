@@ -66,7 +66,9 @@ def quantise(case: Case) -> Prepared:
 
 
 def append(case: Case) -> Prepared:
-    """One block of every row quantised and put behind the others, over the calls that fill a block: a decode step's share."""
+    """One block of every row quantised and put behind the others, over the calls that fill a block: a decode step's
+    share.
+    """
     rules = quantising.rules(case)
     if not isinstance(rules, str):
         return quantising.append_by_kernel(case, rules)
@@ -108,8 +110,8 @@ def append(case: Case) -> Prepared:
 
 
 def reconstruct(case: Case) -> Prepared:
-    """Packed blocks to keys and values in the model's dtype, stored before RoPE also turned by it; under AQUA-KV with the
-    predictor products of the layer. The kernel for HIGGS and linear predictors on a GPU, the codecs elsewhere.
+    """Packed blocks to keys and values in the model's dtype, stored before RoPE also turned by it; under AQUA-KV with
+    the predictor products of the layer. The kernel for HIGGS and linear predictors on a GPU, the codecs elsewhere.
     """
     filled, pre_rope = fill(case), case.scheme.frame == "pre_rope"
     tokens, dim = packed_blocks(case) * case.scheme.windows.block, case.geometry.head_dim
@@ -188,14 +190,15 @@ def misnamed(codes: Tensor, vectors: Tensor, book: Tensor) -> str | None:
         return None
     worst, first = float(farther.max()), int(at[wrong[0]])
     return (
-        f"check failed: {len(wrong)} of {len(at)} vectors looked at, the first of them vector {first} of {n}, got a codeword "
+        f"check failed: {len(wrong)} of {len(at)} vectors looked at, the first of them vector {first} of {n}, got a "
+        "codeword "
         f"up to {worst:.2g} farther than the nearest"
     )
 
 
 def looked_at(n: int) -> Tensor:
-    """Which of n vectors: CHECKED from the start, about the middle, up to the end (so all of the last tile, which is a partial
-    one where n is no multiple of it), and so many all over.
+    """Which of n vectors: CHECKED from the start, about the middle, up to the end (so all of the last tile, which is a
+    partial one where n is no multiple of it), and so many all over.
     """
     edge = min(CHECKED, n)
     middle = (n - edge) // 2

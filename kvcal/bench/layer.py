@@ -27,8 +27,8 @@ ROPE_BASE = 10000.0  # of keys stored before RoPE: the work is the same whatever
 
 @dataclass(frozen=True)
 class Case:
-    """What one figure is of. dtype: of the model, and so of windows and queries. new: tokens that a call brings, the last of
-    `length`: each attends to those before it and itself.
+    """What one figure is of. dtype: of the model, and so of windows and queries. new: tokens that a call brings, the
+    last of `length`: each attends to those before it and itself.
     """
 
     scheme: Benched
@@ -74,8 +74,8 @@ def some_rows(batch: int, seed: int = 0) -> list[int]:
 
 @dataclass
 class Filled:
-    """Keys and values [keys, values] of `length` tokens: sink and window (B, H, tokens, D) in the model's dtype, packed blocks
-    between them. plan: of the one call that brought them. contexts: what encoding and decoding need besides.
+    """Keys and values [keys, values] of `length` tokens: sink and window (B, H, tokens, D) in the model's dtype, packed
+    blocks between them. plan: of the one call that brought them. contexts: what encoding and decoding need besides.
     """
 
     case: Case
@@ -127,8 +127,8 @@ class Filled:
         return [keys, codecs.value.encode(raw[1], replace(self.encoding, k0=blocks))]
 
     def materialised(self, decoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """All tokens (B, H, T, D) in the model's dtype, keys after RoPE: what decode-then-attend attends to. decoded: packed
-        blocks, where they are at hand.
+        """All tokens (B, H, T, D) in the model's dtype, keys after RoPE: what decode-then-attend attends to. decoded:
+        packed blocks, where they are at hand.
         """
         keys, values = decoded or self.decoded()
         dtype = self.case.dtype

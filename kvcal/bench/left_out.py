@@ -26,8 +26,8 @@ def left_out(
     device_name: str,
     new: int = 1,
 ) -> Iterator[Row]:
-    """A row with `refused` and no figure for each scheme and operation that `measured`, of one shape (batch, length), has no
-    row of; none where an operation is `alone` and so has its row without a scheme.
+    """A row with `refused` and no figure for each scheme and operation that `measured`, of one shape (batch, length),
+    has no row of; none where an operation is `alone` and so has its row without a scheme.
     """
     there = {(row.operation, row.scheme) for row in measured}
     for one in schemes:

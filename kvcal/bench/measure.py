@@ -47,8 +47,8 @@ def rows_of(
     seed: int = 0,
     new: int = 1,
 ) -> list[Row]:
-    """shapes: (batch, length) pairs; new: tokens that a call brings, the last of them. The first rows of each shape are the
-    FP16 peers, if an operation compares with them that some scheme has.
+    """shapes: (batch, length) pairs; new: tokens that a call brings, the last of them. The first rows of each shape are
+    the FP16 peers, if an operation compares with them that some scheme has.
     """
     rows: list[Row] = []
     left_out: dict[str, str] = {}
@@ -150,7 +150,8 @@ def _row(
         fraction = _fraction_of_matmul(prepared, timed.microseconds, clock)
         if prepared.bounded and fraction > POSSIBLE:
             why = (
-                f"impossible figure: {taken:.1f} us are {fraction:.2f} times the rate of torch's own matrix product here, "
+                f"impossible figure: {taken:.1f} us are {fraction:.2f} times the rate of torch's own matrix product "
+                "here, "
                 f"{POSSIBLE:g} allowed; not all of it was computed, or the device was busy: measure again"
             )
             return _figure(model, case, operation, device, prepared, refused=why)

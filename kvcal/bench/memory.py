@@ -1,7 +1,7 @@
 """How far a memory goes, from bytes alone: weights, cache and constants.
 
-Activations, logits and what an allocator wastes are not in it: a bound, always marked projected. Where no kernel attends to a
-scheme's blocks, one layer's keys and values as they are decoded are.
+Activations, logits and what an allocator wastes are not in it: a bound, always marked projected. Where no kernel
+attends to a scheme's blocks, one layer's keys and values as they are decoded are.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .schemes import Benched
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one scheme. fixed: whatever the tokens; exact: tokens of a row that stay in the model's dtype, at `token` bytes
-    each over all layers; every further one takes `packed`. settings: as rows have them. decoded: bytes of each token while the
-    layer that attends is decoded, 0 where a kernel reads it as it is.
+    """Bytes of one scheme. fixed: whatever the tokens; exact: tokens of a row that stay in the model's dtype, at
+    `token` bytes each over all layers; every further one takes `packed`. settings: as rows have them. decoded: bytes of
+    each token while the layer that attends is decoded, 0 where a kernel reads it as it is.
     """
 
     name: str
@@ -59,7 +59,9 @@ class Footprint:
 def footprints(
     geometry: Geometry, schemes: Sequence[Benched], dtype: torch.dtype, device: Device | None = None
 ) -> list[Footprint]:
-    """The model's own dtype first, then each scheme with a window as full as it gets. device: None for one with kernels."""
+    """The model's own dtype first, then each scheme with a window as full as it gets. device: None for one with
+    kernels.
+    """
     decodes_all = dtype not in SIXTEEN or (device is not None and device.why_no_triton is not None)
     width = dtype.itemsize
     weights, token = geometry.parameters * width, geometry.kv_bytes_per_token(8 * width)
@@ -131,7 +133,9 @@ PAPER_GIB = 40
 
 
 def vqkv_beside(model: str, name: str, gib: float, width: int) -> dict[str, Any]:
-    """The paper's figure, where the run is like the paper's: Llama-3.1-8B in float32 on 40 GB. width: bytes of a weight."""
+    """The paper's figure, where the run is like the paper's: Llama-3.1-8B in float32 on 40 GB. width: bytes of a
+    weight.
+    """
     if (model, gib, width) != ("llama-3.1-8b", PAPER_GIB, 4):
         return {}
     kind = "vqkv" if name.startswith("vqkv") else "full" if name == "fp32" else None

@@ -1,8 +1,8 @@
 """Memory that rows of one layer need: a shape that is too large is a row that says so, before anything is allocated.
 
-On a CPU the system would end the process, and no row were left. There it is as much as was seen with 14 schemes (one row of 2k
-and 8k tokens, four of 2k, Llama-3.1-8B): 40 to 119 bytes a key and its value together. On a GPU, where running out is an error
-that becomes a row, it is only what is held at the same time for certain.
+On a CPU the system would end the process, and no row were left. There it is as much as was seen with 14 schemes (one
+row of 2k and 8k tokens, four of 2k, Llama-3.1-8B): 40 to 119 bytes a key and its value together. On a GPU, where
+running out is an error that becomes a row, it is only what is held at the same time for certain.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class FreeMemory:
         if self.free is None or size <= self.free:
             return None
         return (
-            f"needs {size / 2**30:.1f} GiB, {self.free / 2**30:.1f} GiB are free on {self.device}; take a smaller --batch or "
+            f"needs {size / 2**30:.1f} GiB, {self.free / 2**30:.1f} GiB are free on {self.device}; take a smaller "
+            "--batch or "
             "--length"
         )
 

@@ -22,10 +22,10 @@ APART = 1e-3  # of a packed tensor's numbers, a kernel's against torch's: CUDA d
 
 @dataclass(frozen=True)
 class Prepared:
-    """run: what is timed. bytes: what it must move, read and, where it stores something, written. check: None if the result
-    is right, else what is wrong with it. path: which code it is. per: calls that one call of `run` stands for, so that the
-    figure is the time of one decode step, say. flops: of matrix products in it; bounded: nothing multiplies faster than the
-    product of `Clock.matmul_rate`, so that a figure well above it is impossible.
+    """run: what is timed. bytes: what it must move, read and, where it stores something, written. check: None if the
+    result is right, else what is wrong with it. path: which code it is. per: calls that one call of `run` stands for,
+    so that the figure is the time of one decode step, say. flops: of matrix products in it; bounded: nothing multiplies
+    faster than the product of `Clock.matmul_rate`, so that a figure well above it is impossible.
     """
 
     run: Callable[[], object]
@@ -40,9 +40,10 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Operation:
-    """refuses: why there is no such operation for a case, or None. peer: what FP16 does in its place, for the ratio. alone: it
-    depends on the model's shape only, so it is measured once for all schemes, and beyond that for those it does not refuse.
-    of_calls: it depends on how many new tokens a call brings. needs: bytes of memory, as `needed` has them.
+    """refuses: why there is no such operation for a case, or None. peer: what FP16 does in its place, for the ratio.
+    alone: it depends on the model's shape only, so it is measured once for all schemes, and beyond that for those it
+    does not refuse. of_calls: it depends on how many new tokens a call brings. needs: bytes of memory, as `needed` has
+    them.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """What can be measured: an operation is an entry here, and nothing else has to know of it.
 
-An entry builds, for a case, the closure to time, the bytes that it must move, and a check against a reference; no figure is
-printed where the check fails.
+An entry builds, for a case, the closure to time, the bytes that it must move, and a check against a reference; no
+figure is printed where the check fails.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ALL = (
         "attention", of_calls=True,
     ),
     Operation(
-        "fused-attention", "one decode step's attention, from packed codes", fused_attention, refuses_fused, "attention",
-        of_calls=True,
+        "fused-attention", "one decode step's attention, from packed codes", fused_attention, refuses_fused,
+        "attention", of_calls=True,
     ),
     Operation("quantise", "prefill: keys and values to packed blocks", quantise, needs_blocks),
     Operation(
@@ -36,7 +36,8 @@ _ALL = (
         needs=needs_of_append,
     ),
     Operation(
-        "nearest", "nearest codeword of batch * length vectors", nearest, needs_codebooks, alone=True, needs=needed.vectors
+        "nearest", "nearest codeword of batch * length vectors", nearest, needs_codebooks, alone=True,
+        needs=needed.vectors,
     ),
     Operation("reconstruct", "packed blocks to keys and values", reconstruct, needs_blocks),
     Operation(
@@ -45,7 +46,8 @@ _ALL = (
     ),
     Operation("quantise-step-keys", "quantise-step of keys alone", quantise_step_of(0), by_default=False, needs=needs_a_block),
     Operation(
-        "quantise-step-values", "quantise-step of values alone", quantise_step_of(1), by_default=False, needs=needs_a_block
+        "quantise-step-values", "quantise-step of values alone", quantise_step_of(1), by_default=False,
+        needs=needs_a_block,
     ),
     *(
         Operation(

@@ -34,9 +34,9 @@ DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float
 LINE = 200  # characters of why something did not run
 PAGE = 64  # tokens a page of FlashInfer's cache
 WORKSPACE = 128 << 20
-# Times the error of plain products in the same dtype, plus so many of its units: for ours in 16 bits, for torch's own there,
-# and in float32, whose kernels of torch sum in the order that a CPU likes best (34 seen over 32k tokens, 40 000 and more
-# where a token that a query points at is missing).
+# Times the error of plain products in the same dtype, plus so many of its units: for ours in 16 bits, for torch's own
+# there, and in float32, whose kernels of torch sum in the order that a CPU likes best (34 seen over 32k tokens, 40 000
+# and more where a token that a query points at is missing).
 TOLERANCE = 2.0
 UNITS, UNITS_OF_PEERS, UNITS_OF_FLOAT32 = 1.0, 16.0, 128.0
 UNITS_POINTED = 4.0  # of queries with scores of 10 to 16, at least: roundings of keys and angles count so much more
@@ -56,14 +56,16 @@ class Peer:
 
 
 def unseen(queries: int, new: int, tokens: int, device: torch.device) -> Tensor:
-    """(queries, tokens) bool, True where a query of calls of `new` each, whose own tokens are the last, attends to none."""
+    """(queries, tokens) bool, True where a query of calls of `new` each, whose own tokens are the last, attends to
+    none.
+    """
     behind = new - 1 - torch.arange(queries, device=device) % new
     return torch.arange(tokens, device=device) >= (tokens - behind)[:, None]
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, new: int = 1) -> Tensor:
-    """Plain products and softmax in the dtype of the arguments: q (B, heads, Q, D), k and v (B, H, T, D) -> as q. new: queries
-    of a call; the last one sees all tokens, each other one less than the next.
+    """Plain products and softmax in the dtype of the arguments: q (B, heads, Q, D), k and v (B, H, T, D) -> as q. new:
+    queries of a call; the last one sees all tokens, each other one less than the next.
     """
     grouped = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
     scores = (grouped @ keys.transpose(-1, -2)) * keys.shape[-1] ** -0.5
@@ -75,8 +77,9 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, new: int = 1) -> Te
 
 
 class Wanted:
-    """What attention over these keys and values is, of every row and query: in float64, and by plain products in the same
-    dtype. A row at a time, and a call's `new` queries, so that its room is that of one row's keys, values and scores.
+    """What attention over these keys and values is, of every row and query: in float64, and by plain products in the
+    same dtype. A row at a time, and a call's `new` queries, so that its room is that of one row's keys, values and
+    scores.
     """
 
     def __init__(self, queries: Tensor, keys: Tensor, values: Tensor, new: int = 1) -> None:
@@ -98,8 +101,8 @@ class Wanted:
         )
 
     def wrong(self, output: Tensor, units: float | Sequence[float]) -> str | None:
-        """None if these (B, heads, Q, D) are as exact as they should be: each query of a head at most twice the error of plain
-        products, and `units` of the dtype's rounding (one for all queries of a head, or one each; of float32
+        """None if these (B, heads, Q, D) are as exact as they should be: each query of a head at most twice the error
+        of plain products, and `units` of the dtype's rounding (one for all queries of a head, or one each; of float32
         UNITS_OF_FLOAT32: it is torch that attends there); else what was found.
         """
         if self.dtype == torch.float32:
@@ -120,8 +123,8 @@ def wrong(
 
 
 class Check:
-    """A check of attention over these keys and values (B, H, T, D): of the queries of a call (B, Hq, new, D), and of those
-    that `pointed` makes, each of these in all places of a call. Computed once for all that is checked.
+    """A check of attention over these keys and values (B, H, T, D): of the queries of a call (B, Hq, new, D), and of
+    those that `pointed` makes, each of these in all places of a call. Computed once for all that is checked.
     """
 
     def __init__(self, queries: Tensor, keys: Tensor, values: Tensor, sink: int, recent: int) -> None:
@@ -138,11 +141,13 @@ class Check:
 
 
 def pointed(queries: Tensor, keys: Tensor, sink: int, recent: int) -> list[Tensor]:
-    """Queries as these (B, Hq, 1, D) whose weight is about half on a few of the tokens: one in 32 channels, at most AT_MOST a
-    query, other ones for each query of a kv head, in the order of `places`; as many as point at LEAST of them.
+    """Queries as these (B, Hq, 1, D) whose weight is about half on a few of the tokens: one in 32 channels, at most
+    AT_MOST a query, other ones for each query of a kv head, in the order of `places`; as many as point at LEAST of
+    them.
 
-    Over random keys and queries all tokens weigh much the same, and that one, or 128, are missing is less than what bfloat16
-    rounds. Scores are ln(tokens) + 4 for each of the chosen, by least squares, so that the others together keep a part.
+    Over random keys and queries all tokens weigh much the same, and that one, or 128, are missing is less than what
+    bfloat16 rounds. Scores are ln(tokens) + 4 for each of the chosen, by least squares, so that the others together
+    keep a part.
     """
     batch, heads, _, dim = queries.shape
     kv_heads, tokens = keys.shape[1:3]
@@ -161,8 +166,8 @@ def pointed(queries: Tensor, keys: Tensor, sink: int, recent: int) -> list[Tenso
 
 
 def places(tokens: int, sink: int, recent: int, count: int) -> list[int]:
-    """Choose at most `count` of the tokens, those first that code leaves out first: the newest, the first of all, packed
-    ones at both ends and in the middle, the ends of both windows, then packed ones all over.
+    """Choose at most `count` of the tokens, those first that code leaves out first: the newest, the first of all,
+    packed ones at both ends and in the middle, the ends of both windows, then packed ones all over.
     """
     first, end = sink, tokens - recent  # of packed tokens
     ends = [tokens - 1, 0, end - 1, first, (first + end) // 2, sink - 1, end]
@@ -181,8 +186,8 @@ def measure(case: Case, clock: Clock) -> list[Peer]:
 
 
 def dtypes_of(case: Case) -> tuple[torch.dtype, ...]:
-    """The dtypes to try: on a GPU the model's, or both of 16 bits beside a model of float32: what is called FP16 is never
-    wider. On a CPU float32 too: there it may be the faster one.
+    """The dtypes to try: on a GPU the model's, or both of 16 bits beside a model of float32: what is called FP16 is
+    never wider. On a CPU float32 too: there it may be the faster one.
     """
     if case.device.type != "cuda":
         return (*SIXTEEN, torch.float32)
@@ -212,8 +217,8 @@ def _of_dtype(case: Case, clock: Clock, dtype: torch.dtype) -> list[Peer]:
 
 
 def _candidates(keys: Tensor, values: Tensor, ratio: int, new: int) -> Iterator[tuple[str, Attend]]:
-    """Each backend with grouped heads as torch has them, and with a kv head's query heads as rows of one query. Several new
-    tokens have a mask; flash, which takes none on a GPU, torch's own name for it.
+    """Each backend with grouped heads as torch has them, and with a kv head's query heads as rows of one query. Several
+    new tokens have a mask; flash, which takes none on a GPU, torch's own name for it.
     """
     tokens = keys.shape[2]
     mask = None if new == 1 else ~unseen(new, new, tokens, keys.device)
@@ -255,7 +260,9 @@ def first_line(error: BaseException) -> str:
 
 
 def _flashinfer(queries: Tensor, keys: Tensor, values: Tensor) -> Attend:
-    """FlashInfer's batched decode over a paged cache of the same tokens; of several new tokens its prefill behind others."""
+    """FlashInfer's batched decode over a paged cache of the same tokens; of several new tokens its prefill behind
+    others.
+    """
     import flashinfer
 
     batch, heads, tokens, dim = keys.shape

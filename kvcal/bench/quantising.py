@@ -1,5 +1,5 @@
-"""Quantise-and-pack and append by the kernels of kvcal_kernels.quantise and vq_append, where they run and know the format;
-else by the codecs, with the kernels that they have of their own.
+"""Quantise-and-pack and append by the kernels of kvcal_kernels.quantise and vq_append, where they run and know the
+format; else by the codecs, with the kernels that they have of their own.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def factor_of(filled: Filled) -> Tensor | None:
 
 
 def packer(case: Case) -> tuple[Callable[[], list[Packed]], LayerCodecs, str]:
-    """Blocks packed as a cache packs those that leave a window on the host; the codecs that do so, and which code it is."""
+    """Blocks packed as a cache packs those that leave a window on the host; the codecs that do so, and which code it
+    is.
+    """
     filled = fill(case)
     by, path = encoders(case, filled.codecs)
     rules = block_rules(case)
@@ -114,8 +116,8 @@ def by_kernel(case: Case, rules: tuple[AnyRule, AnyRule]) -> Prepared:
         return kernel.quantise(rounded(), raw[1], *rules, factor)
 
     def check() -> str | None:
-        """All rows beside the codec's packing, of which few numbers may differ; some_rows beside the kernel's reference, all
-        of whose bits must be the same.
+        """All rows beside the codec's packing, of which few numbers may differ; some_rows beside the kernel's
+        reference, all of whose bits must be the same.
         """
         keys, values, flags = run()
         if fault := reference.check(flags, 0):
@@ -150,8 +152,8 @@ def _unlike(filled: Filled, blocks: tuple[Blocks, Blocks]) -> str | None:
 
 
 def append_by_kernel(case: Case, rules: tuple[AnyRule, AnyRule]) -> Prepared:
-    """The steps that fill a block, one launch each: all but the last write new tokens, the last packs a block of every row.
-    Of SQuat two or more, whose first ones correct the keys that are due.
+    """The steps that fill a block, one launch each: all but the last write new tokens, the last packs a block of every
+    row. Of SQuat two or more, whose first ones correct the keys that are due.
     """
     from kvcal_kernels.quantise import triton as kernel
 
@@ -186,8 +188,8 @@ def appends_vectors(case: Case) -> bool:
 
 
 def append_vectors(case: Case) -> Prepared:
-    """Like append_by_kernel, for vector codes: windows, then for each band codewords and codes, programs that return at once
-    where no block is due.
+    """Like append_by_kernel, for vector codes: windows, then for each band codewords and codes, programs that return at
+    once where no block is due.
     """
     new, windows = fill(one_block(case)), _windows(case)
     stores = [codec.empty(case.batch, case.device) for codec in new.pair]
@@ -223,10 +225,11 @@ def _steps(
     differing: Callable[[], str | None],
     path: str,
 ) -> Prepared:
-    """The steps that fill a block by `step`(counts, k, v). differing: what is wrong with the block that they leave, or None.
+    """The steps that fill a block by `step`(counts, k, v). differing: what is wrong with the block that they leave, or
+    None.
 
-    New tokens are those that the ring has at their slots, which are emptied: where a block is longer than the window, they
-    are of the block that is packed.
+    New tokens are those that the ring has at their slots, which are emptied: where a block is longer than the window,
+    they are of the block that is packed.
     """
     from kvcal_kernels.quantise import triton as kernel
 

@@ -1,7 +1,8 @@
-"""Time of a kernel from what it must read and what it must compute: launch + max(bytes / bandwidth, instructions / rate).
+"""Time of a kernel from what it must read and what it must compute: launch + max(bytes / bandwidth, instructions /
+rate).
 
-Instructions are thread-instructions a key or value element, whole loop (loads, unpacking, softmax, matrix products), all query
-heads of the kv head together.
+Instructions are thread-instructions a key or value element, whole loop (loads, unpacking, softmax, matrix products),
+all query heads of the kv head together.
 """
 
 from __future__ import annotations
@@ -16,28 +17,29 @@ from .devices import Device
 FP16_LOOP = 1.38  # of a decode kernel over FP16 keys and values, SASS for sm_90, tiles of 128 tokens of head_dim 128
 LONG, BEFORE = " G=128", " before RoPE"
 
-# Of the fused decode kernel as it is compiled and launched (triton 3.7.1, head_dim 128, four query heads a kv head), by how
-# keys are stored, values alike (of tiers: "outer 2"). They are the ceilings of tests/test_attention_kernel.py BUDGET, counted
-# in SASS there, of sm_87 where it has a row, else sm_90; a test beside it holds the two together. Other GPUs, head_dims
-# and dtypes are taken to need as many; `counted_at` says of a model where it has another head_dim or other query heads.
+# Of the fused decode kernel as it is compiled and launched (triton 3.7.1, head_dim 128, four query heads a kv head), by
+# how keys are stored, values alike (of tiers: "outer 2"). They are the ceilings of tests/test_attention_kernel.py
+# BUDGET, counted in SASS there, of sm_87 where it has a row, else sm_90; a test beside it holds the two together. Other
+# GPUs, head_dims and dtypes are taken to need as many; `counted_at` says of a model where it has another head_dim or
+# other query heads.
 COUNTED: dict[str, float] = {
-    "symmetric 2": 1.32, "symmetric 3": 1.59, "symmetric 4": 1.33, "symmetric 8": 1.15,
-    "asymmetric 2": 1.59, "asymmetric 3": 1.87, "asymmetric 4": 1.61, "asymmetric 8": 1.43,
-    "outer 2": 2.01, "outer 2 G=128": 1.86, "outer 3": 2.42, "outer 4": 2.10, "outer 8": 2.06,
-    "tiers": 2.66, "tiers G=128": 2.30,
-    "grid 2 of 1": 1.61, "grid 3 of 1": 2.48, "grid 4 of 1": 2.32,
-    "grid 2 of 2": 1.67, "grid 3 of 2": 2.48, "grid 4 of 2": 2.35,
+    "symmetric 2": 1.32, "symmetric 3": 1.59, "symmetric 4": 1.33, "symmetric 8": 1.15, "asymmetric 2": 1.59,
+    "asymmetric 3": 1.87, "asymmetric 4": 1.61, "asymmetric 8": 1.43, "outer 2": 2.01, "outer 2 G=128": 1.86,
+    "outer 3": 2.42, "outer 4": 2.10, "outer 8": 2.06, "tiers": 2.66, "tiers G=128": 2.30, "grid 2 of 1": 1.61,
+    "grid 3 of 1": 2.48, "grid 4 of 1": 2.32, "grid 2 of 2": 1.67, "grid 3 of 2": 2.48, "grid 4 of 2": 2.35,
     "bytes 2 of 1": 1.44, "bytes 3 of 1": 1.54, "bytes 4 of 1": 1.88, "bytes 2 of 2": 1.67,
     "symmetric 2 before RoPE": 3.25, "symmetric 3 before RoPE": 3.62, "symmetric 4 before RoPE": 3.35,
-    "outer 2 before RoPE": 3.38, "outer 2 G=128 before RoPE": 3.14, "outer 3 before RoPE": 3.58, "outer 4 before RoPE": 3.53,
+    "outer 2 before RoPE": 3.38, "outer 2 G=128 before RoPE": 3.14, "outer 3 before RoPE": 3.58,
+    "outer 4 before RoPE": 3.53,
 }  # fmt: skip
 
-# Compiled for sm_87: at head_dim 64 20 to 27 % more (KIVI 2.38, uniform 4/4 1.66, 2/2 1.67, HIGGS 2 2.08). Fewer heads need
-# as many as the four or eight that they are taken for (uniform 4/4: one head 1.31, seven 1.89), sixteen more (2.73).
+# Compiled for sm_87: at head_dim 64 20 to 27 % more (KIVI 2.38, uniform 4/4 1.66, 2/2 1.67, HIGGS 2 2.08). Fewer heads
+# need as many as the four or eight that they are taken for (uniform 4/4: one head 1.31, seven 1.89), sixteen more
+# (2.73).
 COUNTED_DIM = 128
 
-# Where a kv head has five query heads or more: what BUDGET has "of 8 rows", in the place of the above, which other kinds keep
-# ("outer 2" and "tiers" need the same, HIGGS in 2 bits 2.2 in place of 1.7 and 40 bytes of stack on sm_87).
+# Where a kv head has five query heads or more: what BUDGET has "of 8 rows", in the place of the above, which other
+# kinds keep ("outer 2" and "tiers" need the same, HIGGS in 2 bits 2.2 in place of 1.7 and 40 bytes of stack on sm_87).
 ALIKE_OF_8 = ("outer 2", "tiers")  # COUNTED is of eight, too
 COUNTED_OF_8 = {
     "symmetric 2": 1.83,
@@ -83,8 +85,8 @@ def fit(device: Device, sizes: Sequence[float], microseconds: Sequence[float], l
 
 
 def kind(form: Form) -> str:
-    """What instructions depend on: inner integers' symmetry and bits, outer ones' bits and whether 128 numbers or more share a
-    scale, grids' bits and numbers a code, and whether their points are bytes.
+    """What instructions depend on: inner integers' symmetry and bits, outer ones' bits and whether 128 numbers or more
+    share a scale, grids' bits and numbers a code, and whether their points are bytes.
     """
     if form.vector:
         return f"{'bytes' if form.in_bytes else 'grid'} {form.bits} of {form.vector}"
@@ -94,8 +96,8 @@ def kind(form: Form) -> str:
 
 
 def counted(keys: Form, values: Form, turned: bool = False, ratio: int = 4) -> float | str:
-    """Instructions an element of the fused decode kernel, or why they are not known. turned: keys before RoPE. ratio: query
-    heads a kv head.
+    """Instructions an element of the fused decode kernel, or why they are not known. turned: keys before RoPE. ratio:
+    query heads a kv head.
 
     Values stored otherwise than keys take half the difference of their own schemes more.
     """

@@ -16,12 +16,12 @@ from kvcal_artifacts.files import named, read_text
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. microseconds: the median, None where `refused` says why there is none. stored_bits: bits a value as stored,
-    windows excluded. fraction_of_copy: the time in which this device copies as many bytes as the operation must move, over the
-    median. ratio_to_fp16: the best FP16 attention of the same run over the median, fp16_backend which one it was.
-    projected: computed from a device profile, not measured. path: which code ran. dtype: of the model, or of an FP16 peer.
-    sink, recent, block: the scheme's windows, None where there is no scheme. queries: new tokens of a call, None where an
-    operation is not of calls. more: what only this operation has.
+    """One figure. microseconds: the median, None where `refused` says why there is none. stored_bits: bits a value as
+    stored, windows excluded. fraction_of_copy: the time in which this device copies as many bytes as the operation must
+    move, over the median. ratio_to_fp16: the best FP16 attention of the same run over the median, fp16_backend which
+    one it was. projected: computed from a device profile, not measured. path: which code ran. dtype: of the model, or
+    of an FP16 peer. sink, recent, block: the scheme's windows, None where there is no scheme. queries: new tokens of a
+    call, None where an operation is not of calls. more: what only this operation has.
     """
 
     operation: str
@@ -86,7 +86,9 @@ class Earlier:
 
 
 def made_by(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Versions, commit and processors of a result. None: there is none; a name is missing where the result does not say."""
+    """Versions, commit and processors of a result. None: there is none; a name is missing where the result does not
+    say.
+    """
     machine = result.get("machine")
     fields_known = machine if isinstance(machine, Mapping) else {}
     version = {name: result[key] for name, key in (("kvcal", "version"), ("commit", "commit")) if key in result}
@@ -135,8 +137,8 @@ def _short(value: Any) -> str:
 
 
 def compared(now: Iterable[Mapping[str, Any]], earlier: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of both, and how many times as fast they are now; None where one of them has no figure. They agree in all of KEY,
-    and in all of SETTINGS that the earlier row has.
+    """Rows of both, and how many times as fast they are now; None where one of them has no figure. They agree in all of
+    KEY, and in all of SETTINGS that the earlier row has.
     """
     out = []
     for row, every in _pairs(now, earlier):
@@ -178,8 +180,8 @@ def _then(name: str, row: Mapping[str, Any], old: Mapping[str, Any]) -> Any:
 
 
 def remarks(now: Sequence[Mapping[str, Any]], by: Mapping[str, Any], earlier: Earlier) -> Iterator[str]:
-    """What to know of a comparison, a line each: rows that differ in a setting and so are not compared, settings that the
-    earlier file does not say, and what else was another. by: as made_by says of now.
+    """What to know of a comparison, a line each: rows that differ in a setting and so are not compared, settings that
+    the earlier file does not say, and what else was another. by: as made_by says of now.
     """
     pairs = list(_pairs(now, earlier.rows))
     apart = [(row, every) for row, every in pairs if all(_unlike(row, old) for old in every)]

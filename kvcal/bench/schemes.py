@@ -29,8 +29,8 @@ LONG = 128  # tokens a group, and a block, of the schemes that end in -g128
 
 @dataclass(frozen=True)
 class Benched:
-    """One scheme as one layer of a model has it. made_up: what stands for calibrated constants, if anything does. whole: all
-    layers, of a bundle.
+    """One scheme as one layer of a model has it. made_up: what stands for calibrated constants, if anything does.
+    whole: all layers, of a bundle.
     """
 
     name: str

@@ -62,7 +62,9 @@ def _per_step(case: Case, prepared: Prepared, roles: slice) -> Prepared:
 
 
 def hybrid_share(percent: int) -> Callable[[Case], Prepared]:
-    """InnerQ Table 6: decode the hybrid values and multiply them with one row of weights, so many groups being symmetric."""
+    """InnerQ Table 6: decode the hybrid values and multiply them with one row of weights, so many groups being
+    symmetric.
+    """
 
     def build(case: Case) -> Prepared:
         filled = fill(case)
@@ -153,7 +155,9 @@ def channel_selection(case: Case) -> Prepared:
 
 
 def mlp(case: Case) -> Prepared:
-    """The gated feed-forward part of one layer at one token a row, random weights: beside attention in MixKVQ's Table 7."""
+    """The gated feed-forward part of one layer at one token a row, random weights: beside attention in MixKVQ's Table
+    7.
+    """
     hidden, wide = case.geometry.hidden, case.geometry.intermediate
     generator = torch.Generator(case.device).manual_seed(case.seed)
 

@@ -15,8 +15,8 @@ from .devices import Device
 
 @dataclass(frozen=True)
 class Target:
-    """device: where it is measured; None where it is projected. profile: of it, where there is one. table_4: whether the
-    paper's device is meant too. jetson: whether it is one, with a profile or without.
+    """device: where it is measured; None where it is projected. profile: of it, where there is one. table_4: whether
+    the paper's device is meant too. jetson: whether it is one, with a profile or without.
     """
 
     name: str
@@ -51,8 +51,8 @@ def target(name: str) -> Target:
 
 
 def board() -> str | None:
-    """What this machine is called if it is a Jetson, None on other machines: by its device tree, which containers mask; else
-    by its GPU, one with the host's memory; else, where CUDA finds none, by its system's release.
+    """What this machine is called if it is a Jetson, None on other machines: by its device tree, which containers mask;
+    else by its GPU, one with the host's memory; else, where CUDA finds none, by its system's release.
     """
     if (device_tree := devices.board()) is not None:
         return device_tree
@@ -78,7 +78,8 @@ def _profile(here: str) -> Device | None:
 def _cuda_of(name: str, board: str) -> torch.device:
     if not torch.cuda.is_available():
         raise UsageError(
-            f"--device {name}: this is {board}, but its torch has no CUDA; install NVIDIA's wheel of torch for JetPack, "
+            f"--device {name}: this is {board}, but its torch has no CUDA; install NVIDIA's wheel of torch for "
+            "JetPack, "
             "or give --device cpu"
         )
     return torch.device("cuda")

@@ -37,11 +37,11 @@ class Timed:
 
 @dataclass
 class Clock:
-    """Times closures on one device, caches flushed before each. repeats: at most; seconds: at most a closure, from its warm-up
-    on (LEAST_REPEATS are made whatever they take).
+    """Times closures on one device, caches flushed before each. repeats: at most; seconds: at most a closure, from its
+    warm-up on (LEAST_REPEATS are made whatever they take).
 
-    CPU: wall time. CUDA: events around the closure on this device, which is the current one meanwhile; the flush before it is
-    long enough to hide its first launches.
+    CPU: wall time. CUDA: events around the closure on this device, which is the current one meanwhile; the flush before
+    it is long enough to hide its first launches.
     """
 
     device: torch.device
@@ -120,8 +120,9 @@ class Clock:
         return self._ceilings["read"]
 
     def matmul_rate(self, again: bool = False) -> float:
-        """Operations a second of torch's own bfloat16 product of two square matrices (float32 on a CPU); measured once. again:
-        once more, by the first decile, to tell the device's speed from what else kept it busy; the higher rate stays.
+        """Operations a second of torch's own bfloat16 product of two square matrices (float32 on a CPU); measured once.
+        again: once more, by the first decile, to tell the device's speed from what else kept it busy; the higher rate
+        stays.
         """
         if again or "matmul" not in self._ceilings:
             size = MATMUL_SIZE[self.device.type]

@@ -1,4 +1,6 @@
-"""A bundle's model card: what it is, how good, and the commands that make it again. The same input gives the same bytes."""
+"""A bundle's model card: what it is, how good, and the commands that make it again. The same input gives the same
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,8 @@ def _own_row(bundle: Bundle, sha256: str, evaluation: Mapping[str, Any]) -> Mapp
     if evaluated.get("sha256") != sha256:
         shown = f"sha256 {str(evaluated['sha256'])[:16]}…" if "sha256" in evaluated else "no sha256 (an older kvcal's)"
         raise UsageError(
-            f"--eval: its {bundle.name} has {shown}, this file {sha256[:16]}…: figures of another file; run `kvcal eval` again"
+            f"--eval: its {bundle.name} has {shown}, this file {sha256[:16]}…: figures of another file; run `kvcal "
+            "eval` again",
         )
     return evaluated
 
@@ -212,7 +215,8 @@ def _typed_model(bundle: Bundle) -> str:
 def _intro(bundle: Bundle) -> str:
     name = markdown(_model_name(bundle, "its model"))
     return (
-        f"Constants for storing the key-value cache of **{name}** at {bundle.scheme.bits_per_value():.3f} bits a value, "
+        f"Constants for storing the key-value cache of **{name}** at {bundle.scheme.bits_per_value():.3f} bits a "
+        "value, "
         f"for kvcal. Method: {_described(bundle)}. It holds no weights and no text."
     )
 
@@ -293,8 +297,10 @@ def _evaluation(bundle: Bundle, evaluation: Mapping[str, Any]) -> str:
         return [row["name"], *(_figure(row[name], style) for name, style in formats.items())]
 
     setup = (
-        f"{counted(evaluation['windows'], 'window')} of {evaluation['length']} tokens of {markdown(evaluation['text'])} "
-        f"in steps of {evaluation['step']}, {markdown(evaluation['dtype'])}; each step sees the compressed past. KL is to "
+        f"{counted(evaluation['windows'], 'window')} of {evaluation['length']} tokens of "
+        f"{markdown(evaluation['text'])} "
+        f"in steps of {evaluation['step']}, {markdown(evaluation['dtype'])}; each step sees the compressed past. KL is "
+        "to "
         "full precision."
     )
     options = {

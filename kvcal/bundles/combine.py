@@ -16,7 +16,8 @@ OF_KEYS, OF_VALUES = {"k1", "k2", "k0"}, {"v1", "v2"}
 def combine(keys: Bundle, values: Bundle, *, hashes: tuple[str, str]) -> Bundle:
     """A bundle with the key codecs of one and the value codecs of the other; hashes: sha256 of their files.
 
-    Raises IncompatibleBundle for bundles of different models, UsageError for parts that cannot work together, naming both.
+    Raises IncompatibleBundle for bundles of different models, UsageError for parts that cannot work together, naming
+    both.
     """
     if differences := keys.fingerprint.differences(values.fingerprint):
         raise IncompatibleBundle(
@@ -24,12 +25,14 @@ def combine(keys: Bundle, values: Bundle, *, hashes: tuple[str, str]) -> Bundle:
         )
     if keys.scheme.windows != values.scheme.windows:
         raise UsageError(
-            f"{keys.name} has windows {_windows(keys)}, {values.name} {_windows(values)}: make one of them again with the "
+            f"{keys.name} has windows {_windows(keys)}, {values.name} {_windows(values)}: make one of them again with "
+            "the "
             "other's --sink, --recent and --block"
         )
     if keys.scheme.selection != values.scheme.selection:
         raise UsageError(
-            f"{keys.name} keeps {_kept(keys)}, {values.name} {_kept(values)}: one token set serves both, make one of them "
+            f"{keys.name} keeps {_kept(keys)}, {values.name} {_kept(values)}: one token set serves both, make one of "
+            "them "
             "again with the other's --keep and --heavy"
         )
     layers: list[LayerCodecs | None] = []
@@ -61,7 +64,8 @@ def _check(index: int, bundle: Bundle, part: str, needs: frozenset[str], other: 
     """A predictor was fitted on reconstructions of its own bundle's other half."""
     if needs:
         raise UsageError(
-            f"layer {index}: the {part} of {bundle.name} are predicted from {other} as {bundle.name} itself stores them "
+            f"layer {index}: the {part} of {bundle.name} are predicted from {other} as {bundle.name} itself stores "
+            "them "
             f"({', '.join(sorted(needs))}); fit them again without that input, or take {other} from {bundle.name} too"
         )
 

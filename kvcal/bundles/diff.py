@@ -23,8 +23,8 @@ SECTIONS = ("model", "settings", "scheme", "codecs", "tensors", "metrics")
 def diff(a: Bundle, b: Bundle, *, same_bytes: bool) -> dict[str, Any]:
     """{"same", "first_tensor", SECTION: [difference, ...]}; same_bytes: whether the two files are equal.
 
-    A difference has "what" and the values "a" and "b", or "only_in"; numbers also "change", tensors how many entries differ,
-    which first, and how much. A tensor that many layers share is listed at the first of them.
+    A difference has "what" and the values "a" and "b", or "only_in"; numbers also "change", tensors how many entries
+    differ, which first, and how much. A tensor that many layers share is listed at the first of them.
     """
     for bundle in (a, b):
         check_depth(bundle)
@@ -112,8 +112,8 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _digest(tensor: Tensor, digests: dict[int, str]) -> str:
-    """A hash of content, dtype and shape; codebooks of 100 MB that layers share are hashed once. digests: by id, of held
-    tensors.
+    """A hash of content, dtype and shape; codebooks of 100 MB that layers share are hashed once. digests: by id, of
+    held tensors.
     """
     if id(tensor) not in digests:
         digests[id(tensor)] = _kind(tensor) + hashlib.sha256(tensor_bytes(tensor)).hexdigest()

@@ -13,8 +13,8 @@ from ..pipeline.build import COMMANDS
 
 
 def given_bundle(path: Path, *, presets: bool = False) -> Bundle:
-    """`load_bundle`. presets: whether the command has --preset. Raises as it does; where there is no such file and the path is
-    a known name, the CorruptBundle says what to give or run instead.
+    """`load_bundle`. presets: whether the command has --preset. Raises as it does; where there is no such file and the
+    path is a known name, the CorruptBundle says what to give or run instead.
     """
     refuse_name(path, presets=presets)
     return load_bundle(path)

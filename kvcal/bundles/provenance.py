@@ -1,7 +1,7 @@
 """From a bundle's provenance back to the command that made it: its name, its options, and the line to type.
 
-Everything that decides a bundle's bytes is in its provenance; where a text or a model lies on this machine is not.
-A bundle may come from a stranger: what it records is checked here as strictly as what a user types, and no path is taken
+Everything that decides a bundle's bytes is in its provenance; where a text or a model lies on this machine is not. A
+bundle may come from a stranger: what it records is checked here as strictly as what a user types, and no path is taken
 from it. Hub models and data sets by their names are.
 """
 
@@ -47,8 +47,8 @@ NOT_RECORDED = {
 
 @dataclass(frozen=True)
 class Recorded:
-    """A command of kvcal. options: by name, without those at their defaults' meaning; inputs: bundles that it reads (combine,
-    fold), as {"name", "sha256", "recorded"}, made first. text, other_text, model: labels as recorded.
+    """A command of kvcal. options: by name, without those at their defaults' meaning; inputs: bundles that it reads
+    (combine, fold), as {"name", "sha256", "recorded"}, made first. text, other_text, model: labels as recorded.
     """
 
     command: str

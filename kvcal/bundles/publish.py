@@ -1,7 +1,7 @@
 """Bundles on the Hugging Face hub: push with card and plots in one commit, pull by commit with every hash checked.
 
-What goes over the network goes through huggingface_hub. Nothing is left where a file was asked for until it is whole and
-its hash is the hub's.
+What goes over the network goes through huggingface_hub. Nothing is left where a file was asked for until it is whole
+and its hash is the hub's.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def push(
 ) -> Pushed:
     """Bundle, card and plots in one commit; the repository is made where there is none. The bundle is checked first.
 
-    private: of a new repository. Raises UsageError (a name that `pull` would not find; private, and there is a public one
-    already), ModelUnavailable (offline, no permission, no such branch; then no repository is made), CorruptBundle where the
-    hub then holds another hash.
+    private: of a new repository. Raises UsageError (a name that `pull` would not find; private, and there is a public
+    one already), ModelUnavailable (offline, no permission, no such branch; then no repository is made), CorruptBundle
+    where the hub then holds another hash.
     """
     from huggingface_hub import CommitOperationAdd
 
@@ -80,7 +80,8 @@ def push(
             )
         if private and api.repo_exists(repo) and not api.model_info(repo).private:
             raise UsageError(
-                f"--private: {repo} is there already and public, and nothing was pushed; make it private on the hub, or leave "
+                f"--private: {repo} is there already and public, and nothing was pushed; make it private on the hub, "
+                "or leave "
                 "--private out"
             )
         api.create_repo(repo, private=private or None, exist_ok=True)
@@ -100,12 +101,12 @@ def push(
 def pull(
     repo: str, folder: Path, *, revision: str | None = None, file: str | None = None, sha256: str | None = None
 ) -> Pulled:
-    """The bundle with its card and plots at one commit, into `folder`; RECORD beside it says which commit. A symlink there
-    stays one: the file it leads to is replaced.
+    """The bundle with its card and plots at one commit, into `folder`; RECORD beside it says which commit. A symlink
+    there stays one: the file it leads to is replaced.
 
     file: where the repository holds several bundles. sha256: what the bundle must have, from elsewhere than the hub.
-    Raises ModelUnavailable (offline, no permission, no such repository, revision or file), CorruptBundle (half a download, a
-    wrong hash, a damaged bundle); then nothing is written.
+    Raises ModelUnavailable (offline, no permission, no such repository, revision or file), CorruptBundle (half a
+    download, a wrong hash, a damaged bundle); then nothing is written.
     """
     refuse_dash(folder, "--output")
     if not folder.is_dir():
@@ -277,7 +278,8 @@ def _explain(error: Exception, repo: str, revision: str | None, doing: str, what
         return hub.explain(error, repo, revision, what)
     if status in (401, 403) or isinstance(error, errors.RepositoryNotFoundError):
         return ModelUnavailable(
-            f"no permission to {doing} {repo} (HTTP {status}): set HF_TOKEN to a token that may {doing} it, or check the name"
+            f"no permission to {doing} {repo} (HTTP {status}): set HF_TOKEN to a token that may {doing} it, or check "
+            "the name",
         )
     if "Consistency check failed" in str(error):
         return CorruptBundle(f"{repo}: the download of {what} broke off ({hub.one_line(error, 120)}); try again")

@@ -73,7 +73,8 @@ def check_ours(folder: Path, names: re.Pattern[str] = NAMES) -> None:
         return
     if foreign := [name for name in entries if not (names.fullmatch(name) or is_temporary(name))]:
         raise KVCalError(
-            f"{folder} holds {foreign[0]}, which kvcal did not make, and would be removed: move the folder away, or give "
+            f"{folder} holds {foreign[0]}, which kvcal did not make, and would be removed: move the folder away, or "
+            "give "
             "another --output"
         )
 
@@ -110,8 +111,8 @@ class CheckpointFolder:
             shutil.rmtree(self.folder)
 
     def place(self, name: str) -> Path:
-        """Return the path that a file of that name is to have, its folder made. Raises KVCalError or OSError where there can
-        be none.
+        """Return the path that a file of that name is to have, its folder made. Raises KVCalError or OSError where
+        there can be none.
         """
         self.folder.mkdir(exist_ok=True)
         write_atomically(self.folder / SETTINGS, json.dumps({"key": self.key}).encode())
@@ -166,7 +167,9 @@ class CommandCheckpoint(CheckpointFolder):
         return super().place(name)
 
     def drop(self, *names: str) -> None:
-        """Files and folders that are not needed any more; and all, if no other is left but what was cut off while written."""
+        """Files and folders that are not needed any more; and all, if no other is left but what was cut off while
+        written.
+        """
         for name in names:
             path = self.folder / name
             if path.is_dir():
@@ -178,8 +181,8 @@ class CommandCheckpoint(CheckpointFolder):
 
     @contextmanager
     def until_done(self) -> Iterator[None]:
-        """Within, all that is kept is for a run that is killed: afterwards, and after an error that would come again, nothing
-        of it is left.
+        """Within, all that is kept is for a run that is killed: afterwards, and after an error that would come again,
+        nothing of it is left.
         """
         try:
             yield

@@ -1,8 +1,10 @@
-"""The driver of `kvcal train-codebooks`: collect vectors in one pass over the layers, train stage after stage, write a bundle.
+"""The driver of `kvcal train-codebooks`: collect vectors in one pass over the layers, train stage after stage, write a
+bundle.
 
-Vectors are kept layer by layer, and codebooks stage by stage, so that a killed run goes on: once vectors of all layers are on
-disk the model is not run again; they are turned into residuals by the stages that are there, and training continues. A
-collection that was cut off begins anew, as each layer needs the hidden states of the one before. The file comes out the same.
+Vectors are kept layer by layer, and codebooks stage by stage, so that a killed run goes on: once vectors of all layers
+are on disk the model is not run again; they are turned into residuals by the stages that are there, and training
+continues. A collection that was cut off begins anew, as each layer needs the hidden states of the one before. The file
+comes out the same.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ Made = TypeVar("Made")
 @dataclass
 class Vectors:
     """Sampled vectors of all layers, layer after layer. keys, values (n, D) in the working dtype, bfloat16 on a GPU and
-    float32 elsewhere; held_* (m, D) float32; all divided by their layer's scales. layer_of, head_of: of each held-out vector.
+    float32 elsewhere; held_* (m, D) float32; all divided by their layer's scales. layer_of, head_of: of each held-out
+    vector.
     """
 
     keys: Tensor
@@ -169,8 +172,8 @@ def collect(method: VQKV, capture: Capture, train: int, heads: int, say: Say = l
 
 
 class Collection:
-    """A seeded sample of method.vectors keys and as many values from the first `train` windows, fewer if there are fewer,
-    and a held-out one from the others; the sink's tokens are never taken.
+    """A seeded sample of method.vectors keys and as many values from the first `train` windows, fewer if there are
+    fewer, and a held-out one from the others; the sink's tokens are never taken.
     """
 
     def __init__(self, method: VQKV, train: int, heads: int, layers: int) -> None:
@@ -259,8 +262,8 @@ class Picked:
 
 @dataclass
 class Sample:
-    """One layer's part of Vectors, with their dtypes. scales (H, D) or None, on the CPU; rotary: dimensions that RoPE turns, 0
-    without it; probe: of the layer's key weights, empty where the fingerprint does not look at it.
+    """One layer's part of Vectors, with their dtypes. scales (H, D) or None, on the CPU; rotary: dimensions that RoPE
+    turns, 0 without it; probe: of the layer's key weights, empty where the fingerprint does not look at it.
     """
 
     keys: Tensor

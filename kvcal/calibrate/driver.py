@@ -88,10 +88,11 @@ def fit_together(
     other: Windows | None = None,
     written: Callable[[FitJob, FitResult], None] = lambda job, result: None,
 ) -> list[FitResult]:
-    """Several bundles from one scan over the layers, each with its own checkpoint and the bytes that `fit` gives it alone.
+    """Several bundles from one scan over the layers, each with its own checkpoint and the bytes that `fit` gives it
+    alone.
 
-    Each layer is loaded once and run once as a whole; every method makes its own passes over the layer's q, k and v, which
-    end before attention. written: called as soon as a bundle is on disk. Raises as `fit`.
+    Each layer is loaded once and run once as a whole; every method makes its own passes over the layer's q, k and v,
+    which end before attention. written: called as soon as a bundle is on disk. Raises as `fit`.
     """
     options = options or FitOptions()
     ids = torch.cat((text.train, text.holdout, *(() if other is None else (other.train,))))

@@ -1,9 +1,9 @@
 """What a scheme costs in KL on short windows of text, layer by layer, without a cache.
 
-Every token attends to the window's packed tokens as the scheme gives them back, and to the sink and the newest ones as they
-are. Hidden states, and the keys and values made of them, are then those of a model that has lived with the scheme: errors
-build up over layers and tokens, as they do over a long text. The KL of the last tokens has the order of the KL that
-`kvcal eval` measures (docs/ablations/guard.md). Only one layer's weights are needed at a time.
+Every token attends to the window's packed tokens as the scheme gives them back, and to the sink and the newest ones as
+they are. Hidden states, and the keys and values made of them, are then those of a model that has lived with the scheme:
+errors build up over layers and tokens, as they do over a long text. The KL of the last tokens has the order of the KL
+that `kvcal eval` measures (docs/ablations/guard.md). Only one layer's weights are needed at a time.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ BEHIND = 128  # tokens at a window's end whose KL counts, none of them packed; a
 
 @dataclass(frozen=True)
 class Forecast:
-    """kl: mean nats between the next-token distributions of the scheme and of the exact model, over the tokens behind the
-    prompt; infinite where the scheme's are not finite. packed: tokens of the prompt that the scheme packs; of none the KL is
-    0. ratio: largest over median root mean square of a channel of keys, of the worst layer and kv head; layer: which layer.
+    """kl: mean nats between the next-token distributions of the scheme and of the exact model, over the tokens behind
+    the prompt; infinite where the scheme's are not finite. packed: tokens of the prompt that the scheme packs; of none
+    the KL is 0. ratio: largest over median root mean square of a channel of keys, of the worst layer and kv head;
+    layer: which layer.
     """
 
     kl: float
@@ -67,8 +68,8 @@ def least_tokens(scheme: Scheme) -> int:
 def forecasts(
     model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None = None
 ) -> dict[str, Forecast]:
-    """Forecast the KL of each scheme on token windows ids (N, T) int64, all in one batch. device: where a LayerSource puts
-    its layers; a model's own otherwise.
+    """Forecast the KL of each scheme on token windows ids (N, T) int64, all in one batch. device: where a LayerSource
+    puts its layers; a model's own otherwise.
     """
     if not schemes:
         return {}
@@ -109,8 +110,8 @@ def _own_cache(capture: Capture, index: int, layer: Any, x: Tensor, runs: Mappin
 def _compressed(
     capture: Capture, index: int, layer: nn.Module, x: Tensor, runs: Mapping[str, _Run]
 ) -> tuple[Tensor, float]:
-    """Another layer: its exact output, and the channel_ratio of its keys. NonFiniteError names keys or values; KVCalError
-    where a scheme stores keys before RoPE, and these do not become the model's.
+    """Another layer: its exact output, and the channel_ratio of its keys. NonFiniteError names keys or values;
+    KVCalError where a scheme stores keys before RoPE, and these do not become the model's.
     """
     kwargs, site = capture.kwargs_of(index), attention_site(capture.decoder, index)
     rope = kwargs.get("position_embeddings") if site.rope else None
@@ -229,8 +230,8 @@ def _kls(
 
 
 def _log_probabilities(capture: Capture, ids: Tensor, x: Tensor) -> Tensor:
-    """Log probabilities (N, Q, vocabulary) float32 of the last layer's output x (N, Q, hidden). The model's own forward,
-    whose layers give x whatever they are given, applies its norm, head and what lies between.
+    """Log probabilities (N, Q, vocabulary) float32 of the last layer's output x (N, Q, hidden). The model's own
+    forward, whose layers give x whatever they are given, applies its norm, head and what lies between.
     """
     with _layers_give(capture.decoder, x):
         logits: Tensor = capture.source.model(input_ids=ids, use_cache=False).logits

@@ -53,8 +53,8 @@ class FitResult:
 class FitJob:
     """One of the bundles that a scan makes. seed: which windows were drawn, for provenance.
 
-    searched: how the method's settings were found and what was seen there: `provenance` and `metrics`, kept under "search".
-    selection: tokens that a cache of this bundle keeps (H2O); nothing that is fitted depends on it.
+    searched: how the method's settings were found and what was seen there: `provenance` and `metrics`, kept under
+    "search". selection: tokens that a cache of this bundle keeps (H2O); nothing that is fitted depends on it.
     """
 
     method: Method | VQKV
@@ -119,8 +119,8 @@ class Scan:
 class Part(Protocol):
     """One bundle on its way through a scan.
 
-    saved_probe: the fingerprint's probe where an earlier run saved everything that the part reads from the layers; None where
-    it must read them.
+    saved_probe: the fingerprint's probe where an earlier run saved everything that the part reads from the layers; None
+    where it must read them.
     """
 
     saved_probe: tuple[float, ...] | None

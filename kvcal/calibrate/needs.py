@@ -1,7 +1,7 @@
 """Whether a text is enough for what is fitted on it: too little is said before the work, in numbers.
 
-With n tokens for p inputs, least squares errs on other text by about n / (n - p) times what it must: 1.33 at four times as
-many tokens as inputs, without bound at as many.
+With n tokens for p inputs, least squares errs on other text by about n / (n - p) times what it must: 1.33 at four times
+as many tokens as inputs, without bound at as many.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ LINEAR = ("linear", "reduced-rank", "linear-4bit", "mlp", "mlp-no-norm")
 
 @dataclass(frozen=True)
 class Need:
-    """what: is fitted; count of a unit (tokens, say) that the training windows have; least: numbers to determine, and what."""
+    """what: is fitted; count of a unit (tokens, say) that the training windows have; least: numbers to determine, and
+    what.
+    """
 
     what: str
     count: int
@@ -42,7 +44,8 @@ class Need:
 
     def __str__(self) -> str:
         return (
-            f"warning: too little text: {self.what}: {self.count:,} {self.unit} for {self.least:,} {self.of}, advised are "
+            f"warning: too little text: {self.what}: {self.count:,} {self.unit} for {self.least:,} {self.of}, advised "
+            "are "
             f"{ADVISED * self.least:,}; {self.more}"
         )
 
@@ -50,7 +53,8 @@ class Need:
 def too_little(method: object, shape: Shape, group: int, windows: int, tokens: int) -> list[str]:
     """A line for each part of a method that the text is too little for.
 
-    shape: of a layer's cache; group: query heads a kv head; windows: that are trained on; tokens: of each that are coded.
+    shape: of a layer's cache; group: query heads a kv head; windows: that are trained on; tokens: of each that are
+    coded.
     """
     lines = [str(need) for need in _needs(method, shape, group, windows * tokens) if not need.met]
     return [*lines, *([one_window("bits of each layer")] if isinstance(method, KVTuner) and windows == 1 else [])]
@@ -116,8 +120,10 @@ def worse_than_none(what: str, scores: Sequence[float | None]) -> str | None:
         return None
     names = ", ".join([*(str(layer) for layer, _ in below[:SHOWN]), *(["..."] if len(below) > SHOWN else [])])
     return (
-        f"warning: {what}: held-out explained variance is below 0 in layer{'s' if len(below) > 1 else ''} {names} (lowest "
-        f"{min(score for _, score in below):.3g}): worse than no prediction; give more text, or predict from other inputs"
+        f"warning: {what}: held-out explained variance is below 0 in layer{'s' if len(below) > 1 else ''} {names} "
+        "(lowest "
+        f"{min(score for _, score in below):.3g}): worse than no prediction; give more text, or predict from other "
+        "inputs"
     )
 
 

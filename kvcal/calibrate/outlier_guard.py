@@ -1,9 +1,10 @@
-"""The outlier guard: schemes whose forecast KL on this model is high are named before they serve, and what would be better.
+"""The outlier guard: schemes whose forecast KL on this model is high are named before they serve, and what would be
+better.
 
-Some models have key channels 10 to 95 times larger than the rest (Qwen2.5's K bias). A codec that spreads its error evenly
-over the channels of a token (2-bit integers per token, anything after a rotation) then drowns the small ones. Others have none
-and suffer from coarse values all the same. So nothing is judged by its name or by one error: what the scheme does to the
-model on short windows of text is computed, layer by layer (forecast.py).
+Some models have key channels 10 to 95 times larger than the rest (Qwen2.5's K bias). A codec that spreads its error
+evenly over the channels of a token (2-bit integers per token, anything after a rotation) then drowns the small ones.
+Others have none and suffer from coarse values all the same. So nothing is judged by its name or by one error: what the
+scheme does to the model on short windows of text is computed, layer by layer (forecast.py).
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from .job import Scan
 # Forecast KL from which a scheme is warned of, and in which words. KL 0.1: what 2-bit integers cost SmolLM2-135M and
 # Qwen2.5-Coder-0.5B at their worst settings; at 1 the next token is another one in most places.
 GRADES = ((1.0, "breaks the model"), (0.3, "costs much quality"), (0.1, "costs noticeable quality"))
-# Largest over median size of a key channel from which on it is named, where treating channels apart helps as well (`_advice`):
-# models with such channels have 10 to 95. Below that balanced factors may help, too (1-bit keys on `tiny`, whose ratio is 6),
-# but there is no channel to point at.
+# Largest over median size of a key channel from which on it is named, where treating channels apart helps as well
+# (`_advice`): models with such channels have 10 to 95. Below that balanced factors may help, too (1-bit keys on `tiny`,
+# whose ratio is 6), but there is no channel to point at.
 OUTLIER = 10.0
-# More bits a value, of keys and values, that count as "about the same": scales of groups along tokens take 0.38 more than one
-# of a whole head; another bit of keys takes 0.5.
+# More bits a value, of keys and values, that count as "about the same": scales of groups along tokens take 0.38 more
+# than one of a whole head; another bit of keys takes 0.5.
 WIDER = 0.5
 BETTER = 0.5  # an alternative is named where its forecast is at most so many times the scheme's
 
@@ -67,10 +68,12 @@ LENGTH = 512  # tokens of each that a forecast is made from, where the scheme pa
 
 
 def window_of(ids: Tensor, schemes: Iterable[Scheme], context: int | None = None) -> Tensor:
-    """Token windows that forecasts of these schemes are made from: the first of ids (N, T) int64, cut to the length that it
-    takes, as (WINDOWS or fewer, length). Windows that are too short are joined, to no more than `context` tokens.
+    """Token windows that forecasts of these schemes are made from: the first of ids (N, T) int64, cut to the length
+    that it takes, as (WINDOWS or fewer, length). Windows that are too short are joined, to no more than `context`
+    tokens.
 
-    A token that all windows begin with (BOS) stands only at the start. A scheme that needs more than there is has no say.
+    A token that all windows begin with (BOS) stands only at the start. A scheme that needs more than there is has no
+    say.
     """
     head = ids[:1, :1] if len(ids) > 1 and bool((ids[:, 0] == ids[0, 0]).all()) else ids[:1, :0]
     stream = ids[:, head.shape[1] :].reshape(-1)
@@ -97,8 +100,8 @@ def grade(kl: float) -> str | None:
 def warnings(
     model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None = None
 ) -> list[str]:
-    """One line for each scheme whose forecast KL on text is high, and for each that packs nothing of the text and so has no
-    forecast; empty if there is none. ids: token windows (N, T) int64, of which those of `window_of` are taken.
+    """One line for each scheme whose forecast KL on text is high, and for each that packs nothing of the text and so
+    has no forecast; empty if there is none. ids: token windows (N, T) int64, of which those of `window_of` are taken.
     """
     if not schemes:
         return []
@@ -136,7 +139,8 @@ class Advice:
 def _line(name: str, result: Forecast, word: str, instead: Advice) -> str:
     channels = f"key channels are up to {result.ratio:.0f} times the median (layer {result.layer}); "
     return (
-        f"warning: {name} {word} here: KL about {result.kl:.2g} nats per token, of tokens behind {result.packed} packed ones "
+        f"warning: {name} {word} here: KL about {result.kl:.2g} nats per token, of tokens behind {result.packed} "
+        "packed ones "
         "(`kvcal eval` averages over all tokens, those before the first packed block too); "
         f"{channels if instead.channels and result.ratio >= OUTLIER else ''}{instead.text}"
     )
@@ -144,8 +148,8 @@ def _line(name: str, result: Forecast, word: str, instead: Advice) -> str:
 
 @dataclass(frozen=True)
 class Tried:
-    """A scheme in the place of another. command: what learns it from text, "" for one that needs none. apart: in contrast to
-    the other it treats key channels apart, at about the same bits.
+    """A scheme in the place of another. command: what learns it from text, "" for one that needs none. apart: in
+    contrast to the other it treats key channels apart, at about the same bits.
     """
 
     name: str
@@ -160,8 +164,9 @@ def advice(
     schemes: Mapping[str, tuple[Scheme, float]],
     device: torch.device | None = None,
 ) -> dict[str, Advice]:
-    """What would be better than each of these schemes of forecast KL, on the same windows: the first of ALTERNATIVES that is
-    not warned of, and the scheme's own key codecs behind balanced factors, which have its bits. Two passes serve all schemes.
+    """What would be better than each of these schemes of forecast KL, on the same windows: the first of ALTERNATIVES
+    that is not warned of, and the scheme's own key codecs behind balanced factors, which have its bits. Two passes
+    serve all schemes.
     """
     if not schemes:
         return {}
@@ -194,8 +199,8 @@ def _apart(scheme: Scheme) -> bool:
 def _advice(results: Sequence[tuple[Tried, float]], kl: float) -> Advice:
     """Advise among these alternatives and their forecast KL, where the scheme's own is `kl`.
 
-    Unequal key channels are a cause where an alternative that treats them apart, at about the same bits, has BETTER times the
-    KL or less. A large ratio alone is none: keys may be coded by channel, and values what is coarse.
+    Unequal key channels are a cause where an alternative that treats them apart, at about the same bits, has BETTER
+    times the KL or less. A large ratio alone is none: keys may be coded by channel, and values what is coarse.
     """
     most = min(BETTER * kl, sys.float_info.max)
     channels = any(one.apart and cost <= most for one, cost in results)
@@ -233,8 +238,8 @@ def _with(scheme: Scheme, other: Alternative) -> Scheme | None:
 def _balanced(
     model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None
 ) -> dict[str, Tried | None]:
-    """Each scheme with its key codecs behind balanced factors of these windows; None if no key takes any. Predicted keys are
-    taken without their predictors.
+    """Each scheme with its key codecs behind balanced factors of these windows; None if no key takes any. Predicted
+    keys are taken without their predictors.
     """
     if device is None:
         assert isinstance(model, nn.Module)
@@ -269,8 +274,8 @@ MANY = 6  # exceptions by layer that a command is printed with
 
 
 def _command(scheme: Scheme, balanced: Mapping[int, str]) -> str:
-    """The call of `kvcal fit-predictors` that learns this scheme with these key codecs, by layer. Where no call does, as
-    codecs have no names or values keep their predictors: what to change in the one that made the scheme.
+    """The call of `kvcal fit-predictors` that learns this scheme with these key codecs, by layer. Where no call does,
+    as codecs have no names or values keep their predictors: what to change in the one that made the scheme.
     """
     pairs = {index: pair for index, pair in enumerate(scheme.layers) if pair is not None}
     keys = {index: balanced.get(index) or _name(pair.key, "key") for index, pair in pairs.items()}
@@ -362,8 +367,8 @@ def _alike(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
 
 
 def say_forecasts(scan: Scan, schemes: Mapping[str, Scheme]) -> None:
-    """What these schemes are forecast to cost on held-out windows, where that is much; on training windows too, where the
-    held-out ones together are too short for a block of each.
+    """What these schemes are forecast to cost on held-out windows, where that is much; on training windows too, where
+    the held-out ones together are too short for a block of each.
     """
     from .forecast import least_tokens
 

@@ -31,8 +31,8 @@ class LayerCall:
 
 
 def check_rotation(site: AttentionSite, rope: tuple[Tensor, Tensor] | None, called: LayerCall) -> None:
-    """Raises KVCalError where keys seen before RoPE do not become those that attention gets, bit for bit. rope: cos and sin
-    (1, T, rotary dim); None in a layer without RoPE.
+    """Raises KVCalError where keys seen before RoPE do not become those that attention gets, bit for bit. rope: cos and
+    sin (1, T, rotary dim); None in a layer without RoPE.
     """
     before = called.pre_rope_keys
     if before is None:
@@ -42,7 +42,8 @@ def check_rotation(site: AttentionSite, rope: tuple[Tensor, Tensor] | None, call
     same = (rotated == called.keys) | (rotated.isnan() & called.keys.isnan())
     if not bool(same.all()):
         raise KVCalError(
-            f"layer {site.index}: keys captured before RoPE do not give the model's keys when rotated (largest difference "
+            f"layer {site.index}: keys captured before RoPE do not give the model's keys when rotated (largest "
+            "difference "
             f"{float((rotated - called.keys).abs().max()):.2g}); store keys after RoPE (--frame post_rope)"
         )
 
@@ -75,7 +76,8 @@ class _StandIn:
 def layer_calls(decoder: Any, ids: Tensor) -> tuple[Tensor, dict[str, dict[str, Any]]]:
     """The first layer's input (B, T, hidden size) for ids (B, T), and the keyword arguments of the layers of each kind.
 
-    No layer runs. No inference mode: rotary modules keep tensors made here, and methods may train on what they are handed.
+    No layer runs. No inference mode: rotary modules keep tensors made here, and methods may train on what they are
+    handed.
     """
     kinds = [layer_kind(decoder.config, index) for index in range(decoder.config.num_hidden_layers)]
     missing = set(kinds)
@@ -88,7 +90,8 @@ def layer_calls(decoder: Any, ids: Tensor) -> tuple[Tensor, dict[str, dict[str, 
             x = args[0] if args else options.pop("hidden_states")
             if len(args) > 1 or x.ndim != 3:
                 raise KVCalError(
-                    f"{type(decoder).__name__} calls its layers with {max(1, len(args))} tensors, the first of {x.ndim} "
+                    f"{type(decoder).__name__} calls its layers with {max(1, len(args))} tensors, the first of "
+                    f"{x.ndim} "
                     "dimensions; calibration knows layers that get hidden states (windows, tokens, channels) alone"
                 )
             inputs.append(x)
@@ -131,8 +134,8 @@ def call_layer(
     stop: bool,
     change: Change | None = None,
 ) -> LayerCall:
-    """One layer on its input x (B, T, hidden size), or only its norm and projections with `stop`. change: what attention gets
-    of the layer's keys (after RoPE) and values, (B, H, T, D) each.
+    """One layer on its input x (B, T, hidden size), or only its norm and projections with `stop`. change: what
+    attention gets of the layer's keys (after RoPE) and values, (B, H, T, D) each.
     """
     repeat = kv_repeats(site, x)
     cache, noted = _StandIn(stop, repeat, change), {}

@@ -224,7 +224,9 @@ class Capture:
         )
 
     def _checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """One call must fit batches of every size: tensors of batch dimension 1, and no mask where causality says it all."""
+        """One call must fit batches of every size: tensors of batch dimension 1, and no mask where causality says it
+        all.
+        """
         name, kind = type(self.decoder).__name__, self.decoder.config._attn_implementation
         if "past_key_values" not in kwargs:
             raise KVCalError(f"{name} does not give its layers past_key_values; this architecture is not supported")
@@ -272,7 +274,9 @@ class LayerTaps:
 
     @property
     def probe(self) -> tuple[float, ...]:
-        """What the layer adds to a fingerprint's probe; the first and the last one handed out speak for those beyond them."""
+        """What the layer adds to a fingerprint's probe; the first and the last one handed out speak for those beyond
+        them.
+        """
         layers, skipped = self._capture.layers, self._probes
         probed = probed_layers(int(self._capture.decoder.config.num_hidden_layers))
         probes = {self.index: key_probe(self.site)} if self.index in probed else {}
@@ -324,8 +328,8 @@ class LayerTaps:
 
     @contextmanager
     def shared(self) -> Iterator[LayerTaps]:
-        """The same layer for one of several readers, of use within: all passes of these taps, an advancing one too, leave the
-        layer's input as it is, so that the next reader sees the same q, k and v.
+        """The same layer for one of several readers, of use within: all passes of these taps, an advancing one too,
+        leave the layer's input as it is, so that the next reader sees the same q, k and v.
         """
         self._check_order()
         reader = LayerTaps(self._capture, self.index, self._layer, self._probes)

@@ -67,8 +67,8 @@ def bench(
 ) -> None:
     """Measure kernels and generation of any scheme on random data; project them for devices that are not here.
 
-    After a kill the same command goes on behind the last batch and length of kernels, or scheme of a whole model, that it
-    measured.
+    After a kill the same command goes on behind the last batch and length of kernels, or scheme of a whole model, that
+    it measured.
     """
     options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.bench import run_bench

@@ -30,7 +30,8 @@ def build(
 ) -> None:
     """Build the bundles of a recipe: those that changed; interrupted, the same command goes on where it was.
 
-    What each bundle was made of lies in <recipe>.lock.json beside the outputs. Exit code 3 if a gate of the recipe fails.
+    What each bundle was made of lies in <recipe>.lock.json beside the outputs. Exit code 3 if a gate of the recipe
+    fails.
     """
     from kvcal.cli.defaults import defaults_of, options_of
     from kvcal.commands.build import run_build

@@ -127,7 +127,9 @@ def diff(
     b: Annotated[Path, typer.Argument(help="Another.")],
     json: Json = False,
 ) -> None:
-    """Show what differs between two bundles: model, settings, scheme, codecs, tensors, metrics. Exit code 7 if anything."""
+    """Show what differs between two bundles: model, settings, scheme, codecs, tensors, metrics. Exit code 7 if
+    anything.
+    """
     from kvcal.commands.bundles import run_diff
 
     differences = run_diff(a, b)

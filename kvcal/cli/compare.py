@@ -93,8 +93,8 @@ def compare(
 ) -> None:
     """Measure many schemes on the same text: presets, bundles, and every pair of key and value codecs.
 
-    After a kill the same command goes on: rows, fitted layers and batches of windows (--batch) that were done are not done
-    again.
+    After a kill the same command goes on: rows, fitted layers and batches of windows (--batch) that were done are not
+    done again.
     """
     options = options_by_name(locals())
     from kvcal.cli.defaults import defaults_of

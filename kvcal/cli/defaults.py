@@ -11,8 +11,8 @@ _PROGRAM: dict[str, Any] = {"commands": None, "app": None}
 
 
 def register(commands: Mapping[str, Callable[..., Any]], app: Any) -> None:
-    """Called once, by app.py, which knows the commands: they are asked here for each other's options, so that this module
-    cannot import it.
+    """Called once, by app.py, which knows the commands: they are asked here for each other's options, so that this
+    module cannot import it.
     """
     _PROGRAM.update(commands=commands, app=app)
 
@@ -24,8 +24,8 @@ def defaults_of(command: str) -> dict[str, Any]:
 
 
 def options_of(command: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of `kvcal COMMAND`, these in place, read and checked as on the command line; a list is repeated, or joined
-    by commas where the option is given once. Raises UsageError in the words of the command line.
+    """All options of `kvcal COMMAND`, these in place, read and checked as on the command line; a list is repeated, or
+    joined by commas where the option is given once. Raises UsageError in the words of the command line.
     """
     from kvcal_artifacts.errors import UsageError
 

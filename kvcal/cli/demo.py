@@ -31,7 +31,8 @@ def demo(
         stored = row["cache_bytes"] + row["window_bytes"]
         line(
             f"{row['name']}: {stored:,} bytes stored for {result['length']} tokens, "
-            f"{row['bytes_at_16_bit'] / stored:.1f} times less than 16 bit (windows here in {result['dtype']}); packed part "
+            f"{row['bytes_at_16_bit'] / stored:.1f} times less than 16 bit (windows here in {result['dtype']}); packed "
+            "part "
             f"{16 / row['bits_per_value']:.1f} times less"
         )
     prose(f"\nText from the compressed cache, in a fresh process:\n{result['sample']}\n")

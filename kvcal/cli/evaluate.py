@@ -75,9 +75,9 @@ def evaluate(
 ) -> None:
     """Perplexity and KL through the cache, in small steps: full precision, presets and bundles side by side.
 
-    With gates (--max-…) every bundle and preset is held to them, and to a canary: other packed blocks must give other logits.
-    Exit code 3 if one fails; the line names the layer to blame and its figure. After a kill the same command goes on
-    behind the last batch of windows (--batch) that was done.
+    With gates (--max-…) every bundle and preset is held to them, and to a canary: other packed blocks must give other
+    logits. Exit code 3 if one fails; the line names the layer to blame and its figure. After a kill the same command
+    goes on behind the last batch of windows (--batch) that was done.
     """
     options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.evaluation import run_eval

@@ -20,7 +20,9 @@ def names(
     ] = "llama-3.1-8b",
     json: Json = False,
 ) -> None:
-    """List what options take by name: presets and codecs, with the bits a value that they store, and `kvcal bench`'s own."""
+    """List what options take by name: presets and codecs, with the bits a value that they store, and `kvcal bench`'s
+    own.
+    """
     from kvcal.commands.names import run_names
 
     rows = run_names(kind, model, said_of(context))

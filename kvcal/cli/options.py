@@ -76,8 +76,8 @@ class Machine:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, called with loose options where it takes a dataclass of them: in its signature, which Typer reads, the
-    fields stand in the dataclass's place.
+    """The command, called with loose options where it takes a dataclass of them: in its signature, which Typer reads,
+    the fields stand in the dataclass's place.
     """
     types = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in types.items() if is_dataclass(kind)}

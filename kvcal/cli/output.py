@@ -1,7 +1,7 @@
 """Results on stdout: JSON for programs, tables for people. Notes on stderr.
 
-All that the command line prints goes through here or through kvcal.cli.failure, where control characters are escaped: names,
-settings and texts come from files of strangers.
+All that the command line prints goes through here or through kvcal.cli.failure, where control characters are escaped:
+names, settings and texts come from files of strangers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ANY_WIDTH = 10_000  # rich would fold cells to the terminal's width; whole cells
 
 @contextmanager
 def on_stdout() -> Iterator[None]:
-    """What is printed within is there afterwards. Raises KVCalError, which names stdout, where it cannot be written; a reader
-    that has left stays a BrokenPipeError.
+    """What is printed within is there afterwards. Raises KVCalError, which names stdout, where it cannot be written; a
+    reader that has left stays a BrokenPipeError.
     """
     try:
         yield

@@ -50,8 +50,8 @@ def preset(
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
-    """Write a bundle for a method that needs no data: KIVI, SQuat, MixKVQ, InnerQ, TurboQuant, HIGGS, uniform, FP8, or any of
-    their codecs together.
+    """Write a bundle for a method that needs no data: KIVI, SQuat, MixKVQ, InnerQ, TurboQuant, HIGGS, uniform, FP8, or
+    any of their codecs together.
     """
     options: dict[str, Any] = {option: value for option, value in locals().items() if option != "context"}
     from kvcal.commands.preset import run_preset

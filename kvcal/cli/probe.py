@@ -66,7 +66,8 @@ def probe(
     resume: Resume = True,
     json: Json = False,
 ) -> None:
-    """Measure how well keys and values are predicted by other layers, other tokens and each other (AQUA-KV section 3.1).
+    """Measure how well keys and values are predicted by other layers, other tokens and each other (AQUA-KV section
+    3.1).
 
     After a kill the same command goes on behind the last layer that was done.
     """

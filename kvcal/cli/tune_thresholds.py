@@ -80,7 +80,7 @@ def tune_thresholds(
     raw_dtype: Annotated[
         str,
         typer.Option(
-            help="Of the top tier: float16, bfloat16, float32; auto: bfloat16 if the model is, else (or with --full) float16."
+            help="Of the top tier: float16, bfloat16, float32; auto: bfloat16 if the model is, else (or with --full) float16.",
         ),
     ] = "auto",
     value_bits: Annotated[int, typer.Option(min=1, max=8, help="Of values, in groups of 32 channels of a token.")] = 2,

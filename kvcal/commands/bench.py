@@ -23,8 +23,8 @@ from .common import Options, Say
 
 
 def run_bench(o: Options, say: Say, show: Callable[[dict[str, Any]], None], typed: Collection[str] = ()) -> None:
-    """Measure, or project where the device is not this machine; show rows, and how they compare with an earlier file's, then
-    write the files asked for. What was measured is kept until all of that is out.
+    """Measure, or project where the device is not this machine; show rows, and how they compare with an earlier file's,
+    then write the files asked for. What was measured is kept until all of that is out.
 
     show: prints the result. typed: names of the options that somebody gave; UsageError for one that no row takes.
     """
@@ -80,6 +80,7 @@ def _nothing_common(path: Path, earlier: Sequence[Mapping[str, Any]], now: Seque
     """Names what must be alike, and the devices, in which files differ most often."""
     then, this = (", ".join(sorted({str(row["device"]) for row in every})) or "no device" for every in (earlier, now))
     return (
-        f"--compare {path}: no row in common, nothing is compared: its rows are of {then}, these of {this}; compared are rows "
+        f"--compare {path}: no row in common, nothing is compared: its rows are of {then}, these of {this}; compared "
+        "are rows "
         f"that agree in {', '.join((*KEY, *SETTINGS))}"
     )

@@ -50,7 +50,9 @@ from .doctor import machine
 
 @dataclass(frozen=True)
 class Session:
-    """What is measured, and with what. shapes: (batch, length); dtype: of kernels; say_once: says each line the first time."""
+    """What is measured, and with what. shapes: (batch, length); dtype: of kernels; say_once: says each line the first
+    time.
+    """
 
     o: Options
     where: Target
@@ -215,9 +217,9 @@ def _record(o: Options, source: ModelSource) -> dict[str, Any]:
 
 @dataclass
 class RowCheckpoint:
-    """Rows that a killed run had measured, by what they are of: kernels of one shape all in one run, and so beside FP16 of the
-    same; of whole models each scheme. resumed: how many rows were taken over; copies: bytes a second that the runs which
-    measured them copied at.
+    """Rows that a killed run had measured, by what they are of: kernels of one shape all in one run, and so beside FP16
+    of the same; of whole models each scheme. resumed: how many rows were taken over; copies: bytes a second that the
+    runs which measured them copied at.
     """
 
     work: CommandCheckpoint

@@ -132,8 +132,8 @@ def check_memory(o: Options, where: Target, operations: Sequence[str]) -> None:
 class Runs:
     """What of the wanted operations runs. kernels: operations that are timed; sized: those that fill a memory.
 
-    here, on_gpu: whether the device is here, and a GPU. at_shapes: rows of a given batch and length; of_schemes: rows of a
-    scheme. measured: whether anything is run, not only counted in bytes.
+    here, on_gpu: whether the device is here, and a GPU. at_shapes: rows of a given batch and length; of_schemes: rows
+    of a scheme. measured: whether anything is run, not only counted in bytes.
     """
 
     here: bool
@@ -224,7 +224,8 @@ def wanted_operations(asked: Sequence[str] | None, where: Target) -> list[str]:
         if unable and where.device is None:
             of = "" if len(unable) == len(members[name]) else f"{' and '.join(unable)} "
             raise UsageError(
-                f"--operation {name}: {of}cannot be projected for {where.name}; {', '.join(PROJECTED)} can, the rest is "
+                f"--operation {name}: {of}cannot be projected for {where.name}; {', '.join(PROJECTED)} can, the rest "
+                "is "
                 "measured on a device"
             )
         operations += [one for one in members[name] if one not in operations]

@@ -122,7 +122,8 @@ def check_entry(recipe: BuildRecipe, entry: Entry) -> None:
     try:
         if entry.gates.max_layer_drift is not None and entry.method not in RECORDS:
             raise UsageError(
-                f"gate max_layer_drift: bundles of {entry.method} record no errors of all keys and values to compare with; "
+                f"gate max_layer_drift: bundles of {entry.method} record no errors of all keys and values to compare "
+                "with; "
                 "give gates = {max_layer_drift = false}"
             )
         if entry.method == "preset":
@@ -348,7 +349,9 @@ def _opened(
 
 
 def _worker_start(parent: int, threads: int) -> None:
-    """Take as many threads as the parent has (they decide last bits on a CPU); lines instead of bars; ends with the parent."""
+    """Take as many threads as the parent has (they decide last bits on a CPU); lines instead of bars; ends with the
+    parent.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C goes to all: one line is enough, the parent's
     torch.set_num_threads(threads)
     os.environ["TERM"] = "dumb"
@@ -368,7 +371,9 @@ def _worker_run(work: Work) -> list[tuple[str, str, int]]:
 
 
 def run_all(todo: Sequence[Work], jobs: int, say: Say, written: Written) -> None:
-    """All works, combinations when everything else is there. Raises the first error, as soon as the running ones are done."""
+    """All works, combinations when everything else is there. Raises the first error, as soon as the running ones are
+    done.
+    """
     first = [work for work in todo if not work.plans[0].entry.parts]
     if jobs == 1 or len(first) < 2:
         for number, work in enumerate(todo, 1):

@@ -80,8 +80,8 @@ class Calibration:
 
 
 def prepare(o: Options, source: names.ModelSource, output: Path | None, say: Say) -> Calibration:
-    """Options by name, as the command line gives them. Raises KVCalError before any model is read, if one of the text, the
-    output or --spill cannot be.
+    """Options by name, as the command line gives them. Raises KVCalError before any model is read, if one of the text,
+    the output or --spill cannot be.
     """
     options, selection = run_options(o), given_selection(o) if "keep" in o else None
     origin = text_for(o, source, "calibration")

@@ -147,8 +147,9 @@ def known(tokenizer: Any) -> Any:
 def tokenizer_for(o: Mapping[str, Any], source: ModelSource, *origins: str | None) -> Any:
     """The model's tokenizer, so that a text is read before any weights are; None for random weights of a hub model.
 
-    Raises, in this order, what `models.check_config` raises, TextError for one of the texts `origins` that is no file kvcal
-    reads, UsageError for a --device or --dtype that cannot be used, ModelUnavailable for a tokenizer that cannot be read.
+    Raises, in this order, what `models.check_config` raises, TextError for one of the texts `origins` that is no file
+    kvcal reads, UsageError for a --device or --dtype that cannot be used, ModelUnavailable for a tokenizer that cannot
+    be read.
     """
     configuration.check_config(source, random_weights=o["random_weights"])
     for origin in origins:
@@ -222,8 +223,8 @@ def other_windows(
 
 
 def decided_by(o: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *ids_sha256: str) -> dict[str, Any]:
-    """What the last bits of figures of these token ids depend on, besides a command's own settings: code and versions, model,
-    machine, and how many windows run at a time.
+    """What the last bits of figures of these token ids depend on, besides a command's own settings: code and versions,
+    model, machine, and how many windows run at a time.
     """
     return {
         "code": code_identity() | {"triton": triton_version()},

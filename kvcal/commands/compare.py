@@ -83,8 +83,8 @@ def listed(text: str | None) -> list[str]:
 
 
 def candidates(o: Options, fit_options: Options) -> list[Candidate]:
-    """Presets, bundles and recipes as named, then every pair of --keys and --values, plain and, if asked for, predicted. What
-    has codecs learned from text is fitted, with predictors or without.
+    """Presets, bundles and recipes as named, then every pair of --keys and --values, plain and, if asked for,
+    predicted. What has codecs learned from text is fitted, with predictors or without.
     """
     rows = [Candidate(name, preset(name)) for name in o["preset"] or []]
     for path in o["bundle"] or []:
@@ -127,7 +127,8 @@ def check_taken(o: Options, rows: list[Candidate], typed: Collection[str]) -> No
             typed,
             (*PAIRED, *PREDICTED),
             "the pairs of --keys and --values",
-            "presets, bundles and recipes have their own; give --keys and --values, put it into a --recipe, or leave it out",
+            "presets, bundles and recipes have their own; give --keys and --values, put it into a --recipe, or leave "
+            "it out",
         )
     if not o["predict"]:
         refuse_idle(typed, PREDICTED, "pairs under predictors", "give --predict, or leave it out")
@@ -208,8 +209,8 @@ def _check_files(o: Options) -> None:
 
 @dataclass(frozen=True)
 class Texts:
-    """source: the model whose tokenizer cut them. length: tokens of an evaluation window. fitting: as `_calibration` gives it,
-    empty where nothing is fitted.
+    """source: the model whose tokenizer cut them. length: tokens of an evaluation window. fitting: as `_calibration`
+    gives it, empty where nothing is fitted.
     """
 
     source: ModelSource
@@ -314,10 +315,11 @@ def measure(
     batch: int | None = None,
     saved: Batches | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Rows by name: what `kvcal eval` measures, attention errors, and bytes at a length. Full precision runs once for all.
+    """Rows by name: what `kvcal eval` measures, attention errors, and bytes at a length. Full precision runs once for
+    all.
 
-    settings: step, attention_windows, at_length; attention_tokens, if attention errors are of windows' first tokens only.
-    saved: as of `evaluate`.
+    settings: step, attention_windows, at_length; attention_tokens, if attention errors are of windows' first tokens
+    only. saved: as of `evaluate`.
     """
     full, *rows = evaluate(loaded.model, ids, makers, step=settings["step"], batch=batch, saved=saved)
     part = ids[: settings["attention_windows"], : settings.get("attention_tokens")]
@@ -359,8 +361,8 @@ def _calibration(o: Options, fit_options: Options, source: ModelSource, tokenize
 def _fitted(
     method: AquaKV, loaded: Any, fitting: dict[str, Any], work: CommandCheckpoint, name: str, say: Say
 ) -> Bundle:
-    """Fit the method, or take the bundle from `work`, where a killed run left it, whole or some layers of it. name: of its
-    file.
+    """Fit the method, or take the bundle from `work`, where a killed run left it, whole or some layers of it. name: of
+    its file.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = work.file(name) or Path(folder) / name

@@ -23,8 +23,8 @@ PACKAGES = ("torch", "triton", "transformers", "safetensors", "flashinfer-python
 
 
 def run_doctor() -> dict[str, Any]:
-    """Versions, device and memory; each kernel family with whether its Triton kernels run here and why (not); and what was
-    found when they were first used on a GPU.
+    """Versions, device and memory; each kernel family with whether its Triton kernels run here and why (not); and what
+    was found when they were first used on a GPU.
     """
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     return {

@@ -56,8 +56,9 @@ EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 def run_eval(
     o: Options, say: Say, limits: Mapping[str, Limits] | None = None, typed: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Rows `full`, presets, bundles (with their files' "sha256") on the same text. limits: of each row by name; by default
-    those of the options for all. typed: names of the options that somebody gave; UsageError for one that nothing takes.
+    """Rows `full`, presets, bundles (with their files' "sha256") on the same text. limits: of each row by name; by
+    default those of the options for all. typed: names of the options that somebody gave; UsageError for one that
+    nothing takes.
     """
     refuse_idle_seed(o, typed)
     plan = _planned(o, say, limits)
@@ -216,8 +217,8 @@ def _measured(
     work: CommandCheckpoint,
     say: Say,
 ) -> tuple[Measured, dict[str, tuple[int | None, str]]]:
-    """All side by side; where numbers of one overflow each for itself, and those that do not once more together. Second: layer
-    and message of those that do.
+    """All side by side; where numbers of one overflow each for itself, and those that do not once more together.
+    Second: layer and message of those that do.
     """
 
     def run(names: Iterable[str]) -> Measured:
@@ -263,7 +264,9 @@ def with_subspace(rows: dict[str, DataFree | Bundle], subspace: str | None) -> d
 
 
 class Watched:
-    """Makes caches that all tell one LayerErrors what they pack and read, and have one Audit. length: tokens of a window."""
+    """Makes caches that all tell one LayerErrors what they pack and read, and have one Audit. length: tokens of a
+    window.
+    """
 
     scheme: Scheme
 

@@ -26,8 +26,8 @@ def schemes_of(model: nn.Module, rows: Mapping[str, DataFree | Bundle]) -> dict[
 
 
 def guard_window(tokenizer: Any, schemes: Mapping[str, Scheme]) -> Tensor:
-    """Windows (N, LENGTH) of embedded text, consecutive; joined they are long enough for a block of each scheme, if the text
-    is.
+    """Windows (N, LENGTH) of embedded text, consecutive; joined they are long enough for a block of each scheme, if the
+    text is.
     """
     pieces = -(-window_length(schemes.values()) // LENGTH) + 1  # one more: joined windows lose a BOS each
     return sources.evaluation_windows(tokenizer, TEXT, windows=WINDOWS * pieces, length=LENGTH).ids

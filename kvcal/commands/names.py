@@ -26,9 +26,9 @@ TIERS = "mixkvq-FULL-FOUR"
 
 
 def run_names(kind: str | None, model: str, typed: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Rows of kind, name, key_bits and value_bits at this model's geometry (None: it depends on the text, or does not fit),
-    about. Raises UsageError for an unknown kind or model, and for a model given (`typed`) where nothing has bits; reads no
-    weights.
+    """Rows of kind, name, key_bits and value_bits at this model's geometry (None: it depends on the text, or does not
+    fit), about. Raises UsageError for an unknown kind or model, and for a model given (`typed`) where nothing has bits;
+    reads no weights.
     """
     if kind is not None and kind not in KINDS:
         raise UsageError(f"kind {kind!r} is not known; {allowed(kind, KINDS, 'kvcal names')}")

@@ -37,8 +37,9 @@ def wanted_preset(o: Options) -> DataFree:
 
 
 def run_preset(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
-    """A bundle for a method that needs no data: from the model's config, and two layers' weights for the fingerprint. All
-    layers are run on two windows of text for the outlier guard, unless told not to; nothing is written where that fails.
+    """A bundle for a method that needs no data: from the model's config, and two layers' weights for the fingerprint.
+    All layers are run on two windows of text for the outlier guard, unless told not to; nothing is written where that
+    fails.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """

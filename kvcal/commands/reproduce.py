@@ -65,10 +65,12 @@ ENVIRONMENT = ("tool", "versions.", "device", "cpu.")
 
 
 def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, say: Say) -> dict[str, Any]:
-    """The command and what differs: {"command", "same", "inputs", "environment", ...} with the sections of kvcal.bundles.diff.
+    """The command and what differs: {"command", "same", "inputs", "environment", ...} with the sections of
+    kvcal.bundles.diff.
 
-    Nothing in the bundle says what is read: a local text, model or folder of tasks is taken from the caller's options alone.
-    Raises KVCalError where the provenance names what its command has no option for, or no such value: it is a file's content.
+    Nothing in the bundle says what is read: a local text, model or folder of tasks is taken from the caller's options
+    alone. Raises KVCalError where the provenance names what its command has no option for, or no such value: it is a
+    file's content.
     """
     path = o["bundle"]
     original = given_bundle(path)
@@ -183,7 +185,8 @@ class Places:
             return str(name)
         if self.model is None:
             raise UsageError(
-                f"made from a model folder called {name} (weights {was.model['revision']}): say where it is with --model"
+                f"made from a model folder called {name} (weights {was.model['revision']}): say where it is with "
+                "--model",
             )
         return str(self._linked(Path(self.model).expanduser(), name))
 
@@ -235,8 +238,8 @@ class Rerun:
     say: Say
 
     def check_places(self, was: Recorded) -> None:
-        """Raises UsageError, before anything is said or run, where a text or model that will be read has no place yet, and
-        KVCalError for recorded values that the model's geometry rules out.
+        """Raises UsageError, before anything is said or run, where a text or model that will be read has no place yet,
+        and KVCalError for recorded values that the model's geometry rules out.
         """
         for one in was.inputs:
             if self.places.input_of(one["sha256"]) is None:

@@ -83,7 +83,9 @@ def check_taken(o: Options, typed: Collection[str]) -> None:
 
 
 def objective_name(o: Options, source: names.ModelSource) -> str:
-    """attention, perplexity or task:NAMES; random weights can answer no task, and where nothing is searched none is asked."""
+    """attention, perplexity or task:NAMES; random weights can answer no task, and where nothing is searched none is
+    asked.
+    """
     name = str(o["objective"])
     if name == "auto":
         embedded = source.kind == "embedded" or o["random_weights"] or not searches(o)

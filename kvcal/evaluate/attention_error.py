@@ -1,7 +1,8 @@
 """What a scheme does to attention, layer by layer, on the very keys and values of the full-precision model.
 
-A cache of the scheme is run by the model as in decoding, but every layer gets the exact keys and values back, so that each is
-judged on the same inputs. What the cache would have given is compared with what was given, on the model's own queries.
+A cache of the scheme is run by the model as in decoding, but every layer gets the exact keys and values back, so that
+each is judged on the same inputs. What the cache would have given is compared with what was given, on the model's own
+queries.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ class LayerError:
 
 @dataclass(frozen=True)
 class AttentionErrors:
-    """Root of summed squared error over summed squares, by layer. logit: of scores q . k over the tokens that a query sees,
-    less their mean, which the softmax does not see. output: of attention outputs. Layers left uncompressed are not there.
+    """Root of summed squared error over summed squares, by layer. logit: of scores q . k over the tokens that a query
+    sees, less their mean, which the softmax does not see. output: of attention outputs. Layers left uncompressed are
+    not there.
     """
 
     logit: dict[int, float]
@@ -56,8 +58,8 @@ class AttentionErrors:
 def attention_errors(
     model: Any, ids: Tensor, make: Callable[[], KVCalCache], *, step: int = 32, batch: int | None = None
 ) -> AttentionErrors | None:
-    """Over token windows ids (N, T), in steps of `step` tokens; None for a scheme that evicts tokens: it gives back other
-    tokens than the model has, and a score of one that is gone has no error.
+    """Over token windows ids (N, T), in steps of `step` tokens; None for a scheme that evicts tokens: it gives back
+    other tokens than the model has, and a score of one that is gone has no error.
     """
     sums: dict[int, LayerError] = {}
     device = next(model.parameters()).device
@@ -121,8 +123,8 @@ class Meter:
 
 
 def attention(site: Any, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """q (B, heads, S, D) of the last S tokens, keys and values (B, H, T, D) -> scores less their mean over what a query sees,
-    zero elsewhere, (B, H, group, S, T), and outputs (B, H, group, S, D), both float32.
+    """q (B, heads, S, D) of the last S tokens, keys and values (B, H, T, D) -> scores less their mean over what a query
+    sees, zero elsewhere, (B, H, group, S, T), and outputs (B, H, group, S, D), both float32.
     """
     heads, length, new = keys.shape[1], keys.shape[2], q.shape[2]
     scaling = float(getattr(site.module, "scaling", q.shape[3] ** -0.5))

@@ -1,8 +1,9 @@
 """Proof that an evaluation reads what was packed.
 
-An evaluation whose cache kept exact copies aside, or never came to read a block, would give good figures of nothing. Three
-facts together exclude that. In the evaluation's own calls, attention receives what the packed blocks decode to (Audit). What
-they decode to hangs on the bytes of keys and of values, block by block. And the logits hang on each layer's blocks.
+An evaluation whose cache kept exact copies aside, or never came to read a block, would give good figures of nothing.
+Three facts together exclude that. In the evaluation's own calls, attention receives what the packed blocks decode to
+(Audit). What they decode to hangs on the bytes of keys and of values, block by block. And the logits hang on each
+layer's blocks.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ SAME = 1e-9  # |received - decoded|^2 over |decoded|^2: the same computation twi
 
 @dataclass(frozen=True)
 class Canary:
-    """layers: whose blocks were exchanged. blocks: that each held. unread: layers whose exchange left the logits as they were.
+    """layers: whose blocks were exchanged. blocks: that each held. unread: layers whose exchange left the logits as
+    they were.
 
-    deaf: layer, role and block whose other bytes decoded to the same. bypassed: layer and role of which attention received
-    something else than what the blocks decode to. uncounted: layers that packed blocks in the evaluation itself, and never
-    read one there, or whose reading was never compared.
+    deaf: layer, role and block whose other bytes decoded to the same. bypassed: layer and role of which attention
+    received something else than what the blocks decode to. uncounted: layers that packed blocks in the evaluation
+    itself, and never read one there, or whose reading was never compared.
     """
 
     layers: int
@@ -86,10 +88,12 @@ class Canary:
 
 @dataclass
 class Audit:
-    """Compares what caches' layers hand to attention with what their packed blocks decode to just before, key and value.
+    """Compares what caches' layers hand to attention with what their packed blocks decode to just before, key and
+    value.
 
-    last: columns after the call that is always compared; before it, whenever a layer holds twice the blocks it held at the
-    last comparison, so that a long evaluation decodes little more. compared: layers; bypassed: where the two differed.
+    last: columns after the call that is always compared; before it, whenever a layer holds twice the blocks it held at
+    the last comparison, so that a long evaluation decodes little more. compared: layers; bypassed: where the two
+    differed.
     """
 
     last: int
@@ -153,10 +157,10 @@ def _same(expected: Tensor, received: Tensor) -> bool:
 
 @torch.no_grad()
 def canary(model: Any, ids: Tensor, maker: CacheMaker, *, step: int = 32) -> Canary:
-    """Two windows of ids (N, T) run up to their last `step` tokens, which then run in the first of them: once as it is, with
-    the first, middle and last block of each layer's keys and of its values decoded with other bytes too; then with layer
-    after layer's packed blocks taken from the other window: bytes as valid as the row's own, whatever the codec. step: the
-    evaluation's.
+    """Two windows of ids (N, T) run up to their last `step` tokens, which then run in the first of them: once as it is,
+    with the first, middle and last block of each layer's keys and of its values decoded with other bytes too; then with
+    layer after layer's packed blocks taken from the other window: bytes as valid as the row's own, whatever the codec.
+    step: the evaluation's.
     """
     device = next(model.parameters()).device
     window_ids = ids[:1].to(device)
@@ -191,7 +195,9 @@ def _logits(model: Any, cache: KVCalCache, ids: Tensor) -> Tensor:
 
 
 def _deaf(cache: KVCalCache, layer: KVCalLayer, other: KVCalLayer) -> list[tuple[int, str, int]]:
-    """The layer's blocks, of the first, middle and last, that decode alike with other bytes; keys and values each alone."""
+    """The layer's blocks, of the first, middle and last, that decode alike with other bytes; keys and values each
+    alone.
+    """
     count, size = _blocks(layer), cache.scheme.windows.block
     right, deaf = decoded(cache, layer, layer.packed), []
     for role, name in enumerate(ROLES):

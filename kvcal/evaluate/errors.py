@@ -29,7 +29,9 @@ class HeadErrors:
 
 
 def stored_head_errors(metrics: dict[str, Any]) -> HeadErrors | None:
-    """What the fit wrote into a bundle's metrics, of its held-out windows; None where it wrote none, or no errors by head."""
+    """What the fit wrote into a bundle's metrics, of its held-out windows; None where it wrote none, or no errors by
+    head.
+    """
     layers = metrics.get("layers")
     if not isinstance(layers, list) or not all(isinstance(row, dict) for row in layers):
         return None
@@ -65,8 +67,8 @@ def head_errors_fault(metrics: dict[str, Any]) -> str | None:
 
 
 def measured_head_errors(model: Any, scheme: Scheme, ids: Tensor) -> HeadErrors:
-    """Measure errors of heads on token windows ids (N, T) int64, each in one forward pass, whose keys and values are the
-    model's own.
+    """Measure errors of heads on token windows ids (N, T) int64, each in one forward pass, whose keys and values are
+    the model's own.
 
     Token selection is left out: an error is of tokens that are there. Raises UsageError where windows pack nothing.
     """

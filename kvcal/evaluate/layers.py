@@ -18,7 +18,9 @@ Recorded = Sequence[Mapping[str, Any]]  # a bundle's metrics["layers"]
 
 
 class LayerErrors:
-    """A Watch that sums over packed blocks, by layer and head: squared errors and squares, and how many blocks were read."""
+    """A Watch that sums over packed blocks, by layer and head: squared errors and squares, and how many blocks were
+    read.
+    """
 
     def __init__(self, layers: int) -> None:
         self.sums: list[list[Tensor | None]] = [[None for _ in ROLES] for _ in range(layers)]
@@ -48,9 +50,9 @@ class LayerErrors:
         return errors
 
     def rows(self) -> list[dict[str, Any]]:
-        """One a layer: key_relative_error and value_relative_error, |x - decoded|^2 / |x|^2 over all packed tokens, None where
-        nothing was packed, and key_head_errors and value_head_errors, a list of them by kv head, as in bundles' metrics;
-        blocks_read: summed over calls.
+        """One a layer: key_relative_error and value_relative_error, |x - decoded|^2 / |x|^2 over all packed tokens,
+        None where nothing was packed, and key_head_errors and value_head_errors, a list of them by kv head, as in
+        bundles' metrics; blocks_read: summed over calls.
         """
         return [
             {"layer": index}
@@ -82,8 +84,8 @@ def _by_head(total: Tensor | None) -> list[float] | None:
 
 @dataclass(frozen=True)
 class Blame:
-    """A layer's keys or values, or those of one kv head of it. error: as of LayerErrors. recorded: what the bundle says of it,
-    None if it says nothing.
+    """A layer's keys or values, or those of one kv head of it. error: as of LayerErrors. recorded: what the bundle says
+    of it, None if it says nothing.
     """
 
     layer: int
@@ -104,9 +106,9 @@ class Blame:
 
 
 def worst_layer(rows: Sequence[dict[str, Any]], recorded: Recorded | None) -> Blame | None:
-    """The layer and role, or head of them where the bundle recorded heads, whose error is the most times what it recorded
-    when it was fitted; where nothing was recorded, the layer with the largest error. rows: of LayerErrors. None if nothing
-    was packed.
+    """The layer and role, or head of them where the bundle recorded heads, whose error is the most times what it
+    recorded when it was fitted; where nothing was recorded, the layer with the largest error. rows: of LayerErrors.
+    None if nothing was packed.
     """
     blames = [blame for row in rows for role in ROLES for blame in _blames(row, role, recorded)]
     drifts = [blame for blame in blames if blame.drift is not None]

@@ -1,7 +1,8 @@
 """The same model with outlier key channels: a twin of the same function on which a method that minds them breaks.
 
-Real models have key channels 10 to 50 times larger than the rest (Qwen2.5's key bias is the extreme). Multiplying both rows of
-a RoPE pair in W_K by s and dividing the matching rows of W_Q, of all query heads of the group, by s changes no score.
+Real models have key channels 10 to 50 times larger than the rest (Qwen2.5's key bias is the extreme). Multiplying both
+rows of a RoPE pair in W_K by s and dividing the matching rows of W_Q, of all query heads of the group, by s changes no
+score.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ SCALE, SHARE = 16.0, 0.1
 def outlier_twin(model: Model, scale: float = SCALE, share: float = SHARE, seed: int = 0) -> Model:
     """A copy of a model in memory whose keys have outlier channels, and whose logits are the same up to rounding.
 
-    scale: of these channels; a power of two is exact in any dtype. share: of a head's RoPE pairs, at least one; which ones
-    differs by layer and kv head and comes from `seed`. Raises UsageError where folding.row_factors does.
+    scale: of these channels; a power of two is exact in any dtype. share: of a head's RoPE pairs, at least one; which
+    ones differs by layer and kv head and comes from `seed`. Raises UsageError where folding.row_factors does.
     """
     twin = copy.deepcopy(model)
     fold_in_place(twin, _factors(twin, scale, share, seed))

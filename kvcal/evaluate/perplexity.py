@@ -30,8 +30,8 @@ class Row:
     """One cache on the whole text. kl: mean nats to the full-precision logits. Bytes are of one window's end, mean.
 
     bits_per_value: stored bits of packed blocks over the values they stand for; for `full` the bits of its dtype.
-    paper_bits: as the codecs' own papers count. bytes_at_16_bit: what the same tokens take uncompressed at 16 bits a value.
-    kl_se: standard error of kl over windows, None of one window. kl_windows: kl of each window, in order.
+    paper_bits: as the codecs' own papers count. bytes_at_16_bit: what the same tokens take uncompressed at 16 bits a
+    value. kl_se: standard error of kl over windows, None of one window. kl_windows: kl of each window, in order.
     """
 
     name: str
@@ -85,9 +85,9 @@ def evaluate(
 ) -> list[Row]:
     """Rows `full` and then one for each cache, over token windows ids (N, T) int64.
 
-    step: tokens a forward. batch: windows at a time (chosen from the device and T by default). saved: of the same windows,
-    caches, step and batch, or the figures are of neither.
-    Raises UsageError for windows of one token, NonFiniteError for logits that are not finite.
+    step: tokens a forward. batch: windows at a time (chosen from the device and T by default). saved: of the same
+    windows, caches, step and batch, or the figures are of neither. Raises UsageError for windows of one token,
+    NonFiniteError for logits that are not finite.
     """
     if ids.shape[1] < 2 or step < 1:
         raise UsageError(f"windows of {ids.shape[1]} tokens in steps of {step}: needs at least 2 and 1")

@@ -1,8 +1,9 @@
 """Linear probes of the cache (AQUA-KV section 3.1): how much of each layer's keys and values others predict.
 
-A probe predicts keys or values (all heads of a token) from those of the same token one to three layers below, from those of
-earlier tokens in the same layer, from the other role, or from several of these. Fitted by ridge on training windows, scored
-by explained variance on held-out ones: one pass over the windows a layer. Nothing is quantised, everything is exact.
+A probe predicts keys or values (all heads of a token) from those of the same token one to three layers below, from
+those of earlier tokens in the same layer, from the other role, or from several of these. Fitted by ridge on training
+windows, scored by explained variance on held-out ones: one pass over the windows a layer. Nothing is quantised,
+everything is exact.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class Probe:
 
 
 def paper_probes() -> tuple[Probe, ...]:
-    """Figures 2 and 4: for keys and values, from blocks -1 to -3, tokens -1 to -3, the other role, some of them together."""
+    """Figures 2 and 4: for keys and values, from blocks -1 to -3, tokens -1 to -3, the other role, some of them
+    together.
+    """
     probes = []
     for role, other in ("kv", "vk"):
         blocks, tokens = [f"{role}{n}" for n in (1, 2, 3)], [f"{role}0t{n}" for n in (1, 2, 3)]
@@ -96,7 +99,9 @@ def paper_probes() -> tuple[Probe, ...]:
 
 @dataclass
 class History:
-    """Keys and values of the layers below, (N, T, C) each; a layer's own take the place of the lowest that is still read."""
+    """Keys and values of the layers below, (N, T, C) each; a layer's own take the place of the lowest that is still
+    read.
+    """
 
     stores: Mapping[str, Sequence[SpillStore]]  # role -> as many as layers below are read
 
@@ -149,7 +154,8 @@ def measure(
     *,
     stores: Callable[[tuple[int, ...]], SpillStore],
 ) -> None:
-    """Explained variance of every probe in every layer, handed to `done` layer by layer; those `earlier` are only run through.
+    """Explained variance of every probe in every layer, handed to `done` layer by layer; those `earlier` are only run
+    through.
 
     train: windows [0, train) are fitted on, the rest are scored. stores: makes a SpillStore of a shape.
     Raises UsageError for windows without a token to predict, and what Capture raises.
@@ -200,7 +206,9 @@ class _LayerRun:
             return {probe.name: self._score(probe, train, holdout) for probe in probes}
 
     def _batches(self) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-        """Keys and values of this layer, role -> (n, T, C); they enter the history when the caller is done with the batch."""
+        """Keys and values of this layer, role -> (n, T, C); they enter the history when the caller is done with the
+        batch.
+        """
         for batch in self.taps.batches({"k", "v"}, self.settings.frame, advance=True):
             now = _by_role(batch)
             yield batch.rows, now
@@ -239,8 +247,8 @@ def mean_explained(gram: Gram, weight: Tensor, bias: Tensor) -> float:
 
 
 def table(settings: Settings, layers: Mapping[int, Scores]) -> list[dict[str, object]]:
-    """A row a probe: its score in every layer, None where it does not exist; the mean over the layers that it has, and over
-    those that all probes have (None if there is no such layer).
+    """A row a probe: its score in every layer, None where it does not exist; the mean over the layers that it has, and
+    over those that all probes have (None if there is no such layer).
     """
     deepest = max(probe.reach for probe in settings.probes)
     rows: list[dict[str, object]] = []

@@ -1,4 +1,5 @@
-"""lm-eval's tasks through the compressed cache: `CacheLM` answers its requests, `TaskScore` is the objective made of it.
+"""lm-eval's tasks through the compressed cache: `CacheLM` answers its requests, `TaskScore` is the objective made of
+it.
 
 Generation prefills in one call, so that only new tokens attend to compressed ones, as in the papers; likelihoods are
 teacher-forced in steps, as `kvcal eval` does. lm-eval is imported where it is used (`pip install 'kvcal[tasks]'`).
@@ -29,7 +30,8 @@ MAX_NEW_TOKENS = 256  # where a task does not say, as in lm-eval
 def check_installed() -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise UsageError(
-            "--objective task: needs lm-eval, which is not installed: pip install 'kvcal[tasks]', or use --objective attention"
+            "--objective task: needs lm-eval, which is not installed: pip install 'kvcal[tasks]', or use --objective "
+            "attention",
         )
 
 
@@ -210,7 +212,8 @@ class TaskScore:
             names = set(manager.all_tasks)
             if strange := [task for task in tasks if task not in names]:  # lm-eval would take it for a path
                 raise KVCalError(
-                    f"task {','.join(tasks)}: lm-eval failed: it has no task, group or tag {strange[0]}; give --tasks-path "
+                    f"task {','.join(tasks)}: lm-eval failed: it has no task, group or tag {strange[0]}; give "
+                    "--tasks-path "
                     "FOLDER if a file in that folder has it"
                 )
             self._loaded = manager.load(list(tasks))
@@ -262,7 +265,8 @@ class TaskScore:
         if bits is None:
             w = method.windows
             raise UsageError(
-                f"task {','.join(self.tasks)}: no request is longer than the {w.sink + w.recent + w.block} tokens of sink, "
+                f"task {','.join(self.tasks)}: no request is longer than the {w.sink + w.recent + w.block} tokens of "
+                "sink, "
                 "recent and block, so nothing was packed; use smaller windows or another task"
             )
         return value, bits

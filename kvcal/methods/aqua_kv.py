@@ -36,14 +36,14 @@ KEY_INPUTS, VALUE_INPUTS = ("k1", "k2", "v1", "v2"), ("v1", "k0", "k1", "v2", "k
 @dataclass(frozen=True)
 class AquaKV:
     """The paper's defaults: linear predictors, K from K of the layer below, V from [V of the layer below; K]; pre-RoPE;
-    HIGGS at 2 bits, the first layer at 4; sink 4, recent 128. Ours: HIGGS debiased (`higgs-2-wide` is the published one), and
-    keys divided by balanced factors before it, which cost no bits a token (learned.FactorBackbone).
+    HIGGS at 2 bits, the first layer at 4; sink 4, recent 128. Ours: HIGGS debiased (`higgs-2-wide` is the published
+    one), and keys divided by balanced factors before it, which cost no bits a token (learned.FactorBackbone).
 
-    first_layer: codec of the first compressed layer, which nothing predicts; empty: as the others.
-    keys, values: codecs of the residuals where they differ from `backbone`. per_layer: exceptions (see composition), last.
-    key_inputs, value_inputs: k1, v1 (compressed layer below), k2, v2 (two below), k0 (this layer's keys); empty: no predictor.
-    rank: of the reduced-rank variant; 0 means a quarter of C (the paper's 256 at 1024).
-    quantiser_agnostic: fit on true keys and values, whatever the codec (Table 1, last row).
+    first_layer: codec of the first compressed layer, which nothing predicts; empty: as the others. keys, values: codecs
+    of the residuals where they differ from `backbone`. per_layer: exceptions (see composition), last. key_inputs,
+    value_inputs: k1, v1 (compressed layer below), k2, v2 (two below), k0 (this layer's keys); empty: no predictor.
+    rank: of the reduced-rank variant; 0 means a quarter of C (the paper's 256 at 1024). quantiser_agnostic: fit on true
+    keys and values, whatever the codec (Table 1, last row).
     """
 
     name: ClassVar[str] = "aqua-kv"

@@ -1,7 +1,8 @@
-"""What compressing one layer's keys and values does to its attention outputs, with the windows and statistics of a cache.
+"""What compressing one layer's keys and values does to its attention outputs, with the windows and statistics of a
+cache.
 
-A query at position t sees block n decoded if the row had sink + (n + 1) * block + recent tokens before it, as in a cache that
-is called token by token; all other keys and values are exact. Some queries of each window are enough.
+A query at position t sees block n decoded if the row had sink + (n + 1) * block + recent tokens before it, as in a
+cache that is called token by token; all other keys and values are exact. Some queries of each window are enough.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ QUERIES = 64  # of each window, evenly spaced from where the first block is pack
 class Probe:
     """One layer, some windows, after RoPE. q (B, heads, S, D): the sampled queries, at positions `at` (S,) int64.
 
-    k, v: (B, H, T, D). stats: what the codecs read, (B, H, N, ...) for the N blocks that a cache packs of T tokens. scaling:
-    of the scores.
+    k, v: (B, H, T, D). stats: what the codecs read, (B, H, N, ...) for the N blocks that a cache packs of T tokens.
+    scaling: of the scores.
     """
 
     layer: int
@@ -106,8 +107,8 @@ def blocks_of(windows: Windows, length: int) -> int:
 def probe(
     batch: TapBatch, layer: int, site: AttentionSite, shape: Shape, windows: Windows, stats: frozenset[str]
 ) -> Probe:
-    """Sample a layer's attention from its q, k, v (frame post_rope). Raises UsageError where the windows are too short to
-    pack anything.
+    """Sample a layer's attention from its q, k, v (frame post_rope). Raises UsageError where the windows are too short
+    to pack anything.
     """
     assert batch.q is not None and batch.k is not None and batch.v is not None
     length = batch.k.shape[2]
@@ -115,7 +116,8 @@ def probe(
     first = windows.sink + windows.block + windows.recent
     if not count:
         raise UsageError(
-            f"windows of {length} tokens fit into sink {windows.sink}, block {windows.block} and recent {windows.recent}: "
+            f"windows of {length} tokens fit into sink {windows.sink}, block {windows.block} and recent "
+            f"{windows.recent}: "
             f"nothing would be packed; use --length {first + 1} or more"
         )
     at = torch.linspace(first, length - 1, min(QUERIES, length - first), dtype=torch.float64).round().long()

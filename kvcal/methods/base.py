@@ -22,11 +22,13 @@ from ..report.timing import PhaseTimer
 
 @dataclass
 class Carry:
-    """What a layer left for the next compressed one: reconstructions by name (k1, v1, k2, v2), each (windows, tokens, C).
+    """What a layer left for the next compressed one: reconstructions by name (k1, v1, k2, v2), each (windows, tokens,
+    C).
 
     train: windows [0, train) are fitted on, the rest are held out. tokens: which of each window's tokens are coded; the
-    sink is not, nor is an unfinished block at the end. layers: of the model. holdout: how many windows are held out; what
-    comes after them is of another text, to compare with. skipped: layers that keep a cache of their own, with the reason.
+    sink is not, nor is an unfinished block at the end. layers: of the model. holdout: how many windows are held out;
+    what comes after them is of another text, to compare with. skipped: layers that keep a cache of their own, with the
+    reason.
     """
 
     train: int
@@ -157,8 +159,9 @@ class HoldoutError:
     def metrics(self, role: str, heads: int) -> dict[str, Any]:
         """relative_error: |x - decoded|^2 / |x|^2. explained_variance: mean over channels, AQUA-KV section 3.1.
 
-        head_errors: the relative error of each of the kv heads, a list. key_channel_error: mean over channels of their error
-        over their variance; key_channel_ratio: largest over median root mean square of a channel (calibrate/forecast.py).
+        head_errors: the relative error of each of the kv heads, a list. key_channel_error: mean over channels of their
+        error over their variance; key_channel_ratio: largest over median root mean square of a channel
+        (calibrate/forecast.py).
         """
         if not self.count:
             return {}

@@ -1,7 +1,7 @@
 """Codecs that are learned from text, by name: fitted, layer by layer, to what the layer stores.
 
-Under predictors that is their residuals, which exist only when all layers below are coded: so each of these is of one layer
-and one role, and nothing is shared by layers.
+Under predictors that is their residuals, which exist only when all layers below are coded: so each of these is of one
+layer and one role, and nothing is shared by layers.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ class Calibrated(Protocol):
 
 @dataclass(frozen=True)
 class CodebookBackbone:
-    """Residual codebooks (VQKV's) of one layer and role, for all its heads: bits of the codes, a value; size: codewords.
+    """Residual codebooks (VQKV's) of one layer and role, for all its heads: bits of the codes, a value; size:
+    codewords.
 
-    Keys in units of the queries that meet them, values of their head's root mean square, as VQKV here; one band of dimensions.
+    Keys in units of the queries that meet them, values of their head's root mean square, as VQKV here; one band of
+    dimensions.
     """
 
     bits: float
@@ -61,7 +63,8 @@ class CodebookBackbone:
         count = min(data.vectors, VECTORS * self.size)
         if count - -(-count // ASIDE) < self.size:
             raise UsageError(
-                f"codec vq: {data.vectors} vectors a layer for codebooks of {self.size} codewords; give more --windows, or "
+                f"codec vq: {data.vectors} vectors a layer for codebooks of {self.size} codewords; give more "
+                "--windows, or "
                 f"a smaller size, as vq-{self.bits:g}-k16"
             )
         x, scale = sampled(data, count, label)
@@ -107,10 +110,10 @@ def sampled(data: TrainingData, count: int, label: str) -> tuple[Tensor, Tensor]
 class FactorBackbone:
     """A codec without data whose key channels are divided by factors learned from text; values are stored as they are.
 
-    rule: "scaled": InnerQ section 4.3, the root of the channel's largest magnitude. "balanced": the root of its root mean
-    square over that of the queries that meet it. Where an error is spread evenly over the scaled channels, that of scores is
-    sum f^2 w times sum s^2 / f^2 (s^2: a channel's energy, w: its queries'), least at f^2 = s / sqrt(w) (Cauchy-Schwarz).
-    A codec that searches for scales weighs its channels by w.
+    rule: "scaled": InnerQ section 4.3, the root of the channel's largest magnitude. "balanced": the root of its root
+    mean square over that of the queries that meet it. Where an error is spread evenly over the scaled channels, that of
+    scores is sum f^2 w times sum s^2 / f^2 (s^2: a channel's energy, w: its queries'), least at f^2 = s / sqrt(w)
+    (Cauchy-Schwarz). A codec that searches for scales weighs its channels by w.
     """
 
     codec: str
@@ -144,9 +147,11 @@ class FactorBackbone:
 
 @dataclass(frozen=True)
 class SubspaceBackbone:
-    """SQuat's keys with a subspace from text: the directions of the queries that stored keys meet. codec: squat-B, squat-B-gG.
+    """SQuat's keys with a subspace from text: the directions of the queries that stored keys meet. codec: squat-B,
+    squat-B-gG.
 
-    What it makes up for is the error of a residual, which is the key's own. Singular values are those of one window of text.
+    What it makes up for is the error of a residual, which is the key's own. Singular values are those of one window of
+    text.
     """
 
     codec: str
@@ -172,8 +177,9 @@ class SubspaceBackbone:
 class TierBackbone:
     """MixKVQ's keys at thresholds of the layer's own, such that its codes take `bits` a value on the training windows.
 
-    With a salience of A a channel of 2 bits errs by A^2, one of 4 by A^2 / 25, an exact one by nothing; a bit buys the same
-    everywhere if it buys 12/25 A^2 at the lower threshold and A^2 / 300 at the upper one, so that is 12 times the lower.
+    With a salience of A a channel of 2 bits errs by A^2, one of 4 by A^2 / 25, an exact one by nothing; a bit buys the
+    same everywhere if it buys 12/25 A^2 at the lower threshold and A^2 / 300 at the upper one, so that is 12 times the
+    lower.
     """
 
     bits: float

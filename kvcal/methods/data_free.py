@@ -24,8 +24,8 @@ ROLES: tuple[Role, Role] = ("key", "value")
 
 @dataclass(frozen=True)
 class Preset:
-    """key, value: names of codecs (see backbones); per_layer: exceptions (see composition). AQUA-KV's windows by default;
-    presets of other papers have theirs.
+    """key, value: names of codecs (see backbones); per_layer: exceptions (see composition). AQUA-KV's windows by
+    default; presets of other papers have theirs.
     """
 
     key: str
@@ -88,8 +88,8 @@ PRESETS: dict[str, DataFree] = {
 
 
 def composed(name: str | None, keys: str | None, values: str | None, per_layer: tuple[str, ...]) -> DataFree:
-    """A preset, other codecs in place of its own as far as given; or, without a name, these codecs. Raises UsageError where
-    they do not suffice.
+    """A preset, other codecs in place of its own as far as given; or, without a name, these codecs. Raises UsageError
+    where they do not suffice.
     """
     if name is None:
         if keys is None or values is None:

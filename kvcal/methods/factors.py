@@ -13,7 +13,8 @@ SMALLEST = 2.0**-14  # the smallest float16 of full precision, and a power of tw
 
 
 def channel_factor(largest: Tensor, exponent: float = 0.5) -> Tensor:
-    """InnerQ section 4.3: norm_c = sqrt(max |K_c|). largest (..., D) float32, not negative -> float16 (..., D), positive.
+    """InnerQ section 4.3: norm_c = sqrt(max |K_c|). largest (..., D) float32, not negative -> float16 (..., D),
+    positive.
 
     A channel counts at least 1e-4 of its head's median; a head without any key has factor 1.
     """
@@ -23,12 +24,13 @@ def channel_factor(largest: Tensor, exponent: float = 0.5) -> Tensor:
 
 
 def query_weight(squares: Tensor) -> Tensor:
-    """What a squared error of each key channel counts when a group's scale is searched (Uniform.weight): the mean square of
-    the queries that meet it, of the channel as it is rounded, behind its factor. squares (..., D), not negative -> float16.
+    """What a squared error of each key channel counts when a group's scale is searched (Uniform.weight): the mean
+    square of the queries that meet it, of the channel as it is rounded, behind its factor. squares (..., D), not
+    negative -> float16.
 
-    Not times the factor's square, which would make it the error of scores: an outlier channel's error hardly changes from
-    token to token, and a softmax does not see what all tokens share (docs/methods.md, InnerQ). A channel counts at least 1e-4
-    of its head's mean; in a head without queries all count alike.
+    Not times the factor's square, which would make it the error of scores: an outlier channel's error hardly changes
+    from token to token, and a softmax does not see what all tokens share (docs/methods.md, InnerQ). A channel counts at
+    least 1e-4 of its head's mean; in a head without queries all count alike.
     """
     mean = squares.double().mean(-1, keepdim=True)
     weight = torch.where(mean > 0, squares.double() / mean.clamp_min(1e-300), 1.0)
@@ -36,8 +38,8 @@ def query_weight(squares: Tensor) -> Tensor:
 
 
 def by_queries(codec: Codec, squares: Tensor) -> Codec:
-    """The codec of keys with a search that weighs channels by queries; itself where it searches for nothing. squares as of
-    `query_weight`, (H, D).
+    """The codec of keys with a search that weighs channels by queries; itself where it searches for nothing. squares as
+    of `query_weight`, (H, D).
     """
     if isinstance(codec, Uniform) and codec.weighable:
         return codec.weighted(query_weight(squares).cpu())

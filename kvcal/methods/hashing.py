@@ -1,4 +1,6 @@
-"""Numbers from a text by integer hashing: the same on every machine, device and torch version, and no generator is touched."""
+"""Numbers from a text by integer hashing: the same on every machine, device and torch version, and no generator is
+touched.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """InnerQ (Tayaranian et al. 2026): groups along the inner dimension, and keys evened out by a factor a channel.
 
-The codecs need no data. What is measured on text is the key normalisation of section 4.3, f_c = sqrt(max |K_c|) for each kv
-head and channel after RoPE; the bundle carries it, and the cache divides keys by it before they are rounded. Ours: queries
-on text also say how much each channel's error counts when the scale of a group is searched.
+The codecs need no data. What is measured on text is the key normalisation of section 4.3, f_c = sqrt(max |K_c|) for
+each kv head and channel after RoPE; the bundle carries it, and the cache divides keys by it before they are rounded.
+Ours: queries on text also say how much each channel's error counts when the scale of a group is searched.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ QUERIES = 64  # a window's last ones, whose logits are compared
 
 @dataclass(frozen=True)
 class InnerQ:
-    """key, value: names of codecs (see backbones); the defaults are InnerQ_Base. per_layer: exceptions (see composition).
-    Windows of section 5.1.
+    """key, value: names of codecs (see backbones); the defaults are InnerQ_Base. per_layer: exceptions (see
+    composition). Windows of section 5.1.
 
-    factors: "channel" (the paper's), "pair" (the channels of a RoPE pair share the larger one, as `kvcal fold` needs), "none".
-    UsageError where `key` has no use for any; an exception's codec that has none goes without.
-    exponent: f = (max |K_c|) ** exponent, the paper's 0.5. powers_of_two: rounded to them: folding is exact in any dtype.
-    search: of codecs that search for a group's scale: the squared error of each key channel counts as the mean square of its
+    factors: "channel" (the paper's), "pair" (the channels of a RoPE pair share the larger one, as `kvcal fold` needs),
+    "none". UsageError where `key` has no use for any; an exception's codec that has none goes without. exponent: f =
+    (max |K_c|) ** exponent, the paper's 0.5. powers_of_two: rounded to them: folding is exact in any dtype. search: of
+    codecs that search for a group's scale: the squared error of each key channel counts as the mean square of its
     queries ("queries"), or all count alike ("plain").
     """
 

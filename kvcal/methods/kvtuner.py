@@ -1,8 +1,9 @@
-"""KVTuner-like bits per layer, a baseline: KIVI's integers, key and value bits of each layer by what its attention loses.
+"""KVTuner-like bits per layer, a baseline: KIVI's integers, key and value bits of each layer by what its attention
+loses.
 
-Each layer's attention-output error is measured for every pair of key and value bits, exact inputs, calibration windows. The
-sum over layers is then minimised under a limit of stored bits, exactly: costs are whole numbers, so a table over what may be
-spent finds it. (KVTuner itself prunes and clusters layers and searches pairs with a task's accuracy.)
+Each layer's attention-output error is measured for every pair of key and value bits, exact inputs, calibration windows.
+The sum over layers is then minimised under a limit of stored bits, exactly: costs are whole numbers, so a table over
+what may be spent finds it. (KVTuner itself prunes and clusters layers and searches pairs with a task's accuracy.)
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Pair = tuple[int, int]  # key bits, value bits
 
 @dataclass(frozen=True)
 class KVTuner:
-    """choices: bits that a layer's keys and values may have. max_bits: stored bits a value, scales and minima included, at
-    most on average. Keys per channel in groups of `group` tokens, values per token in groups of `group` channels.
+    """choices: bits that a layer's keys and values may have. max_bits: stored bits a value, scales and minima included,
+    at most on average. Keys per channel in groups of `group` tokens, values per token in groups of `group` channels.
     """
 
     name: ClassVar[str] = "kvtuner"
@@ -126,7 +127,8 @@ class KVTuner:
         smallest = LayerCodecs(self.codec(shape, "key", least), self.codec(shape, "value", least)).bits_per_value()
         if self.max_bits < smallest:
             raise UsageError(
-                f"--max-bits {self.max_bits:g}: {least}-bit keys and values with their scales take {smallest:g}; raise it"
+                f"--max-bits {self.max_bits:g}: {least}-bit keys and values with their scales take {smallest:g}; raise "
+                "it",
             )
         return math.floor((self.max_bits - smallest + least) * 2 * layers + 1e-9)
 
@@ -136,8 +138,9 @@ def label(pair: Pair) -> str:
 
 
 def allocate(errors: Sequence[dict[Pair, float]], budget: int) -> list[Pair]:
-    """One pair a layer, its cost key bits plus value bits, so that the costs add up to at most `budget` and the errors to the
-    least possible: best[c] over the layers so far for each sum c. Of equal errors the cheaper, then the first listed.
+    """One pair a layer, its cost key bits plus value bits, so that the costs add up to at most `budget` and the errors
+    to the least possible: best[c] over the layers so far for each sum c. Of equal errors the cheaper, then the first
+    listed.
     """
     best: dict[int, tuple[float, list[Pair]]] = {0: (0.0, [])}
     for layer in errors:

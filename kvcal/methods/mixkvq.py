@@ -1,8 +1,8 @@
 """MixKVQ (Zhang et al. 2025): key channels in three tiers by query importance and range, values in 2 bits per token.
 
-The thresholds come from a search (kvcal/search/thresholds.py, the paper's Appendix C). With them given, this method only
-measures, layer by layer: how many channels a head has in each tier, what a block therefore takes, and what attention
-outputs lose.
+The thresholds come from a search (kvcal/search/thresholds.py, the paper's Appendix C). With them given, this method
+only measures, layer by layer: how many channels a head has in each tier, what a block therefore takes, and what
+attention outputs lose.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from .registry import divisor
 
 @dataclass(frozen=True)
 class MixKVQ:
-    """Fields as of the codec (kvcal_artifacts.codecs.MixKVQ). The paper's group 32 and buffer R = 128, which is our block; the
-    windows of AQUA-KV (the ablation's sink of 32 and the paper's buffer, emptied at once, are `sink=32, recent=0`).
-    raw: dtype of the first tier; "auto" is bfloat16 for models in bfloat16, else float16: float32 would cost 32 bits a value.
-    With full and four float16 for all, which the fused kernel reads: it holds bfloat16 exactly from 2^-14 to 65504.
+    """Fields as of the codec (kvcal_artifacts.codecs.MixKVQ). The paper's group 32 and buffer R = 128, which is our
+    block; the windows of AQUA-KV (the ablation's sink of 32 and the paper's buffer, emptied at once, are `sink=32,
+    recent=0`). raw: dtype of the first tier; "auto" is bfloat16 for models in bfloat16, else float16: float32 would
+    cost 32 bits a value. With full and four float16 for all, which the fused kernel reads: it holds bfloat16 exactly
+    from 2^-14 to 65504.
     """
 
     name: ClassVar[str] = "mixkvq"

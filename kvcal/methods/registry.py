@@ -1,4 +1,6 @@
-"""Codecs by a short name, as users write them: higgs-2, uniform-4, uniform-2-channel, kivi-2, inner-3-symmetric, exact-16."""
+"""Codecs by a short name, as users write them: higgs-2, uniform-4, uniform-2-channel, kivi-2, inner-3-symmetric,
+exact-16.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def _uniform(bits: int, axis: str) -> Backbone:
 
 
 def _kivi(bits: int, group: int = KIVI_GROUP) -> Backbone:
-    """Asymmetric; keys in groups of tokens of one channel, values in groups of channels of one token (KIVI section 3.2).
+    """Asymmetric; keys in groups of tokens of one channel, values in groups of channels of one token (KIVI section
+    3.2).
 
     A group is no longer than a block (keys) or a head (values).
     """
@@ -71,8 +74,8 @@ def _squat(bits: int, group: int = KIVI_GROUP) -> Backbone:
 
 
 def _mixkvq(full: int | None = None, four: int | None = None) -> Backbone:
-    """MixKVQ's keys, the first tier in float16: at the thresholds of the preset, or so many channels a head in the first two
-    tiers. Its values are KIVI's of 2 bits.
+    """MixKVQ's keys, the first tier in float16: at the thresholds of the preset, or so many channels a head in the
+    first two tiers. Its values are KIVI's of 2 bits.
     """
 
     def make(shape: Shape, role: Role) -> Codec:
@@ -144,7 +147,8 @@ def _table() -> dict[str, Backbone]:
 
 BACKBONES = _table()
 
-# Names of methods and of the format's codecs that mean nothing by themselves -> their own command; what to name instead.
+# Names of methods and of the format's codecs that mean nothing by themselves -> their own command; what to name
+# instead.
 FITTED = {
     "vqkv": ("train-codebooks", "codebooks of residuals are vq-2 or vq-2-k4096"),
     "residual-vq": ("train-codebooks", "codebooks of residuals are vq-2 or vq-2-k4096"),
@@ -171,7 +175,8 @@ def backbone(name: str) -> Backbone:
         )
     if calibrated_name(name) is not None:
         raise UsageError(
-            f"codec {name!r} is learned from text: fit it with `kvcal fit-predictors --residual {name}`, without predictors "
+            f"codec {name!r} is learned from text: fit it with `kvcal fit-predictors --residual {name}`, without "
+            "predictors "
             "with --key-inputs none --value-inputs none"
         )
     names = [*BACKBONES, *(family.example for family in CALIBRATED.values())]
@@ -261,7 +266,8 @@ CALIBRATED = {
 
 
 def calibrated_name(name: str) -> tuple[str, re.Match[str]] | None:
-    """The kind (a key of CALIBRATED) and the parts of the name of a codec that is learned from text; None for names of others.
+    """The kind (a key of CALIBRATED) and the parts of the name of a codec that is learned from text; None for names of
+    others.
 
     Raises UsageError for one that cannot be.
     """

@@ -73,7 +73,8 @@ class Gram:
 class SharedGram:
     """Sums for many regressions over the same tokens at once: each product of two inputs is taken a single time.
 
-    regressions: (names of the inputs, name of the target) of each; every name stands for C channels. float64 on `device`.
+    regressions: (names of the inputs, name of the target) of each; every name stands for C channels. float64 on
+    `device`.
     """
 
     def __init__(
@@ -163,8 +164,8 @@ def fit_reduced_rank(gram: Gram, ridge: float, rank: int) -> Predictor:
 def fit_quantised(gram: Gram, ridge: float) -> Predictor:
     """4-bit rounding of the ridge solution, each input's rounding error compensated by the inputs after it (GPTQ).
 
-    One scale and minimum per output channel. The compensation is the Cholesky form of Frantar et al. 2022, Eq. 3 and 4, with
-    the damped input covariance as Hessian; the intercept is refitted for the rounded weights.
+    One scale and minimum per output channel. The compensation is the Cholesky form of Frantar et al. 2022, Eq. 3 and 4,
+    with the damped input covariance as Hessian; the intercept is refitted for the rounded weights.
     """
     weight, _ = ridge_solution(gram, ridge)
     low, high = weight.amin(0), weight.amax(0)

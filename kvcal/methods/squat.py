@@ -1,7 +1,8 @@
-"""SQuat (Wang et al. 2025): keys rounded so that errors stay out of the subspace in which queries lie. Values as KIVI's.
+"""SQuat (Wang et al. 2025): keys rounded so that errors stay out of the subspace in which queries lie. Values as
+KIVI's.
 
-The paper needs no calibration. What is fitted here is a subspace per kv head, from queries on text, to be used instead of
-the row's own or beside it; and measured on held-out windows: how well subspaces hold queries that they have not seen
+The paper needs no calibration. What is fitted here is a subspace per kv head, from queries on text, to be used instead
+of the row's own or beside it; and measured on held-out windows: how well subspaces hold queries that they have not seen
 (Figures 2 and 6), and the error of attention logits, also over a grid of settings (Table 3).
 """
 
@@ -60,13 +61,14 @@ def paper_settings(task: str, model: str, frame: Frame) -> tuple[int, float, int
 
 @dataclass(frozen=True)
 class Squat:
-    """The paper's defaults (LM-Eval, Appendix D.2): 2 bits, groups and recent window of 32, no sink, rank 5, strength 1e-3.
+    """The paper's defaults (LM-Eval, Appendix D.2): 2 bits, groups and recent window of 32, no sink, rank 5, strength
+    1e-3.
 
-    group: of tokens of a key channel, and of value channels, at most (the largest size that divides head_dim).
-    rank: 0 is head_dim. channels: rounded at a time; 0 is half of head_dim, the paper's 64 of 128. subspace, normalise,
-    queries: see kvcal_artifacts.codecs.squat. search_ranks, search_strengths: a grid of which each layer takes the point with
-    the lowest logit error on held-out windows. prompt: first tokens of a window that count as its prompt in the measured
-    deviations; 0 is a quarter of it.
+    group: of tokens of a key channel, and of value channels, at most (the largest size that divides head_dim). rank: 0
+    is head_dim. channels: rounded at a time; 0 is half of head_dim, the paper's 64 of 128. subspace, normalise,
+    queries: see kvcal_artifacts.codecs.squat. search_ranks, search_strengths: a grid of which each layer takes the
+    point with the lowest logit error on held-out windows. prompt: first tokens of a window that count as its prompt in
+    the measured deviations; 0 is a quarter of it.
     """
 
     name: ClassVar[str] = "squat"
@@ -231,7 +233,8 @@ class _LayerRun:
         if len(grid) > 1:
             if not logits:
                 raise UsageError(
-                    f"windows of {self.taps.length} tokens pack nothing behind a sink of {self.method.sink} and a recent "
+                    f"windows of {self.taps.length} tokens pack nothing behind a sink of {self.method.sink} and a "
+                    "recent "
                     f"window of {self.method.recent}: no error to search by; use a longer --length"
                 )
             metrics |= {search_name(*point): round(error, 6) for point, error in zip(grid, logits, strict=False)}
@@ -327,10 +330,11 @@ def window_subspaces(q: Tensor, shape: Shape, windows: Windows, name: str) -> Te
 
 
 def logit_squares(q: Tensor, errors: list[Tensor], windows: Windows) -> tuple[list[float], int]:
-    """Sums of (q . e)^2 over all queries that come after a key was packed, for each of `errors`; and how many there are.
+    """Sums of (q . e)^2 over all queries that come after a key was packed, for each of `errors`; and how many there
+    are.
 
-    q (B, H, group, T, D), e (B, H, packed tokens, D), both as attention multiplies them. Sums over queries come from their
-    Gram matrix, grown from the end of the window: no (T, T) scores.
+    q (B, H, group, T, D), e (B, H, packed tokens, D), both as attention multiplies them. Sums over queries come from
+    their Gram matrix, grown from the end of the window: no (T, T) scores.
     """
     gram, last, count, totals = torch.zeros(()), q.shape[3], 0, [0.0] * len(errors)
     for number in reversed(range(errors[0].shape[2] // windows.block)):

@@ -1,5 +1,5 @@
-"""What calibration knows of a layer's keys and values: the run-time statistics that a cache would have when it packs each
-block of a window, what a layer stores on the training windows, and the moments of it.
+"""What calibration knows of a layer's keys and values: the run-time statistics that a cache would have when it packs
+each block of a window, what a layer stores on the training windows, and the moments of it.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class TrainingData:
         return self.carry.train * self.shape.heads * tokens
 
     def batches(self, also: Collection[str] = ()) -> Iterator[tuple[Tensor, TapBatch]]:
-        """What is stored of some windows, residuals where there is a predictor: (B, H, coded tokens, D) float32. The batch has
-        the layer's keys or values whole, and those of q, k, v that are named.
+        """What is stored of some windows, residuals where there is a predictor: (B, H, coded tokens, D) float32. The
+        batch has the layer's keys or values whole, and those of q, k, v that are named.
         """
         carry, tap = self.carry, "k" if self.role == "key" else "v"
         stand_in = (
@@ -124,7 +124,9 @@ class TrainingData:
             moments.weigh(self.queries(batch))
 
     def moments(self) -> Moments:
-        """Moments of what is stored, with the metric of what it will be multiplied by: queries or output projection rows."""
+        """Moments of what is stored, with the metric of what it will be multiplied by: queries or output projection
+        rows.
+        """
         moments: Moments | None = None
         for stored, batch in self.batches({"q"} if self.role == "key" else ()):
             moments = moments or Moments(self.shape, stored.device)
@@ -138,9 +140,11 @@ class TrainingData:
 
 
 def at_distances(site: AttentionSite, queries: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Queries before RoPE (B, heads, T, D) as keys before RoPE meet them: each turned by its distance to a token before it.
+    """Queries before RoPE (B, heads, T, D) as keys before RoPE meet them: each turned by its distance to a token before
+    it.
 
-    q at t and k at s score q . R(s - t) k = (R(t - s) q) . k. The distance of the query at t is drawn from 0 to t, seeded.
+    q at t and k at s score q . R(s - t) k = (R(t - s) q) . k. The distance of the query at t is drawn from 0 to t,
+    seeded.
     """
     if rope is None:
         return queries

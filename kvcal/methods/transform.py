@@ -1,14 +1,15 @@
 """Transform coding of what a cache stores: directions by query-weighted energy, bits by reverse water-filling.
 
-What of the papers is in it: like SQuat it minimises the error of scores, q . (k - k̂), not of keys; like MixKVQ it gives
-more bits to what matters more, but to directions rather than channels, chosen once on calibration text; grids and the token's
-norm are HIGGS's. Under AQUA-KV's predictors it codes their residuals. None of the papers has this combination.
+What of the papers is in it: like SQuat it minimises the error of scores, q . (k - k̂), not of keys; like MixKVQ it
+gives more bits to what matters more, but to directions rather than channels, chosen once on calibration text; grids and
+the token's norm are HIGGS's. Under AQUA-KV's predictors it codes their residuals. None of the papers has this
+combination.
 
-With S the covariance of what is stored and W the second moment of what it will be multiplied by (the queries of the kv head's
-group; for values the rows of the output projection), the expected squared error of scores is tr(W E), E the error's second
-moment. In coordinates U' W^1/2 (x - mean), U the eigenvectors of W^1/2 S W^1/2, it is the sum of the coordinates' errors, each
-its variance times the grid's MSE. Bits go where they lower the sum most; a bit more lowers an MSE by less and less, so the
-greedy choice is best.
+With S the covariance of what is stored and W the second moment of what it will be multiplied by (the queries of the kv
+head's group; for values the rows of the output projection), the expected squared error of scores is tr(W E), E the
+error's second moment. In coordinates U' W^1/2 (x - mean), U the eigenvectors of W^1/2 S W^1/2, it is the sum of the
+coordinates' errors, each its variance times the grid's MSE. Bits go where they lower the sum most; a bit more lowers an
+MSE by less and less, so the greedy choice is best.
 """
 
 from __future__ import annotations

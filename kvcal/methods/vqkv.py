@@ -1,8 +1,8 @@
 """VQKV: residual codebooks for keys (two bands of dimensions) and values, shared by all layers and heads.
 
 The paper trains them by gradient with frozen Gaussian codebooks (SimVQ); see codebooks.py for the trainers. What is
-quantised are single heads' vectors: keys after RoPE, and values. Dimensions of a key go to the low or the high band by how
-well a first quantiser reconstructs them (section 3.1, Figure 2).
+quantised are single heads' vectors: keys after RoPE, and values. Dimensions of a key go to the low or the high band by
+how well a first quantiser reconstructs them (section 3.1, Figure 2).
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ Triple = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Stages and codewords of (values, low band, high band) at head_dim 128, dims of the high band, and what goes with it."""
+    """Stages and codewords of (values, low band, high band) at head_dim 128, dims of the high band, and what goes with
+    it.
+    """
 
     stages: Triple
     sizes: Triple
@@ -70,9 +72,9 @@ class VQKV:
     numbers are not used. shared: one set of codebooks for all layers, as the paper has it, else one a layer.
 
     scale: in which units vectors are quantised: as they are ("none", the paper's), divided by the root mean square of
-    their layer and head ("head") or channel ("channel"), or keys times that of the queries they will meet, so that the error
-    of a score is what is minimised ("query"; values then as "head").
-    split: dimensions are ranked by squared error over their own energy ("relative") or as such ("absolute").
+    their layer and head ("head") or channel ("channel"), or keys times that of the queries they will meet, so that the
+    error of a score is what is minimised ("query"; values then as "head"). split: dimensions are ranked by squared
+    error over their own energy ("relative") or as such ("absolute").
     """
 
     name: ClassVar[str] = "vqkv"
@@ -152,8 +154,8 @@ def quantisers(method: VQKV) -> dict[str, tuple[int, int]]:
 
 
 def reconstruction_errors(keys: Tensor, holdout: Tensor, label: str, training: Training) -> tuple[Tensor, Tensor]:
-    """How badly each dimension comes out of one small residual quantiser of whole keys: (squared error, energy), each (D,)
-    float64 over held (m, D). keys (n, D); neither is changed.
+    """How badly each dimension comes out of one small residual quantiser of whole keys: (squared error, energy), each
+    (D,) float64 over held (m, D). keys (n, D); neither is changed.
     """
     rows = spread(len(keys), min(len(keys), PROBE_VECTORS), f"{label}:probe").to(keys.device)
     rest, tail = keys[rows].clone(), holdout.clone()

@@ -86,7 +86,8 @@ def _check_object(source: ModelSource, path: Path) -> None:
         raise ModelUnavailable(f"{source.label}: its config.json cannot be used ({one_line(error)})") from error
     if not isinstance(content, dict):
         raise ModelUnavailable(
-            f"{source.label}: its config.json cannot be used (it holds {json_kind(content)}, must hold a table of settings); "
+            f"{source.label}: its config.json cannot be used (it holds {json_kind(content)}, must hold a table of "
+            "settings); "
             "put the model's own there"
         )
 

@@ -1,8 +1,9 @@
-"""Which tensors of a checkpoint make which parameters of a model: Transformers' own renaming and conversion, name by name.
+"""Which tensors of a checkpoint make which parameters of a model: Transformers' own renaming and conversion, name by
+name.
 
-Checkpoints on the hub are often older than the code that reads them: Mixtral's hold one tensor for each expert, its class
-has one for all.
-`from_pretrained` converts a whole model; here one parameter is made at a time, by the same rules.
+Checkpoints on the hub are often older than the code that reads them: Mixtral's hold one tensor for each expert, its
+class has one for all. `from_pretrained` converts a whole model; here one parameter is made at a time, by the same
+rules.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Read = Callable[[str], Tensor]  # the name of a tensor in the checkpoint -> the 
 
 @dataclass
 class Origin:
-    """What parameters are made of. parts: (source pattern, tensor's name) in order. first: the parameter that Transformers
-    files them under. converter: None where the only part is the parameter.
+    """What parameters are made of. parts: (source pattern, tensor's name) in order. first: the parameter that
+    Transformers files them under. converter: None where the only part is the parameter.
     """
 
     first: str

@@ -70,8 +70,8 @@ def without_factors(scheme: Scheme) -> Scheme:
 def row_factors(site: hf.AttentionSite, factor: Tensor, partners: Tensor) -> list[tuple[nn.Module, Tensor]]:
     """The projections that a factor goes into, and what each of their output rows is multiplied by, float64.
 
-    factor: (H, D) of the keys. partners: hf.rope_partners. Raises UsageError, with the reason, where folding would change
-    the model's function.
+    factor: (H, D) of the keys. partners: hf.rope_partners. Raises UsageError, with the reason, where folding would
+    change the model's function.
     """
     _check_projections(site)
     _check_shared(site.index, factor, partners)
@@ -86,7 +86,8 @@ def row_factors(site: hf.AttentionSite, factor: Tensor, partners: Tensor) -> lis
     for what, source, rows in (("query", site.query_source, up), ("key", site.key_source, down)):
         if _rows(source) != rows.numel():
             raise UsageError(
-                f"layer {site.index}: its {what} projection has {_rows(source)} outputs, {rows.numel()} are understood; "
+                f"layer {site.index}: its {what} projection has {_rows(source)} outputs, {rows.numel()} are "
+                "understood; "
                 "factors cannot be folded into it"
             )
     return [(site.query_source, up), (site.key_source, down)]
@@ -154,9 +155,10 @@ def _multiplied(parameter: Tensor, rows: Tensor) -> Tensor:
 def write_folded(source: ModelSource, factors: Mapping[int, Tensor], output: Path, *, dtype: str = "auto") -> list[str]:
     """Write the model with these factors folded in as a new folder: config, safetensors, tokenizer; all or nothing.
 
-    factors: layer -> (H, D) of its keys. dtype: of the new weights; "auto": the checkpoint's own. A shard of at most 4 GiB is
-    held at a time. A symlink to an empty folder or to none stays one. Returns the names of the changed tensors. Raises
-    UsageError where folding would change the model's function or the output is there already, before anything is written.
+    factors: layer -> (H, D) of its keys. dtype: of the new weights; "auto": the checkpoint's own. A shard of at most 4
+    GiB is held at a time. A symlink to an empty folder or to none stays one. Returns the names of the changed tensors.
+    Raises UsageError where folding would change the model's function or the output is there already, before anything is
+    written.
     """
     refuse_dash(output, "--output")
     place = Path(os.path.realpath(output))

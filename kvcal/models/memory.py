@@ -13,7 +13,8 @@ import torch
 from kvcal_artifacts.errors import OutOfMemory
 
 MEMINFO, OWN_GROUPS, GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-GROUP_FILES = {  # version of control groups -> limit, bytes in use, what of memory.stat the kernel gives back when asked
+# version of control groups -> limit, bytes in use, what of memory.stat the kernel gives back when asked
+GROUP_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
 }
@@ -24,7 +25,8 @@ def check_fits(label: str, size: int, dtype: torch.dtype, device: torch.device) 
     free = free_bytes(device)
     if free is not None and size > free:
         raise OutOfMemory(
-            f"{label}: its weights need {size / 2**30:.1f} GiB in {str(dtype).removeprefix('torch.')}, {free / 2**30:.1f} GiB "
+            f"{label}: its weights need {size / 2**30:.1f} GiB in {str(dtype).removeprefix('torch.')}, "
+            f"{free / 2**30:.1f} GiB "
             f"are free on {device}; take a smaller --model, a --dtype of 16 bits or a device with more memory"
         )
 
@@ -49,8 +51,8 @@ def cuda_bytes(device: torch.device) -> float:
 
 
 def host_bytes() -> int | None:
-    """Free memory of the machine, or of a control group that allows less (a container's); None where there is no /proc, as
-    on macOS.
+    """Free memory of the machine, or of a control group that allows less (a container's); None where there is no /proc,
+    as on macOS.
     """
     try:
         fields = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
@@ -73,7 +75,9 @@ def _group_bytes() -> Iterator[int]:
 
 
 def _groups() -> Iterator[tuple[Path, int]]:
-    """(folder, version) of the process's groups and those above, /proc/self/cgroup's lines being number:controllers:path."""
+    """(folder, version) of the process's groups and those above, /proc/self/cgroup's lines being
+    number:controllers:path.
+    """
     try:
         lines = OWN_GROUPS.read_text().splitlines()
     except OSError:

@@ -35,7 +35,9 @@ class ModelSource:
 
     @property
     def public(self) -> str:
-        """The name for files that others read: `name`, but of a folder its last part, for a path may tell who the user is."""
+        """The name for files that others read: `name`, but of a folder its last part, for a path may tell who the user
+        is.
+        """
         return self.stem if self.kind == "folder" else self.name
 
     @property

@@ -111,7 +111,8 @@ class _Shapes(Mapping[str, tuple[str, tuple[int, ...]]]):
 
 
 def check_shapes(label: str, index: Path, model: Any) -> None:
-    """Raises ModelUnavailable, naming file and tensor, where tensors do not have the shapes that the model's config asks for.
+    """Raises ModelUnavailable, naming file and tensor, where tensors do not have the shapes that the model's config
+    asks for.
 
     model: on the meta device. Reads the headers of all shards, which must be there, and no weights.
     """
@@ -165,7 +166,9 @@ def _int32(value: int) -> int:
 
 
 def model_class(config: Any) -> Any:
-    """Transformers' auto class for models of this config that generate text: causal LMs, else those that also read images."""
+    """Transformers' auto class for models of this config that generate text: causal LMs, else those that also read
+    images.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 

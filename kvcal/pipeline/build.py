@@ -1,5 +1,5 @@
-"""A build recipe: which bundles, of which models, by which methods and settings, and the gates they must pass. And the lock
-file beside them: what each was made of, so that only what changed is made again. docs/pipeline.md has the schema.
+"""A build recipe: which bundles, of which models, by which methods and settings, and the gates they must pass. And the
+lock file beside them: what each was made of, so that only what changed is made again. docs/pipeline.md has the schema.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 
 @dataclass(frozen=True)
 class Limits:
-    """None: no such gate. max_ppl_increase: a share of the full-precision perplexity (0.01 is 1 %). max_kl: nats. max_bits:
-    stored bits a value. max_cache_bytes: packed blocks and windows at one window's end. max_layer_drift: how many times
-    what the bundle recorded the relative error of a layer, or of a kv head where it recorded those, may be.
+    """None: no such gate. max_ppl_increase: a share of the full-precision perplexity (0.01 is 1 %). max_kl: nats.
+    max_bits: stored bits a value. max_cache_bytes: packed blocks and windows at one window's end. max_layer_drift: how
+    many times what the bundle recorded the relative error of a layer, or of a kv head where it recorded those, may be.
     """
 
     max_ppl_increase: float | None = None
@@ -125,7 +125,8 @@ def check_recorded(limits: Limits, name: str, bundle: Bundle | None) -> None:
     if bundle is None or unknown:
         of = "layers" if len(unknown) != 1 else f"layers' {unknown[0]}s"
         raise UsageError(
-            f"{name}: gate max-layer-drift: it records no relative error of its {of} to compare with; leave this gate out"
+            f"{name}: gate max-layer-drift: it records no relative error of its {of} to compare with; leave this gate "
+            "out",
         )
     pairs = {index: pair.key.shape.heads for index, pair in enumerate(bundle.scheme.layers) if pair is not None}
     try:
@@ -176,8 +177,8 @@ def _holds(figure: float | None, limit: float) -> bool:
 
 
 def recalled(name: str, limits: Limits, records: Iterable[Mapping[str, Any]]) -> list[Check] | None:
-    """Checks of an earlier run, judged anew by their figures; None where they are not those of these limits. A canary has no
-    figure, so that only one that sang is believed, and no other is kept (see `worth_keeping`).
+    """Checks of an earlier run, judged anew by their figures; None where they are not those of these limits. A canary
+    has no figure, so that only one that sang is believed, and no other is kept (see `worth_keeping`).
     """
     checks = [Check.of(record) for record in records]
     limit_of = {gate.replace("_", "-"): limit for gate, limit in asdict(limits).items() if limit is not None}

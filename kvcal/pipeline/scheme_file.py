@@ -34,7 +34,8 @@ from kvcal_artifacts.files import read_text
 TOP = {"frame": str, "codec": str, "keys": str, "values": str, "layers": dict, "windows": dict, "predictor": dict}
 WINDOWS = {"sink": int, "recent": int, "block": int}
 PREDICTOR = {
-    "kind": str, "keys": list, "values": list, "rank": int, "ridge": float, "quantiser_agnostic": bool, "mlp_epochs": int,
+    "kind": str, "keys": list, "values": list, "rank": int, "ridge": float, "quantiser_agnostic": bool,
+    "mlp_epochs": int,
 }  # fmt: skip
 OPTIONS = {"kind": "predictor", "keys": "key_inputs", "values": "value_inputs"}  # where an option's name differs
 GOVERNED = (
@@ -78,7 +79,9 @@ class Recipe:
         return options
 
     def plain(self) -> dict[str, Any]:
-        """The options of `kvcal preset` that it stands for, which needs no data. Raises UsageError if it predicts layers."""
+        """The options of `kvcal preset` that it stands for, which needs no data. Raises UsageError if it predicts
+        layers.
+        """
         if self.predicts:
             raise UsageError(
                 f"recipe {self.path}: has a [predictor], which is fitted to text: use `kvcal fit-predictors`"
@@ -154,8 +157,8 @@ def _kind(kind: type) -> str:
 
 
 def with_recipe(options: dict[str, Any], typed: Collection[str], plain: bool = False) -> dict[str, Any]:
-    """Options with those of `--recipe` in place. typed: names of those that somebody gave, be it at their default; one that
-    the recipe governs may not be among them: UsageError. plain: of `kvcal preset`.
+    """Options with those of `--recipe` in place. typed: names of those that somebody gave, be it at their default; one
+    that the recipe governs may not be among them: UsageError. plain: of `kvcal preset`.
     """
     if options.get("recipe") is None:
         return options

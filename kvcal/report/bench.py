@@ -35,7 +35,9 @@ def tables(result: Found) -> Iterator[Table]:
 
 
 def rates(result: Found) -> Iterator[str]:
-    """What the rows' `of copy` is of: the device's rates in this run, and those of runs before it that measured some rows."""
+    """What the rows' `of copy` is of: the device's rates in this run, and those of runs before it that measured some
+    rows.
+    """
     if result.get("copy_gb_per_s"):
         yield (
             f"measured in this run: copy {result['copy_gb_per_s']:.1f} GB/s read and written, read "

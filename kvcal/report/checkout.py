@@ -12,8 +12,8 @@ SECONDS = 10.0  # a file system that hangs
 
 
 def commit() -> str | None:
-    """`git describe --always --dirty` of the checkout that all three packages are read from; None where there is none, or git
-    is not installed or does not trust it.
+    """`git describe --always --dirty` of the checkout that all three packages are read from; None where there is none,
+    or git is not installed or does not trust it.
     """
     import kvcal
     import kvcal_artifacts
@@ -23,8 +23,8 @@ def commit() -> str | None:
 
 
 def commit_of(files: Iterable[Path]) -> str | None:
-    """The commit of the checkout that has all these files, in which the first is kvcal/__init__.py of a project named kvcal;
-    None if no checkout has them as its own: installed packages may lie in one of something else.
+    """The commit of the checkout that has all these files, in which the first is kvcal/__init__.py of a project named
+    kvcal; None if no checkout has them as its own: installed packages may lie in one of something else.
     """
     files = list(files)
     top = files[0].parent.parent

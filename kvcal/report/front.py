@@ -13,7 +13,9 @@ Pair = tuple[float, float]  # cost, quality
 def front_png(
     points: Sequence[Pair], front: Sequence[int], chosen: int, limit: float, quality: str, cost: str
 ) -> bytes:
-    """PNG; quality, cost: names of the axes. front: numbers of points, cheapest first. The same input gives the same bytes."""
+    """PNG; quality, cost: names of the axes. front: numbers of points, cheapest first. The same input gives the same
+    bytes.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -34,7 +34,8 @@ def check_plot(path: Path) -> None:
 
 
 def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, path: Path) -> None:
-    """Deviation of queries against the rank of the subspace (SQuat Figures 2 and 6): mean, first, middle and last layer.
+    """Deviation of queries against the rank of the subspace (SQuat Figures 2 and 6): mean, first, middle and last
+    layer.
 
     table: as deviation_table gives it; sources: source -> its name in the legend.
     """
@@ -131,7 +132,8 @@ def _told(name: str) -> str:
 
 
 def plot_bench(rows: list[dict[str, Any]], path: Path) -> None:
-    """Times of `kvcal bench` against cached tokens, a panel an operation, a line a scheme and batch; projected ones dashed.
+    """Times of `kvcal bench` against cached tokens, a panel an operation, a line a scheme and batch; projected ones
+    dashed.
 
     Attention has the best FP16 of the run beside it; crosses are a paper's figures. Rows without a time are not drawn.
     """

@@ -39,7 +39,9 @@ def is_number(value: Any) -> bool:
 
 
 def check_depth(bundle: Bundle) -> None:
-    """Raise CorruptBundle where provenance or metrics nest deeper than DEEPEST: what reads them calls itself at each level."""
+    """Raise CorruptBundle where provenance or metrics nest deeper than DEEPEST: what reads them calls itself at each
+    level.
+    """
     for name, value in (("provenance", bundle.provenance), ("metrics", bundle.metrics)):
         if _too_deep(value):
             raise CorruptBundle(f"{bundle.name}: its {name} has more than {DEEPEST} lists and tables within each other")
@@ -79,7 +81,9 @@ class Table:
         return value if type(value) is kind else None
 
     def said(self, name: str, kind: type = str) -> Any:
-        """The value to be shown; where it is of another type, what it was recorded as; None where it is missing or null."""
+        """The value to be shown; where it is of another type, what it was recorded as; None where it is missing or
+        null.
+        """
         value = self.fields.get(name)
         return value if value is None or self.value(name, kind) is not None else mistyped(value, kind)
 

@@ -22,7 +22,9 @@ def allowed(name: str, names: Collection[str], listed: str) -> str:
 
 
 def nearest(name: str, among: Collection[str], most: int = SAID) -> list[str]:
-    """The nearest names, most alike first, at most so many; where none is alike, of those that begin with the same word."""
+    """The nearest names, most alike first, at most so many; where none is alike, of those that begin with the same
+    word.
+    """
     lowered, names = name.lower(), list(among)
     if near := difflib.get_close_matches(lowered, names, most, 0.7):
         return near

@@ -39,8 +39,8 @@ def best(rows: Iterable[dict[str, Any]], max_bits: float, quality: str = "kl") -
 
 
 def bytes_at(scheme: Scheme, row: dict[str, Any], tokens: int, length: int, itemsize: int) -> int:
-    """Bytes of one sequence of `length` tokens: what was measured of `tokens` tokens (packed, windows, run-time statistics,
-    predictors and codebooks), and more or fewer tokens at the row's stored bits a value.
+    """Bytes of one sequence of `length` tokens: what was measured of `tokens` tokens (packed, windows, run-time
+    statistics, predictors and codebooks), and more or fewer tokens at the row's stored bits a value.
 
     itemsize: of the model's dtype, in which layers are that the scheme leaves alone.
     """
@@ -64,8 +64,8 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
 
 
 def read_results(path: Path, command: str) -> dict[str, Any]:
-    """A result file of that command: `settings` and `rows`, each row a dict with its `key`. Both are empty where there is no
-    file yet, or one without a byte.
+    """A result file of that command: `settings` and `rows`, each row a dict with its `key`. Both are empty where there
+    is no file yet, or one without a byte.
 
     Raises KVCalError for any other file: results would overwrite it.
     """
@@ -81,18 +81,19 @@ def read_results(path: Path, command: str) -> dict[str, Any]:
         ours = False
     if not ours:
         raise KVCalError(
-            f"--output {path} is there already and is no result file of `kvcal {command}`; give another name or remove it"
+            f"--output {path} is there already and is no result file of `kvcal {command}`; give another name or remove "
+            "it",
         )
     return results
 
 
 @dataclass
 class Ledger:
-    """Rows measured so far, so that an interrupted comparison goes on: in a file of the user's, which stays; where there is
-    none, in `work`, until they are done.
+    """Rows measured so far, so that an interrupted comparison goes on: in a file of the user's, which stays; where
+    there is none, in `work`, until they are done.
 
-    settings: everything that all rows depend on (model, text, windows, dtype, device); rows of others are not taken over.
-    resume: False takes none over. Raises KVCalError as `read_results`.
+    settings: everything that all rows depend on (model, text, windows, dtype, device); rows of others are not taken
+    over. resume: False takes none over. Raises KVCalError as `read_results`.
     """
 
     command: str

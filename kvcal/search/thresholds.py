@@ -1,4 +1,5 @@
-"""MixKVQ's thresholds (Appendix C of the paper): two objectives, a Pareto front, the best point under a bit limit; then a fit.
+"""MixKVQ's thresholds (Appendix C of the paper): two objectives, a Pareto front, the best point under a bit limit; then
+a fit.
 
 What is searched: tau_low and tau_high, jointly. What is minimised: the stored bits of a value (with scales, minima and
 indices), and a loss: error of attention outputs, perplexity through the cache, or what is missing from a task's score.
@@ -207,11 +208,12 @@ def tune(
     storage: str | None = None,
     heartbeat: int = 5,
 ) -> Tuned:
-    """Search the thresholds, then measure the chosen ones layer by layer (kvcal.calibrate.driver) and write bundle and plot.
+    """Search the thresholds, then measure the chosen ones layer by layer (kvcal.calibrate.driver) and write bundle and
+    plot.
 
-    objective: makes it, once it is needed. storage: an Optuna storage URL that workers share; None: a file beside the output,
-    which this process alone uses, and removes. Raises UsageError, before any trial, if no point can lie under max_bits;
-    KVCalError if none does.
+    objective: makes it, once it is needed. storage: an Optuna storage URL that workers share; None: a file beside the
+    output, which this process alone uses, and removes. Raises UsageError, before any trial, if no point can lie under
+    max_bits; KVCalError if none does.
     """
     check_output(job.output)
     check_model(job.model, hf.decoder_of(job.model))
@@ -221,7 +223,8 @@ def tune(
     shape = hf.layer_shape(hf.config_of(job.model), method.block)
     if (least := rounded(method.least_bits(shape, job.model.dtype))) > settings.max_bits:
         raise UsageError(
-            f"--max-bits {settings.max_bits:g}: with all key channels at 2 bits and values of {method.value_bits} a value "
+            f"--max-bits {settings.max_bits:g}: with all key channels at 2 bits and values of {method.value_bits} a "
+            "value "
             f"takes {least:g} bits already; give --max-bits {least:g} or more, or fewer --value-bits"
         )
     check_output(job.plot, "--plot")
@@ -288,7 +291,8 @@ def choose(points: list[Point], front: list[int], max_bits: float) -> int:
     if not under:
         least = min(point.cost for point in points)
         raise KVCalError(
-            f"none of {len(points)} trials stays under --max-bits {max_bits:g}, the smallest takes {least:.3f}; raise it "
+            f"none of {len(points)} trials stays under --max-bits {max_bits:g}, the smallest takes {least:.3f}; raise "
+            "it "
             "(the same command goes on from these trials)"
         )
     return under[-1]

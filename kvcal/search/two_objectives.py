@@ -1,8 +1,10 @@
-"""Two-objective search by Optuna's TPE whose points do not depend on who asked, how often it was killed, or on random state.
+"""Two-objective search by Optuna's TPE whose points do not depend on who asked, how often it was killed, or on random
+state.
 
-Point number i of a search is a pure function of (seed, i, the points before it): a fresh sampler each time, told the finished
-points. An Optuna storage only says who works on what; so one worker gives the same points whether or not it was killed in
-between, and several workers share a study, each point claimed by the order of trial numbers, which the storage makes unique.
+Point number i of a search is a pure function of (seed, i, the points before it): a fresh sampler each time, told the
+finished points. An Optuna storage only says who works on what; so one worker gives the same points whether or not it
+was killed in between, and several workers share a study, each point claimed by the order of trial numbers, which the
+storage makes unique.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Found:
-    """Points in the order of their trials. in_order: each was chosen knowing all before it, so that the same search gives the
-    same points; not so where workers ran side by side.
+    """Points in the order of their trials. in_order: each was chosen knowing all before it, so that the same search
+    gives the same points; not so where workers ran side by side.
     """
 
     points: list[Point]
@@ -85,8 +87,9 @@ def front_of(points: list[Point], maximise: bool) -> list[int]:
 
 @dataclass(frozen=True)
 class Storage:
-    """Where the study lies. url: any that Optuna's RDBStorage takes, shared with other workers; else a file in `folder`, for
-    this process alone. heartbeat: seconds between a worker's signs of life; after GRACE without one its trial is run again.
+    """Where the study lies. url: any that Optuna's RDBStorage takes, shared with other workers; else a file in
+    `folder`, for this process alone. heartbeat: seconds between a worker's signs of life; after GRACE without one its
+    trial is run again.
     """
 
     name: str

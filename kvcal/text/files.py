@@ -1,7 +1,7 @@
 """Local files in, documents out: plain text, JSON, CSV and Parquet, unpacked and read row by row in bounded memory.
 
-`datasets` reads the hub, not local files: it holds a JSON array or a long line whole, unpacks a Parquet page of any size,
-and guesses column types from the first rows.
+`datasets` reads the hub, not local files: it holds a JSON array or a long line whole, unpacks a Parquet page of any
+size, and guesses column types from the first rows.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Row = tuple[str, Any]  # where it stands, for messages; the row
 
 PLAIN = (".txt", ".text", ".raw", ".tokens", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".log", ".srt")
 SOURCE = (
-    ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".cs", ".java", ".kt", ".scala", ".swift", ".js", ".jsx",
-    ".ts", ".tsx", ".go", ".rs", ".rb", ".php", ".pl", ".lua", ".jl", ".r", ".hs", ".ml", ".f90", ".sh", ".sql",
+    ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".cs", ".java", ".kt", ".scala", ".swift", ".js",
+    ".jsx", ".ts", ".tsx", ".go", ".rs", ".rb", ".php", ".pl", ".lua", ".jl", ".r", ".hs", ".ml", ".f90", ".sh", ".sql",
 )  # fmt: skip
 ROWS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 PACKED = (".gz", ".xz", ".bz2", ".zst")
@@ -196,7 +196,8 @@ def decoded(path: Path) -> Iterator[str]:
                 return
             if most is not None and done > most:
                 raise TextError(
-                    f"{path}: unpacks to more than {done:,} bytes, {RATIO} times its size; text does not: unpack it first"
+                    f"{path}: unpacks to more than {done:,} bytes, {RATIO} times its size; text does not: unpack it "
+                    "first",
                 )
 
 
@@ -280,7 +281,9 @@ def _are_rows(value: list[Any]) -> bool:
 
 
 class _Values:
-    """JSON values of a text that comes in parts. What waits doubles as long as a value is not whole: linear time in all."""
+    """JSON values of a text that comes in parts. What waits doubles as long as a value is not whole: linear time in
+    all.
+    """
 
     BLANK = re.compile(r"[ \t\n\r]*")
 
@@ -376,7 +379,8 @@ def _other_separator(path: Path, line: str, separator: str, column: str | None, 
             suffix = {",": ".csv", "\t": ".tsv"}.get(other)
             instead = f"rename it to {suffix}" if suffix else f"write it with {SEPARATORS[separator]}"
             return TextError(
-                f"{path}: its first line has {what} between columns ({listed(names)}), and {kind_of(path)} is read with "
+                f"{path}: its first line has {what} between columns ({listed(names)}), and {kind_of(path)} is read "
+                "with "
                 f"{SEPARATORS[separator]}; {instead}"
             )
     return None

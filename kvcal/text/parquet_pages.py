@@ -1,6 +1,7 @@
 """How large the pages of a Parquet file are unpacked, from their headers, before a reader unpacks one whole.
 
-A header is a Thrift struct in the compact protocol: field 1 the page's type, 2 its size unpacked, 3 its size in the file.
+A header is a Thrift struct in the compact protocol: field 1 the page's type, 2 its size unpacked, 3 its size in the
+file.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def check_pages(path: Path, metadata: Any, names: Collection[str]) -> None:
                     for size in _pages(path, file, chunk):
                         if size > PAGE:
                             raise TextError(
-                                f"{path}: a page of column {chunk.path_in_schema} unpacks to {size:,} bytes, allowed are "
+                                f"{path}: a page of column {chunk.path_in_schema} unpacks to {size:,} bytes, allowed "
+                                "are "
                                 f"{PAGE:,}; write the file again with smaller rows or pages"
                             )
 

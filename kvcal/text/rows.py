@@ -1,7 +1,7 @@
 """The text of a row: which column holds it, chats through the tokenizer's template, rows without any.
 
-Of the columns the one asked for is taken, else `text` or `content`, else a pair joined by a line end (question and answer,
-prompt and completion, instruction and output), else a chat.
+Of the columns the one asked for is taken, else `text` or `content`, else a pair joined by a line end (question and
+answer, prompt and completion, instruction and output), else a chat.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def cut(name: str) -> str:
 class Picker:
     """Takes text out of rows, and counts them.
 
-    column: as asked for. render: a chat's text; None: no chat can be read. rows: seen so far; null, empty: of them, those
-    without text. An empty one leaves its blank line between two documents, a null one nothing.
+    column: as asked for. render: a chat's text; None: no chat can be read. rows: seen so far; null, empty: of them,
+    those without text. An empty one leaves its blank line between two documents, a null one nothing.
     """
 
     column: str | None = None
@@ -140,7 +140,8 @@ class Picker:
             return ""
         if self.render is None:
             raise TextError(
-                f"{where}: a chat, and the tokenizer has no chat template to read it by; give a model whose tokenizer has "
+                f"{where}: a chat, and the tokenizer has no chat template to read it by; give a model whose tokenizer "
+                "has "
                 "one (an instruct model), or name a column of plain text with --column"
             )
         try:

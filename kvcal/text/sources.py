@@ -260,7 +260,8 @@ def _tell(source: TextSource, reader: _Reader, say: Say | None) -> None:
     picker = reader.picker
     if picker.null or picker.empty:
         say(
-            f"note: {reader.label}: of {picker.rows:,} rows read {picker.empty:,} are empty and {picker.null:,} null; skipped"
+            f"note: {reader.label}: of {picker.rows:,} rows read {picker.empty:,} are empty and {picker.null:,} null; "
+            "skipped",
         )
 
 
@@ -415,7 +416,9 @@ def source_files(source: TextSource) -> list[Path]:
 
 
 def check_local(text: str) -> None:
-    """Raises TextError for a text that is neither there nor a data set's name, and for a file of a kind that is not read."""
+    """Raises TextError for a text that is neither there nor a data set's name, and for a file of a kind that is not
+    read.
+    """
     source = resolve_text(text)
     if source.dataset is None:
         source_files(source)
@@ -430,7 +433,8 @@ def left_out(source: TextSource) -> str | None:
         return None
     count = f"{len(others):,} files" if len(others) > 1 else "1 file"
     return (
-        f"note: {source.label}: {count} left out ({_first(others)}), {len(files):,} read ({_first(files)}); a text that is "
+        f"note: {source.label}: {count} left out ({_first(others)}), {len(files):,} read ({_first(files)}); a text "
+        "that is "
         "left out can be given by its name, or in a folder of its own"
     )
 

@@ -1,11 +1,12 @@
-"""Whether a change of source changes stored bytes: bundles of every preset and codec on `tiny`, and the blocks that they pack.
+"""Whether a change of source changes stored bytes: bundles of every preset and codec on `tiny`, and the blocks that
+they pack.
 
     python tests/support/golden.py make FOLDER      # with the code on PYTHONPATH; what is there stays
     python tests/support/golden.py compare BEFORE AFTER
 
-FOLDER/NAME.kvcal.safetensors is the bundle; hashes.json has, for each, the hash of the file and of every packed tensor after
-160 tokens of fixed random ids in one call and 40 in three more, and of the last logits. Nothing but the command line and
-`load_bundle`, `load_cache` is used, so that old and new code can make the same.
+FOLDER/NAME.kvcal.safetensors is the bundle; hashes.json has, for each, the hash of the file and of every packed tensor
+after 160 tokens of fixed random ids in one call and 40 in three more, and of the last logits. Nothing but the command
+line and `load_bundle`, `load_cache` is used, so that old and new code can make the same.
 """
 
 from __future__ import annotations

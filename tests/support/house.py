@@ -2,9 +2,9 @@
 
     python tests/support/house.py
 
-prints the table; tests/test_house.py holds the limits with the same code. Complexity is McCabe's as radon counts it: one,
-and one for each decision, each further operand of `and` and `or`, each comprehension and each condition in one; what
-functions inside a function decide is theirs.
+prints the table; tests/test_house.py holds the limits with the same code. Complexity is McCabe's as radon counts it:
+one, and one for each decision, each further operand of `and` and `or`, each comprehension and each condition in one;
+what functions inside a function decide is theirs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""A pytest plugin that shows whether a change of source changes compiled kernels: hashes of PTX, without ptxas or a GPU.
+"""A pytest plugin that shows whether a change of source changes compiled kernels: hashes of PTX, without ptxas or a
+GPU.
 
     python -m pytest -p support.ptx_hashes --ptx-hashes before.json -m "not gpu" -k compiled tests/...
     python -m support.ptx_hashes compare before.json after.json
 
-Each kernel that a test compiles through `compiled.compiled` is taken to PTX and hashed, under the test's name and parameters
-and the kernel's number within the test. The test then ends as skipped, since no program was made of the PTX. Lines with places
-in the source (`.loc`, `.file`, comments, debug sections and their labels) are left out of the hash.
+Each kernel that a test compiles through `compiled.compiled` is taken to PTX and hashed, under the test's name and
+parameters and the kernel's number within the test. The test then ends as skipped, since no program was made of the PTX.
+Lines with places in the source (`.loc`, `.file`, comments, debug sections and their labels) are left out of the hash.
 """
 
 from __future__ import annotations
