@@ -120,8 +120,8 @@ class KVCalCache(Cache):
         self.steps: dict[torch.device, Any] = {}  # static.Steps of the layers on a device
         self._workspaces: dict[tuple[torch.device, bool], Any] = {}
         self._rooms: dict[torch.device, dequantised.Rooms] = {}
-        own = [layer.site for layer in self.own_layers]
-        self.hooks = hf.Hooks(model, self, tapped, selected or asked, selected, own)
+        compressed = [layer.site for layer in self.own_layers]
+        self.hooks = hf.Hooks(model, self, tapped, selected or asked, selected, compressed)
         self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.paths.seamed])
         self._opened: tuple[Tensor, bool] | None = None  # of the ledger's blocks
         self.mask_history = MaskHistory(compares=scheme.selection is None)
@@ -189,8 +189,8 @@ class KVCalCache(Cache):
     def _await_offloading(self) -> None:
         """Layers in host memory were copied there without anyone waiting: what runs on the host must not come first."""
         if self.offloading_layers:
-            own = [layer for layer in self.own_layers if layer.is_initialized]
-            for device in {layer.device for layer in own if layer.device.type == "cuda"}:
+            started = [layer for layer in self.own_layers if layer.is_initialized]
+            for device in {layer.device for layer in started if layer.device.type == "cuda"}:
                 torch.cuda.synchronize(device)
 
     @property
@@ -260,13 +260,13 @@ class KVCalCache(Cache):
     @torch.no_grad()
     def on_attention(self, layer: int, hidden: Tensor, mask: Tensor | None) -> Tensor | None:
         """The mask of what is kept, (B, 1, query, kept + query), in the place of the model's of all columns."""
-        own = self.layers[layer]
-        assert isinstance(own, KVCalLayer)
-        plan = planning.plan_of(self, own, hidden.shape[0], hidden.shape[1], hidden.device)
+        target = self.layers[layer]
+        assert isinstance(target, KVCalLayer)
+        plan = planning.plan_of(self, target, hidden.shape[0], hidden.shape[1], hidden.device)
         assert isinstance(plan, EvictingPlan)
         if plan.first:
             return mask
-        return self.forward.kept_mask(own.site, plan, hidden)
+        return self.forward.kept_mask(target.site, plan, hidden)
 
     def on_done(self) -> None:
         plan, self.record.torn = self.forward.begun, self.scheme.selection is not None
@@ -308,8 +308,8 @@ class KVCalCache(Cache):
     def workspace(self, device: torch.device, vector: bool = False) -> Any:
         """Memory that the launches of this cache's layers share on a device; vector: of those over vector codes."""
         if (device, vector) not in self._workspaces:
-            made = codebook.workspace(self.kernels, device, self.max_length is not None) if vector else None
-            self._workspaces[device, vector] = made if vector else fused.workspace(self.kernels, device)
+            space = codebook.workspace(self.kernels, device, self.max_length is not None) if vector else None
+            self._workspaces[device, vector] = space if vector else fused.workspace(self.kernels, device)
         return self._workspaces[device, vector]
 
     def rooms(self, device: torch.device) -> dequantised.Rooms:
@@ -337,9 +337,9 @@ class KVCalCache(Cache):
 
     def old_context(self, layer: int) -> Context:
         """What layers below left for this one of the blocks that were packed before the current call."""
-        own = self.layers[layer]
-        assert isinstance(own, KVCalLayer)
-        return self.forward.chain.context("old", layer, own.device)
+        target = self.layers[layer]
+        assert isinstance(target, KVCalLayer)
+        return self.forward.chain.context("old", layer, target.device)
 
     @property
     def uneven(self) -> str | None:
@@ -443,8 +443,8 @@ class KVCalCache(Cache):
         twin.growing = self.growing
         for i, (mine, other) in enumerate(zip(self.layers, twin.layers, strict=True)):
             if isinstance(mine, KVCalLayer) and isinstance(other, KVCalLayer):
-                held = {k: v for k, v in vars(mine).items() if k not in OWN}
-                other.__dict__.update(copy.deepcopy(held, memo))
+                state = {k: v for k, v in vars(mine).items() if k not in OWN}
+                other.__dict__.update(copy.deepcopy(state, memo))
                 other.codecs = mine.codecs
             else:
                 twin.layers[i] = copy.deepcopy(mine, memo)

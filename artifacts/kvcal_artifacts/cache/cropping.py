@@ -28,9 +28,9 @@ def carry_out(cache: KVCalCache, count: int, plan: CropPlan) -> None:
         for layer in cache.own_layers:
             layer.reset()
     elif any(layer.statistics for layer in cache.own_layers):
-        held, untouched = cache.ledger.held, cache.ledger.untouched
+        occupied, untouched = cache.ledger.occupied, cache.ledger.untouched
         for layer in cache.own_layers:
-            observing.forget(layer, count, held, untouched)
+            observing.forget(layer, count, occupied, untouched)
         cache.record.unforgotten["tokens"] += old
         cache.record.unforgotten["blocks"] += cache.ledger.early
     cache.record.returned_tokens += plan.returned

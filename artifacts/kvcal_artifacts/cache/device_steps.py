@@ -69,8 +69,8 @@ def refusal(pair: LayerCodecs, moves: bool) -> str | None:
         return f"vector codes in blocks of {pair.key.shape.block} tokens: what appends them counts by {BLOCK}"
     if why := pair.key.step_refusal(pair.stats):
         return why
-    known = pair.key.standing_stats or {KeyScale.name}
-    if others := sorted(pair.stats - known):
+    standing = pair.key.standing_stats or {KeyScale.name}
+    if others := sorted(pair.stats - standing):
         return f"its rounding follows {others[0]}, a run-time statistic that the host counts"
     return None
 
@@ -157,26 +157,26 @@ def read(layers: Sequence[StaticLayer]) -> tuple[int, list[tuple[Steps, Tensor]]
     """Columns that all of them hold, and of each device (3, B) what its rows do, as in STORED: one wait for each device. An
     error says what steps there could not say.
     """
-    found: list[tuple[Steps, Tensor]] = []
+    per_device: list[tuple[Steps, Tensor]] = []
     lengths: set[int] = set()
     for steps in {id(layer.steps): layer.steps for layer in layers}.values():
         rooms = [(layer.index, layer.room.flags) for layer in layers if layer.room is not None and layer.steps is steps]
         flagged = torch.cat([flags for _, flags in rooms]).any()
-        held = [getattr(steps.counts, name) for name in STORED]
+        counts = [getattr(steps.counts, name) for name in STORED]
         gap = torch.zeros_like(flagged) if steps.turns is None else steps.turns.gap
-        told = torch.cat([flagged[None], gap[None], steps.length[None], *held]).to("cpu")  # int64, as the length
-        if bool(told[0]):
+        figures = torch.cat([flagged[None], gap[None], steps.length[None], *counts]).to("cpu")  # int64, as the length
+        if bool(figures[0]):
             _refuse(rooms)
-        if bool(told[1]):
+        if bool(figures[1]):
             raise KVCalError(
                 "compiled or recorded steps had tokens at positions that do not follow those before them, as they must where "
                 "keys are stored before RoPE; call reset() and start again, and give such positions to the uncompiled model"
             )
-        lengths.add(int(told[2]))
-        found.append((steps, told[3:].view(len(STORED), -1)))
+        lengths.add(int(figures[2]))
+        per_device.append((steps, figures[3:].view(len(STORED), -1)))
     if len(lengths) > 1:
         raise KVCalError(f"layers hold {sorted(lengths)} tokens: {BROKE_OFF}")
-    return lengths.pop(), found
+    return lengths.pop(), per_device
 
 
 def _refuse(rooms: list[tuple[int, Tensor]]) -> None:
@@ -190,11 +190,11 @@ def _refuse(rooms: list[tuple[int, Tensor]]) -> None:
             raise error
 
 
-def compare(found: list[tuple[Steps, Tensor]], ledger: Ledger, each: int) -> None:
+def compare(per_device: list[tuple[Steps, Tensor]], ledger: Ledger, each: int) -> None:
     """Raises KVCalError where counts on a device are not the ledger's: its first layer ran a step, its last did not. each:
     blocks of the kernel in one of the scheme.
     """
-    wanted = torch.stack([ledger.sink, ledger.window, ledger.blocks * each])
-    for steps, held in found:
-        if not torch.equal(held, wanted):
+    expected = torch.stack([ledger.sink, ledger.window, ledger.blocks * each])
+    for steps, counts in per_device:
+        if not torch.equal(counts, expected):
             raise KVCalError(f"layers on {steps.counts.data.device} hold different numbers of tokens: {BROKE_OFF}")

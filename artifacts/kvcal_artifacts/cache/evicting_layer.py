@@ -34,7 +34,9 @@ class EvictingLayer(KVCalLayer):
         stored = [observing.frame_keys(self, key_states), value_states]
         out = reading.materialise(self, plan, key_states, value_states)
         self._weigh(plan, out[0])
-        self.due = {name: self._newest(plan, found) for name, found in observing.observe(self, plan, stored[0]).items()}
+        self.due = {
+            name: self._newest(plan, values) for name, values in observing.observe(self, plan, stored[0]).items()
+        }
         self._hold(plan, stored)
         self.columns += plan.query
         if self.cache.offloading_layers:
@@ -51,10 +53,10 @@ class EvictingLayer(KVCalLayer):
         self.cache.add_mass(attention_mass(observing.rotated(self, before), keys, plan.alive, valid, scaling))
 
     @staticmethod
-    def _newest(plan: EvictingPlan, found: Tensor) -> Tensor:
+    def _newest(plan: EvictingPlan, values: Tensor) -> Tensor:
         """Of the statistics (B, H, F or 1, ...) of the blocks that the plain scheme would pack now the last one's."""
-        last = (plan.flushed - 1).clamp(0, found.shape[2] - 1).to(found.device)
-        return found[torch.arange(len(last), device=found.device), :, last][:, :, None]
+        last = (plan.flushed - 1).clamp(0, values.shape[2] - 1).to(values.device)
+        return values[torch.arange(len(last), device=values.device), :, last][:, :, None]
 
     @torch.no_grad()
     def _hold(self, plan: EvictingPlan, new: list[Tensor]) -> None:
@@ -78,8 +80,11 @@ class EvictingLayer(KVCalLayer):
         for role in (0, 1):
             self.window[role] = fill_slots(take_slots(sources[role], (moves.exact - start).clamp_min(0)), moves.unused)
         self.packed = [
-            {n: block_store.arrange(held, None if made is None else made[n], moves.order) for n, held in packed.items()}
-            for packed, made in zip(self.packed, new, strict=True)
+            {
+                n: block_store.arrange(part, None if fresh is None else fresh[n], moves.order)
+                for n, part in packed.items()
+            }
+            for packed, fresh in zip(self.packed, new, strict=True)
         ]
         self.due = {}
         if self.cache.offloading_layers:

@@ -37,11 +37,11 @@ def _check_whole(cache: KVCalCache, first: int, query: int) -> None:
     """Before a forward changes anything: all layers hold the same tokens, those below `first` also the new ones."""
     cache.record.check_whole()
     for index, layer in enumerate(cache.layers):
-        wanted = cache.ledger.columns + (query if index < first else 0)
-        held = layer.columns if isinstance(layer, KVCalLayer) else layer.get_seq_length()
-        if isinstance(layer, CacheLayerMixin) and held != wanted:
+        expected = cache.ledger.columns + (query if index < first else 0)
+        columns = layer.columns if isinstance(layer, KVCalLayer) else layer.get_seq_length()
+        if isinstance(layer, CacheLayerMixin) and columns != expected:
             raise KVCalError(
-                f"layer {index} holds {held} tokens, the cache {wanted}: "
+                f"layer {index} holds {columns} tokens, the cache {expected}: "
                 "an earlier forward broke off; call reset() and start again"
             )
     cache.record.check_returned()
