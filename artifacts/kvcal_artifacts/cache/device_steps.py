@@ -16,6 +16,7 @@ from ..errors import KVCalError, NonFiniteError, UsageError
 from ..paths import codebook, fused
 from ..scheme import LayerCodecs, Scheme
 from ..storage.ledger import Ledger
+from . import planning
 from .layer import KVCalLayer
 from .static import StaticLayer
 from .static_storage import STORED, Steps
@@ -59,6 +60,12 @@ def check_length(max_length: int | None, scheme: Scheme, offload: bool) -> None:
         raise UsageError("max_length with offload=True: storage that moves has no fixed place; give one of them")
 
 
+def caveats(scheme: Scheme) -> list[str]:
+    """What whoever makes a cache with max_length should know of it."""
+    standing = (pair and pair.key.standing_stats and pair.stats for pair in scheme.layers)
+    return [PROMPTS] if any(standing) else []
+
+
 def refusal(pair: LayerCodecs, moves: bool) -> str | None:
     """Why a layer that takes the kernel cannot leave all of its step to the device; None if it can. moves: keys are stored
     before a RoPE of which angles change as the sequence grows.
@@ -89,15 +96,17 @@ def static_layers(cache: KVCalCache, layers: list[Any]) -> tuple[list[Any], str 
     return [StaticLayer(cache, layer.index, layer.codecs, layer.site) for layer in layers], None
 
 
+def _is_ready(cache: KVCalCache, query: int) -> bool:
+    """Whether all layers have their storage on the device, and its kernels take so many new tokens; nobody watches."""
+    if cache.watch is not None or not cache.is_compileable or query > cache.most_queries:
+        return False
+    return all(layer.ready for layer in cache.own_layers)
+
+
 def can_step(cache: KVCalCache, keys: Tensor) -> bool:
     """Whether a forward, of which a layer has keys (B, H, Q, D), is a step that the device does by itself."""
     query, past, layers = keys.shape[2], cache.ledger.columns, cache.own_layers
-    if (
-        cache.watch is not None
-        or not cache.is_compileable
-        or query > cache.most_queries
-        or not all(layer.ready for layer in layers)
-    ):
+    if not _is_ready(cache, query):
         return False
     if hf.capturing():
         return True
@@ -110,11 +119,27 @@ def can_step(cache: KVCalCache, keys: Tensor) -> bool:
     learns = torch.is_grad_enabled() and any(layer.learns(keys, keys) for layer in layers)
     if forward.custom_mask or forward.hides_old or forward.gives_weights or cache.model.training or learns:
         return False
-    cache.check_room(query)
+    planning.check_room(cache, query)
     if valid is not None and not bool(valid.all()):
         return False
     follows: bool = cache.scheme.frame == "post_rope" or cache.ledger.follows(forward.positions)
     return follows
+
+
+def await_offloading(cache: KVCalCache) -> None:
+    """Layers in host memory were copied there without anyone waiting: what runs on the host must not come first."""
+    started = [layer for layer in cache.own_layers if layer.is_initialized]
+    for device in {layer.device for layer in started if layer.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+
+
+def heed_all(cache: KVCalCache) -> None:
+    """Raise what the devices have found out about steps that they did by themselves, those that still run included."""
+    for device in cache.steps:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # a step that still runs may yet say so
+    for layer in cache.own_layers:
+        layer.heed()
 
 
 def catch_up(cache: KVCalCache) -> None:

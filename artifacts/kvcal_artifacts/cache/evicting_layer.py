@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,12 @@ from ..errors import KVCalError
 from ..storage import block_store
 from ..storage.eviction import EvictingPlan, Moves, attention_mass
 from . import observing, packing, reading
+from .chain import Chain
 from .layer import KVCalLayer
 from .slots import fill_slots, take_slots
+
+if TYPE_CHECKING:
+    from .cache import KVCalCache
 
 
 class EvictingLayer(KVCalLayer):
@@ -89,3 +93,12 @@ class EvictingLayer(KVCalLayer):
         self.due = {}
         if self.cache.offloading_layers:
             self.offload()
+
+
+def evict(cache: KVCalCache, plan: EvictingPlan) -> None:
+    """At the end of a call by which tokens leave the window: the ledger chooses, and every layer does as it says."""
+    moves = cache.ledger.choose(plan)
+    cache.forward.chain = Chain(cache.scheme)
+    for layer in cache.own_layers:
+        assert isinstance(layer, EvictingLayer)
+        layer.carry_out(moves)

@@ -22,7 +22,7 @@ from ..modes import without_autocast, without_grad
 from ..paths import choose, codebook, fused
 from ..scheme import LayerCodecs
 from ..storage import block_store
-from ..storage.ledger import CropPlan, Plan
+from ..storage.ledger import Plan
 from . import observing, packing, reading
 from .slots import fill_slots, first_slots, own_storage, take_slots
 from .static_storage import StaticStorage
@@ -388,21 +388,6 @@ class KVCalLayer(CacheLayerMixin):
         ]
         if remembered is not None and remembered[0] is before and plan.rows is None:  # no block has moved
             self.remembered = self.packed, remembered[1]
-
-    def crop_to(self, plan: CropPlan) -> None:
-        """Carry out a crop; with plan.deep the cut block's remaining tokens return to the window, decoded."""
-        decoded = self.decode_all() if plan.deep else (None, None)
-        for role in (0, 1):
-            window = self.window[role]
-            if plan.window_index is not None:
-                part = decoded[role]
-                assert part is not None
-                window = take_slots(torch.cat([part.to(self.dtype), window], 2), plan.window_index.to(window.device))
-            self.window[role] = own_storage(window[:, :, : plan.window])
-            self.sink[role] = own_storage(self.sink[role][:, :, : plan.sink])
-        self.packed = [
-            {n: block_store.first_blocks(t, plan.blocks) for n, t in packed.items()} for packed in self.packed
-        ]
 
     @property
     def tail(self) -> int | None:

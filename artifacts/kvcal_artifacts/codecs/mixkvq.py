@@ -107,6 +107,10 @@ class MixKVQ(Codec):
             raise KVCalError(
                 f"mixkvq codec, thresholds {self.tau_low} and {self.tau_high}: must be finite, not negative, in this order"
             )
+        self._check_shape(dim)
+
+    def _check_shape(self, dim: int) -> None:
+        """Whether the counts of channels of the tiers, where they are given, fit into a head."""
         if (self.full is None) != (self.four is None):
             raise KVCalError("mixkvq codec: full and four fix the shape together; give both or none")
         if self.full is not None and self.four is not None:

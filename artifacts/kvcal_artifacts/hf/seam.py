@@ -128,17 +128,12 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     turn = getattr(module.config, "kvcal_turn", None)  # None: closed by another thread since this call began
     entry = None if turn is None else turn.take(key, value)
     if entry is None:
-        kind = plain_config(module.config)._attn_implementation or "eager"
         handed, grown = (False, False) if turn is None else turn.handed(key)
         if handed and isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
             attention_mask = attention_mask[
                 ..., : key.shape[2]
             ]  # caches that compile have masks of all that they can hold
-        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        call = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager)
-        plain = grown and kind == "sdpa" and attention_mask is None
-        with without_plans() if plain and has_flash(query) else nullcontext():
-            return call(module, query, key, value, attention_mask, **options)
+        return _own_attention(module, query, key, value, attention_mask, grown, options)
     unseen = torch.compiler.is_compiling() or capturing()  # else the cache has asked before the forward
     if unseen and weights_wanted(plain_config(module.config), options):
         raise KVCalError(
@@ -161,6 +156,18 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     decode: Any = torch.ops.kvcal.decode_attention if torch.compiler.is_compiling() else decode_eagerly
     out = decode(query, stored, value, float(options["scaling"]), handle, positions)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _own_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, grown: bool, options: dict[str, Any]
+) -> Any:
+    """The model's own attention function. grown: the keys are those of the call before and one token."""
+    kind = plain_config(module.config)._attn_implementation or "eager"
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    call = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager)
+    plain = grown and kind == "sdpa" and attention_mask is None
+    with without_plans() if plain and has_flash(query) else nullcontext():
+        return call(module, query, key, value, attention_mask, **options)
 
 
 def has_flash(query: Tensor) -> bool:

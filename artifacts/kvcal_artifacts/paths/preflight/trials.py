@@ -322,17 +322,8 @@ def append_trial(
                 factors.append([x.cpu() for x in (*by.observe(*state, counts, fresh[0].to(where), 2), *state)])
         if factors and not all(map(torch.equal, *factors)):
             return "key factors differ"
-    (expected, counts), (actual, own_counts) = layers
-    if not torch.equal(counts.data, own_counts.data.cpu()):
-        return "counts of tokens differ"
-    for row, blocks in enumerate(counts.blocks.tolist()):
-        for name in ("keys", "values"):
-            first, second = getattr(expected, name), getattr(actual, name)
-            scales = blocks // first.form.scale_blocks
-            words = (one.words[row, :, :blocks].cpu() for one in (first, second))
-            scale = (one.scale[row, :, :scales].view(torch.int16).cpu() for one in (first, second))
-            if not torch.equal(*words) or not torch.equal(*scale):
-                return f"packed {name} differ"
+    if why := _stored_apart(*layers):
+        return why
     q = torch.randn(3, 2 * heads, 1, key.form.dim, generator=generator).to(dtype)
     outs = []
     for (layer, now), by, asked in zip(layers, (reference, attention.fast()), (q.float(), q.to(device)), strict=True):
@@ -347,6 +338,24 @@ def _random_moves(heads: int, dim: int, channels: int, generator: torch.Generato
     steps = range(channels, dim, channels)
     responses = [torch.randn(3, heads, channels, dim - stop, generator=generator).double() / 8 for stop in steps]
     return compensated.moves(responses, channels)
+
+
+def _stored_apart(
+    reference_layer: tuple[quantise.Layer, quantise.Counts], kernel_layer: tuple[quantise.Layer, quantise.Counts]
+) -> str | None:
+    """What two layers that were given the same tokens store differently, or None."""
+    (expected, counts), (actual, kernel_counts) = reference_layer, kernel_layer
+    if not torch.equal(counts.data, kernel_counts.data.cpu()):
+        return "counts of tokens differ"
+    for row, blocks in enumerate(counts.blocks.tolist()):
+        for name in ("keys", "values"):
+            first, second = getattr(expected, name), getattr(actual, name)
+            scales = blocks // first.form.scale_blocks
+            words = (one.words[row, :, :blocks].cpu() for one in (first, second))
+            scale = (one.scale[row, :, :scales].view(torch.int16).cpu() for one in (first, second))
+            if not torch.equal(*words) or not torch.equal(*scale):
+                return f"packed {name} differ"
+    return None
 
 
 def _keys_due(
