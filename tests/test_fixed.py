@@ -651,7 +651,7 @@ def test_the_subspace_of_a_prompt_stays_in_steps(name: str, calls: list[int]) ->
     gram = own.state["gram"][0].double() * 2.0**-20
     _, singular, right = torch.linalg.svd(gram)
     wanted = (singular.sqrt()[..., None] * right)[:, : key.rank]
-    found = own.standing(prompt.ledger.blocks, prompt.ledger.seen, 2)[0]  # type: ignore[attr-defined]
+    found = own.standing(prompt.ledger.blocks, prompt.ledger.lengths, 2)[0]  # type: ignore[attr-defined]
     assert torch.allclose(found.abs(), wanted.abs().float(), rtol=1e-3, atol=1e-3)
     assert layer.tail == 32 + 63 and layer.unseen == 63
 

@@ -283,7 +283,7 @@ def test_storage_follows_the_choice(data: st.DataObject) -> None:
             labels.carry_out(ledger.choose(plan))
         labels.check()
         for row, (held, tokens) in enumerate(zip(before, ledger.tokens, strict=True)):
-            now, seen = set(tokens[tokens >= 0].tolist()), int(ledger.seen[row])
+            now, seen = set(tokens[tokens >= 0].tolist()), int(ledger.lengths[row])
             total, heavy = selection.budget(seen)
             window, sink = int(ledger.window[row]), min(windows.sink, seen)
             wanted = max(total, max(heavy, sink) + window) if plan.flushed[row] else len(held)
@@ -299,8 +299,8 @@ def test_storage_follows_the_choice(data: st.DataObject) -> None:
             _, blocks, exact = ledger.widths
             labels.exact, labels.blocks = labels.exact[picked, :exact], labels.blocks[picked, :, :blocks]
             labels.check()
-        if data.draw(st.booleans()) and int(ledger.columns - 1 - ledger.left.max()) > 0:
-            count = data.draw(st.integers(0, int(ledger.columns - 1 - ledger.left.max())))
+        if data.draw(st.booleans()) and int(ledger.columns - 1 - ledger.newest_gone.max()) > 0:
+            count = data.draw(st.integers(0, int(ledger.columns - 1 - ledger.newest_gone.max())))
             if count < ledger.columns:
                 labels.exact = labels.exact[:, : ledger.crop(count).window]
                 ledger.commit_crop(count)
@@ -525,12 +525,12 @@ def all_tensors(cache: KVCalCache) -> list[Tensor]:
     own += [
         ledger.tokens,
         ledger.mass,
-        ledger.seen,
+        ledger.lengths,
         ledger.window,
         ledger.passed,
         ledger.blocks,
         ledger.recents,
-        ledger.left,
+        ledger.newest_gone,
     ]
     return own if ledger.positions is None else [*own, ledger.positions]
 

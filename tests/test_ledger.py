@@ -232,7 +232,7 @@ def test_rows_without_padding_need_no_index() -> None:
     ledger = Ledger(Windows(4, 16, 8))
     for query, said in ((40, None), (1, torch.ones(2, 1, dtype=torch.bool)), (9, None)):
         plan = ledger.begin(2, query, said)
-        counts = ("seen", "packed")  # on the host, for run-time statistics
+        counts = ("lengths", "packed")  # on the host, for run-time statistics
         assert not any(isinstance(value, Tensor) for name, value in vars(plan).items() if name not in counts)
     assert (plan.past, plan.query, plan.sink, plan.window, plan.flush, plan.blocks) == (41, 9, 4, 22, 1, 3)
 
@@ -241,7 +241,7 @@ def test_index_tensors_move_with_a_plan() -> None:
     ledger = Ledger(Windows(4, 16, 8))
     plan = ledger.begin(2, 40, torch.tensor([[True] * 40, [False] * 10 + [True] * 30]))
     moved = plan.to(torch.device("meta"))
-    host = ("seen", "packed", "valid")  # counts for run-time statistics
+    host = ("lengths", "packed", "valid")  # counts for run-time statistics
     kinds = {name: isinstance(value, Tensor) and name not in host for name, value in vars(plan).items()}
     assert {name: isinstance(value, Tensor) and value.is_meta for name, value in vars(moved).items()} == kinds
 

@@ -137,8 +137,8 @@ class Bundle:
         def keep_content(name: str, tensor: Tensor) -> str:
             entry = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
             entry["sha256"] = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
-            if (known := by_hash.get(canonical(entry))) is not None:
-                return known
+            if (earlier := by_hash.get(canonical(entry))) is not None:
+                return earlier
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise KVCalError(f"tensor {name} holds a NaN or infinity; nothing was written")
             by_hash[canonical(entry)], listed[name] = name, entry
@@ -181,8 +181,8 @@ class Bundle:
 
     def check(self, model: nn.Module, revision: str | None = None, probe: tuple[float, ...] | None = None) -> None:
         """Refuse another model, naming both values. probe: as Fingerprint.of takes it; empty: weights are not compared."""
-        if found := self.fingerprint.differences(Fingerprint.of(model, revision, probe)):
-            raise IncompatibleBundle(f"{self.name} was made for another model: {'; '.join(found)}")
+        if differences := self.fingerprint.differences(Fingerprint.of(model, revision, probe)):
+            raise IncompatibleBundle(f"{self.name} was made for another model: {'; '.join(differences)}")
 
 
 def load_bundle(path: str | os.PathLike[str], *, whole: bool = True) -> Bundle:
@@ -209,9 +209,9 @@ def _whole_file(path: Path) -> bytes:
             ends = [
                 end for entry in _safetensors_header(path, start, size).values() if (end := _end(entry)) is not None
             ]
-            wanted = len(start) + max(ends, default=0)
-            if size > wanted:
-                raise CorruptBundle(f"{path}: {size} bytes, its header explains {wanted}")
+            explained = len(start) + max(ends, default=0)
+            if size > explained:
+                raise CorruptBundle(f"{path}: {size} bytes, its header explains {explained}")
             return start + file.read()
     except OSError as error:
         raise CorruptBundle(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -312,9 +312,9 @@ def _checked_tensors(path: Path, data: bytes, header: dict[str, Any]) -> dict[st
         raise CorruptBundle(f"{path}: tensor {surplus[0]!r} is not listed in the header")
     for name, tensor in tensors.items():
         entry = listed[name]
-        seen = (dtype_name(tensor.dtype), list(tensor.shape))
-        if seen != (entry["dtype"], entry["shape"]):
-            raise CorruptBundle(f"{path}: tensor {name!r} is {seen}, header says {(entry['dtype'], entry['shape'])}")
+        actual = (dtype_name(tensor.dtype), list(tensor.shape))
+        if actual != (entry["dtype"], entry["shape"]):
+            raise CorruptBundle(f"{path}: tensor {name!r} is {actual}, header says {(entry['dtype'], entry['shape'])}")
         digest = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
         if digest != entry["sha256"]:
             raise CorruptBundle(f"{path}: tensor {name!r} has hash {digest[:16]}…, header says {entry['sha256'][:16]}…")
@@ -377,11 +377,11 @@ def _check_shape(index: int, role: Role, shape: list[int], model: Fingerprint) -
 
 
 def _selection(header: dict[str, Any]) -> HeavyHitters | None:
-    given = header["scheme"].get("selection")
-    if (given is not None) != (header["version"] == VERSIONS[1]):
-        stated = "without" if given is None else "with"
+    selection = header["scheme"].get("selection")
+    if (selection is not None) != (header["version"] == VERSIONS[1]):
+        stated = "without" if selection is None else "with"
         raise KVCalError(f"version {header['version']} {stated} token selection; version 2 is the one with it")
-    return None if given is None else HeavyHitters(**given)
+    return None if selection is None else HeavyHitters(**selection)
 
 
 def _codec(
@@ -391,12 +391,12 @@ def _codec(
     heads, dim = state["shape"]
     if absent := [name for name in state["tensors"].values() if name not in tensors]:
         raise KVCalError(f"layer {index}, {role}: tensor {absent[0]!r} is not in the file")
-    own = {local: tensors[name] for local, name in state["tensors"].items()}
+    parts = {local: tensors[name] for local, name in state["tensors"].items()}
     used.update(state["tensors"].values())
     try:
-        codec = build(Shape(heads, dim, block), role, state, own)
+        codec = build(Shape(heads, dim, block), role, state, parts)
     except KVCalError as error:
         raise KVCalError(f"layer {index}, {role}: {error}") from error
-    if surplus := sorted(set(own) - set(codec.tensors())):
+    if surplus := sorted(set(parts) - set(codec.tensors())):
         raise KVCalError(f"layer {index}, {role}: codec {codec.name!r} has no tensor {surplus[0]!r}")
     return codec

@@ -138,8 +138,8 @@ class Listed:
     def check(self, value: Any, what: str) -> None:
         if type(value) is not list or not self.least <= len(value) <= self.most:
             size = f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
-            seen = f" of {len(value)}" if type(value) is list else f" {shown(value)}"
-            raise KVCalError(f"{what}{seen}: must be a list of {size} entries")
+            actual = f" of {len(value)}" if type(value) is list else f" {shown(value)}"
+            raise KVCalError(f"{what}{actual}: must be a list of {size} entries")
         for number, entry in enumerate(value):
             self.of.check(entry, f"{what}[{number}]")
         if self.once and len(set(value)) != len(value):
@@ -160,8 +160,8 @@ class Table:
             raise KVCalError(f"{what} lacks {', '.join(missing)}")
         if unknown := sorted(set(value) - set(self.fields)):
             raise KVCalError(f"{what} has {shown(unknown[0])}: allowed are {', '.join(self.fields)}")
-        for name, own in value.items():
-            self.fields[name].check(own, f"{what}, {name}")
+        for name, entry in value.items():
+            self.fields[name].check(entry, f"{what}, {name}")
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ class Named:
     def check(self, value: Any, what: str) -> None:
         if type(value) is not dict:
             raise KVCalError(f"{what} {shown(value)}: must be an object")
-        for name, own in value.items():
-            self.of.check(own, f"{what}, {shown(name)}")
+        for name, entry in value.items():
+            self.of.check(entry, f"{what}, {shown(name)}")
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class Constant:
         if tensor.dtype != self.dtype or tensor.ndim != len(self.shape):
             return False
         pairs = zip(self.shape, tensor.shape, strict=True)
-        return all(seen >= 1 and seen == (sizes.setdefault(w, seen) if isinstance(w, str) else w) for w, seen in pairs)
+        return all(size >= 1 and size == (sizes.setdefault(w, size) if isinstance(w, str) else w) for w, size in pairs)
 
     def __str__(self) -> str:
         return f"({', '.join(map(str, self.shape))}{',' * (len(self.shape) == 1)}) {name_of(self.dtype)}"
@@ -236,18 +236,18 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def constants(tensors: Mapping[str, Tensor], wanted: Mapping[str, Constant], what: str) -> None:
-    """Raises KVCalError unless these are the tensors wanted, by name, dtype, shape and values."""
-    if missing := sorted(set(wanted) - set(tensors)):
+def constants(tensors: Mapping[str, Tensor], expected: Mapping[str, Constant], what: str) -> None:
+    """Raises KVCalError unless these are the tensors expected, by name, dtype, shape and values."""
+    if missing := sorted(set(expected) - set(tensors)):
         raise KVCalError(f"{what} lacks {', '.join(missing)}")
-    if unknown := sorted(set(tensors) - set(wanted)):
+    if unknown := sorted(set(tensors) - set(expected)):
         raise KVCalError(f"{what} has no tensor {shown(unknown[0])}")
     sizes: dict[str, int] = {}
-    for name, constant in wanted.items():
+    for name, constant in expected.items():
         tensor = tensors[name]
         if not constant.fits(tensor, sizes):
             raise KVCalError(f"{what}, {name} {tuple(tensor.shape)} {name_of(tensor.dtype)}: needs {constant}")
-    for name, constant in wanted.items():
+    for name, constant in expected.items():
         _values(tensors[name], constant, f"{what}, {name}")
 
 
@@ -278,10 +278,10 @@ _FOUND = WeakTensorKeyDictionary()  # tensor -> what `once` found of it, by name
 
 def once(tensor: Tensor, name: Any, find: Callable[[], Found]) -> Found:
     """What `find` finds of a tensor that nobody changes, found once: a thousand layers may name the same one."""
-    found: dict[Any, Found] = _FOUND.setdefault(tensor, {})
-    if name not in found:
-        found[name] = find()
-    return found[name]
+    facts: dict[Any, Found] = _FOUND.setdefault(tensor, {})
+    if name not in facts:
+        facts[name] = find()
+    return facts[name]
 
 
 def split(tensors: Mapping[str, Tensor], *prefixes: str) -> tuple[dict[str, Tensor], ...]:

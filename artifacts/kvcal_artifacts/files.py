@@ -191,8 +191,8 @@ def _sweep(place: Path) -> None:
         return
     ours = re.compile(re.escape(_stem(place)) + r"[0-9a-f]{8}\.tmp")
     with suppress(OSError), os.scandir(place.parent) as entries:
-        left = [entry.path for entry in entries if ours.fullmatch(entry.name)]
-        for path in left:
+        stale = [entry.path for entry in entries if ours.fullmatch(entry.name)]
+        for path in stale:
             with suppress(OSError):
                 _remove_dead(path)
 
@@ -260,15 +260,15 @@ def file_behind(path: Path, option: str = "") -> Path:
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
             # /dev/stdout of a pipeline: its real path names nothing, but it can be looked at through the link
-            seen = _status(path) or os.lstat(behind)
-            if not stat.S_ISREG(seen.st_mode):
-                raise KVCalError(f"{name} is {kind_of(seen.st_mode)}: give a file name")
-            if is_read_only(behind, seen):
-                mode = f"mode {stat.S_IMODE(seen.st_mode):04o}"
+            status = _status(path) or os.lstat(behind)
+            if not stat.S_ISREG(status.st_mode):
+                raise KVCalError(f"{name} is {kind_of(status.st_mode)}: give a file name")
+            if is_read_only(behind, status):
+                mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
                 raise KVCalError(f"{name} is read-only ({mode}): give another file name, or make it writable first")
             for number, stream in STANDARD_STREAMS.items():
                 with suppress(OSError):  # closed
-                    if os.path.samestat(os.fstat(number), seen):
+                    if os.path.samestat(os.fstat(number), status):
                         raise KVCalError(f"{name} is this command's {stream}: give another file name")
     except OSError as error:
         raise KVCalError(f"{name}: cannot be written: {error.strerror or error}") from error

@@ -41,30 +41,30 @@ class Fingerprint:
         plain = {name: _plain(getattr(config, name, None)) for name in FINGERPRINT_FIELDS}
         rope = {k: _plain(v) for k, v in (getattr(config, "rope_parameters", None) or {}).items() if v is not None}
         plain |= {"head_dim": hf.head_dim_of(config), "rope": rope}
-        known = {name: value for name, value in plain.items() if value is not None}
+        stated = {name: value for name, value in plain.items() if value is not None}
         return cls(
             architecture=config.model_type,
             layers=config.num_hidden_layers,
             kv_heads=hf.kv_heads_of(config),
             head_dim=hf.head_dim_of(config),
             rope=rope,
-            config_sha256=sha256_text(canonical(known)),
+            config_sha256=sha256_text(canonical(stated)),
             revision=revision or getattr(config, "_commit_hash", None),
             probe=_probe(model) if probe is None else probe,
         )
 
     def differences(self, other: Fingerprint) -> list[str]:
         """One phrase a field in which the other model differs; empty if this bundle fits it."""
-        found = [
+        differences = [
             f"{name}: bundle {mine!r}, model {theirs!r}"
             for name in ("architecture", "layers", "kv_heads", "head_dim", "rope", "config_sha256")
             if (mine := getattr(self, name)) != (theirs := getattr(other, name))
         ]
-        if not found and self.revision and other.revision and self.revision != other.revision:
-            found.append(f"weights revision: bundle {self.revision!r}, model {other.revision!r}")
-        if not found and self.probe and other.probe and not _close(self.probe, other.probe):
-            found.append(f"key weights: bundle starts {self.probe[:3]}, model {other.probe[:3]}")
-        return found
+        if not differences and self.revision and other.revision and self.revision != other.revision:
+            differences.append(f"weights revision: bundle {self.revision!r}, model {other.revision!r}")
+        if not differences and self.probe and other.probe and not _close(self.probe, other.probe):
+            differences.append(f"key weights: bundle starts {self.probe[:3]}, model {other.probe[:3]}")
+        return differences
 
 
 def _plain(value: Any) -> Any:

@@ -68,12 +68,14 @@ class LayerCodecs:
 
 def coverage(layers: int, skipped: Mapping[int, str]) -> str:
     """ "compresses 3 of 18 layers; 15 sliding-window layers keep their own cache"; skipped: index -> reason."""
-    said = [f"compresses {layers - len(skipped)} of {layers} layers"]
+    phrases = [f"compresses {layers - len(skipped)} of {layers} layers"]
     kinds: dict[str, int] = {}
     for reason in skipped.values():
-        kind = next((told for start, told in KINDS.items() if reason.startswith(start)), f"not compressed: {reason}")
+        kind = next(
+            (phrase for start, phrase in KINDS.items() if reason.startswith(start)), f"not compressed: {reason}"
+        )
         kinds[kind] = kinds.get(kind, 0) + 1
-    return "; ".join(said + [f"{count} {kind}" for kind, count in kinds.items()])
+    return "; ".join(phrases + [f"{count} {kind}" for kind, count in kinds.items()])
 
 
 KINDS = {  # how a reason starts -> what is said of such layers
@@ -108,8 +110,8 @@ class Scheme:
             if pair is not None:
                 self._check(index, pair)
         if self.chained or self.frame == "pre_rope":
-            made = [p and LayerCodecs(p.key.for_decoding(), p.value.for_decoding()) for p in self.layers]
-            object.__setattr__(self, "layers", tuple(made))
+            layers = [p and LayerCodecs(p.key.for_decoding(), p.value.for_decoding()) for p in self.layers]
+            object.__setattr__(self, "layers", tuple(layers))
         object.__setattr__(self, "layers", tuple(pair and pair.read_by() for pair in self.layers))
 
     def _check(self, index: int, pair: LayerCodecs) -> None:
@@ -187,8 +189,8 @@ class Scheme:
     def resident_bytes(self) -> int:
         """Bytes of predictors, grids and signs; tensors shared by layers counted once."""
         codecs = [codec for pair in self.layers if pair for codec in (pair.key, pair.value)]
-        held = {t.data_ptr(): t for codec in codecs for t in codec.tensors().values()}
-        return sum(t.numel() * t.element_size() for t in held.values())
+        tensors = {t.data_ptr(): t for codec in codecs for t in codec.tensors().values()}
+        return sum(t.numel() * t.element_size() for t in tensors.values())
 
     def on(self, layer: int, device: torch.device, ratio: int = 1) -> LayerCodecs:
         """A layer's codecs with their constants on `device`, shared by all caches there; other devices keep theirs. ratio:
@@ -197,10 +199,10 @@ class Scheme:
         pair = self.layers[layer]
         if pair is None:
             raise KVCalError(f"layer {layer} is not compressed: {self.skipped[layer]}")
-        own = pair.read_by(ratio)
-        if (layer, device, own is pair) not in self._placed:
-            self._placed[layer, device, own is pair] = LayerCodecs(own.key.to(device), own.value.to(device))
-        return self._placed[layer, device, own is pair]
+        reading = pair.read_by(ratio)
+        if (layer, device, reading is pair) not in self._placed:
+            self._placed[layer, device, reading is pair] = LayerCodecs(reading.key.to(device), reading.value.to(device))
+        return self._placed[layer, device, reading is pair]
 
     def keeping(self, selection: HeavyHitters | None) -> Scheme:
         """The same codecs with this token selection (None: without)."""
@@ -208,5 +210,5 @@ class Scheme:
 
     def config(self) -> dict[str, Any]:
         """JSON-able, without the layers."""
-        own = {"windows": asdict(self.windows), "frame": self.frame}
-        return own if self.selection is None else own | {"selection": asdict(self.selection)}
+        entries = {"windows": asdict(self.windows), "frame": self.frame}
+        return entries if self.selection is None else entries | {"selection": asdict(self.selection)}

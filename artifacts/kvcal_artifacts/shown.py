@@ -22,7 +22,7 @@ def shown(text: object, keep: str = "") -> str:
 
     keep: characters that stay, as "\\n" where lines are meant.
     """
-    return COMMANDS.sub(lambda found: found[0] if found[0] in keep else _escaped(found[0]), str(text))
+    return COMMANDS.sub(lambda match: match[0] if match[0] in keep else _escaped(match[0]), str(text))
 
 
 def _escaped(one: str) -> str:

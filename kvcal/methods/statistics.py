@@ -62,7 +62,7 @@ def whole_window(x: Tensor, windows: Windows) -> Prefixes:
     rows, length = x.shape[0], x.shape[2]
     blocks = (length - windows.sink) // windows.block
     none = torch.zeros(rows, dtype=torch.long)
-    return Prefixes(Plan(0, length, 0, 0, blocks, blocks, seen=none, packed=none), windows, x.device)
+    return Prefixes(Plan(0, length, 0, 0, blocks, blocks, lengths=none, packed=none), windows, x.device)
 
 
 @dataclass(frozen=True)

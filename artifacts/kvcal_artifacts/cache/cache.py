@@ -7,7 +7,6 @@ the reference path, blocks are decoded for the attention of the current call and
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
 from collections.abc import Mapping
@@ -24,17 +23,13 @@ from ..paths import choose, codebook, dequantised, fused, notices
 from ..scheme import Scheme
 from ..storage.eviction import EvictingLedger, EvictingPlan
 from ..storage.ledger import Ledger, Plan
-from . import cropping, device_steps, planning, report, static_storage
-from .chain import Chain
-from .evicting_layer import EvictingLayer
+from . import copying, cropping, device_steps, planning, report, setting_up, static_storage
+from .evicting_layer import EvictingLayer, evict
 from .forward import Forward
 from .layer import KVCalLayer, Watch
 from .masks import MaskHistory, full_mask
 from .record import Record
 from .rope import StoredRope
-
-# what a layer does not share with its copies
-OWN = ("_owner", "site", "title", "_in_place", "codecs", "handle", "_shown", "_layer")
 
 
 class KVCalCache(Cache):
@@ -71,19 +66,12 @@ class KVCalCache(Cache):
     ) -> None:
         choose.check_choice(kernels)
         device_steps.check_length(max_length, scheme, offload)
-        hf.check_supported(model)
-        config = hf.config_of(model)
-        if len(scheme.layers) != config.num_hidden_layers:
-            raise KVCalError(f"scheme of {len(scheme.layers)} layers, model of {config.num_hidden_layers}")
-        scheme.check_chain()
-        for index, reason in hf.unsupported_layers(config).items():
-            if scheme.layers[index] is not None:
-                raise KVCalError(f"layer {index} cannot be compressed: {reason}; leave it out of the scheme")
+        config = setting_up.checked_config(model, scheme)
         self.caveats = hf.caveats(config)
         for caveat in self.caveats:
             warnings.warn(caveat, stacklevel=2)
-        if max_length is not None and any(pair and pair.key.standing_stats and pair.stats for pair in scheme.layers):
-            self.caveats = [*self.caveats, device_steps.PROMPTS]
+        if max_length is not None:
+            self.caveats = [*self.caveats, *device_steps.caveats(scheme)]
         self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
         self.model, self.max_length, self.kernels, self.require_kernels = model, max_length, kernels, require_kernels
         self._sites = hf.attention_sites(model)
@@ -103,25 +91,18 @@ class KVCalCache(Cache):
         # new tokens of a call that the kernels of all layers take
         self.most_queries = min([fused.QUERIES, *(layer.paths.most_queries for layer in self.own_layers)])
         if require_kernels:
-            choose.require(
-                [(o.index, o.paths.refused) for o in self.own_layers if o.paths.refused and o.paths.reader is None]
-            )
+            setting_up.require_kernels(self)
         self.record, self.forward = Record(), Forward(scheme, model)
         self.ledger: Any = Ledger(scheme.windows)  # or EvictingLedger, which has the same methods
         if scheme.selection is not None:
             self.ledger = EvictingLedger(scheme.windows, scheme.selection)
             for layer in self.own_layers:
                 hf.check_selectable(layer.site)
-        tapped = [self._sites[layer.index] for layer in self.own_layers] if scheme.frame == "pre_rope" else []
-        selected = [layer.site for layer in self.own_layers if scheme.selection is not None]
-        asked = [layer.site for layer in self.own_layers if any(s.wants != "k" for s in layer.statistics.values())]
-        hf.check_frame([*asked, *selected], "pre_rope")  # queries are rotated as keys are
         self._held: Any = None
         self.steps: dict[torch.device, Any] = {}  # static.Steps of the layers on a device
         self._workspaces: dict[tuple[torch.device, bool], Any] = {}
         self._rooms: dict[torch.device, dequantised.Rooms] = {}
-        own = [layer.site for layer in self.own_layers]
-        self.hooks = hf.Hooks(model, self, tapped, selected or asked, selected, own)
+        self.hooks = setting_up.hooks(self)
         self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.paths.seamed])
         self._opened: tuple[Tensor, bool] | None = None  # of the ledger's blocks
         self.mask_history = MaskHistory(compares=scheme.selection is None)
@@ -167,31 +148,18 @@ class KVCalCache(Cache):
                 self.record.stage = "layers"
         return self.forward.on_device
 
-    def check_room(self, query: int) -> None:
-        if self.max_length is not None and self.ledger.columns + query > self.max_length:
-            raise KVCalError(
-                f"{query} tokens behind {self.ledger.columns}: the cache was made for max_length={self.max_length}; make a "
-                "larger one"
-            )
-
     def settle(self) -> None:
         """Let the host know of the steps that the device did by itself."""
         if hf.capturing() or torch.compiler.is_compiling():
             return
-        self._await_offloading()
+        if self.offloading_layers:
+            device_steps.await_offloading(self)
         self.record.check_packed()
         try:
             device_steps.catch_up(self)
         except KVCalError:
             self.record.warned = True
             raise
-
-    def _await_offloading(self) -> None:
-        """Layers in host memory were copied there without anyone waiting: what runs on the host must not come first."""
-        if self.offloading_layers:
-            own = [layer for layer in self.own_layers if layer.is_initialized]
-            for device in {layer.device for layer in own if layer.device.type == "cuda"}:
-                torch.cuda.synchronize(device)
 
     @property
     def held(self) -> Any:
@@ -241,12 +209,8 @@ class KVCalCache(Cache):
         self.stored_rope.begin()
         for layer in self.own_layers:
             layer.drop_turn()
-        if custom and self.scheme.selection is not None:
-            assert mask is not None
-            raise KVCalError(
-                f"attention_mask has {mask.ndim} dimensions: with token selection it must be (batch, tokens), because "
-                "evicted tokens are not there to be masked"
-            )
+        if self.scheme.selection is not None:
+            planning.check_mask(mask)
 
     def on_rotary(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
         self.forward.rotate_by(positions, cos, sin)
@@ -260,22 +224,18 @@ class KVCalCache(Cache):
     @torch.no_grad()
     def on_attention(self, layer: int, hidden: Tensor, mask: Tensor | None) -> Tensor | None:
         """The mask of what is kept, (B, 1, query, kept + query), in the place of the model's of all columns."""
-        own = self.layers[layer]
-        assert isinstance(own, KVCalLayer)
-        plan = planning.plan_of(self, own, hidden.shape[0], hidden.shape[1], hidden.device)
+        target = self.layers[layer]
+        assert isinstance(target, KVCalLayer)
+        plan = planning.plan_of(self, target, hidden.shape[0], hidden.shape[1], hidden.device)
         assert isinstance(plan, EvictingPlan)
         if plan.first:
             return mask
-        return self.forward.kept_mask(own.site, plan, hidden)
+        return self.forward.kept_mask(target.site, plan, hidden)
 
     def on_done(self) -> None:
         plan, self.record.torn = self.forward.begun, self.scheme.selection is not None
         if isinstance(plan, EvictingPlan) and plan.flush:
-            moves = self.ledger.choose(plan)
-            self.forward.chain = Chain(self.scheme)
-            for layer in self.own_layers:
-                assert isinstance(layer, EvictingLayer)
-                layer.carry_out(moves)
+            evict(self, plan)
         self.record.torn = False
         self.record.check_packed()
         self.record.stage = self.record.stage and "head"
@@ -308,8 +268,8 @@ class KVCalCache(Cache):
     def workspace(self, device: torch.device, vector: bool = False) -> Any:
         """Memory that the launches of this cache's layers share on a device; vector: of those over vector codes."""
         if (device, vector) not in self._workspaces:
-            made = codebook.workspace(self.kernels, device, self.max_length is not None) if vector else None
-            self._workspaces[device, vector] = made if vector else fused.workspace(self.kernels, device)
+            space = codebook.workspace(self.kernels, device, self.max_length is not None) if vector else None
+            self._workspaces[device, vector] = space if vector else fused.workspace(self.kernels, device)
         return self._workspaces[device, vector]
 
     def rooms(self, device: torch.device) -> dequantised.Rooms:
@@ -337,9 +297,9 @@ class KVCalCache(Cache):
 
     def old_context(self, layer: int) -> Context:
         """What layers below left for this one of the blocks that were packed before the current call."""
-        own = self.layers[layer]
-        assert isinstance(own, KVCalLayer)
-        return self.forward.chain.context("old", layer, own.device)
+        target = self.layers[layer]
+        assert isinstance(target, KVCalLayer)
+        return self.forward.chain.context("old", layer, target.device)
 
     @property
     def uneven(self) -> str | None:
@@ -350,26 +310,7 @@ class KVCalCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest -tokens_to_remove columns: exact inside the recent window, to the block edge below it."""
-        tokens_to_remove = int(tokens_to_remove)  # assisted decoding of Transformers 5.17 counts in tensors
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop({tokens_to_remove}): pass a negative number, the tokens to remove from the end; to be left with "
-                f"{tokens_to_remove} tokens: crop({tokens_to_remove} - get_seq_length())"
-            )
-        self.settle()
-        self.record.check_returned()
-        count = min(-tokens_to_remove, self.ledger.columns)
-        plan = self.ledger.crop(count)
-        if plan.deep and self.strict:
-            raise KVCalError(
-                f"crop of {count} tokens reaches into packed blocks (recent window "
-                f"{int(self.ledger.window.min())}); strict caches refuse: use a larger recent window or strict=False"
-            )
-        for layer in self.layers:  # first, as a sliding layer may refuse
-            if not isinstance(layer, KVCalLayer):
-                layer.crop(tokens_to_remove)
-        if count:
-            cropping.carry_out(self, count, plan)
+        cropping.crop(self, int(tokens_to_remove))  # assisted decoding of Transformers 5.17 counts in tensors
 
     def leave_forward(self) -> None:
         """Tokens come or go otherwise than by a call: nothing that the last call was told holds any more."""
@@ -416,15 +357,8 @@ class KVCalCache(Cache):
         self.hooks.close()
         self._seams.close()
         if not was and not self.record.warned and sys.exc_info()[0] is None and not hf.capturing():
-            self._last_words()
-
-    def _last_words(self) -> None:
-        self.record.check_packed()
-        for device in self.steps:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # a step that still runs may yet say so
-        for layer in self.own_layers:
-            layer.heed()
+            self.record.check_packed()
+            device_steps.heed_all(self)
 
     def __enter__(self) -> KVCalCache:
         return self
@@ -438,16 +372,7 @@ class KVCalCache(Cache):
         kind: dict[str, Any] = {"strict": self.strict, "offload": self.offloading_layers, "remember": self.remember}
         kind |= {"kernels": self.kernels, "max_length": self.max_length, "require_kernels": self.require_kernels}
         twin = KVCalCache(self.scheme, self.model, **kind)
-        twin.ledger = copy.deepcopy(self.ledger, memo)
-        twin.record, twin.steps = self.record.copied(), copy.deepcopy(self.steps, memo)
-        twin.growing = self.growing
-        for i, (mine, other) in enumerate(zip(self.layers, twin.layers, strict=True)):
-            if isinstance(mine, KVCalLayer) and isinstance(other, KVCalLayer):
-                held = {k: v for k, v in vars(mine).items() if k not in OWN}
-                other.__dict__.update(copy.deepcopy(held, memo))
-                other.codecs = mine.codecs
-            else:
-                twin.layers[i] = copy.deepcopy(mine, memo)
+        copying.fill(twin, self, memo)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -4,19 +4,48 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
+from ..errors import KVCalError
+from ..storage import block_store
 from ..storage.ledger import CropPlan
 from . import observing
+from .layer import KVCalLayer
+from .slots import own_storage, take_slots
 
 if TYPE_CHECKING:
     from .cache import KVCalCache
 
 
-def carry_out(cache: KVCalCache, count: int, plan: CropPlan) -> None:
+def crop(cache: KVCalCache, tokens_to_remove: int) -> None:
+    """Remove the newest -tokens_to_remove columns, as KVCalCache.crop says."""
+    if tokens_to_remove > 0:
+        raise ValueError(
+            f"crop({tokens_to_remove}): pass a negative number, the tokens to remove from the end; to be left with "
+            f"{tokens_to_remove} tokens: crop({tokens_to_remove} - get_seq_length())"
+        )
+    cache.settle()
+    cache.record.check_returned()
+    count = min(-tokens_to_remove, cache.ledger.columns)
+    plan = cache.ledger.crop(count)
+    if plan.deep and cache.strict:
+        raise KVCalError(
+            f"crop of {count} tokens reaches into packed blocks (recent window "
+            f"{int(cache.ledger.window.min())}); strict caches refuse: use a larger recent window or strict=False"
+        )
+    for layer in cache.layers:  # first, as a sliding layer may refuse
+        if not isinstance(layer, KVCalLayer):
+            layer.crop(tokens_to_remove)
+    if count:
+        _carry_out(cache, count, plan)
+
+
+def _carry_out(cache: KVCalCache, count: int, plan: CropPlan) -> None:
     """Remove the newest `count` columns from the ledger, from every layer and from its statistics."""
     cache.leave_forward()
     for layer in cache.own_layers:
         if layer.is_initialized:
-            layer.crop_to(plan)
+            _crop_layer(layer, plan)
         layer.columns -= count
     columns, tails = (
         cache.ledger.columns,
@@ -28,10 +57,24 @@ def carry_out(cache: KVCalCache, count: int, plan: CropPlan) -> None:
         for layer in cache.own_layers:
             layer.reset()
     elif any(layer.statistics for layer in cache.own_layers):
-        held, untouched = cache.ledger.held, cache.ledger.untouched
+        occupied, untouched = cache.ledger.occupied, cache.ledger.untouched
         for layer in cache.own_layers:
-            observing.forget(layer, count, held, untouched)
+            observing.forget(layer, count, occupied, untouched)
         cache.record.unforgotten["tokens"] += old
         cache.record.unforgotten["blocks"] += cache.ledger.early
     cache.record.returned_tokens += plan.returned
     cache.publish()
+
+
+def _crop_layer(layer: KVCalLayer, plan: CropPlan) -> None:
+    """Carry out a crop; with plan.deep the cut block's remaining tokens return to the window, decoded."""
+    decoded = layer.decode_all() if plan.deep else (None, None)
+    for role in (0, 1):
+        window = layer.window[role]
+        if plan.window_index is not None:
+            part = decoded[role]
+            assert part is not None
+            window = take_slots(torch.cat([part.to(layer.dtype), window], 2), plan.window_index.to(window.device))
+        layer.window[role] = own_storage(window[:, :, : plan.window])
+        layer.sink[role] = own_storage(layer.sink[role][:, :, : plan.sink])
+    layer.packed = [{n: block_store.first_blocks(t, plan.blocks) for n, t in packed.items()} for packed in layer.packed]

@@ -16,6 +16,7 @@ from ..errors import KVCalError, NonFiniteError, UsageError
 from ..paths import codebook, fused
 from ..scheme import LayerCodecs, Scheme
 from ..storage.ledger import Ledger
+from . import planning
 from .layer import KVCalLayer
 from .static import StaticLayer
 from .static_storage import STORED, Steps
@@ -59,6 +60,12 @@ def check_length(max_length: int | None, scheme: Scheme, offload: bool) -> None:
         raise UsageError("max_length with offload=True: storage that moves has no fixed place; give one of them")
 
 
+def caveats(scheme: Scheme) -> list[str]:
+    """What whoever makes a cache with max_length should know of it."""
+    standing = (pair and pair.key.standing_stats and pair.stats for pair in scheme.layers)
+    return [PROMPTS] if any(standing) else []
+
+
 def refusal(pair: LayerCodecs, moves: bool) -> str | None:
     """Why a layer that takes the kernel cannot leave all of its step to the device; None if it can. moves: keys are stored
     before a RoPE of which angles change as the sequence grows.
@@ -69,8 +76,8 @@ def refusal(pair: LayerCodecs, moves: bool) -> str | None:
         return f"vector codes in blocks of {pair.key.shape.block} tokens: what appends them counts by {BLOCK}"
     if why := pair.key.step_refusal(pair.stats):
         return why
-    known = pair.key.standing_stats or {KeyScale.name}
-    if others := sorted(pair.stats - known):
+    standing = pair.key.standing_stats or {KeyScale.name}
+    if others := sorted(pair.stats - standing):
         return f"its rounding follows {others[0]}, a run-time statistic that the host counts"
     return None
 
@@ -89,15 +96,17 @@ def static_layers(cache: KVCalCache, layers: list[Any]) -> tuple[list[Any], str 
     return [StaticLayer(cache, layer.index, layer.codecs, layer.site) for layer in layers], None
 
 
+def _is_ready(cache: KVCalCache, query: int) -> bool:
+    """Whether all layers have their storage on the device, and its kernels take so many new tokens; nobody watches."""
+    if cache.watch is not None or not cache.is_compileable or query > cache.most_queries:
+        return False
+    return all(layer.ready for layer in cache.own_layers)
+
+
 def can_step(cache: KVCalCache, keys: Tensor) -> bool:
     """Whether a forward, of which a layer has keys (B, H, Q, D), is a step that the device does by itself."""
     query, past, layers = keys.shape[2], cache.ledger.columns, cache.own_layers
-    if (
-        cache.watch is not None
-        or not cache.is_compileable
-        or query > cache.most_queries
-        or not all(layer.ready for layer in layers)
-    ):
+    if not _is_ready(cache, query):
         return False
     if hf.capturing():
         return True
@@ -110,11 +119,27 @@ def can_step(cache: KVCalCache, keys: Tensor) -> bool:
     learns = torch.is_grad_enabled() and any(layer.learns(keys, keys) for layer in layers)
     if forward.custom_mask or forward.hides_old or forward.gives_weights or cache.model.training or learns:
         return False
-    cache.check_room(query)
+    planning.check_room(cache, query)
     if valid is not None and not bool(valid.all()):
         return False
     follows: bool = cache.scheme.frame == "post_rope" or cache.ledger.follows(forward.positions)
     return follows
+
+
+def await_offloading(cache: KVCalCache) -> None:
+    """Layers in host memory were copied there without anyone waiting: what runs on the host must not come first."""
+    started = [layer for layer in cache.own_layers if layer.is_initialized]
+    for device in {layer.device for layer in started if layer.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+
+
+def heed_all(cache: KVCalCache) -> None:
+    """Raise what the devices have found out about steps that they did by themselves, those that still run included."""
+    for device in cache.steps:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # a step that still runs may yet say so
+    for layer in cache.own_layers:
+        layer.heed()
 
 
 def catch_up(cache: KVCalCache) -> None:
@@ -157,26 +182,26 @@ def read(layers: Sequence[StaticLayer]) -> tuple[int, list[tuple[Steps, Tensor]]
     """Columns that all of them hold, and of each device (3, B) what its rows do, as in STORED: one wait for each device. An
     error says what steps there could not say.
     """
-    found: list[tuple[Steps, Tensor]] = []
+    per_device: list[tuple[Steps, Tensor]] = []
     lengths: set[int] = set()
     for steps in {id(layer.steps): layer.steps for layer in layers}.values():
         rooms = [(layer.index, layer.room.flags) for layer in layers if layer.room is not None and layer.steps is steps]
         flagged = torch.cat([flags for _, flags in rooms]).any()
-        held = [getattr(steps.counts, name) for name in STORED]
+        counts = [getattr(steps.counts, name) for name in STORED]
         gap = torch.zeros_like(flagged) if steps.turns is None else steps.turns.gap
-        told = torch.cat([flagged[None], gap[None], steps.length[None], *held]).to("cpu")  # int64, as the length
-        if bool(told[0]):
+        figures = torch.cat([flagged[None], gap[None], steps.length[None], *counts]).to("cpu")  # int64, as the length
+        if bool(figures[0]):
             _refuse(rooms)
-        if bool(told[1]):
+        if bool(figures[1]):
             raise KVCalError(
                 "compiled or recorded steps had tokens at positions that do not follow those before them, as they must where "
                 "keys are stored before RoPE; call reset() and start again, and give such positions to the uncompiled model"
             )
-        lengths.add(int(told[2]))
-        found.append((steps, told[3:].view(len(STORED), -1)))
+        lengths.add(int(figures[2]))
+        per_device.append((steps, figures[3:].view(len(STORED), -1)))
     if len(lengths) > 1:
         raise KVCalError(f"layers hold {sorted(lengths)} tokens: {BROKE_OFF}")
-    return lengths.pop(), found
+    return lengths.pop(), per_device
 
 
 def _refuse(rooms: list[tuple[int, Tensor]]) -> None:
@@ -190,11 +215,11 @@ def _refuse(rooms: list[tuple[int, Tensor]]) -> None:
             raise error
 
 
-def compare(found: list[tuple[Steps, Tensor]], ledger: Ledger, each: int) -> None:
+def compare(per_device: list[tuple[Steps, Tensor]], ledger: Ledger, each: int) -> None:
     """Raises KVCalError where counts on a device are not the ledger's: its first layer ran a step, its last did not. each:
     blocks of the kernel in one of the scheme.
     """
-    wanted = torch.stack([ledger.sink, ledger.window, ledger.blocks * each])
-    for steps, held in found:
-        if not torch.equal(held, wanted):
+    expected = torch.stack([ledger.sink, ledger.window, ledger.blocks * each])
+    for steps, counts in per_device:
+        if not torch.equal(counts, expected):
             raise KVCalError(f"layers on {steps.counts.data.device} hold different numbers of tokens: {BROKE_OFF}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,12 @@ from ..errors import KVCalError
 from ..storage import block_store
 from ..storage.eviction import EvictingPlan, Moves, attention_mass
 from . import observing, packing, reading
+from .chain import Chain
 from .layer import KVCalLayer
 from .slots import fill_slots, take_slots
+
+if TYPE_CHECKING:
+    from .cache import KVCalCache
 
 
 class EvictingLayer(KVCalLayer):
@@ -34,7 +38,9 @@ class EvictingLayer(KVCalLayer):
         stored = [observing.frame_keys(self, key_states), value_states]
         out = reading.materialise(self, plan, key_states, value_states)
         self._weigh(plan, out[0])
-        self.due = {name: self._newest(plan, found) for name, found in observing.observe(self, plan, stored[0]).items()}
+        self.due = {
+            name: self._newest(plan, values) for name, values in observing.observe(self, plan, stored[0]).items()
+        }
         self._hold(plan, stored)
         self.columns += plan.query
         if self.cache.offloading_layers:
@@ -51,10 +57,10 @@ class EvictingLayer(KVCalLayer):
         self.cache.add_mass(attention_mass(observing.rotated(self, before), keys, plan.alive, valid, scaling))
 
     @staticmethod
-    def _newest(plan: EvictingPlan, found: Tensor) -> Tensor:
+    def _newest(plan: EvictingPlan, values: Tensor) -> Tensor:
         """Of the statistics (B, H, F or 1, ...) of the blocks that the plain scheme would pack now the last one's."""
-        last = (plan.flushed - 1).clamp(0, found.shape[2] - 1).to(found.device)
-        return found[torch.arange(len(last), device=found.device), :, last][:, :, None]
+        last = (plan.flushed - 1).clamp(0, values.shape[2] - 1).to(values.device)
+        return values[torch.arange(len(last), device=values.device), :, last][:, :, None]
 
     @torch.no_grad()
     def _hold(self, plan: EvictingPlan, new: list[Tensor]) -> None:
@@ -78,9 +84,21 @@ class EvictingLayer(KVCalLayer):
         for role in (0, 1):
             self.window[role] = fill_slots(take_slots(sources[role], (moves.exact - start).clamp_min(0)), moves.unused)
         self.packed = [
-            {n: block_store.arrange(held, None if made is None else made[n], moves.order) for n, held in packed.items()}
-            for packed, made in zip(self.packed, new, strict=True)
+            {
+                n: block_store.arrange(part, None if fresh is None else fresh[n], moves.order)
+                for n, part in packed.items()
+            }
+            for packed, fresh in zip(self.packed, new, strict=True)
         ]
         self.due = {}
         if self.cache.offloading_layers:
             self.offload()
+
+
+def evict(cache: KVCalCache, plan: EvictingPlan) -> None:
+    """At the end of a call by which tokens leave the window: the ledger chooses, and every layer does as it says."""
+    moves = cache.ledger.choose(plan)
+    cache.forward.chain = Chain(cache.scheme)
+    for layer in cache.own_layers:
+        assert isinstance(layer, EvictingLayer)
+        layer.carry_out(moves)

@@ -127,8 +127,8 @@ class Forward:
     @cached_property
     def rolls(self) -> bool:
         """Whether all rows' sinks are full, so that windows alone take the new tokens."""
-        assert self.plan.seen is not None
-        return bool((self.plan.seen >= self._windows.sink).all())
+        assert self.plan.lengths is not None
+        return bool((self.plan.lengths >= self._windows.sink).all())
 
     @cached_property
     def opened(self) -> bool:
@@ -149,9 +149,9 @@ class Forward:
         """
         if (device, each) not in self._counts:
             plan = self.plan
-            assert plan.seen is not None and plan.packed is not None
-            sink = plan.seen.clamp_max(self._windows.sink)
-            recent = plan.seen - sink - plan.packed * self._windows.block + plan.query
+            assert plan.lengths is not None and plan.packed is not None
+            sink = plan.lengths.clamp_max(self._windows.sink)
+            recent = plan.lengths - sink - plan.packed * self._windows.block + plan.query
             sinks, blocks, recents = torch.stack([sink, plan.packed * each, recent]).int().to(device).unbind()
             self._counts[device, each] = sinks, blocks, recents
         return self._counts[device, each]

@@ -22,7 +22,7 @@ from ..modes import without_autocast, without_grad
 from ..paths import choose, codebook, fused
 from ..scheme import LayerCodecs
 from ..storage import block_store
-from ..storage.ledger import CropPlan, Plan
+from ..storage.ledger import Plan
 from . import observing, packing, reading
 from .slots import fill_slots, first_slots, own_storage, take_slots
 from .static_storage import StaticStorage
@@ -192,9 +192,9 @@ class KVCalLayer(CacheLayerMixin):
         self._finish(plan, stored)
         return out
 
-    def _finish(self, plan: Plan, stored: list[Tensor], kept: list[Tensor] | None = None) -> None:
-        """kept: windows with the new tokens behind them, where attention has made them."""
-        self._store(plan, stored, observing.observe(self, plan, stored[0]), kept)
+    def _finish(self, plan: Plan, stored: list[Tensor], extended: list[Tensor] | None = None) -> None:
+        """extended: windows with the new tokens behind them, where attention has made them."""
+        self._store(plan, stored, observing.observe(self, plan, stored[0]), extended)
         self.columns += plan.query
         if self.cache.offloading_layers:
             self.offload()
@@ -254,12 +254,12 @@ class KVCalLayer(CacheLayerMixin):
         with without_autocast(q.device.type):
             each = 1 if self.paths.vector else fused.kernel_blocks(self.codecs)
             sink, blocks, recent = cache.forward.counts(q.device, each)
-            kept = [self._with_new(plan, recent, role, new) for role, new in enumerate(stored)]
-            exact = (self.sink[0], self.sink[1], sink), (kept[0], kept[1], recent)
+            extended = [self._with_new(plan, recent, role, new) for role, new in enumerate(stored)]
+            exact = (self.sink[0], self.sink[1], sink), (extended[0], extended[1], recent)
             out = self._attention(q.to(self.dtype).contiguous(), blocks, *exact, scaling)
             if cache.watch is not None:
                 cache.watch.read(self.index, self.block_slots * q.shape[0])
-            self._finish(plan, stored, kept)
+            self._finish(plan, stored, extended)
         return out.to(q.dtype)
 
     def _attention(self, q: Tensor, blocks: Tensor, sink: fused.Exact, recent: fused.Exact, scaling: float) -> Tensor:
@@ -280,28 +280,32 @@ class KVCalLayer(CacheLayerMixin):
     def _as_blocks(self, packed: list[Packed]) -> tuple[Blocks, Blocks]:
         """Keys and values as the kernel takes them; made once for tensors that stay."""
         if self._shown is None or self._shown[0] is not packed:
-            keys, values = (codec.as_blocks(held) for codec, held in zip(self.pair, packed, strict=True))
+            keys, values = (codec.as_blocks(tensors) for codec, tensors in zip(self.pair, packed, strict=True))
             self._shown = packed, (keys, values)
         return self._shown[1]
 
     def _key_factor(
-        self, keep: bool = True, seen: Mapping[str, tuple[Tensor, Tensor]] | None = None
+        self, keep: bool = True, observed: Mapping[str, tuple[Tensor, Tensor]] | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         """What packed keys were divided by, of kv heads, contiguous, and of query heads; kept for statistics that stay, which
-        are never changed in place here. seen: statistics of kv heads and of query heads, where they are at hand.
+        are never changed in place here. observed: statistics of kv heads and of query heads, where they are at hand.
         """
-        states = [state for own in self.statistics.values() for state in own.state.values()]
+        states = [state for tracker in self.statistics.values() for state in tracker.state.values()]
         if self._factor is not None and len(self._factor[0]) == len(states):
-            held, both = self._factor
-            if not any(map(is_not, states, held)):
+            states_then, both = self._factor
+            if not any(map(is_not, states, states_then)):
                 return both
-        stats = self.current_statistics() if seen is None else {name: of_keys for name, (of_keys, _) in seen.items()}
-        own = self.codecs.key.key_factor(Context(self.index, stats=stats))
+        stats = (
+            self.current_statistics()
+            if observed is None
+            else {name: of_keys for name, (of_keys, _) in observed.items()}
+        )
+        factor = self.codecs.key.key_factor(Context(self.index, stats=stats))
         heads = self.site.ratio * self.site.kv_heads
-        wide = next((of_queries for of_keys, of_queries in (seen or {}).values() if of_keys is own), None)
-        if own is not None and wide is None:
-            wide = fused.for_queries(own, heads)
-        both = (None if own is None else own.contiguous(), wide)
+        wide = next((of_queries for of_keys, of_queries in (observed or {}).values() if of_keys is factor), None)
+        if factor is not None and wide is None:
+            wide = fused.for_queries(factor, heads)
+        both = (None if factor is None else factor.contiguous(), wide)
         self._factor = (states, both) if keep else None
         return both
 
@@ -336,7 +340,7 @@ class KVCalLayer(CacheLayerMixin):
 
     def current_statistics(self) -> dict[str, Tensor]:
         """Run-time statistics that decoding needs."""
-        return {name: now for name, own in self.statistics.items() if (now := own.current()) is not None}
+        return {name: now for name, tracker in self.statistics.items() if (now := tracker.current()) is not None}
 
     @property
     def block_slots(self) -> int:
@@ -344,10 +348,12 @@ class KVCalLayer(CacheLayerMixin):
         return int(next(iter(self.packed[0].values())).shape[2])
 
     @without_grad
-    def _store(self, plan: Plan, new: list[Tensor], stats: dict[str, Tensor], kept: list[Tensor] | None = None) -> None:
-        """Distribute the new tokens over sink and window, and pack what leaves the window. kept: as of _finish."""
-        if not plan.flush and self.cache.forward.rolls and (kept is not None or not plan.ragged):  # most steps
-            self.window = kept or [torch.cat([held, x], 2) for held, x in zip(self.window, new, strict=True)]
+    def _store(
+        self, plan: Plan, new: list[Tensor], stats: dict[str, Tensor], extended: list[Tensor] | None = None
+    ) -> None:
+        """Distribute the new tokens over sink and window, and pack what leaves the window. extended: as of _finish."""
+        if not plan.flush and self.cache.forward.rolls and (extended is not None or not plan.ragged):  # most steps
+            self.window = extended or [torch.cat([before, x], 2) for before, x in zip(self.window, new, strict=True)]
             self.cache.forward.chain.leave("new", self.index, None, None)
             return
         leaving: list[Tensor] = []
@@ -366,37 +372,22 @@ class KVCalLayer(CacheLayerMixin):
                     leaving.append(fill_slots(take_slots(fresh, plan.flush_index), plan.idle))
             self.sink[role], self.window[role] = own_storage(sink), own_storage(window)
         if plan.flush:
-            self._pack(plan, leaving, stats, by_kernel=kept is not None)
+            self._pack(plan, leaving, stats, by_kernel=extended is not None)
         else:
             self.cache.forward.chain.leave("new", self.index, None, None)
 
     def _pack(self, plan: Plan, leaving: list[Tensor], stats: dict[str, Tensor], by_kernel: bool = False) -> None:
         before, remembered = self.packed, self.remembered
         apart = not by_kernel and all(codec.encodes_by_kernel for codec in self.pair)
-        made = (
+        encoded = (
             packing.encode(self, leaving, stats) if apart else packing.encode_by(self, self.paths.packs, leaving, stats)
         )
         self.packed = [
             {name: block_store.append(old[name], t, plan) for name, t in packed.items()}
-            for old, packed in zip(before, made, strict=True)
+            for old, packed in zip(before, encoded, strict=True)
         ]
         if remembered is not None and remembered[0] is before and plan.rows is None:  # no block has moved
             self.remembered = self.packed, remembered[1]
-
-    def crop_to(self, plan: CropPlan) -> None:
-        """Carry out a crop; with plan.deep the cut block's remaining tokens return to the window, decoded."""
-        decoded = self.decode_all() if plan.deep else (None, None)
-        for role in (0, 1):
-            window = self.window[role]
-            if plan.window_index is not None:
-                part = decoded[role]
-                assert part is not None
-                window = take_slots(torch.cat([part.to(self.dtype), window], 2), plan.window_index.to(window.device))
-            self.window[role] = own_storage(window[:, :, : plan.window])
-            self.sink[role] = own_storage(self.sink[role][:, :, : plan.sink])
-        self.packed = [
-            {n: block_store.first_blocks(t, plan.blocks) for n, t in packed.items()} for packed in self.packed
-        ]
 
     @property
     def tail(self) -> int | None:
@@ -413,16 +404,16 @@ class KVCalLayer(CacheLayerMixin):
                 {name: block_store.first_blocks(block_store.select(t, rows), blocks) for name, t in packed.items()}
                 for packed in self.packed
             ]
-            for own in self.statistics.values():
-                own.select(rows)
+            for tracker in self.statistics.values():
+                tracker.select(rows)
 
     def _move(self, device: torch.device | str) -> None:
         if self.window[0].device == torch.device(device):
             return
         self.sink, self.window = ([t.to(device, non_blocking=True) for t in part] for part in (self.sink, self.window))
         self.packed = [{name: block_store.move(t, device) for name, t in packed.items()} for packed in self.packed]
-        for own in self.statistics.values():
-            own.move(device)
+        for tracker in self.statistics.values():
+            tracker.move(device)
 
     def offload(self) -> None:
         if self.is_initialized:
@@ -458,8 +449,8 @@ class KVCalLayer(CacheLayerMixin):
         if part == "decoded":
             return [] if self.remembered is None else self.remembered[1]
         if part == "packed":
-            return [t for packed in self.packed for held in packed.values() for t in block_store.tensors_of(held)]
+            return [t for packed in self.packed for tensors in packed.values() for t in block_store.tensors_of(tensors)]
         return self.sink + self.window
 
     def bookkeeping(self) -> list[Tensor]:
-        return [t for own in self.statistics.values() for t in own.state.values()]
+        return [t for tracker in self.statistics.values() for t in tracker.state.values()]

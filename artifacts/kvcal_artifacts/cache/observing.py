@@ -36,19 +36,19 @@ def observe(layer: KVCalLayer, plan: Plan, keys: Tensor) -> dict[str, Tensor]:
         return {}
     if _is_settled(layer):
         return layer.current_statistics() if plan.flush else {}
-    at, seen = layer.cache.forward.prefixes(keys.device), {"k": keys}
+    at, inputs = layer.cache.forward.prefixes(keys.device), {"k": keys}
     layer.unseen = 0
     if before is None and any(s.wants != "k" for s in layer.statistics.values()):
         raise KVCalError(f"layer {layer.index}: queries were not seen; call the model the cache was made for")
-    for own in layer.statistics.values():
-        if own.wants not in seen:
+    for statistic in layer.statistics.values():
+        if statistic.wants not in inputs:
             assert before is not None
-            seen[own.wants] = rotated(layer, before) if own.wants == "q" else before
-    found = {name: own.observe(seen[own.wants], at) for name, own in layer.statistics.items()}
-    for own in layer.statistics.values():
-        if isinstance(own, Summed):
-            own.remember(seen[own.wants], at)
-    return {name: value for name, value in found.items() if value is not None}
+            inputs[statistic.wants] = rotated(layer, before) if statistic.wants == "q" else before
+    observed = {name: statistic.observe(inputs[statistic.wants], at) for name, statistic in layer.statistics.items()}
+    for statistic in layer.statistics.values():
+        if isinstance(statistic, Summed):
+            statistic.remember(inputs[statistic.wants], at)
+    return {name: value for name, value in observed.items() if value is not None}
 
 
 def _is_settled(layer: KVCalLayer) -> bool:
@@ -77,22 +77,22 @@ def _verify_frame(layer: KVCalLayer, before: Tensor, handed: Tensor) -> None:
 
 
 @torch.no_grad()
-def forget(layer: KVCalLayer, count: int, held: Tensor, untouched: Tensor) -> None:
-    """After a crop: take the newest `count` columns out of the statistics. held, untouched: of the ledger."""
+def forget(layer: KVCalLayer, count: int, occupied: Tensor, untouched: Tensor) -> None:
+    """After a crop: take the newest `count` columns out of the statistics. occupied, untouched: of the ledger."""
     if not layer.is_initialized:
         return
     unseen = min(count, layer.unseen)
     layer.unseen -= unseen
     layer.missed -= unseen
-    for own in layer.statistics.values():
-        if isinstance(own, Summed):
-            own.crop(count - unseen)
-        if isinstance(own, KeyScale):
+    for statistic in layer.statistics.values():
+        if isinstance(statistic, Summed):
+            statistic.crop(count - unseen)
+        if isinstance(statistic, KeyScale):
             keys = torch.cat([layer.sink[0], layer.window[0]], 2)
-            own.renew(keys, held.to(keys.device), untouched.to(keys.device))
+            statistic.renew(keys, occupied.to(keys.device), untouched.to(keys.device))
 
 
 def tail(layer: KVCalLayer) -> int | None:
     """How many of the newest columns the statistics of queries can forget; None without any."""
-    tails = [own.tail + layer.unseen for own in layer.statistics.values() if isinstance(own, Summed)]
+    tails = [statistic.tail + layer.unseen for statistic in layer.statistics.values() if isinstance(statistic, Summed)]
     return min(tails, default=None)

@@ -34,11 +34,11 @@ def encode_by(
     layer.cache.record.refusals.note(
         layer.index, ~flags.any(), lambda: NonFiniteError(fused.refused_by(flags, layer.index))
     )
-    made = [codec.from_blocks(x, leaving[0].shape[2] // block) for codec, x in zip(layer.pair, blocks, strict=True)]
+    packed = [codec.from_blocks(x, leaving[0].shape[2] // block) for codec, x in zip(layer.pair, blocks, strict=True)]
     layer.cache.forward.chain.leave("new", layer.index, None, None)
     if layer.cache.watch is not None:
-        layer.cache.watch.packed(layer.index, leaving, list(layer.decode(made, Context(layer.index))))
-    return made
+        layer.cache.watch.packed(layer.index, leaving, list(layer.decode(packed, Context(layer.index))))
+    return packed
 
 
 def encode(layer: KVCalLayer, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
@@ -54,16 +54,16 @@ def _encode_both(layer: KVCalLayer, leaving: list[Tensor], stats: dict[str, Tens
     context, chained = layer.cache.forward.chain.context("new", layer.index, layer.device), layer.cache.scheme.chained
     context.stats = stats
     blocks: list[Packed] = [{}, {}]
-    made: list[Tensor | None] = [None, None]
+    decoded: list[Tensor | None] = [None, None]
     for role, (codec, x) in enumerate(zip(layer.pair, leaving, strict=True)):
         x = check_finite(x, layer.index, codec.role)
         if chained:
-            blocks[role], made[role] = codec.encode_decode(x, context)
+            blocks[role], decoded[role] = codec.encode_decode(x, context)
         else:
             blocks[role] = codec.encode(x, context)
         if role == 0:
-            context.k0 = made[0]
-    layer.cache.forward.chain.leave("new", layer.index, *made)
+            context.k0 = decoded[0]
+    layer.cache.forward.chain.leave("new", layer.index, *decoded)
     if layer.cache.watch is not None:
         layer.cache.watch.packed(layer.index, leaving, list(layer.decode(blocks, replace(context))))
     return blocks

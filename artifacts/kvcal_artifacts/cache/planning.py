@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import KVCalError
@@ -37,11 +38,11 @@ def _check_whole(cache: KVCalCache, first: int, query: int) -> None:
     """Before a forward changes anything: all layers hold the same tokens, those below `first` also the new ones."""
     cache.record.check_whole()
     for index, layer in enumerate(cache.layers):
-        wanted = cache.ledger.columns + (query if index < first else 0)
-        held = layer.columns if isinstance(layer, KVCalLayer) else layer.get_seq_length()
-        if isinstance(layer, CacheLayerMixin) and held != wanted:
+        expected = cache.ledger.columns + (query if index < first else 0)
+        columns = layer.columns if isinstance(layer, KVCalLayer) else layer.get_seq_length()
+        if isinstance(layer, CacheLayerMixin) and columns != expected:
             raise KVCalError(
-                f"layer {index} holds {held} tokens, the cache {wanted}: "
+                f"layer {index} holds {columns} tokens, the cache {expected}: "
                 "an earlier forward broke off; call reset() and start again"
             )
     cache.record.check_returned()
@@ -50,7 +51,7 @@ def _check_whole(cache: KVCalCache, first: int, query: int) -> None:
 def _begin(cache: KVCalCache, batch: int, query: int) -> Plan:
     """The ledger's plan of a call of so many rows and new tokens, which it holds from now on, with their positions."""
     past = cache.ledger.columns
-    cache.check_room(query)
+    check_room(cache, query)
     forward = cache.forward
     plan: Plan = cache.ledger.begin(batch, query, cache.mask_history.new_columns(forward, cache.ledger, query))
     cache.mask_history.extend(forward, past, query)
@@ -65,3 +66,21 @@ def _begin(cache: KVCalCache, batch: int, query: int) -> Plan:
             if cache.max_length and cache.stored_rope.rotary and not cache.stored_rope.is_even(cache.ledger):
                 cache.leave_rooms()
     return plan
+
+
+def check_room(cache: KVCalCache, query: int) -> None:
+    """Raises KVCalError where a row cannot have so many more columns."""
+    if cache.max_length is not None and cache.ledger.columns + query > cache.max_length:
+        raise KVCalError(
+            f"{query} tokens behind {cache.ledger.columns}: the cache was made for max_length={cache.max_length}; make a "
+            "larger one"
+        )
+
+
+def check_mask(mask: Tensor | None) -> None:
+    """Of a cache that evicts tokens: raises KVCalError unless the mask is (batch, tokens)."""
+    if mask is not None and mask.ndim != 2:
+        raise KVCalError(
+            f"attention_mask has {mask.ndim} dimensions: with token selection it must be (batch, tokens), because "
+            "evicted tokens are not there to be masked"
+        )

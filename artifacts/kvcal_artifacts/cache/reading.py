@@ -47,8 +47,8 @@ def _dequantise(layer: KVCalLayer, reader: dequantised.Reader, plan: Plan, *new:
     placed = dense and (turns is not None or not layer.rotates)
     fresh = list(new) if placed else [x[:, :, :0] for x in new]
     exact = layer.sink, layer.window, fresh
-    whole, made = reader(layer.cache.rooms(layer.device), layer.packed, context, exact, turns)
-    layer.cache.forward.chain.leave("old", layer.index, *made)
+    whole, decoded = reader(layer.cache.rooms(layer.device), layer.packed, context, exact, turns)
+    layer.cache.forward.chain.leave("old", layer.index, *decoded)
     if layer.cache.watch is not None:
         layer.cache.watch.read(layer.index, layer.block_slots * new[0].shape[0])
     if placed:
@@ -88,8 +88,8 @@ def remembering(layer: KVCalLayer, context: Context) -> tuple[Tensor, Tensor]:
     old, block = parts[0].shape[2] if parts else 0, layer.cache.scheme.windows.block
     if old < layer.block_slots * block:
         fresh = [{n: block_store.from_block(t, old // block) for n, t in packed.items()} for packed in layer.packed]
-        made = layer.decode(fresh, context.part(old, layer.block_slots * block))
-        kept = made if layer.cache.scheme.chained else [x.to(layer.dtype) for x in made]
-        parts = [torch.cat([a, b], 2) for a, b in zip(parts, kept, strict=True)] if parts else list(kept)
+        decoded = layer.decode(fresh, context.part(old, layer.block_slots * block))
+        rounded = decoded if layer.cache.scheme.chained else [x.to(layer.dtype) for x in decoded]
+        parts = [torch.cat([a, b], 2) for a, b in zip(parts, rounded, strict=True)] if parts else list(rounded)
         layer.remembered = layer.packed, parts
     return parts[0], parts[1]

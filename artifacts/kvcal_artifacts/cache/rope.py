@@ -47,24 +47,29 @@ class StoredRope:
             first = torch.arange(0, 2 * BLOCK, device=ledger.positions.device)
             cos, sin = self._tables(first, ledger)
             run = Rope(torch.stack([cos[::BLOCK], sin[::BLOCK]], 1)[None], rope.near(cos[:BLOCK], sin[:BLOCK]))
-            wanted = torch.stack([cos, sin], 1)[None]
-            self._even = bool(((run.tables(first[None]) - wanted).abs() < 1e-4 * wanted.abs().max()).all())
+            expected = torch.stack([cos, sin], 1)[None]
+            self._even = bool(((run.tables(first[None]) - expected).abs() < 1e-4 * expected.abs().max()).all())
         return self.why_uneven(ledger) is None
 
     @torch.no_grad()
     def of_rows(self, ledger: Ledger, device: torch.device, sink: int, blocks: int, recent: int) -> Rope:
         """RoPE of rows with room for so many sink tokens, kernel blocks and recent tokens; made where these outgrow it."""
         starts = _starts(ledger)
-        of, sinks, made = self._runs.get(device, (None, -1, None))
-        if made is None or of is not starts or sinks != sink or made.first.shape[1] < rope.runs(sink, blocks, recent):
+        of, sinks, angles = self._runs.get(device, (None, -1, None))
+        if (
+            angles is None
+            or of is not starts
+            or sinks != sink
+            or angles.first.shape[1] < rope.runs(sink, blocks, recent)
+        ):
             same = starts[:1] if bool((starts == starts[0]).all()) else starts
             capacity = blocks if self.moves else blocks + blocks // 8 + 8
             first = rope.first_positions(same, sink, capacity, recent).to(device)
             if capacity == blocks:  # what lies beyond is no token's, and would say that the sequence is longer
                 first = first.clamp_max(_newest(ledger))
-            made = self.of_runs(ledger, first)
-            self._runs[device] = starts, sink, made
-        return made
+            angles = self.of_runs(ledger, first)
+            self._runs[device] = starts, sink, angles
+        return angles
 
     def of_runs(self, ledger: Ledger, first: Tensor) -> Rope:
         """RoPE of runs at these first positions, (B or 1, runs)."""
@@ -87,4 +92,4 @@ def _starts(ledger: Ledger) -> Tensor:
 
 def _newest(ledger: Ledger) -> int:
     """The largest position that a token has."""
-    return int((_starts(ledger) + ledger.seen).max()) - 1
+    return int((_starts(ledger) + ledger.lengths).max()) - 1

@@ -103,15 +103,15 @@ class StaticLayer(KVCalLayer):
         return turn.shown
 
     def _is_for_kernel(self, plan: Plan, keys: Tensor, values: Tensor) -> bool:
-        own = super()._is_for_kernel(plan, keys, values)  # which tells the cache why not
-        return own and not self.cache.is_compileable  # update() has asked
+        possible = super()._is_for_kernel(plan, keys, values)  # which tells the cache why not
+        return possible and not self.cache.is_compileable  # update() has asked
 
     def drop_turn(self) -> None:
         self._due = None
         hf.drop_turn(self.site)
 
-    def _finish(self, plan: Plan, stored: list[Tensor], kept: list[Tensor] | None = None) -> None:
-        super()._finish(plan, stored, kept)
+    def _finish(self, plan: Plan, stored: list[Tensor], extended: list[Tensor] | None = None) -> None:
+        super()._finish(plan, stored, extended)
         self.publish()
 
     @property
@@ -129,14 +129,14 @@ class StaticLayer(KVCalLayer):
         """Write what the host has made of the layer into its room."""
         if not self.is_initialized or not self.cache.is_compileable:
             return
-        like, ledger, held = self.window[0], self.cache.ledger, self.cache.held
+        like, ledger, contents = self.window[0], self.cache.ledger, self.cache.held
         if self.cache.stored_rope.rotary and not bool(
-            ledger.seen.all()
+            ledger.lengths.all()
         ):  # no one knows where a row without a token will begin
             self.leave_room()
             return
         room, steps = self._room_for(like), self._steps_for(like)
-        slots = held.slots(self.cache.scheme.windows.block, room.ring[0])
+        slots = contents.slots(self.cache.scheme.windows.block, room.ring[0])
         for role in (0, 1):
             self.storage.fill(room.sink[role], self.sink[role])
             room.ring[role].scatter_(2, over_heads(slots, like), self.window[role])
@@ -152,36 +152,41 @@ class StaticLayer(KVCalLayer):
                 self._begin_turns(steps.turns)
         room.flags.zero_()
         self._factor = None
-        for own in self._scales.values():
-            for name, value in own.state.items():
-                kept = room.statistics.get(name)
-                if kept is None or kept.shape != value.shape:
-                    kept = room.statistics[name] = value.clone(memory_format=torch.contiguous_format)
-                own.state[name] = kept.copy_(value)
+        for scale in self._scales.values():
+            for name, value in scale.state.items():
+                target = room.statistics.get(name)
+                if target is None or target.shape != value.shape:
+                    target = room.statistics[name] = value.clone(memory_format=torch.contiguous_format)
+                scale.state[name] = target.copy_(value)
         if self.cache.opened and not self.paths.vector:
             self._key_factor()
         self._correct_by(room)
         self.ready = True
-        self.overlook(held)
+        self.overlook(contents)
 
     @property
     def _scales(self) -> dict[str, KeyScale]:
         """The statistics that steps go on with; a subspace of queries stays as it is."""
-        return {name: own for name, own in self.statistics.items() if isinstance(own, KeyScale)}
+        return {name: statistic for name, statistic in self.statistics.items() if isinstance(statistic, KeyScale)}
 
     def _correct_by(self, room: Room) -> None:
         """Of SQuat: what corrects the blocks of the steps to come."""
-        key, ledger, own = self.codecs.key, self.cache.ledger, None
+        key, ledger, subspaces = self.codecs.key, self.cache.ledger, None
         if not corrects(key):
             return
         for statistic in self.statistics.values():
             assert isinstance(statistic, QuerySubspace)
-            own = statistic.standing(ledger.blocks, (ledger.seen - self.missed).clamp_min(0), self.site.ratio)
-        given = self._corrected_for
-        if room.moves is not None and own is not None and given is not None and torch.equal(own, given):
+            subspaces = statistic.standing(ledger.blocks, (ledger.lengths - self.missed).clamp_min(0), self.site.ratio)
+        previous = self._corrected_for
+        if (
+            room.moves is not None
+            and subspaces is not None
+            and previous is not None
+            and torch.equal(subspaces, previous)
+        ):
             return
-        moves = key.step_moves(own)
-        self._corrected_for = own
+        moves = key.step_moves(subspaces)
+        self._corrected_for = subspaces
         if room.moves is None or not room.moves.renew(moves):
             room.moves = Digits.of(moves)
         if room.due is None:
@@ -203,19 +208,19 @@ class StaticLayer(KVCalLayer):
         assert room is not None
         blocks = most_blocks(windows, self.cache.max_length or 0) * fused.kernel_blocks(self.codecs)
         first = rope.first_positions(starts, windows.sink, blocks, room.ring[0].shape[2])
-        made, turns.of = self.cache.stored_rope.of_runs(ledger, first.to(turns.start.device)), starts.clone()
+        angles, turns.of = self.cache.stored_rope.of_runs(ledger, first.to(turns.start.device)), starts.clone()
         if turns.rope is None:
-            turns.rope = made
-        turns.rope.renew(made.first)
+            turns.rope = angles
+        turns.rope.renew(angles.first)
 
     def leave_room(self) -> None:
         if self.room is not None:
             self.storage.leave()
             self.ready, self._shown, self._layer = False, None, None
 
-    def overlook(self, held: Held) -> None:
-        """The storage on the device has what `held` says."""
-        self.storage.overlook(held)
+    def overlook(self, contents: Held) -> None:
+        """The storage on the device has what `contents` says."""
+        self.storage.overlook(contents)
 
     def _room_for(self, like: Tensor) -> Room:
         """The layer's room; a new one for another number of rows, dtype or device."""
@@ -258,23 +263,23 @@ class StaticLayer(KVCalLayer):
 
     def _steps_for(self, like: Tensor) -> Steps:
         """What the cache's layers on this device share; anew for another number of rows."""
-        own, windows = self.cache.steps.get(like.device), self.cache.scheme.windows
-        if own is None or own.counts.data.shape[1] != len(like):
+        shared, windows = self.cache.steps.get(like.device), self.cache.scheme.windows
+        if shared is None or shared.counts.data.shape[1] != len(like):
             counts = Counts(len(like), quantise.Windows(windows.sink, windows.recent, windows.block), like.device)
             length = torch.zeros((), dtype=torch.int64, device=like.device)
             turns = None
             if self.cache.scheme.frame == "pre_rope":
                 turns = Turns(None, length.new_zeros(len(like)), length.new_zeros((), dtype=torch.bool))
-            own = Steps(counts, length, self.index, self.index, host_bool(like.device), turns)
-            self.cache.steps[like.device] = own
-        own.first, own.last = min(own.first, self.index), max(own.last, self.index)
-        steps: Steps = own
+            shared = Steps(counts, length, self.index, self.index, host_bool(like.device), turns)
+            self.cache.steps[like.device] = shared
+        shared.first, shared.last = min(shared.first, self.index), max(shared.last, self.index)
+        steps: Steps = shared
         return steps
 
     @property
     def steps(self) -> Steps:
-        own: Steps = self.cache.steps[self.device]
-        return own
+        shared: Steps = self.cache.steps[self.device]
+        return shared
 
     def get_seq_length(self) -> Any:
         """Columns; once there are some, on the device, as of Transformers' StaticLayer."""
@@ -333,12 +338,12 @@ class StaticLayer(KVCalLayer):
             if self.paths.vector:
                 return self._leave(steps, self._attend_codes(room, counts, q, k, v, scaling), q, k)
             settled = not hf.capturing() and self.cache.opened  # a graph serves other prompts, too
-            seen, k, v = None, k.to(dtype), v.to(dtype)
+            observed, k, v = None, k.to(dtype), v.to(dtype)
             if not settled:
-                seen = self._factors_seen(counts, k, by or quantise)
+                observed = self._factors_seen(counts, k, by or quantise)
                 self._factor = None
             # not kept where a replayed graph may change the statistics in place, nor in memory of a compiled forward's graphs
-            factor, wide = self._key_factor(settled and uncompiled, seen)
+            factor, wide = self._key_factor(settled and uncompiled, observed)
             keys, values = self._as_blocks(room.packed)
             due = self._keys_due(room, counts, k)
             if by is not None and not isinstance(self.paths.appends, str):
@@ -358,9 +363,9 @@ class StaticLayer(KVCalLayer):
         """
         if self.index == steps.last:
             steps.length.add_(k.shape[2])
-            own: list[Any] = self.cache.own_layers
+            layers: list[Any] = self.cache.own_layers
             lost = torch.cat(
-                [one.room.flags for one in own if one.room is not None and one.device == self.device]
+                [one.room.flags for one in layers if one.room is not None and one.device == self.device]
             ).any()
             wrong = lost | (steps.length > (self.cache.max_length or 0))
             if steps.turns is not None:
@@ -405,8 +410,8 @@ class StaticLayer(KVCalLayer):
         """By name what statistics are with this step's keys, of kv heads and of query heads."""
         ratio = self.site.ratio
         return {
-            name: by.observe(own.state["peak"], own.state["fixed"], counts, keys, ratio)
-            for name, own in self._scales.items()
+            name: by.observe(scale.state["peak"], scale.state["fixed"], counts, keys, ratio)
+            for name, scale in self._scales.items()
         }
 
     def _append(self, room: Room, counts: Counts, new: list[Tensor], keys: Tensor | None = None) -> None:
@@ -424,12 +429,12 @@ class StaticLayer(KVCalLayer):
                 leaving = take_slots(room.ring[role], first)
                 if role == 0 and keys is not None:
                     codec, leaving = codec.rounding, keys
-                made = codec.encode(leaving, context)
+                encoded = codec.encode(leaving, context)
             heads = len(room.flags)  # a norm of several is all of theirs
-            held = torch.stack([one.repeat_interleave(heads // one.shape[1], 1) for one in fits]).all(0)
-            bad = (due[:, None] & ~held).any(0) * NOT_FINITE + (due & (slot > last)).any() * ROOM
+            finite = torch.stack([one.repeat_interleave(heads // one.shape[1], 1) for one in fits]).all(0)
+            bad = (due[:, None] & ~finite).any(0) * NOT_FINITE + (due & (slot > last)).any() * ROOM
             room.flags.bitwise_or_(bad.int() << quantise.reference.VALUES * role)
-            for name, x in made.items():
+            for name, x in encoded.items():
                 index = slot.clamp_max(last)[:, None, None, None].expand_as(x)
                 keep = (due & (slot <= last))[:, None, None, None]
                 packed[name].scatter_(2, index, torch.where(keep, x, packed[name].gather(2, index)))

@@ -38,8 +38,8 @@ class Turns:
 
     def note(self, counts: Counts, positions: Tensor) -> None:
         """positions int (B or 1, Q): of the call that `counts` has been moved by."""
-        held = counts.sink_before + counts.window_before + counts.blocks_before * BLOCK
-        follow = (self.start + held)[:, None] + torch.arange(positions.shape[1], device=held.device)
+        length = counts.sink_before + counts.window_before + counts.blocks_before * BLOCK
+        follow = (self.start + length)[:, None] + torch.arange(positions.shape[1], device=length.device)
         self.gap.logical_or_((positions.to(follow.device) != follow).any())
 
 
@@ -60,8 +60,8 @@ class Steps:
     due: dict[torch.Size, Tensor] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Steps:
-        own = {one.name: copy.deepcopy(getattr(self, one.name), memo) for one in fields(self)}
-        return Steps(**own | {"wrong": host_bool(self.length.device)})  # copies are not pinned
+        copies = {one.name: copy.deepcopy(getattr(self, one.name), memo) for one in fields(self)}
+        return Steps(**copies | {"wrong": host_bool(self.length.device)})  # copies are not pinned
 
 
 def host_bool(device: torch.device) -> Tensor:
@@ -166,9 +166,9 @@ class StaticStorage:
         if not any(new is view for view in self._views):
             part[:, :, : new.shape[2]].copy_(new)
 
-    def overlook(self, held: Held) -> None:
-        """The room has what `held` says; the host's own tensors are of no use any more."""
-        self._unseen, self._views = held, []
+    def overlook(self, contents: Held) -> None:
+        """The room has what `contents` says; the host's own tensors are of no use any more."""
+        self._unseen, self._views = contents, []
         self._sink, self._window, self._packed = [], [], []
 
     def _look(self) -> None:

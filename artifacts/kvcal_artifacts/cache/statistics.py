@@ -39,19 +39,21 @@ class Prefixes:
     """
 
     def __init__(self, plan: Plan, windows: Windows, device: torch.device) -> None:
-        assert plan.seen is not None and plan.packed is not None
+        assert plan.lengths is not None and plan.packed is not None
         self.flush = plan.flush
         number = plan.packed[:, None] + torch.arange(plan.flush)
         tokens = windows.sink + (number + 1) * windows.block + windows.recent
-        wanted = (tokens - plan.seen[:, None]).clamp(1, plan.query)
+        ends = (tokens - plan.lengths[:, None]).clamp(1, plan.query)
         self._valid = None if plan.valid is None or bool(plan.valid.all()) else plan.valid
-        if self._valid is not None:  # the column that holds the row's wanted-th new token; idle slots get the last one
-            wanted = (torch.searchsorted(self._valid.long().cumsum(1), wanted) + 1).clamp_max(plan.query)
+        if (
+            self._valid is not None
+        ):  # the column that holds the row's new token of that number; idle slots get the last one
+            ends = (torch.searchsorted(self._valid.long().cumsum(1), ends) + 1).clamp_max(plan.query)
         self.windows, self._device, self._tokens = windows, device, tokens
-        after = (plan.seen + _count(plan) - windows.sink - windows.recent).div(windows.block, rounding_mode="floor")
+        after = (plan.lengths + _count(plan) - windows.sink - windows.recent).div(windows.block, rounding_mode="floor")
         flushed = (after - plan.packed).clamp_min(0)
         # blocks of each row before this call, packed by it, and `columns`
-        self.host_first, self.host_flushed, self.host_columns = plan.packed, flushed, wanted
+        self.host_first, self.host_flushed, self.host_columns = plan.packed, flushed, ends
 
     @cached_property
     def columns(self) -> Tensor:
@@ -83,8 +85,8 @@ class Prefixes:
 
 def _count(plan: Plan) -> Tensor:
     """(B,) real tokens of the call."""
-    assert plan.seen is not None
-    return torch.full_like(plan.seen, plan.query) if plan.valid is None else plan.valid.sum(1)
+    assert plan.lengths is not None
+    return torch.full_like(plan.lengths, plan.query) if plan.valid is None else plan.valid.sum(1)
 
 
 class Statistic(ABC):
@@ -218,14 +220,14 @@ class KeyScale(Statistic):
         self.state["fixed"] = fixed | (at.flushed > 0)
         return self.current()
 
-    def renew(self, keys: Tensor, held: Tensor, untouched: Tensor) -> None:
+    def renew(self, keys: Tensor, occupied: Tensor, untouched: Tensor) -> None:
         """After a crop: a maximum cannot be taken back, but the cache has all keys that count as long as nothing is packed.
 
-        keys (B, H, S, D): the exact ones; held (B, S) bool: slots that hold a token; untouched (B,) bool: rows that have no
-        other tokens, whose factor is free again.
+        keys (B, H, S, D): the exact ones; occupied (B, S) bool: slots that hold a token; untouched (B,) bool: rows that have
+        no other tokens, whose factor is free again.
         """
         if self.state:
-            peak = keys.float().abs().masked_fill(~held[:, None, :, None], 0).amax(2) if keys.shape[2] else 0.0
+            peak = keys.float().abs().masked_fill(~occupied[:, None, :, None], 0).amax(2) if keys.shape[2] else 0.0
             self.state["peak"] = torch.where(untouched[:, None, None], peak, self.state["peak"])
             self.state["fixed"] = self.state["fixed"] & ~untouched
 
@@ -301,14 +303,14 @@ class QuerySubspace(Summed):
         """Add the queries of each row's columns start to stop, (B,) int64 on the CPU."""
         low, high = int(start.min()), int(stop.max())
         step = max(1, min(COLUMNS, GRAM_ROWS * self.shape.heads // x.shape[1]))
-        for left in range(low, high, step):
-            right = min(left + step, high)
-            inside = None if at.valid is None else at.valid[:, left:right]
-            if int(start.max()) > left or int(stop.min()) < right:
-                columns = torch.arange(left, right)
+        for begin in range(low, high, step):
+            end = min(begin + step, high)
+            inside = None if at.valid is None else at.valid[:, begin:end]
+            if int(start.max()) > begin or int(stop.min()) < end:
+                columns = torch.arange(begin, end)
                 counts = ((columns >= start[:, None]) & (columns < stop[:, None])).to(x.device)
                 inside = counts if inside is None else counts & inside
-            self.state["gram"] = self.state["gram"] + self._gram(x[:, :, left:right], inside)
+            self.state["gram"] = self.state["gram"] + self._gram(x[:, :, begin:end], inside)
 
     def _gram(self, x: Tensor, inside: Tensor | None = None) -> Tensor:
         """int64 (B, H, D, D) of queries (B, heads, columns, D); inside (B, columns) bool: the columns that count."""
@@ -381,9 +383,9 @@ def principal(gram: Tensor) -> tuple[Tensor, Tensor]:
     """
     dim = gram.shape[-1]
     with on(gram.device):
-        found = [torch.linalg.eigh(one) for one in gram.reshape(-1, dim, dim)]
-    values = torch.stack([f.eigenvalues.flip(0) for f in found]).view(gram.shape[:-1])
-    rows = torch.stack([f.eigenvectors.T.flip(0) for f in found]).view(gram.shape)
+        spectra = [torch.linalg.eigh(one) for one in gram.reshape(-1, dim, dim)]
+    values = torch.stack([f.eigenvalues.flip(0) for f in spectra]).view(gram.shape[:-1])
+    rows = torch.stack([f.eigenvectors.T.flip(0) for f in spectra]).view(gram.shape)
     values = torch.where(values > 2.0**-52 * dim * values[..., :1], values, 0.0)
     return values, rows * rows.gather(-1, rows.abs().argmax(-1, keepdim=True)).sign()
 

@@ -163,9 +163,9 @@ class Codec(ABC):
         """The packed tensors of a codec with a form as the kernel takes them, (B, H, N * b / 32, ...), without a copy."""
         raise KVCalError(f"codec {self.name!r}: {self.fused()}")
 
-    def from_blocks(self, made: Blocks, count: int) -> Packed:
+    def from_blocks(self, blocks: Blocks, count: int) -> Packed:
         """The other way round, without a copy: `count` of the codec's blocks, of integers or a grid."""
-        parts = zip(self.tensor_specs(), (made.words, made.scale), strict=True)
+        parts = zip(self.tensor_specs(), (blocks.words, blocks.scale), strict=True)
         return {name: x.view(*x.shape[:2], count, -1) for name, x in parts}
 
     def for_decoding(self) -> Codec:
@@ -305,13 +305,13 @@ class Refusals:
 
     def check(self) -> None:
         """Raises NonFiniteError, which names its layer, for the first refusal since the last check."""
-        found, self._found = self._found, []
+        noted, self._found = self._found, []
         places: dict[torch.device, list[Tensor]] = {}
-        for _, fine, _ in found:
+        for _, fine, _ in noted:
             places.setdefault(fine.device, []).append(fine)
-        said = {place: iter(torch.stack(own).to("cpu").tolist()) for place, own in places.items()}
-        for layer, fine, error in found:
-            if not next(said[fine.device]):
+        passed = {place: iter(torch.stack(flags).to("cpu").tolist()) for place, flags in places.items()}
+        for layer, fine, error in noted:
+            if not next(passed[fine.device]):
                 raise _of_layer(layer, str(error()))
 
 
@@ -397,8 +397,8 @@ def by_fixed_rows(x: Tensor, block: int, product: Callable[[Tensor], Tensor]) ->
     """
     count, step = x.shape[-2], PRODUCT_BLOCKS * block
     padded = torch.nn.functional.pad(x, (0, 0, 0, -count % step))
-    made = [product(part) for part in padded.split(step, -2)]
-    return (torch.cat(made, -2) if len(made) > 1 else made[0])[..., :count, :]
+    products = [product(part) for part in padded.split(step, -2)]
+    return (torch.cat(products, -2) if len(products) > 1 else products[0])[..., :count, :]
 
 
 HALF_MAX = 65504.0

@@ -70,11 +70,11 @@ def gaussian_grid(d: int, n: int) -> Tensor:
 @cache
 def byte_grid(d: int, n: int) -> Tensor:
     """float32 (n, d): `gaussian_grid` with points that are bytes times one step. KVCalError for more than 16 points."""
-    own = gaussian_grid(d, n)
+    points = gaussian_grid(d, n)
     if (GRIDS[d, n] // d, d) not in grids.IN_BYTES:
-        known = ", ".join(f"d={d} n={1 << bits * d}" for bits, d in grids.IN_BYTES)
-        raise KVCalError(f"higgs grid d={d} n={n} with points of bytes: allowed are {known}")
-    return grids.in_bytes(own)
+        allowed = ", ".join(f"d={d} n={1 << bits * d}" for bits, d in grids.IN_BYTES)
+        raise KVCalError(f"higgs grid d={d} n={n} with points of bytes: allowed are {allowed}")
+    return grids.in_bytes(points)
 
 
 def _check_grid(d: int, n: int) -> None:
@@ -115,8 +115,8 @@ def _check_values(grid: Tensor, sign: Tensor, seed: int) -> None:
 @cache
 def _table(points: tuple[float, ...], d: int, bits: int, in_bytes: bool) -> tuple[Tensor, float]:
     """A grid's table for the fused kernel and its unit: one tensor for all codecs with these points."""
-    own = torch.tensor(points).view(-1, d)
-    return grids.byte_table(own, bits) if in_bytes else grids.table_of(own, bits)
+    grid = torch.tensor(points).view(-1, d)
+    return grids.byte_table(grid, bits) if in_bytes else grids.table_of(grid, bits)
 
 
 class Higgs(Codec):
@@ -156,8 +156,8 @@ class Higgs(Codec):
         self.d, self.n, self.rotation, self.norm, self.seed, self.axis = d, n, rotation, norm, seed, axis
         self.gain = gain
         self._gain = 1.0 if gain == "mse" else (1 - GRID_MSE[d, n]) ** (-0.5 if role == "key" else -1)
-        own = byte_grid if points == "bytes" else gaussian_grid
-        self.grid = own(d, n) if grid is None else grid.float()
+        make = byte_grid if points == "bytes" else gaussian_grid
+        self.grid = make(d, n) if grid is None else grid.float()
         # vectors of `length` numbers, `count` of them a token (axis channel) or a block (axis token)
         self.length = shape.heads * shape.dim if axis == "channel" else shape.block
         if (shape.dim if axis == "channel" else shape.block) % d:
@@ -192,9 +192,9 @@ class Higgs(Codec):
             return self._encode_by_kernel(x, self._how)
         codes, norms = self._coded(blocks.float())
         if isinstance(self._form, Form):
-            own = self._by_head(codes).flatten(2, 3)
-            made = layout.pack(own, norms.flatten(2)[..., None], None, self._form, self._look_up)
-            return {"words": made.words.unflatten(2, (blocks.shape[2], -1)).flatten(3), "norm": norms}
+            by_head = self._by_head(codes).flatten(2, 3)
+            packed = layout.pack(by_head, norms.flatten(2)[..., None], None, self._form, self._look_up)
+            return {"words": packed.words.unflatten(2, (blocks.shape[2], -1)).flatten(3), "norm": norms}
         return {"codes": pack(self._store_codes(codes), self.code_bits), "norm": norms}
 
     def _coded(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,13 +212,13 @@ class Higgs(Codec):
         if self._how is None or isinstance(self._form, Form):
             return super().encode_decode(x, context)
         self.shape.blocks(x)  # refuses a wrong shape
-        made = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        return self._encode_by_kernel(x, self._how, made), made
+        decoded = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        return self._encode_by_kernel(x, self._how, decoded), decoded
 
-    def _encode_by_kernel(self, x: Tensor, how: Rotated, made: Tensor | None = None) -> Packed:
-        """made: takes what is decoded."""
-        codes, found, _ = rotated.fast().encode(x if x.stride(3) == 1 else x.contiguous(), how, out=made)
-        norm = to_half(found.float(), "norm").unflatten(2, (-1, self.shape.block))
+    def _encode_by_kernel(self, x: Tensor, how: Rotated, out: Tensor | None = None) -> Packed:
+        """out: takes what is decoded."""
+        codes, norms, _ = rotated.fast().encode(x if x.stride(3) == 1 else x.contiguous(), how, out=out)
+        norm = to_half(norms.float(), "norm").unflatten(2, (-1, self.shape.block))
         if isinstance(self._form, Form):
             words = rotated.fast().pack(codes, self._form)
             return {"words": words.flatten(2).unflatten(2, (norm.shape[2], -1)), "norm": norm}
@@ -252,8 +252,8 @@ class Higgs(Codec):
     def codes(self, packed: Packed) -> Tensor:
         """Codes of the vectors: (B, N, b, H * D / d), along tokens (B, H, N, D, b / d)."""
         if isinstance(self._form, Form):
-            own = layout.unpack(self.as_blocks(packed))[0]
-            by_token: Tensor = own.unflatten(2, (-1, self.shape.block)).movedim(1, 3)
+            flat = layout.unpack(self.as_blocks(packed))[0]
+            by_token: Tensor = flat.unflatten(2, (-1, self.shape.block)).movedim(1, 3)
             return by_token.flatten(3)
         return self._load_codes(unpack(packed["codes"], self.code_bits, self._packed_count))
 
@@ -423,16 +423,16 @@ class Higgs(Codec):
         SETTINGS.check(config, "higgs codec")
         _check_grid(config["d"], config["n"])
         length = shape.block if config["axis"] == "token" else shape.heads * shape.dim
-        wanted = {
+        expected = {
             "grid": Constant(torch.float32, (config["n"], config["d"]), largest=GRID_LARGEST),
             "sign": Constant(torch.int8, (length,)),
         }
-        constants(tensors, wanted, "higgs codec")
+        constants(tensors, expected, "higgs codec")
         _check_values(tensors["grid"], tensors["sign"], config["seed"])
-        made = cls(shape, role, **{"mixed": False, **config}, grid=tensors["grid"], sign=tensors["sign"])
-        if config.get("mixed", made.mixed) != made.mixed:
+        codec = cls(shape, role, **{"mixed": False, **config}, grid=tensors["grid"], sign=tensors["sign"])
+        if config.get("mixed", codec.mixed) != codec.mixed:
             raise KVCalError(f"higgs codec, mixed = {config['mixed']}: its rotation has no odd factor to mix")
-        return made
+        return codec
 
     def to(self, device: torch.device) -> Higgs:
         if self.grid.device == device and self.sign.device == device:

@@ -107,6 +107,10 @@ class MixKVQ(Codec):
             raise KVCalError(
                 f"mixkvq codec, thresholds {self.tau_low} and {self.tau_high}: must be finite, not negative, in this order"
             )
+        self._check_shape(dim)
+
+    def _check_shape(self, dim: int) -> None:
+        """Whether the counts of channels of the tiers, where they are given, fit into a head."""
         if (self.full is None) != (self.four is None):
             raise KVCalError("mixkvq codec: full and four fix the shape together; give both or none")
         if self.full is not None and self.four is not None:
@@ -181,8 +185,8 @@ class MixKVQ(Codec):
         blocks = self.shape.blocks(x.float())
         # by a tensor: by a plain number a GPU divides as by its reciprocal, one bit off now and then
         spread: Tensor = (blocks.amax(3) - blocks.amin(3)) / blocks.new_full((), 2 ** BITS[1] - 1)
-        seen = self._seen(context)
-        return spread if seen is None else spread * seen
+        importance = self._seen(context)
+        return spread if importance is None else spread * importance
 
     def _seen(self, context: Context) -> Tensor | None:
         """I of Eq. 6, (B, H, N or 1, D) float32; None: 1."""
@@ -242,9 +246,9 @@ class MixKVQ(Codec):
         """As `tiers` of the salience of x (B, H, T, D)."""
         if not self._kernel:
             return self.tiers(self.salience(x, context))
-        own, keys = self._seen(context), x if x.stride(3) == 1 else x.contiguous()
+        importance, keys = self._seen(context), x if x.stride(3) == 1 else x.contiguous()
         how = Tiers(self.tau_low, self.tau_high, self.round_up, self.normalise == "median", self.full, self.four)
-        perm, first, second = salience.fast().select(keys, own, how, self.shape.block)
+        perm, first, second = salience.fast().select(keys, importance, how, self.shape.block)
         return perm.long(), first.long(), second.long()
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
@@ -272,9 +276,9 @@ class MixKVQ(Codec):
         four, two = (codes.transpose(-1, -2).flatten(2, 3) for codes, _, _ in coded)
         scale, base = (torch.cat([one[i][..., 0] for one in coded], -1) for i in (1, 2))
         exact = to_half(raw, "key").flatten(2, 3)
-        made = layout.pack_tiers(exact, four.int(), two.int(), scale, base, perm, form)
-        words = made.words.unflatten(2, (blocks.shape[2], -1)).flatten(3)
-        return {"perm": perm.to(torch.uint8), "words": words, "scale": made.scale}
+        packed = layout.pack_tiers(exact, four.int(), two.int(), scale, base, perm, form)
+        words = packed.words.unflatten(2, (blocks.shape[2], -1)).flatten(3)
+        return {"perm": perm.to(torch.uint8), "words": words, "scale": packed.scale}
 
     def _coded(self, rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
         """rows (..., b) float32, a channel each -> codes (..., b) float32, scale and minimum float16 (..., b / group)."""
@@ -426,8 +430,8 @@ def _rows(perm: Tensor, begin: Tensor, counts: Tensor) -> Tensor:
     """
     dim, sizes = perm.shape[-1], counts.flatten()
     items = torch.repeat_interleave(torch.arange(len(sizes), device=perm.device), sizes)
-    own = torch.arange(len(items), device=perm.device) - (sizes.cumsum(0) - sizes)[items]
-    place = items * dim + begin.flatten()[items] + own
+    within = torch.arange(len(items), device=perm.device) - (sizes.cumsum(0) - sizes)[items]
+    place = items * dim + begin.flatten()[items] + within
     return items * dim + perm.flatten()[place]
 
 

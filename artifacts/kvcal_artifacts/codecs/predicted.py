@@ -60,12 +60,12 @@ class Predicted(Codec):
     def _check_widths(self) -> None:
         width = self.shape.heads * self.shape.dim
         wide = len(self.inputs) * width
-        own, sizes = self.predictor.weights, dict[str, int]()
-        for name, wanted in self.predictor.constants(own, wide, width).items():
-            if not replace(wanted, dtype=own[name].dtype).fits(own[name], sizes):
+        weights, sizes = self.predictor.weights, dict[str, int]()
+        for name, constant in self.predictor.constants(weights, wide, width).items():
+            if not replace(constant, dtype=weights[name].dtype).fits(weights[name], sizes):
                 raise KVCalError(
                     f"{self.predictor.name} predictor of {wide} inputs ({', '.join(self.inputs)}) and {width} channels, "
-                    f"{name} {tuple(own[name].shape)}: needs {wanted}"
+                    f"{name} {tuple(weights[name].shape)}: needs {constant}"
                 )
 
     def check_inputs(self, context: Context) -> None:
@@ -93,8 +93,8 @@ class Predicted(Codec):
     def predict_blocks(self, context: Context) -> Tensor:
         """The same, a block's bits depending on nothing but the block."""
         x, weights = self._inputs(context), self.predictor.working()
-        made = by_fixed_rows(x.flatten(0, 1), self.shape.block, lambda part: self.predictor.forward(part, weights))
-        return self._heads(made.unflatten(0, x.shape[:2]))
+        predicted = by_fixed_rows(x.flatten(0, 1), self.shape.block, lambda part: self.predictor.forward(part, weights))
+        return self._heads(predicted.unflatten(0, x.shape[:2]))
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         self.shape.blocks(x)  # refuses a wrong shape
@@ -103,8 +103,8 @@ class Predicted(Codec):
     def encode_decode(self, x: Tensor, context: Context = EMPTY) -> tuple[Packed, Tensor]:
         self.shape.blocks(x)
         guess = self.predict_blocks(context)
-        packed, made = self.inner.encode_decode(x.float() - guess, context)
-        return packed, made + guess
+        packed, decoded = self.inner.encode_decode(x.float() - guess, context)
+        return packed, decoded + guess
 
     @property
     def encoding_codec(self) -> Codec:
@@ -134,19 +134,19 @@ class Predicted(Codec):
         return {"predictor": predictor_config(self.predictor, self.inputs), "inner": inner}
 
     def tensors(self) -> dict[str, Tensor]:
-        own = {f"predictor.{name}": w for name, w in self.predictor.weights.items()}
-        return own | {f"inner.{name}": t for name, t in self.inner.tensors().items()}
+        weights = {f"predictor.{name}": w for name, w in self.predictor.weights.items()}
+        return weights | {f"inner.{name}": t for name, t in self.inner.tensors().items()}
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Predicted:
         SETTINGS.check(config, "predicted codec")
-        below, own, others = split(tensors, "inner.", "predictor.")
+        below, weights, others = split(tensors, "inner.", "predictor.")
         constants(others, {}, "predicted codec")
         inner = build(shape, role, config["inner"], below)
         kind, inputs = config["predictor"]["kind"], config["predictor"]["inputs"]
         width = shape.heads * shape.dim
-        constants(own, PREDICTORS[kind].constants(own, len(inputs) * width, width), f"{kind} predictor")
-        return cls(inner, PREDICTORS[kind](own), tuple(inputs))
+        constants(weights, PREDICTORS[kind].constants(weights, len(inputs) * width, width), f"{kind} predictor")
+        return cls(inner, PREDICTORS[kind](weights), tuple(inputs))
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return self.inner.tensor_specs()

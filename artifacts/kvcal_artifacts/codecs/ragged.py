@@ -36,14 +36,14 @@ class Ragged:
     def take(self, order: Tensor) -> Ragged:
         """Items by their number in row-major order, int64 (B', H', N'); -1 gives an empty one."""
         counts, starts = self.counts.flatten().long(), self.offsets().flatten()
-        wanted = order.flatten()
-        there = wanted >= 0
+        items = order.flatten()
+        there = items >= 0
         if not len(counts):
-            lengths = begins = torch.zeros_like(wanted)
+            lengths = begins = torch.zeros_like(items)
         else:
-            at = wanted.clamp_min(0)
+            at = items.clamp_min(0)
             lengths, begins = torch.where(there, counts[at], 0), starts[at]
-        own = lengths.cumsum(0) - lengths
+        offsets = lengths.cumsum(0) - lengths
         index = torch.arange(int(lengths.sum()), device=order.device)
-        index += torch.repeat_interleave(begins - own, lengths)
+        index += torch.repeat_interleave(begins - offsets, lengths)
         return Ragged(self.data.index_select(0, index), lengths.view(order.shape).to(self.counts.dtype))

@@ -41,10 +41,10 @@ def refuses(codec: Codec, dtype: torch.dtype, rotary: int = 0) -> str | None:
         return "triton is not installed"
     norms = codec.shape.heads if inner.norm == "head" else 1
     inputs = len(codec.inputs) if isinstance(codec, Predicted) else 0
-    said: str | None = fast().refuses(
+    reason: str | None = fast().refuses(
         codec.shape.dim, inner.d, inner.rotation_width * inner.rotation_factor, norms, inputs, rotary
     )
-    return said
+    return reason
 
 
 def _parts(codec: Codec) -> tuple[Codec, Predictor | None, Tensor | None]:
@@ -93,8 +93,8 @@ class Reconstruction:
         if (turn is None) == bool(self.rotary):
             raise KVCalError(f"reconstruction for RoPE of {self.rotary} channels: cos and sin must be given with it")
         if self.path == "reference":
-            made = self.codec.decode(packed, context)
-            return _put(made, out, self.dtype), None if turn is None else _put(turn(made), turned, self.dtype)
+            decoded = self.codec.decode(packed, context)
+            return _put(decoded, out, self.dtype), None if turn is None else _put(turn(decoded), turned, self.dtype)
         if turn is None or self._fused_rotary:
             return self._fused(packed, context, turn, out, turned)
         out, _ = self._fused(packed, context, None, out, None)
@@ -114,21 +114,21 @@ class Reconstruction:
             codec.check_inputs(context)
             inputs = [getattr(context, name) for name in codec.inputs]
             inputs = [x if x.dtype == self.dtype else x.to(self.dtype) for x in inputs]
-            own = inputs[0].stride()
-            if own[2:] != (codec.shape.dim, 1) or any(x.stride() != own for x in inputs[1:]):
+            strides = inputs[0].stride()
+            if strides[2:] != (codec.shape.dim, 1) or any(x.stride() != strides for x in inputs[1:]):
                 inputs = [x.contiguous() for x in inputs]
-        made: tuple[Tensor, Tensor | None] = kernel.reconstruct(
+        outputs: tuple[Tensor, Tensor | None] = kernel.reconstruct(
             blocks, self._prepared, inputs, turn, out, turned, self.dtype
         )
-        return made
+        return outputs
 
 
 def _linear(codec: Codec) -> tuple[Tensor | None, Tensor | None]:
     """Weight and bias of a codec's linear predictor, if it has one."""
     if not isinstance(codec, Predicted):
         return None, None
-    own = codec.predictor
-    weights = own.weights if isinstance(own, Linear) else own.working()
+    predictor = codec.predictor
+    weights = predictor.weights if isinstance(predictor, Linear) else predictor.working()
     return weights["weight"], weights["bias"]
 
 
@@ -160,8 +160,8 @@ def coded(codec: Codec, packed: Packed) -> Coded:
     )  # fmt: skip
 
 
-def _put(made: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _put(values: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
     if out is None:
-        return made.to(dtype)
-    out[:, :, : made.shape[2]] = made
+        return values.to(dtype)
+    out[:, :, : values.shape[2]] = values
     return out

@@ -79,9 +79,11 @@ class ResidualVQ(Codec):
             size = book.shape[1]
             if not 2 <= size <= 65536 or size & (size - 1):
                 raise KVCalError(f"residual-vq codebooks of {size} codewords: allowed are powers of two, 2 to 65536")
-        wanted = (self.shape.heads, self.shape.dim)
-        if self.scale is not None and (self.scale.shape != wanted or self.scale.dtype != torch.float16):
-            raise KVCalError(f"residual-vq scale {tuple(self.scale.shape)} {self.scale.dtype}: needs {wanted} float16")
+        expected = (self.shape.heads, self.shape.dim)
+        if self.scale is not None and (self.scale.shape != expected or self.scale.dtype != torch.float16):
+            raise KVCalError(
+                f"residual-vq scale {tuple(self.scale.shape)} {self.scale.dtype}: needs {expected} float16"
+            )
         if self.scale is not None and not self.scale.is_meta and not bool((self.scale > 0).all()):
             raise KVCalError("residual-vq scale: must be positive in every channel")
 
@@ -124,8 +126,8 @@ class ResidualVQ(Codec):
         if self._known is None:
             self._known = [(longest(book), halves(book)) for book in self.codebooks]
         bands = [
-            Band(packed[f"codes.{number}"].contiguous(), book, dims, *known)
-            for number, (dims, book, known) in enumerate(zip(self._dims, self.codebooks, self._known, strict=True))
+            Band(packed[f"codes.{number}"].contiguous(), book, dims, *derived)
+            for number, (dims, book, derived) in enumerate(zip(self._dims, self.codebooks, self._known, strict=True))
         ]
         return Coded(tuple(bands), self.shape.block, self.scale)
 
@@ -157,8 +159,8 @@ class ResidualVQ(Codec):
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        own = {f"codebooks.{number}": book for number, book in enumerate(self.codebooks)}
-        return own if self.scale is None else own | {"scale": self.scale}
+        codebooks = {f"codebooks.{number}": book for number, book in enumerate(self.codebooks)}
+        return codebooks if self.scale is None else codebooks | {"scale": self.scale}
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> ResidualVQ:
@@ -168,18 +170,18 @@ class ResidualVQ(Codec):
             raise KVCalError(
                 f"residual-vq codec: {len(bands)} bands, {len(stages)} stages, {len(sizes)} sizes: must be as many"
             )
-        wanted = {
+        expected = {
             f"codebooks.{number}": Constant(torch.float16, (stages[number], sizes[number], len(band)))
             for number, band in enumerate(bands)
         }
         if "scale" in tensors:
-            wanted["scale"] = Constant(torch.float16, (shape.heads, shape.dim), positive=True)
-        constants(tensors, wanted, "residual-vq codec")
-        made = cls(
+            expected["scale"] = Constant(torch.float16, (shape.heads, shape.dim), positive=True)
+        constants(tensors, expected, "residual-vq codec")
+        codec = cls(
             shape, role, bands, [tensors[f"codebooks.{number}"] for number in range(len(bands))], tensors.get("scale")
         )
-        made.check_range()
-        return made
+        codec.check_range()
+        return codec
 
     def to(self, device: torch.device) -> ResidualVQ:
         if self._back.device == device and all(t.device == device for t in self.tensors().values()):
@@ -210,11 +212,11 @@ class ResidualVQ(Codec):
             f"{len(band)} dims {book.shape[0]} x {book.shape[1]}"
             for band, book in zip(self.bands, self.codebooks, strict=True)
         )
-        held = sum(book.nbytes for book in self.codebooks) / 1e6
+        megabytes = sum(book.nbytes for book in self.codebooks) / 1e6
         scaled = "" if self.scale is None else ", scaled"
         return (
             f"{self.name}({bands}{scaled}; {self.bits_per_value():.4g} bits, {self.paper_bits():.4g} in the "
-            f"paper's count; codebooks {held:.3g} MB)"
+            f"paper's count; codebooks {megabytes:.3g} MB)"
         )
 
 

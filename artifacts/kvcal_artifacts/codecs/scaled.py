@@ -48,11 +48,13 @@ class Scaled(Codec):
             if self.role != "key" or factor is not None:
                 raise KVCalError("scaled codec, factor from 'prefill': for keys, and without a factor in the bundle")
             return
-        wanted = (self.shape.heads, self.shape.dim)
+        expected = (self.shape.heads, self.shape.dim)
         if factor is None:
-            raise KVCalError(f"scaled codec, no factor: needs {wanted} torch.float16, or source 'prefill'")
-        if tuple(factor.shape) != wanted or factor.dtype != torch.float16:
-            raise KVCalError(f"scaled codec, factor {tuple(factor.shape)} {factor.dtype}: needs {wanted} torch.float16")
+            raise KVCalError(f"scaled codec, no factor: needs {expected} torch.float16, or source 'prefill'")
+        if tuple(factor.shape) != expected or factor.dtype != torch.float16:
+            raise KVCalError(
+                f"scaled codec, factor {tuple(factor.shape)} {factor.dtype}: needs {expected} torch.float16"
+            )
         if not bool(((factor > 0) & torch.isfinite(factor)).all()):
             raise KVCalError(f"scaled codec, factor of {float(factor.float().min())}: must be positive and finite")
 
@@ -120,23 +122,23 @@ class Scaled(Codec):
     def encode_decode(self, x: Tensor, context: Context = EMPTY) -> tuple[Packed, Tensor]:
         self.shape.blocks(x)
         factor = self._factor(context)
-        packed, made = self.inner.encode_decode(x.float() / factor, context)
-        return packed, made * factor
+        packed, decoded = self.inner.encode_decode(x.float() / factor, context)
+        return packed, decoded * factor
 
     def config(self) -> dict[str, Any]:
         return {"source": self.source, "inner": {"codec": self.inner.name, "config": self.inner.config()}}
 
     def tensors(self) -> dict[str, Tensor]:
-        own = {} if self.factor is None else {"factor": self.factor}
-        return own | {f"inner.{name}": t for name, t in self.inner.tensors().items()}
+        calibrated = {} if self.factor is None else {"factor": self.factor}
+        return calibrated | {f"inner.{name}": t for name, t in self.inner.tensors().items()}
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Scaled:
         SETTINGS.check(config, "scaled codec")
-        below, own = split(tensors, "inner.")
+        below, calibrated = split(tensors, "inner.")
         factor = Constant(torch.float16, (shape.heads, shape.dim), positive=True)
-        constants(own, {"factor": factor} if config["source"] == "calibrated" else {}, "scaled codec")
-        return cls(build(shape, role, config["inner"], below), own.get("factor"), config["source"])
+        constants(calibrated, {"factor": factor} if config["source"] == "calibrated" else {}, "scaled codec")
+        return cls(build(shape, role, config["inner"], below), calibrated.get("factor"), config["source"])
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return self.inner.tensor_specs()
@@ -149,10 +151,10 @@ class Scaled(Codec):
 
     def to(self, device: torch.device) -> Scaled:
         inner = self.inner.to(device)
-        own = self.factor
-        if inner is self.inner and (own is None or own.device == device):
+        factor = self.factor
+        if inner is self.inner and (factor is None or factor.device == device):
             return self
-        return self._around(inner, None if own is None else own.to(device))
+        return self._around(inner, None if factor is None else factor.to(device))
 
     def _around(self, inner: Codec, factor: Tensor | None) -> Scaled:
         twin = copy.copy(self)

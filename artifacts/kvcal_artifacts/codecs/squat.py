@@ -103,12 +103,14 @@ class Squat(Codec):
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise KVCalError(f"squat codec, {name} {getattr(self, name)!r}: allowed are {', '.join(allowed)}")
-        own = self.calibrated
-        if own is None and self.subspace != "prompt":
+        calibrated = self.calibrated
+        if calibrated is None and self.subspace != "prompt":
             raise KVCalError(f"squat codec, subspace {self.subspace!r}: no calibrated subspace is given")
-        if own is not None and (own.ndim != 3 or (own.shape[0], own.shape[2]) != (self.shape.heads, self.shape.dim)):
+        if calibrated is not None and (
+            calibrated.ndim != 3 or (calibrated.shape[0], calibrated.shape[2]) != (self.shape.heads, self.shape.dim)
+        ):
             raise KVCalError(
-                f"squat codec, calibrated {tuple(own.shape)}: must be ({self.shape.heads}, R, {self.shape.dim})"
+                f"squat codec, calibrated {tuple(calibrated.shape)}: must be ({self.shape.heads}, R, {self.shape.dim})"
             )
 
     @property
@@ -139,23 +141,27 @@ class Squat(Codec):
         return None if self.plain else f"SQuat over {self.inner.describe()}, whose correction asks the host"
 
     def encoding(self) -> str:
-        own = self.inner
-        if not isinstance(own, Uniform):
+        inner = self.inner
+        if not isinstance(inner, Uniform):
             return super().encoding()
-        return f"{self.outline()}, {self.channels} channels, {own.bits} bits, group {own.group}, {self.subspace}"
+        return f"{self.outline()}, {self.channels} channels, {inner.bits} bits, group {inner.group}, {self.subspace}"
 
     @property
     def plain(self) -> bool:
         """Whether `compensated` has its corrections: of uniform integers, asymmetric, without a search."""
-        own = self.inner
-        return isinstance(own, Uniform) and own.mode == "asymmetric" and not own.search
+        inner = self.inner
+        return isinstance(inner, Uniform) and inner.mode == "asymmetric" and not inner.search
 
     def by_kernel(self) -> Squat:
         """Its corrections by a Triton kernel, bit for bit those of torch: of `plain` ones at shapes that `compensated.refusal`
         lets through.
         """
-        own, dim, block = self.inner, self.shape.dim, self.shape.block
-        if not self.plain or not isinstance(own, Uniform) or compensated.refusal(dim, self.channels, own.group, block):
+        inner, dim, block = self.inner, self.shape.dim, self.shape.block
+        if (
+            not self.plain
+            or not isinstance(inner, Uniform)
+            or compensated.refusal(dim, self.channels, inner.group, block)
+        ):
             return self
         if self.subspace == "calibrated":  # solved once for all caches; a prompt's own subspace is of one
             self._solved(next(self._bases(EMPTY, 1))[1])
@@ -194,36 +200,36 @@ class Squat(Codec):
         count, block = self.shape.blocks(x).shape[2], self.shape.block
         x = x if x.stride(3) == 1 else x.contiguous()
         assert isinstance(self.inner, Uniform)
-        made = []
+        parts = []
         for run, basis in self._bases(context, count):
             first, last, _ = run.indices(count)
             part = x[:, :, first * block : last * block]
-            given = self.inner.bits, self.inner.group, block
-            made.append(compensated.fast().corrected(part, self._moves(basis), *given))
-        return torch.cat(made, 2) if len(made) != 1 else made[0]
+            rounding = self.inner.bits, self.inner.group, block
+            parts.append(compensated.fast().corrected(part, self._moves(basis), *rounding))
+        return torch.cat(parts, 2) if len(parts) != 1 else parts[0]
 
     def _moves(self, basis: Tensor) -> Moves:
         return self._solved(basis).moves
 
-    def step_moves(self, own: Tensor | None) -> Moves:
+    def step_moves(self, subspaces: Tensor | None) -> Moves:
         """What corrects the blocks of steps whose rows' own subspaces (B, H, R, D) stay; None where there are none."""
         root = self.strength**0.5
         fixed = [] if self.subspace == "prompt" or self.calibrated is None else [self.calibrated.double()[None] * root]
-        if own is None:
+        if subspaces is None:
             return self._moves(fixed[0])
         return self._moves(
-            torch.cat([own.double() * root, *(basis.expand(len(own), -1, -1, -1) for basis in fixed)], 2)
+            torch.cat([subspaces.double() * root, *(basis.expand(len(subspaces), -1, -1, -1) for basis in fixed)], 2)
         )
 
     def due(
         self, ring: Tensor, counts: Counts, new: Tensor, moves: Moves | Digits, out: Tensor | None = None
     ) -> Tensor:
         """compensated.due of the codec inside: keys that a step packs, as they are rounded (B, H, block, D) float32."""
-        own = self.inner
-        assert isinstance(own, Uniform)
+        inner = self.inner
+        assert isinstance(inner, Uniform)
         by = compensated.fast() if self._kernel else compensated
-        made: Tensor = by.due(ring, counts, new, moves, own.bits, own.group, out)
-        return made
+        keys: Tensor = by.due(ring, counts, new, moves, inner.bits, inner.group, out)
+        return keys
 
     @property
     def _steps(self) -> list[slice]:
@@ -255,15 +261,15 @@ class Squat(Codec):
         if self.subspace == "calibrated":
             yield slice(None), fixed[0]
             return
-        own = context.stats.get(self.statistic)
-        if own is None:
+        subspaces = context.stats.get(self.statistic)
+        if subspaces is None:
             raise KVCalError(f"layer {context.layer}: run-time statistic {self.statistic} is missing")
-        own = own.expand(-1, -1, count, -1, -1)
-        changes = (own[:, :, 1:] != own[:, :, :-1]).flatten(3).any(3).any(1).any(0).nonzero().flatten() + 1
-        fixed = [basis.expand(len(own), -1, -1, -1) for basis in fixed]
+        subspaces = subspaces.expand(-1, -1, count, -1, -1)
+        changes = (subspaces[:, :, 1:] != subspaces[:, :, :-1]).flatten(3).any(3).any(1).any(0).nonzero().flatten() + 1
+        fixed = [basis.expand(len(subspaces), -1, -1, -1) for basis in fixed]
         for start, stop in pairwise([0, *changes.tolist(), count]):
             if start < stop:
-                yield slice(start, stop), torch.cat([own[:, :, start].double() * root, *fixed], 2)
+                yield slice(start, stop), torch.cat([subspaces[:, :, start].double() * root, *fixed], 2)
 
     def fused(self) -> Form | str:
         return self.inner.fused()
@@ -283,19 +289,19 @@ class Squat(Codec):
         return {name: getattr(self, name) for name in names} | {"inner": inner}
 
     def tensors(self) -> dict[str, Tensor]:
-        own = {} if self.calibrated is None else {"calibrated": self.calibrated}
-        return own | {f"inner.{name}": t for name, t in self.inner.tensors().items()}
+        calibrated = {} if self.calibrated is None else {"calibrated": self.calibrated}
+        return calibrated | {f"inner.{name}": t for name, t in self.inner.tensors().items()}
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Squat:
         SETTINGS.check(config, "squat codec")
-        below, own = split(tensors, "inner.")
-        if own or config["subspace"] != "prompt":
+        below, calibrated = split(tensors, "inner.")
+        if calibrated or config["subspace"] != "prompt":
             subspace = Constant(torch.float32, (shape.heads, "R", shape.dim), largest=LARGEST)
-            constants(own, {"calibrated": subspace}, "squat codec")
+            constants(calibrated, {"calibrated": subspace}, "squat codec")
         settings = dict(config)
         inner = build(shape, role, settings.pop("inner"), below)
-        return cls(inner, **settings, calibrated=own.get("calibrated"))
+        return cls(inner, **settings, calibrated=calibrated.get("calibrated"))
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return self.inner.tensor_specs()
@@ -307,11 +313,11 @@ class Squat(Codec):
         return self.inner.code_bits_per_value()
 
     def to(self, device: torch.device) -> Squat:
-        inner, own = self.inner.to(device), self.calibrated
-        if inner is self.inner and (own is None or own.device == device):
+        inner, calibrated = self.inner.to(device), self.calibrated
+        if inner is self.inner and (calibrated is None or calibrated.device == device):
             return self
         twin = copy.copy(self)
-        twin.inner, twin.calibrated, twin._memo = inner, None if own is None else own.to(device), None
+        twin.inner, twin.calibrated, twin._memo = inner, None if calibrated is None else calibrated.to(device), None
         return twin
 
     def choose(self, subspace: str) -> Squat:
@@ -348,7 +354,7 @@ def responses(basis: Tensor, steps: list[slice]) -> list[Tensor]:
     K = I + basis_r basis_r' (R, R), K^-1 is all that is needed; channels enter it from the last one on, one at a time
     (Sherman and Morrison), and every step takes it as it is then.
     """
-    rank, behind, made = basis.shape[-2], basis.shape[-1], []
+    rank, behind, products = basis.shape[-2], basis.shape[-1], []
     inverse = torch.eye(rank, dtype=basis.dtype, device=basis.device).expand(*basis.shape[:-1], rank)
     for here in reversed(steps):
         for channel in reversed(range(here.stop, behind)):
@@ -358,19 +364,19 @@ def responses(basis: Tensor, steps: list[slice]) -> list[Tensor]:
             inverse = inverse - moved[..., :, None] * moved[..., None, :] / size[..., None, None]
         behind = here.stop
         solved = _product(inverse, basis[..., here])
-        made.append(_product(solved.transpose(-1, -2), basis[..., behind:]))
-    return made[::-1]
+        products.append(_product(solved.transpose(-1, -2), basis[..., behind:]))
+    return products[::-1]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one.device == other.device and one.shape == other.shape and torch.equal(one, other)
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, element by element in a fixed order; of few columns of `left`."""
-    total = left[..., :, :1] * right[..., :1, :]
-    for i in range(1, right.shape[-2]):
-        total = total + left[..., :, i, None] * right[..., i, None, :]
+def _product(first: Tensor, second: Tensor) -> Tensor:
+    """first @ second, element by element in a fixed order; of few columns of `first`."""
+    total = first[..., :, :1] * second[..., :1, :]
+    for i in range(1, second.shape[-2]):
+        total = total + first[..., :, i, None] * second[..., i, None, :]
     return total
 
 
@@ -385,8 +391,8 @@ def exact_product(error: Tensor, response: Tensor) -> Tensor:
     weight, step = _integers(response, bits, 2)
     with on(whole.device):  # torch 2.11 gives infinities, or a cuBLAS error, where another GPU is the current one
         product = whole.flatten(2, 3) @ weight
-    made: Tensor = torch.unflatten(product, 2, error.shape[2:4])
-    return made * (unit * step[:, :, None])
+    exact: Tensor = torch.unflatten(product, 2, error.shape[2:4])
+    return exact * (unit * step[:, :, None])
 
 
 def _integers(x: Tensor, bits: int, dims: int) -> tuple[Tensor, Tensor]:

@@ -79,17 +79,17 @@ class Transform(Codec):
         encoder, singular = torch.linalg.inv_ex(self.decoder.cpu().double())
         if bool(singular.any()) or not bool(torch.isfinite(encoder).all()):
             raise KVCalError("transform codec: the decoder matrix has no inverse")
-        made: Tensor = encoder[..., : self.coded].float().contiguous()
-        return made.to(self.decoder.device)
+        inverse: Tensor = encoder[..., : self.coded].float().contiguous()
+        return inverse.to(self.decoder.device)
 
     @property
     def tiers(self) -> dict[int, slice]:
         """Bits -> their coordinates, most bits first."""
-        found: dict[int, slice] = {}
+        slices: dict[int, slice] = {}
         for b in sorted(set(self.bits) - {0}, reverse=True):
             first = self.bits.index(b)
-            found[b] = slice(first, first + self.bits.count(b))
-        return found
+            slices[b] = slice(first, first + self.bits.count(b))
+        return slices
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         blocks = self.shape.blocks(x.float()) - self.mean.float()[:, None, None]
@@ -106,8 +106,8 @@ class Transform(Codec):
     def encode_decode(self, x: Tensor, context: Context = EMPTY) -> tuple[Packed, Tensor]:
         """Decoded in products of a fixed number of rows, as it is encoded."""
         packed = self.encode(x, context)
-        made = self._product(self._stored(packed), self.decoder[:, : self.coded].float())
-        return packed, made.flatten(2, 3) + self.mean.float()[:, None]
+        decoded = self._product(self._stored(packed), self.decoder[:, : self.coded].float())
+        return packed, decoded.flatten(2, 3) + self.mean.float()[:, None]
 
     def _stored(self, packed: Packed) -> Tensor:
         """Coordinates as they are stored: (B, H, N, b, coded) float32."""
@@ -118,8 +118,8 @@ class Transform(Codec):
     def _product(self, x: Tensor, matrix: Tensor) -> Tensor:
         """x (B, H, N, b, n) times matrix (H, n, m)."""
         rows = x.movedim(1, 0)
-        made = by_fixed_rows(rows.flatten(1, 3), self.shape.block, lambda part: part @ matrix)
-        wide: Tensor = torch.unflatten(made, 1, rows.shape[1:4])
+        products = by_fixed_rows(rows.flatten(1, 3), self.shape.block, lambda part: part @ matrix)
+        wide: Tensor = torch.unflatten(products, 1, rows.shape[1:4])
         return wide.movedim(0, 1)
 
     @staticmethod
@@ -162,16 +162,16 @@ class Transform(Codec):
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Transform:
         SETTINGS.check(config, "transform codec")
         heads, dim, coded = shape.heads, shape.dim, sum(b > 0 for b in config["bits"])
-        wanted = {
+        expected = {
             "decoder": Constant(torch.float16, (heads, dim, dim)),
             "encoder": Constant(torch.float32, (heads, dim, coded)),
             "mean": Constant(torch.float16, (heads, dim)),
         }
-        constants(tensors, wanted, "transform codec")
-        own: dict[str, Any] = {**config, **tensors}
-        made = cls(shape, role, **own)
-        made.check_inverse()
-        return made
+        constants(tensors, expected, "transform codec")
+        arguments: dict[str, Any] = {**config, **tensors}
+        codec = cls(shape, role, **arguments)
+        codec.check_inverse()
+        return codec
 
     def check_inverse(self) -> None:
         """KVCalError unless the encoder is the decoder's inverse, up to its rounding to float32."""

@@ -112,8 +112,8 @@ class Uniform(Codec):
                 f"uniform codec, weights of channels with axis {self.axis!r}, search {self.search}: need axis 'channel' and a "
                 "search"
             )
-        wanted = Constant(torch.float16, (self.shape.heads, self.shape.dim), positive=True)
-        constants({"weight": weight}, {"weight": wanted}, "uniform codec")
+        expected = Constant(torch.float16, (self.shape.heads, self.shape.dim), positive=True)
+        constants({"weight": weight}, {"weight": expected}, "uniform codec")
 
     def weighted(self, weight: Tensor) -> Uniform:
         """The same codec with these weights of channels, (H, D) float16."""
@@ -176,9 +176,9 @@ class Uniform(Codec):
         if isinstance(self._form, Form):
             zero = None if best.base is None else self._by_token(self._zero(best.scale, best.base))
             scale = best.scale.abs() if self.mode == "hybrid" else best.scale
-            made = layout.pack(flat.flatten(2, 3), self._by_token(scale), zero, self._form)
+            stored = layout.pack(flat.flatten(2, 3), self._by_token(scale), zero, self._form)
             return {
-                name: getattr(made, name).unflatten(2, (flat.shape[2], -1)).flatten(3) for name in ("words", "scale")
+                name: getattr(stored, name).unflatten(2, (flat.shape[2], -1)).flatten(3) for name in ("words", "scale")
             }
         if self.role == "value":
             flat = flat.transpose(-1, -2)

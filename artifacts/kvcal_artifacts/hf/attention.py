@@ -53,9 +53,9 @@ def odd_attention(site: AttentionSite) -> str | None:
 OWN_SCORES = ("Doge", "DiffLlama")  # a mask made of the values; values cut into pieces behind the cache
 
 
-def weights_wanted(config: Any, given: dict[str, Any]) -> bool:
+def weights_wanted(config: Any, arguments: dict[str, Any]) -> bool:
     """Whether a call is to give back the weights of the model's own attention, which eager attention alone has."""
-    asked = given.get("output_attentions", getattr(config, "output_attentions", False))
+    asked = arguments.get("output_attentions", getattr(config, "output_attentions", False))
     return bool(asked) and (getattr(config, "_attn_implementation", None) or "eager") == "eager"
 
 

@@ -68,10 +68,10 @@ class _Hook:
     def __init__(self, call: Callable[..., Any], traced: Callable[..., Any] | None = None) -> None:
         self._call, self._traced = call, traced
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling():
-            return None if self._traced is None else self._traced(*given)
-        return self._call(*given)
+            return None if self._traced is None else self._traced(*arguments)
+        return self._call(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or pickled model gets one that takes anything and does nothing, and is there without this package."""
@@ -116,9 +116,9 @@ class _Tap:
 def _renumber(handle: RemovableHandle, number: int | None) -> int:
     """Put a hook under the number that it had before, if it had one; the number it has then."""
     if number is not None:
-        for held in (ref() for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)):
-            if held is not None and handle.id in held:
-                held[number] = held.pop(handle.id)
+        for hooks in (ref() for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)):
+            if hooks is not None and handle.id in hooks:
+                hooks[number] = hooks.pop(handle.id)
         handle.id = number
     return handle.id
 
@@ -149,7 +149,7 @@ class Places:
                 links[path] = holder._modules, part, holder._modules[part]
                 holder = getattr(holder, part)
         self._names = list(links)
-        self._held = [held for held, _, _ in links.values()]
+        self._held = [children for children, _, _ in links.values()]
         self._parts = [part for _, part, _ in links.values()]
         self._modules = [module for _, _, module in links.values()]
 
@@ -176,18 +176,18 @@ class _Board:
         self._taps: dict[Wanted, _Tap] = {}
 
     def open(
-        self, decoder: Any, owner: Listener, wanted: dict[Wanted, AttentionSite], sites: list[AttentionSite]
+        self, decoder: Any, owner: Listener, subjects: dict[Wanted, AttentionSite], sites: list[AttentionSite]
     ) -> None:
         """sites: of all layers that the cache compresses. Hooks of modules that are no longer there stay with the caches that
         have them.
         """
         if self._turning is None or not self._turning.is_on(decoder.rotary_emb):
             self._turning = _Tap(decoder.rotary_emb, "register_forward_hook", self._rotary, with_kwargs=True)
-        for key, site in wanted.items():
+        for key, site in subjects.items():
             if key not in self._taps or not self._taps[key].is_on(_source(key, site)):
                 self._taps[key] = self._tap(key, site)
         modules = [decoder.rotary_emb, *(part for o in sites for part in (o.module, o.key_source, o.query_source))]
-        taps = {key: self._taps[key] for key in wanted}
+        taps = {key: self._taps[key] for key in subjects}
         self.owners[id(owner)] = _Owner(weakref.ref(owner), taps, self._turning, Places(decoder, modules), set())
         for tap in self._used(self.owners[id(owner)]):
             tap.open(id(owner))
@@ -196,8 +196,8 @@ class _Board:
         for tap in self._used(self.owners.pop(user)):
             tap.close(user)
 
-    def _used(self, own: _Owner) -> list[_Tap]:
-        return [*self._always, own.rotary, *own.taps.values()]
+    def _used(self, owner: _Owner) -> list[_Tap]:
+        return [*self._always, owner.rotary, *owner.taps.values()]
 
     def _tap(self, key: Wanted, site: AttentionSite) -> _Tap:
         source = _source(key, site)
@@ -207,55 +207,55 @@ class _Board:
             return _Tap(source, "register_forward_hook", self._query_hook(site))
         return _Tap(source, "register_forward_pre_hook", self._mask_hook(site), with_kwargs=True)
 
-    def current(self, wanted: Wanted | None = None, module: nn.Module | None = None) -> Listener | None:
+    def current(self, subject: Wanted | None = None, module: nn.Module | None = None) -> Listener | None:
         """The cache of this thread's forward, if it wants to hear of that from that module."""
-        own: _Owner | None = getattr(self._thread, "owner", None)
-        if own is None or (wanted is not None and not (wanted in own.taps and own.taps[wanted].is_on(module))):
+        owner: _Owner | None = getattr(self._thread, "owner", None)
+        if owner is None or (subject is not None and not (subject in owner.taps and owner.taps[subject].is_on(module))):
             return None
-        return own.listener()
+        return owner.listener()
 
     def owner_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Owner | None:
         """Of the cache of ours that a forward was given."""
-        own = self.owners.get(id(kwargs.get("past_key_values")))
-        return own or next((self.owners[id(x)] for x in args if id(x) in self.owners), None)
+        owner = self.owners.get(id(kwargs.get("past_key_values")))
+        return owner or next((self.owners[id(x)] for x in args if id(x) in self.owners), None)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if kwargs is None:  # removed while torch was calling its hooks: it then forgets that kwargs were asked for
             return
         if (broken := self.current()) is not None:  # not even hooks that are always called were: KeyboardInterrupt
             broken.on_broken()
-        self._thread.owner = own = self.owner_of(args, kwargs)
-        FORWARD.ours = own is not None
-        if own is None or (owner := own.listener()) is None:
+        self._thread.owner = owner = self.owner_of(args, kwargs)
+        FORWARD.ours = owner is not None
+        if owner is None or (listener := owner.listener()) is None:
             return
-        given = kwargs
+        arguments = kwargs
         if args:  # called with positional arguments
-            given = {**self._signature.bind_partial(module, *args, **kwargs).arguments}
-            given.update(given.pop("kwargs", {}))
-        if (name := own.places.replaced()) is not None:
+            arguments = {**self._signature.bind_partial(module, *args, **kwargs).arguments}
+            arguments.update(arguments.pop("kwargs", {}))
+        if (name := owner.places.replaced()) is not None:
             raise KVCalError(REPLACED.format(name))
-        owner.on_forward(given.get("attention_mask"), weights_wanted(getattr(module, "config", None), given))
+        listener.on_forward(arguments.get("attention_mask"), weights_wanted(getattr(module, "config", None), arguments))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """output: None after a forward that failed."""
-        own: _Owner | None = getattr(self._thread, "owner", None)
+        owner: _Owner | None = getattr(self._thread, "owner", None)
         self._thread.owner, FORWARD.ours = None, False
-        if own is None or (owner := own.listener()) is None:
+        if owner is None or (listener := owner.listener()) is None:
             return
         if output is None:
-            owner.on_broken()
+            listener.on_broken()
             return
-        owner.on_done()
-        if not own.around:
-            owner.on_returned()
+        listener.on_done()
+        if not owner.around:
+            listener.on_returned()
 
-    def _rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
-        own: _Owner | None = getattr(self._thread, "owner", None)
+    def _rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tables: Any) -> None:
+        owner: _Owner | None = getattr(self._thread, "owner", None)
         if kwargs.get("layer_type", *args[2:3] or ("full_attention",)) != "full_attention":
             return  # RoPE of layers that keep their own cache
-        if own is not None and own.rotary.is_on(module) and (owner := own.listener()) is not None:
-            cos, sin = made
-            owner.on_rotary(kwargs["position_ids"] if "position_ids" in kwargs else args[1], cos, sin)
+        if owner is not None and owner.rotary.is_on(module) and (listener := owner.listener()) is not None:
+            cos, sin = tables
+            listener.on_rotary(kwargs["position_ids"] if "position_ids" in kwargs else args[1], cos, sin)
 
     def _key_hook(self, site: AttentionSite) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
@@ -302,7 +302,7 @@ class InPlace:
 
     def __init__(self, decoder: Any, site: AttentionSite) -> None:
         self._decoder, self._layer, self._site = decoder, str(site.index), site
-        self._source = next((name for name, own in site.module.named_children() if own is site.key_source), None)
+        self._source = next((name for name, child in site.module.named_children() if child is site.key_source), None)
 
     def check(self, title: str) -> None:
         """Raises KVCalError where one is not."""
@@ -312,9 +312,9 @@ class InPlace:
             raise KVCalError(REPLACED.format(f"{title}: its attention, or what makes its keys,"))
 
 
-def _source(wanted: Wanted, site: AttentionSite) -> nn.Module:
+def _source(subject: Wanted, site: AttentionSite) -> nn.Module:
     """The module whose hook tells it."""
-    return {"keys": site.key_source, "queries": site.query_source, "mask": site.module}[wanted[0]]
+    return {"keys": site.key_source, "queries": site.query_source, "mask": site.module}[subject[0]]
 
 
 class _Around:
@@ -328,36 +328,36 @@ class _Around:
         ]
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        own = None if kwargs is None else self._board.owner_of(args, kwargs)
-        if own is None:
+        owner = None if kwargs is None else self._board.owner_of(args, kwargs)
+        if owner is None:
             return
-        if self._number in own.around:  # KeyboardInterrupt: its last forward did not come to the hook below
-            own.around.clear()
-            if (owner := own.listener()) is not None:
-                owner.on_broken()
-        own.around.add(self._number)
+        if self._number in owner.around:  # KeyboardInterrupt: its last forward did not come to the hook below
+            owner.around.clear()
+            if (listener := owner.listener()) is not None:
+                listener.on_broken()
+        owner.around.add(self._number)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         """rest: kwargs, and what the model gives; None after a forward that failed."""
         if len(rest) != 2:  # as in _before of _Board
             return
         kwargs, output = rest
-        own = self._board.owner_of(args, kwargs)
-        if own is None or (owner := own.listener()) is None:
+        owner = self._board.owner_of(args, kwargs)
+        if owner is None or (listener := owner.listener()) is None:
             return
-        own.around.discard(self._number)
+        owner.around.discard(self._number)
         if output is None:
-            owner.on_broken()
-        elif not own.around:
-            owner.on_returned()
+            listener.on_broken()
+        elif not owner.around:
+            listener.on_returned()
 
 
 def _show_keys(site: AttentionSite) -> Callable[..., None]:
     """The hook on a site's keys in a forward that is compiled: update() finds them in the layer's turn."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        own: Any = site.module
-        turn = getattr(own.config, "kvcal_turn", None)
+        attention: Any = site.module
+        turn = getattr(attention.config, "kvcal_turn", None)
         if turn is not None:
             turn.show(site.keys_from(output))
 
@@ -384,9 +384,9 @@ class Hooks:
         compressed: all layers that are not left to Transformers.
         """
         self._model, decoder = model, decoder_of(model)
-        wanted = {("keys", site.index): site for site in sites}
-        wanted |= {("queries", site.index): site for site in query_sites}
-        wanted |= {("mask", site.index): site for site in mask_sites}
+        subjects = {("keys", site.index): site for site in sites}
+        subjects |= {("queries", site.index): site for site in query_sites}
+        subjects |= {("mask", site.index): site for site in mask_sites}
         self._board = _BOARDS.get(decoder) or _BOARDS.setdefault(decoder, _Board(decoder))
         self._user, self.closed = id(owner), False
         self._owner: Callable[[], Listener | None] = weakref.ref(owner)
@@ -397,7 +397,7 @@ class Hooks:
                 around = _Around(model, self._board)
                 _AROUND[model] = self._board, around
             self._around = around.taps
-        self._board.open(decoder, owner, wanted, compressed)
+        self._board.open(decoder, owner, subjects, compressed)
         for tap in self._around:
             tap.open(self._user)
         weakref.finalize(owner, self.close)
@@ -413,14 +413,14 @@ class Hooks:
         """What to say if a module that the cache knows is no longer in the model; None if all are."""
         if _BOARDS.get(decoder_of(self._model)) is not self._board:
             return REPLACED.format("the decoder")
-        own = self._board.owners.get(self._user)
-        name = None if own is None else own.places.replaced()
+        owner = self._board.owners.get(self._user)
+        name = None if owner is None else owner.places.replaced()
         return None if name is None else REPLACED.format(name)
 
     def forget(self) -> None:
         """Forwards of the cache that are still under way, as far as is known, are no more."""
-        if (own := self._board.owners.get(self._user)) is not None:
-            own.around.clear()
+        if (owner := self._board.owners.get(self._user)) is not None:
+            owner.around.clear()
 
     def close(self) -> None:
         if not self.closed:

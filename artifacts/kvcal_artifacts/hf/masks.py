@@ -23,7 +23,7 @@ def real_columns(mask: Tensor, past: int, query: int) -> Tensor | None:
     """
     if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != query or mask.shape[3] < past + query:
         return None
-    seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
-    real = seen[:, -1, : past + query]
-    causal = seen.sum(-1) == real.cumsum(1)[:, past:]
+    visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
+    real = visible[:, -1, : past + query]
+    causal = visible.sum(-1) == real.cumsum(1)[:, past:]
     return real if bool((causal | ~real[:, past:]).all()) else None

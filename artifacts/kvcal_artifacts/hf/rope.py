@@ -21,21 +21,21 @@ def rotary_channels(decoder: Any, index: int) -> int | None:
     own, as the model's may be on the meta device and remembers lengths: a new one, or a copy of one that is made otherwise.
     """
     rotary = decoder.rotary_emb
-    kind, known = layer_kind(decoder.config, index), _CHANNELS.setdefault(rotary, {})
-    if kind not in known:
+    kind, channels = layer_kind(decoder.config, index), _CHANNELS.setdefault(rotary, {})
+    if kind not in channels:
         copies = (lambda: type(rotary)(config=decoder.config), lambda: copy.deepcopy(rotary))
-        known[kind] = next((width for make in copies if (width := _channels(make, kind)) is not None), None)
-    return known[kind]
+        channels[kind] = next((width for make in copies if (width := _channels(make, kind)) is not None), None)
+    return channels[kind]
 
 
 def _channels(make: Callable[[], Any], kind: str) -> int | None:
     try:
         with torch.device("cpu"):
-            made = make()
-            where = next(made.buffers(), torch.empty(0)).device
+            rotary = make()
+            where = next(rotary.buffers(), torch.empty(0)).device
             first = torch.zeros(1, 1, dtype=torch.long, device=where)
-            options = rotary_options(type(made), kind)
-            cos, sin = made.forward(torch.zeros(1, device=where), position_ids=first, **options)
+            options = rotary_options(type(rotary), kind)
+            cos, sin = rotary.forward(torch.zeros(1, device=where), position_ids=first, **options)
     except (TypeError, ValueError, AttributeError, RuntimeError, KeyError):
         return None
     return int(cos.shape[-1]) if isinstance(cos, Tensor) and cos.shape == sin.shape else None
@@ -48,9 +48,9 @@ def rotary_options(rotary: type, kind: str = "full_attention") -> dict[str, str]
 
 def rope_parameters(config: Any) -> dict[str, Any]:
     """Of the full-attention layers."""
-    own = getattr(config, "rope_parameters", None) or {}
-    nested = own.get("full_attention")
-    return nested if isinstance(nested, dict) else own
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = parameters.get("full_attention")
+    return nested if isinstance(nested, dict) else parameters
 
 
 def rope_tables(model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

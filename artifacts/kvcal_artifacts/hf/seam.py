@@ -62,15 +62,15 @@ class HandOff:
         if torch.compiler.is_compiling():
             traced, self._traced, self._shown = self._traced, None, None
             return traced
-        left, self._threads.left = getattr(self._threads, "left", None), None
-        if left is None:
+        entry, self._threads.left = getattr(self._threads, "left", None), None
+        if entry is None:
             return None
-        if key is not None and (left[1] is not key or left[2] is not value):
+        if key is not None and (entry[1] is not key or entry[2] is not value):
             raise KVCalError(
                 "attention was called with other keys or values than its cache gave: an earlier forward broke off (call "
                 "reset() and start again), or the architecture changes them (make the cache with kernels='off')"
             )
-        return left[0], left[3]
+        return entry[0], entry[3]
 
     def hand(self, key: Tensor, grown: bool) -> None:
         """key: what update() gives back, all keys up to now, for the model's own attention. grown: one token more than in the
@@ -83,10 +83,10 @@ class HandOff:
         """Whether attention is called with keys that were handed to it, and these are a token more; not if it is compiled."""
         if torch.compiler.is_compiling():
             return False, False
-        held, self._threads.handed = getattr(self._threads, "handed", None), None
-        if held is None or held[0]() is not key:
+        entry, self._threads.handed = getattr(self._threads, "handed", None), None
+        if entry is None or entry[0]() is not key:
             return False, False
-        return True, held[1]
+        return True, entry[1]
 
 
 FORWARD = threading.local()  # ours: whether this thread's forward was given one of our caches
@@ -123,33 +123,28 @@ class SeamConfig:
         return copy.copy(self.kvcal_plain)
 
 
-def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any) -> Any:
+def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
     """The model's own attention function, or the operator over what the layer's cache holds."""
     turn = getattr(module.config, "kvcal_turn", None)  # None: closed by another thread since this call began
-    left = None if turn is None else turn.take(key, value)
-    if left is None:
-        kind = plain_config(module.config)._attn_implementation or "eager"
+    entry = None if turn is None else turn.take(key, value)
+    if entry is None:
         handed, grown = (False, False) if turn is None else turn.handed(key)
         if handed and isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
             attention_mask = attention_mask[
                 ..., : key.shape[2]
             ]  # caches that compile have masks of all that they can hold
-        own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        call = ALL_ATTENTION_FUNCTIONS.get_interface(kind, own)
-        plain = grown and kind == "sdpa" and attention_mask is None
-        with without_plans() if plain and has_flash(query) else nullcontext():
-            return call(module, query, key, value, attention_mask, **given)
+        return _own_attention(module, query, key, value, attention_mask, grown, options)
     unseen = torch.compiler.is_compiling() or capturing()  # else the cache has asked before the forward
-    if unseen and weights_wanted(plain_config(module.config), given):
+    if unseen and weights_wanted(plain_config(module.config), options):
         raise KVCalError(
             "output_attentions: the fused kernel gives no attention weights, and a compiled or recorded forward cannot do "
             "without it; run this call with the uncompiled model (generate: disable_compile=True)"
         )
-    odd = [name for name in ("sliding_window", "softcap", "s_aux", "position_bias") if given.get(name) is not None]
+    odd = [name for name in ("sliding_window", "softcap", "s_aux", "position_bias") if options.get(name) is not None]
     if odd:
         raise KVCalError(f"{type(module).__name__}: attention with {odd[0]}; make the cache with kernels='off'")
-    handle, before = left
-    positions = None if before is None else given.get("position_ids")
+    handle, before = entry
+    positions = None if before is None else options.get("position_ids")
     if before is not None and positions is None and (torch.compiler.is_compiling() or capturing()):
         raise KVCalError(
             f"{type(module).__name__}: its attention is not given position_ids, by which compiled and recorded steps see that "
@@ -159,14 +154,28 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     from ..operator import decode_eagerly
 
     decode: Any = torch.ops.kvcal.decode_attention if torch.compiler.is_compiling() else decode_eagerly
-    out = decode(query, stored, value, float(given["scaling"]), handle, positions)
+    out = decode(query, stored, value, float(options["scaling"]), handle, positions)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _own_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, grown: bool, options: dict[str, Any]
+) -> Any:
+    """The model's own attention function. grown: the keys are those of the call before and one token."""
+    kind = plain_config(module.config)._attn_implementation or "eager"
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    call = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager)
+    plain = grown and kind == "sdpa" and attention_mask is None
+    with without_plans() if plain and has_flash(query) else nullcontext():
+        return call(module, query, key, value, attention_mask, **options)
 
 
 def has_flash(query: Tensor) -> bool:
     """Whether torch's flash attention takes what cuDNN's would, given no mask: grouped heads, head_dim up to 256."""
-    own = torch.backends.cuda
-    return query.is_cuda and own.cudnn_sdp_enabled() and own.flash_sdp_enabled() and own.is_flash_attention_available()
+    cuda = torch.backends.cuda
+    return (
+        query.is_cuda and cuda.cudnn_sdp_enabled() and cuda.flash_sdp_enabled() and cuda.is_flash_attention_available()
+    )
 
 
 @contextmanager

@@ -56,8 +56,8 @@ class AttentionSite:
     def placed(self) -> tuple[torch.device, torch.dtype]:
         """Device and dtype of the layer's weights: what its keys will be, if nothing changes before they come."""
         every, plain = list(self.module.parameters()), (torch.float16, torch.bfloat16, torch.float32)
-        if own := [p for p in every if p.dtype in plain]:
-            return own[0].device, own[0].dtype
+        if plain_ones := [p for p in every if p.dtype in plain]:
+            return plain_ones[0].device, plain_ones[0].dtype
         named = getattr(getattr(self.module, "config", None), "dtype", None)  # of quantised weights
         return every[0].device if every else torch.device("cpu"), named if named in plain else torch.float32
 
@@ -100,17 +100,17 @@ def unsupported(model: Any) -> str | None:
         layer = decoder.layers[index]
         if not isinstance(getattr(layer, "self_attn", None), nn.Module):
             return f"layer {index} ({type(layer).__name__}) has no self_attn; {SUPPORTED}"
-        seen = _trial(decoder, index)
-        if isinstance(seen, str):
-            return f"layer {index}: {seen}; {SUPPORTED}"
-        if (seen.kv_heads, seen.head_dim) != (shape.heads, shape.dim):
+        trial = _trial(decoder, index)
+        if isinstance(trial, str):
+            return f"layer {index}: {trial}; {SUPPORTED}"
+        if (trial.kv_heads, trial.head_dim) != (shape.heads, shape.dim):
             return (
-                f"layer {index} has keys of {seen.kv_heads} heads of {seen.head_dim}, its config says {shape.heads} of "
+                f"layer {index} has keys of {trial.kv_heads} heads of {trial.head_dim}, its config says {shape.heads} of "
                 f"{shape.dim}; kvcal needs layers of one shape"
             )
-        if seen.value_dim != seen.head_dim:
+        if trial.value_dim != trial.head_dim:
             return (
-                f"layer {index} has keys of {seen.head_dim} channels a head and values of {seen.value_dim}; kvcal needs one "
+                f"layer {index} has keys of {trial.head_dim} channels a head and values of {trial.value_dim}; kvcal needs one "
                 "number for both"
             )
     return None
@@ -145,14 +145,14 @@ def attention_site(decoder: Any, index: int) -> AttentionSite:
         raise UnsupportedModel(
             f"{config.model_type}: layer {index} ({type(layer).__name__}) has no self_attn; {SUPPORTED}"
         )
-    seen = _trial(decoder, index)
-    if isinstance(seen, str):
-        raise UnsupportedModel(f"{config.model_type}: layer {index}: {seen}; {SUPPORTED}")
-    key, query = seen.key, seen.query
+    trial = _trial(decoder, index)
+    if isinstance(trial, str):
+        raise UnsupportedModel(f"{config.model_type}: layer {index}: {trial}; {SUPPORTED}")
+    key, query = trial.key, trial.query
     return AttentionSite(
         index, attention, getattr(attention, key.name), key.part, getattr(attention, query.name), query.part,
-        seen.kv_heads, seen.head_dim, seen.how is not None, seen.how or "whole", key.heads_first, query.heads_first,
-        seen.odd,
+        trial.kv_heads, trial.head_dim, trial.how is not None, trial.how or "whole", key.heads_first, query.heads_first,
+        trial.odd,
     )  # fmt: skip
 
 

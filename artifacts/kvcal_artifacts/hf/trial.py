@@ -31,8 +31,8 @@ def _whole(apply: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _slice(apply: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = cos.shape[-1]
-    own = x[..., :width]
-    return torch.cat((apply(own, own, cos, sin)[1], x[..., width:]), -1)
+    front = x[..., :width]
+    return torch.cat((apply(front, front, cos, sin)[1], x[..., width:]), -1)
 
 
 def _alone(apply: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -156,10 +156,10 @@ def _tried(module: nn.Module, config: Any, width: int | None, name: str) -> Tria
         return "its rotary module does not give cos and sin"
     runs = []
     for seed in (1, 2):
-        made = _run(module, config, width, seed, name)
-        if isinstance(made, str):
-            return made
-        runs.append(made)
+        run = _run(module, config, width, seed, name)
+        if isinstance(run, str):
+            return run
+        runs.append(run)
     first = runs[0].handed
     heads, dim = int(first.shape[1]), int(first.shape[3])
     key, how, key_odd = _explained(module, runs, "handed", _sources(module, KEY_SOURCES, config, dim, heads), dim)
@@ -171,29 +171,29 @@ def _tried(module: nn.Module, config: Any, width: int | None, name: str) -> Tria
 
 @dataclass(frozen=True)
 class _Run:
-    """One forward. made: outputs of the module's children."""
+    """One forward. outputs: those of the module's children."""
 
     cos: Tensor
     sin: Tensor
-    made: dict[str, Tensor]
+    outputs: dict[str, Tensor]
     handed: Tensor
     value_dim: int
     queries: Tensor | None
 
 
 def _run(module: nn.Module, config: Any, width: int, seed: int, name: str) -> _Run | str:
-    caught, made = _Caught(), dict[str, Tensor]()
-    twin = _twin(module, caught, made, name)
+    caught, outputs = _Caught(), dict[str, Tensor]()
+    twin = _twin(module, caught, outputs, name)
     generator = torch.Generator().manual_seed(seed)
     angles = torch.rand(1, TOKENS, width, generator=generator) * 6
     cos, sin = angles.cos(), angles.sin()
     hidden = torch.randn(BATCH, TOKENS, int(config.hidden_size), generator=torch.Generator().manual_seed(0))
-    given: dict[str, Any] = {"position_embeddings": (cos, sin), "past_key_values": caught, "attention_mask": None}
-    given["position_ids"] = given["cache_position"] = torch.arange(TOKENS)[None]
+    arguments: dict[str, Any] = {"position_embeddings": (cos, sin), "past_key_values": caught, "attention_mask": None}
+    arguments["position_ids"] = arguments["cache_position"] = torch.arange(TOKENS)[None]
     failed = ""
     with torch.no_grad(), torch.device("cpu"):
         try:
-            twin(hidden, **given)
+            twin(hidden, **arguments)
         except _Ended:
             pass
         except Exception as error:  # of a module that is called otherwise: it is not understood
@@ -202,10 +202,10 @@ def _run(module: nn.Module, config: Any, width: int, seed: int, name: str) -> _R
     if keys is None or keys.ndim != 4 or keys.shape[0] != BATCH or keys.shape[2] != TOKENS:
         shape = "no keys" if keys is None else f"keys {tuple(keys.shape)}"
         return f"{type(module).__name__} hands its cache {shape} where (batch, heads, tokens, head_dim) is due{failed}"
-    return _Run(cos, sin, made, keys, caught.value_dim, caught.queries)
+    return _Run(cos, sin, outputs, keys, caught.value_dim, caught.queries)
 
 
-def _twin(module: nn.Module, caught: _Caught, made: dict[str, Tensor], name: str) -> Any:
+def _twin(module: nn.Module, caught: _Caught, outputs: dict[str, Tensor], name: str) -> Any:
     """The module without hooks, its matrices replaced and all that is left on the CPU in float32."""
     twin: Any = copy.copy(module)
     vars(twin).update(_forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict(), training=False)
@@ -213,38 +213,38 @@ def _twin(module: nn.Module, caught: _Caught, made: dict[str, Tensor], name: str
         vars(twin)[hooks] = OrderedDict()
     vars(twin)["_modules"], vars(twin)["_compiled_call_impl"] = {}, None
     vars(twin).pop("forward", None)  # what a library has put around it
-    for number, (child, own) in enumerate(module._modules.items()):
-        twin._modules[child] = _child(own, number)
+    for number, (child, inner) in enumerate(module._modules.items()):
+        twin._modules[child] = _child(inner, number)
         if twin._modules[child] is not None:
-            twin._modules[child].register_forward_hook(_note(child, made))
+            twin._modules[child].register_forward_hook(_note(child, outputs))
     if hasattr(module, "config"):
         own_config: Any = module.config
         twin.config = _Config(getattr(own_config, "kvcal_plain", own_config), caught, name)
     return twin
 
 
-def _note(name: str, made: dict[str, Tensor]) -> Callable[..., None]:
+def _note(name: str, outputs: dict[str, Tensor]) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor):
-            made[name] = output.clone()
+            outputs[name] = output.clone()
 
     return hook
 
 
-def _child(own: nn.Module | None, seed: int) -> nn.Module | None:
-    if own is None:
+def _child(module: nn.Module | None, seed: int) -> nn.Module | None:
+    if module is None:
         return None
-    width = getattr(own, "out_features", None)
+    width = getattr(module, "out_features", None)
     if isinstance(width, int):
         return _Given(width, seed)
     shells: dict[int, Any] = {}  # deepcopy's memo: every tensor gets one of the same shape on the CPU
-    for one in (*own.parameters(), *own.buffers()):
+    for one in (*module.parameters(), *module.buffers()):
         plain = torch.ones(one.shape, dtype=torch.float32 if one.is_floating_point() else one.dtype)
         shells[id(one)] = nn.Parameter(plain, requires_grad=False) if isinstance(one, nn.Parameter) else plain
-    for inner in own.modules():
+    for inner in module.modules():
         for hooks in (inner._forward_hooks, inner._forward_pre_hooks):
             shells[id(hooks)] = OrderedDict()
-    return copy.deepcopy(own, shells)
+    return copy.deepcopy(module, shells)
 
 
 def _sources(module: nn.Module, names: tuple[str, ...], config: Any, dim: int, kv_heads: int) -> Iterator[Source]:
@@ -255,8 +255,8 @@ def _sources(module: nn.Module, names: tuple[str, ...], config: Any, dim: int, k
             yield Source(name, heads_first=True)
     if getattr(module, "qkv_proj", None) is not None:
         wide = int(config.num_attention_heads) * dim
-        own = slice(wide, wide + kv_heads * dim) if names is KEY_SOURCES else slice(0, wide)
-        yield Source("qkv_proj", own)
+        rows = slice(wide, wide + kv_heads * dim) if names is KEY_SOURCES else slice(0, wide)
+        yield Source("qkv_proj", rows)
 
 
 def _explained(
@@ -265,19 +265,19 @@ def _explained(
     """The source that becomes what attention gets, how, and else why none does (with the source nearest to attention)."""
     nearest: Source | None = None
     for source in sources:
-        if source.name not in runs[0].made:
+        if source.name not in runs[0].outputs:
             continue
         nearest = nearest or source
-        before = [_read(source, run.made[source.name], dim) for run in runs]
+        before = [_read(source, run.outputs[source.name], dim) for run in runs]
         if before[0] is None or before[1] is None or not torch.equal(before[0], before[1]):  # RoPE came first
             continue
-        wanted = [getattr(run, what) for run in runs]
-        if wanted[0] is None:  # attention without a function of its own: nothing tells otherwise
+        targets = [getattr(run, what) for run in runs]
+        if targets[0] is None:  # attention without a function of its own: nothing tells otherwise
             return source, "whole", None
-        if all(torch.equal(x, y) for x, y in zip(before, wanted, strict=True) if x is not None):
+        if all(torch.equal(x, y) for x, y in zip(before, targets, strict=True) if x is not None):
             return source, None, None
         for how in ROTATIONS:
-            if all(_same(module, how, x, run, y) for x, run, y in zip(before, runs, wanted, strict=True)):
+            if all(_same(module, how, x, run, y) for x, run, y in zip(before, runs, targets, strict=True)):
                 return source, how, None
     kind = "keys" if what == "handed" else "queries"
     return nearest, None, f"{type(module).__name__} makes its {kind} in a way of its own behind its projections"
@@ -294,8 +294,8 @@ def _read(source: Source, output: Tensor, dim: int) -> Tensor | None:
         return None
 
 
-def _same(module: nn.Module, how: str, before: Tensor | None, run: _Run, wanted: Tensor) -> bool:
+def _same(module: nn.Module, how: str, before: Tensor | None, run: _Run, target: Tensor) -> bool:
     try:
-        return before is not None and torch.equal(rotate(module, how, before, run.cos, run.sin), wanted)
+        return before is not None and torch.equal(rotate(module, how, before, run.cos, run.sin), target)
     except Exception:  # another signature: not how this module calls it
         return False

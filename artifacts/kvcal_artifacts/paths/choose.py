@@ -207,10 +207,10 @@ def warn_of_shape(kernels: str, pair: LayerCodecs, device: torch.device, why: st
     """Where the kernel would run but for the layer's shape or dtype, `why`. Codecs that have no kernel at all say so in
     describe() alone.
     """
-    wanted = kernels in ("torch", "triton") or runs_kernels(device)
-    known = codebook.both(pair) or all(type(codec).fused is not Codec.fused for codec in (pair.key, pair.value))
+    runs = kernels in ("torch", "triton") or runs_kernels(device)
+    has_kernel = codebook.both(pair) or all(type(codec).fused is not Codec.fused for codec in (pair.key, pair.value))
     shape = why == shape_refusal(pair) or why.startswith(DTYPES_TAKEN) or why.endswith(MANY_HEADS)
-    if kernels != "off" and wanted and known and shape:
+    if kernels != "off" and runs and has_kernel and shape:
         warn(f"fused kernel: {why}")
 
 
@@ -244,9 +244,9 @@ def absence(
         assert isinstance(keys, Form) and isinstance(values, Form)
         why = verdicts.verdict(keys, values, pair.key.shape.heads, ratio, dtype, device, rotary)
     if why:
-        said = f"the fused kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
-        warn(said, verdict=why)
-        return said
+        reason = f"the fused kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
+        warn(reason, verdict=why)
+        return reason
     return None
 
 
@@ -262,9 +262,9 @@ def summary(refused: list[str | None], kernels: str) -> str:
     if not any(why is None for why in refused):
         why = f" ({refused[0]})" if refused and len(set(refused)) == 1 else ""
         return f"reference: decode, then the model's own attention{why}"
-    own = sum(why is None for why in refused)
+    count = sum(why is None for why in refused)
     return (
-        f"{path(None, kernels)} for steps of up to {QUERIES} tokens in {own} of {len(refused)} layers; else reference"
+        f"{path(None, kernels)} for steps of up to {QUERIES} tokens in {count} of {len(refused)} layers; else reference"
     )
 
 
@@ -288,13 +288,13 @@ def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.dev
     """How the append kernel packs keys and values of steps, SQuat's as they are corrected; why torch does where no kernel
     can or passes its check.
     """
-    found = _rules(kernels, pair.key.rounding, pair.value)
-    if isinstance(found, str) or verdicts.interpreted():
-        return found
-    if why := verdicts.append_verdict(*found, dtype, device, pair.key.corrected_channels):
+    both = _rules(kernels, pair.key.rounding, pair.value)
+    if isinstance(both, str) or verdicts.interpreted():
+        return both
+    if why := verdicts.append_verdict(*both, dtype, device, pair.key.corrected_channels):
         warn(f"append kernel: {why}", "what decode steps pack is packed by torch instead, slowly", why)
         return f"the append kernel does not pass: {why}"
-    return found
+    return both
 
 
 def block_rules(
@@ -303,24 +303,24 @@ def block_rules(
     """As `rules`, of whole blocks, a prompt's or those that steps push out of a window that grows; of keys as their codec's
     `before_rounding` leaves them.
     """
-    found = _rules(kernels, pair.key.rounding, pair.value)
-    if isinstance(found, str) or verdicts.interpreted():
-        return found
-    given = torch.float32 if pair.key.corrected_channels else dtype, dtype
-    if why := verdicts.quantise_verdict(*found, given, pair.key.divided, device):
+    both = _rules(kernels, pair.key.rounding, pair.value)
+    if isinstance(both, str) or verdicts.interpreted():
+        return both
+    dtypes = torch.float32 if pair.key.corrected_channels else dtype, dtype
+    if why := verdicts.quantise_verdict(*both, dtypes, pair.key.divided, device):
         warn(f"quantise kernel: {why}", "blocks are packed by torch instead, slowly", why)
         return f"the quantise kernel does not pass: {why}"
-    return found
+    return both
 
 
 def _rules(kernels: str, key: Codec, value: Codec) -> tuple[AnyRule, AnyRule] | str:
     if kernels == "torch":
         return "kernels='torch'"
-    found = [rule_of(codec) for codec in (key, value)]
-    for own, role in zip(found, ("keys", "values"), strict=True):
-        if isinstance(own, str):
-            return f"{role}: {own}"
-    rule, other = (own for own in found if not isinstance(own, str))
+    roundings = [rule_of(codec) for codec in (key, value)]
+    for rounding, role in zip(roundings, ("keys", "values"), strict=True):
+        if isinstance(rounding, str):
+            return f"{role}: {rounding}"
+    rule, other = (rounding for rounding in roundings if not isinstance(rounding, str))
     return rule, other
 
 
@@ -329,11 +329,11 @@ def packing(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.d
     anywhere = kernels == "triton" and verdicts.interpreted()
     if kernels in ("off", "torch") or not (anywhere or verdicts.unsupported(device) is None):
         return pair
-    made = []
+    codecs = []
     for codec in (pair.key, pair.value):
-        own = codec.by_kernel()
-        if own is not codec and not anywhere and (why := verdicts.encode_verdict(codec, dtype, device)):
+        encoder = codec.by_kernel()
+        if encoder is not codec and not anywhere and (why := verdicts.encode_verdict(codec, dtype, device)):
             warn(f"encoding kernel: {why}", "blocks are packed by torch instead, slowly", why)
-            own = codec
-        made.append(own)
-    return LayerCodecs(*made)
+            encoder = codec
+        codecs.append(encoder)
+    return LayerCodecs(*codecs)

@@ -73,7 +73,7 @@ def append_refusal(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: 
 
 def append(
     kernels: str,
-    held: tuple[Coded, Coded],
+    pair: tuple[Coded, Coded],
     sink: tuple[Tensor, Tensor],
     ring: tuple[Tensor, Tensor],
     counts: Counts,
@@ -83,15 +83,15 @@ def append(
 ) -> None:
     """As vq_append.append."""
     if kernels == "torch":
-        vq_append.append(*held, sink, ring, counts, flags, *new)
+        vq_append.append(*pair, sink, ring, counts, flags, *new)
     else:
-        vq_append.fast().append(*held, sink, ring, counts, flags, *new, space)
+        vq_append.fast().append(*pair, sink, ring, counts, flags, *new, space)
 
 
 def attention(
     kernels: str,
     q: Tensor,
-    held: tuple[Coded, Coded],
+    pair: tuple[Coded, Coded],
     blocks: Tensor,
     sink: Exact,
     recent: Exact,
@@ -101,9 +101,9 @@ def attention(
 ) -> Tensor:
     """As fused.attention; blocks (B,) int32 of the scheme. first: of a ring, as of vq_attention.attend_exact."""
     if kernels == "torch":
-        packed = reference.attend(q, *held, blocks, scaling)
+        packed = reference.attend(q, *pair, blocks, scaling)
     else:
-        packed = vq_attention.fast().attend(q, *held, blocks, scaling, space)
+        packed = vq_attention.fast().attend(q, *pair, blocks, scaling, space)
     out, _ = reference.merge([reference.attend_exact(q, sink, recent, scaling, first), (packed[0].float(), packed[1])])
     return out.to(q.dtype)
 
@@ -113,9 +113,9 @@ def workspace(kernels: str, device: torch.device, keeps: bool) -> Any:
     return None if kernels == "torch" else vq_attention.fast().Workspace(device, keeps)
 
 
-def reserve(kernels: str, held: tuple[Coded, Coded], q: Tensor, space: Any) -> None:
+def reserve(kernels: str, pair: tuple[Coded, Coded], q: Tensor, space: Any) -> None:
     """Have the memory of steps with q's shape (B, H_q, Q, D) and dtype before a graph of one is recorded: it must not move."""
     if kernels == "torch" or not q.is_cuda:
         return
-    vq_append.fast().reserve(*held, space)
-    vq_attention.fast().attend(q, *held, torch.zeros(len(q), dtype=torch.int32, device=q.device), 1.0, space)
+    vq_append.fast().reserve(*pair, space)
+    vq_attention.fast().attend(q, *pair, torch.zeros(len(q), dtype=torch.int32, device=q.device), 1.0, space)

@@ -37,9 +37,9 @@ def refusal(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.d
         return None
     for codec in (pair.key, pair.value):
         if why := verdicts.reconstruct_verdict(codec, dtype, 0, device):
-            said = f"the reconstruction kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
-            notices.warn(said, verdict=why)
-            return said
+            reason = f"the reconstruction kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
+            notices.warn(reason, verdict=why)
+            return reason
     return None
 
 
@@ -54,13 +54,14 @@ class Rooms:
     def take(self, name: str, tokens: int, like: Tensor) -> Tensor:
         """(B, H, tokens or more, D) of like's rows, heads, channels, dtype and device; holds anything."""
         batch, heads, _, dim = like.shape
-        own = next(iter(self._held.values()), None)
-        kept = own is not None and (own.shape[:2], own.shape[3]) == (like.shape[:2], dim)
-        if own is None or not kept or own.shape[2] < tokens or (own.dtype, own.device) != (like.dtype, like.device):
+        buffer = next(iter(self._held.values()), None)
+        kind = like.shape[:2], dim, like.dtype, like.device
+        fits = buffer is not None and (buffer.shape[:2], buffer.shape[3], buffer.dtype, buffer.device) == kind
+        if buffer is None or not fits or buffer.shape[2] < tokens:
             self._held = {}
             room = -(-(tokens + tokens // 16) // STEP) * STEP
         else:
-            room = own.shape[2]
+            room = buffer.shape[2]
         if name not in self._held:
             with torch.inference_mode(False):  # may be written to outside of it
                 self._held[name] = torch.empty(batch, heads, room, dim, dtype=like.dtype, device=like.device)
@@ -73,10 +74,10 @@ class Rooms:
 
 def reader_of(pair: LayerCodecs, dtype: torch.dtype, kernels: str, number: int, places: int) -> Reader:
     """The reader of a layer's codecs where they are, shared by all caches: it may hold weights of its own."""
-    wanted = dtype, kernels, number, places
-    if wanted not in pair.readers:
-        pair.readers[wanted] = Reader(pair, dtype, kernels, number % places)
-    reader: Reader = pair.readers[wanted]
+    key = dtype, kernels, number, places
+    if key not in pair.readers:
+        pair.readers[key] = Reader(pair, dtype, kernels, number % places)
+    reader: Reader = pair.readers[key]
     return reader
 
 
@@ -121,14 +122,14 @@ class Reader:
         whole = [rooms.take(f"{what} {self._number}", total, like) for what in ("keys", "values")]
         keys, values = (x[:, :, start:stop] for x in whole)
         if turns is None:
-            made = keys
-            self._plain[0](packed[0], context, None, made)
+            unrotated = keys
+            self._plain[0](packed[0], context, None, unrotated)
         else:
             assert self._turning is not None
-            made = rooms.take(f"keys before RoPE {self._number}", total, like)[:, :, start:stop]
-            self._turning(packed[0], context, turns[0], made, keys)
-        self._plain[1](packed[1], replace(context, k0=made), None, values)
+            unrotated = rooms.take(f"keys before RoPE {self._number}", total, like)[:, :, start:stop]
+            self._turning(packed[0], context, turns[0], unrotated, keys)
+        self._plain[1](packed[1], replace(context, k0=unrotated), None, values)
         by = reconstruct if self._plain[0].path == "reference" else reconstruct.fast()
         fresh = [x if x.dtype == like.dtype else x.to(like.dtype) for x in new]
         by.place(whole, sink, window, fresh, stop, turns and turns[1])
-        return [x[:, :, :total] for x in whole], [made, values]
+        return [x[:, :, :total] for x in whole], [unrotated, values]

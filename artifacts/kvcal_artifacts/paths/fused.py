@@ -35,10 +35,10 @@ def attention(
     """As attention.reference.attend; factor: what packed keys were divided by, (H, 1, D) or (B, H, 1, D). turns: of keys
     before RoPE.
     """
-    packed_q, given = queries_for(q, factor), (q, keys, values, blocks, sink, recent, scaling)
+    packed_q, arguments = queries_for(q, factor), (q, keys, values, blocks, sink, recent, scaling)
     if kernels == "torch":
-        return reference.attend(*given, packed_q, ring, turns)
-    out: Tensor = fast().attend(*given, None, workspace, packed_q, ring, turns)
+        return reference.attend(*arguments, packed_q, ring, turns)
+    out: Tensor = fast().attend(*arguments, None, workspace, packed_q, ring, turns)
     return out
 
 
@@ -95,8 +95,8 @@ def queries_for(q: Tensor, factor: Tensor | None) -> Tensor | None:
     """
     if factor is None:
         return None
-    own = for_queries(factor, q.shape[1])
-    return torch.mul(q, own, out=torch.empty_like(q))  # one launch
+    factors = for_queries(factor, q.shape[1])
+    return torch.mul(q, factors, out=torch.empty_like(q))  # one launch
 
 
 def for_queries(factor: Tensor, heads: int) -> Tensor:

@@ -42,8 +42,8 @@ def arrange(old: Stored, new: Stored | None, order: Tensor) -> Stored:
         both = Ragged(torch.cat([p.data for p in parts]), torch.cat([p.counts.flatten() for p in parts])[None, None])
         numbers = torch.cat([_numbers(p) + (i and old.counts.numel()) for i, p in enumerate(parts)], 2)
         index = order[:, None].expand(-1, numbers.shape[1], -1)
-        found = numbers.gather(2, index.clamp_min(0)) if numbers.shape[2] else torch.zeros_like(index)
-        return both.take(found.masked_fill(index < 0, -1))
+        indices = numbers.gather(2, index.clamp_min(0)) if numbers.shape[2] else torch.zeros_like(index)
+        return both.take(indices.masked_fill(index < 0, -1))
     assert new is None or isinstance(new, Tensor)
     whole = old if new is None else torch.cat([old, new], 2)
     if not whole.shape[2]:

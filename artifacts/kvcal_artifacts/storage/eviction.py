@@ -34,10 +34,10 @@ def allowed(alive: Tensor, valid: Tensor | None, start: int, stop: int) -> Tenso
     pads too, so that no softmax is over nothing.
     """
     column = torch.arange(stop, device=alive.device)
-    own = column[start:, None]
-    new = (column <= own)[None].expand(len(alive), -1, -1)
+    row = column[start:, None]
+    new = (column <= row)[None].expand(len(alive), -1, -1)
     if valid is not None:
-        new = new & (valid[:, None, :stop] | (column == own))
+        new = new & (valid[:, None, :stop] | (column == row))
     return torch.cat([alive[:, None].expand(-1, stop - start, -1), new], 2)
 
 
@@ -70,7 +70,8 @@ class EvictingPlan(Plan):
 
     past: slots held, not columns. first: nothing came before, so that the model's own mask is right. alive (B, past) bool
     says which slots hold a token, flushed (B,) how many blocks' worth of tokens leave the recent window after this call;
-    where any do, tokens are chosen. seen, packed and flush count as if all tokens were kept: run-time statistics go by them.
+    where any do, tokens are chosen. lengths, packed and flush count as if all tokens were kept: run-time statistics go by
+    them.
     """
 
     first: bool = True
@@ -167,8 +168,8 @@ class Row:
 
     def origin(self) -> Tensor:
         """The old slot of each slot of its blocks."""
-        own = self._slots(self.blocks)
-        return torch.cat([own[n] if n >= 0 else self.pack[-1 - n] for n in self.order] or [self.exact[:0]])
+        slots = self._slots(self.blocks)
+        return torch.cat([slots[n] if n >= 0 else self.pack[-1 - n] for n in self.order] or [self.exact[:0]])
 
 
 def _counts() -> Tensor:
@@ -190,12 +191,12 @@ class EvictingLedger:
     columns: int = 0
     tokens: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int32))
     mass: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
-    seen: Tensor = field(default_factory=_counts)
+    lengths: Tensor = field(default_factory=_counts)
     window: Tensor = field(default_factory=_counts)
     passed: Tensor = field(default_factory=_counts)
     blocks: Tensor = field(default_factory=_counts)
     recents: Tensor = field(default_factory=_counts)
-    left: Tensor = field(default_factory=_counts)
+    newest_gone: Tensor = field(default_factory=_counts)
     positions: Tensor | None = None  # int32 (B, P) on the device, only for keys stored before RoPE
 
     def begin(self, batch: int, query: int, new_valid: Tensor | None) -> EvictingPlan:
@@ -208,11 +209,11 @@ class EvictingLedger:
             new_valid = None
         if new_valid is not None:
             new = new.masked_fill(~new_valid, -1)
-        before, alive = self.seen, self.tokens >= 0
+        before, alive = self.lengths, self.tokens >= 0
         self._count(before + (new >= 0).sum(1))
         flushed = ((self.window - self.windows.recent) // self.windows.block).clamp_min(0)
         plan = EvictingPlan(
-            alive.shape[1], query, 0, 0, int(flushed.max()), self.widths[1], seen=before, packed=self.passed,
+            alive.shape[1], query, 0, 0, int(flushed.max()), self.widths[1], lengths=before, packed=self.passed,
             valid=new_valid, first=self.columns == 0, alive=alive, flushed=flushed,
         )  # fmt: skip
         self.tokens = torch.cat([self.tokens, new.to(torch.int32)], 1)
@@ -231,13 +232,13 @@ class EvictingLedger:
         self.clear()
         self.batch = batch
         self.tokens, self.mass = self.tokens.new_zeros(batch, 0), self.mass.new_zeros(batch, 0)
-        self.seen = self.window = self.passed = self.blocks = self.recents = torch.zeros(batch, dtype=torch.long)
-        self.left = torch.full((batch,), -1)
+        self.lengths = self.window = self.passed = self.blocks = self.recents = torch.zeros(batch, dtype=torch.long)
+        self.newest_gone = torch.full((batch,), -1)
 
-    def _count(self, seen: Tensor) -> None:
+    def _count(self, lengths: Tensor) -> None:
         """Real tokens came or went at the end: all of them in the window, once the sink is full."""
-        behind, before = ((n - self.windows.sink).clamp_min(0) for n in (seen, self.seen))
-        self.seen, self.window = seen, self.window + behind - before
+        behind, before = ((n - self.windows.sink).clamp_min(0) for n in (lengths, self.lengths))
+        self.lengths, self.window = lengths, self.window + behind - before
 
     def add(self, mass: Tensor) -> None:
         """One layer's attention of the current call, (B, P) float64."""
@@ -248,7 +249,12 @@ class EvictingLedger:
         mass, start = self.mass.to("cpu"), self.widths[1] * self.windows.block
         if not bool(torch.isfinite(mass).all()):
             raise NonFiniteError("attention weights hold a NaN or infinity: tokens cannot be selected by them")
-        for name in ("window", "blocks", "recents", "left"):  # written row by row below: never into a tensor shared
+        for name in (
+            "window",
+            "blocks",
+            "recents",
+            "newest_gone",
+        ):  # written row by row below: never into a tensor shared
             setattr(self, name, getattr(self, name).clone())
         rows = [self._row(number, mass[number], start) for number in range(self.batch)]
         for number, flushed in enumerate(plan.flushed.tolist()):
@@ -264,9 +270,9 @@ class EvictingLedger:
         return Row(self.windows.block, tokens, mass, blocks, recents, exact, list(range(blocks)))
 
     def _choose(self, number: int, row: Row, flushed: int) -> None:
-        seen, window, leave = int(self.seen[number]), int(self.window[number]), flushed * self.windows.block
-        self.left[number] = row.tokens[row.exact[len(row.exact) - window + leave - 1]]
-        row.choose(min(self.windows.sink, seen), window, flushed, *self.selection.budget(seen))
+        length, window, leave = int(self.lengths[number]), int(self.window[number]), flushed * self.windows.block
+        self.newest_gone[number] = row.tokens[row.exact[len(row.exact) - window + leave - 1]]
+        row.choose(min(self.windows.sink, length), window, flushed, *self.selection.budget(length))
         self.window[number] = window - leave
         self.blocks[number], self.recents[number] = len(row.order), row.recents
 
@@ -297,15 +303,15 @@ class EvictingLedger:
         needs tokens that have left the window: evicted ones cannot come back.
         """
         limit = self.columns - count
-        if limit and bool((self.left >= limit).any()):
+        if limit and bool((self.newest_gone >= limit).any()):
             raise KVCalError(
                 f"crop of {count} tokens reaches past the exact window ({int(self.window.min())} tokens) into those that "
                 f"token selection (keep {self.selection.keep:g}) evicted or packed, and evicted tokens cannot come back: "
                 "use a larger recent window, or reset()"
             )
         blocks = self.widths[1]
-        held = (self.tokens >= 0) & (self.tokens < limit)
-        return CropPlan(0, blocks if limit else 0, self._exact_width(held, blocks), False, 0, None)
+        occupied = (self.tokens >= 0) & (self.tokens < limit)
+        return CropPlan(0, blocks if limit else 0, self._exact_width(occupied, blocks), False, 0, None)
 
     def commit_crop(self, count: int) -> None:
         self.columns -= count
@@ -313,7 +319,7 @@ class EvictingLedger:
             self.clear()
             return
         gone = self.tokens >= self.columns
-        self._count(self.seen - gone.sum(1))
+        self._count(self.lengths - gone.sum(1))
         self.tokens = self.tokens.masked_fill(gone, -1)
         self._trim(self.widths[1])
 
@@ -322,7 +328,7 @@ class EvictingLedger:
         return int(((self.tokens >= start) & (self.tokens < stop)).sum())
 
     @property
-    def held(self) -> Tensor:
+    def occupied(self) -> Tensor:
         """(B, E) bool: which exact slots hold a token."""
         return self.tokens[:, self.widths[1] * self.windows.block :] >= 0
 
@@ -334,14 +340,14 @@ class EvictingLedger:
     @property
     def early(self) -> int:
         """Blocks' worth of tokens that left the window although, after a crop, the row has fewer than when they did."""
-        due = (self.seen - self.windows.sink - self.windows.recent) // self.windows.block
+        due = (self.lengths - self.windows.sink - self.windows.recent) // self.windows.block
         return int((self.passed - due.clamp_min(0)).clamp_min(0).sum())
 
     def select(self, rows: Tensor) -> None:
         """Keep these batch rows in this order (repeats allowed)."""
         host, before = host_rows(rows), self.widths[1]
         self.batch = len(host)
-        for name in ("tokens", "seen", "window", "passed", "blocks", "recents", "left"):
+        for name in ("tokens", "lengths", "window", "passed", "blocks", "recents", "newest_gone"):
             setattr(self, name, getattr(self, name)[host])
         self.mass = self.mass[host.to(self.mass.device)]
         if self.positions is not None:
@@ -354,9 +360,9 @@ class EvictingLedger:
         slots = torch.cat([torch.arange(self.widths[1] * block), torch.arange(exact) + before * block])
         self._move(slots.expand(self.batch, -1))
 
-    def _exact_width(self, held: Tensor, blocks: int) -> int:
-        """Exact slots up to the last one that holds a token in any row; held (B, P) bool."""
-        used = held[:, blocks * self.windows.block :].any(0).nonzero()
+    def _exact_width(self, occupied: Tensor, blocks: int) -> int:
+        """Exact slots up to the last one that holds a token in any row; occupied (B, P) bool."""
+        used = occupied[:, blocks * self.windows.block :].any(0).nonzero()
         return int(used.max()) + 1 if len(used) else 0
 
     @property
@@ -373,12 +379,13 @@ class EvictingLedger:
     def describe(self) -> dict[str, Any]:
         """By row: real tokens seen, kept, evicted; kept ones by where they lie."""
         start = self.widths[1] * self.windows.block
-        kept, packed = (self.tokens >= 0).sum(1), (self.tokens[:, :start] >= 0).sum(1)
-        sink = self.seen.clamp_max(self.windows.sink)
+        alive, packed = (self.tokens >= 0).sum(1), (self.tokens[:, :start] >= 0).sum(1)
+        sink = self.lengths.clamp_max(self.windows.sink)
         recent = self.recents * self.windows.block
         counts = {
-            "seen": self.seen, "kept": kept, "evicted": self.seen - kept, "sink": sink, "heavy": kept - sink - recent -
-            self.window, "recent": recent + self.window, "packed": packed, "exact": kept - packed,
+            "seen": self.lengths, "kept": alive, "evicted": self.lengths - alive, "sink": sink,
+            "heavy": alive - sink - recent - self.window, "recent": recent + self.window, "packed": packed,
+            "exact": alive - packed,
         }  # fmt: skip
         return vars(self.selection) | {"rows": {name: count.tolist() for name, count in counts.items()}}
 
@@ -387,10 +394,19 @@ class EvictingLedger:
 
     @property
     def nbytes(self) -> int:
-        own = [self.tokens, self.mass, self.seen, self.window, self.passed, self.blocks, self.recents, self.left]
+        tensors = [
+            self.tokens,
+            self.mass,
+            self.lengths,
+            self.window,
+            self.passed,
+            self.blocks,
+            self.recents,
+            self.newest_gone,
+        ]
         if self.positions is not None:
-            own.append(self.positions)
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own}.values())
+            tensors.append(self.positions)
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _numbers(order: list[int], old: int) -> Tensor:

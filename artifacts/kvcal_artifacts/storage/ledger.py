@@ -54,7 +54,7 @@ class Plan:
     before: of padded rows, where old columns lie; past_index is made of it. device: where index tensors are.
     sink_index (B, S'), window_index (B, W'), flush_index (B, F * b): slots in `fresh` of what is kept and what is packed.
     idle: (B, F * b) bool, which of the flushed slots hold nothing: rows of a padded batch flush different numbers.
-    seen, packed: (B,) real tokens and packed blocks of each row before this call; valid: (B, Q) bool, its real columns
+    lengths, packed: (B,) real tokens and packed blocks of each row before this call; valid: (B, Q) bool, its real columns
     (None: all); on the CPU.
     rows, slots: (K,) where each of the K really flushed blocks goes: batch row, block slot; picks: which of the F.
     """
@@ -74,7 +74,7 @@ class Plan:
     rows: Tensor | None = None
     slots: Tensor | None = None
     picks: Tensor | None = None
-    seen: Tensor | None = None
+    lengths: Tensor | None = None
     packed: Tensor | None = None
     valid: Tensor | None = None
 
@@ -139,13 +139,13 @@ class Ledger:
     gapless: bool = True  # whether positions of all tokens follow those before them, as far as `follow` was told
 
     @property
-    def seen(self) -> Tensor:
+    def lengths(self) -> Tensor:
         """(B,) real tokens."""
         return self.sink + self.blocks * self.windows.block + self.window
 
     @property
     def padded(self) -> bool:
-        return bool((self.seen < self.columns).any())
+        return bool((self.lengths < self.columns).any())
 
     def begin(self, batch: int, query: int, new_valid: Tensor | None) -> Plan:
         """Advance by `query` columns; new_valid (B, query) bool on the CPU, None if all are real."""
@@ -155,24 +155,24 @@ class Ledger:
             self.valid = torch.zeros(batch, 0, dtype=torch.bool)
             self.starts, self.gapless = None, True
             self.sink = self.blocks = self.window = torch.zeros(batch, dtype=torch.long)
-        seen, packed = self.seen, self.blocks
-        uniform = (new_valid is None or bool(new_valid.all())) and not bool((seen < self.columns).any())
+        lengths, packed = self.lengths, self.blocks
+        uniform = (new_valid is None or bool(new_valid.all())) and not bool((lengths < self.columns).any())
         if new_valid is None:
             new_valid = torch.ones(batch, query, dtype=torch.bool)
         plan = self._uniform(query) if uniform else self._ragged(query, new_valid)
-        plan = replace(plan, seen=seen, packed=packed, valid=None if uniform else new_valid)
+        plan = replace(plan, lengths=lengths, packed=packed, valid=None if uniform else new_valid)
         self.valid = torch.cat([self.valid, new_valid], 1)
         self.columns += query
         return plan
 
     def follow(self, plan: Plan, new: Tensor) -> None:
         """Of the columns that `plan` brought: note whether their positions (B, query) follow those of their row's tokens."""
-        assert plan.seen is not None
+        assert plan.lengths is not None
         valid = torch.ones(new.shape, dtype=torch.bool) if plan.valid is None else plan.valid
         # Each says what the first's is.
-        start = new.to("cpu").long() - (plan.seen[:, None] + valid.long().cumsum(1) - 1)
+        start = new.to("cpu").long() - (plan.lengths[:, None] + valid.long().cumsum(1) - 1)
         first = start.gather(1, valid.int().argmax(1, keepdim=True))[:, 0]
-        first = first if self.starts is None else torch.where(plan.seen > 0, self.starts, first)
+        first = first if self.starts is None else torch.where(plan.lengths > 0, self.starts, first)
         if self.starts is None or not torch.equal(first, self.starts):  # the same tensor as long as it says the same
             self.starts = first
         self.gapless = self.gapless and bool((start == self.starts[:, None])[valid].all())
@@ -186,7 +186,7 @@ class Ledger:
     def _next(self, query: int) -> Tensor:
         """(B, query) int64, CPU: positions of so many tokens that follow those of each row."""
         assert self.starts is not None
-        return (self.starts + self.seen)[:, None] + torch.arange(query)
+        return (self.starts + self.lengths)[:, None] + torch.arange(query)
 
     def proceed(self, query: int) -> None:
         """By columns of steps that the device did: all real, and where positions are kept, at those that follow."""
@@ -242,10 +242,10 @@ class Ledger:
     def crop(self, count: int) -> CropPlan:
         """Plan the removal of the newest `count` columns; nothing changes until commit()."""
         block = self.windows.block
-        kept = self.valid[:, : self.columns - count].sum(1)
-        sink = torch.minimum(self.sink, kept)
-        blocks = torch.minimum(self.blocks, (kept - sink) // block)
-        window = kept - sink - blocks * block
+        remaining = self.valid[:, : self.columns - count].sum(1)
+        sink = torch.minimum(self.sink, remaining)
+        blocks = torch.minimum(self.blocks, (remaining - sink) // block)
+        window = remaining - sink - blocks * block
         deep = blocks < self.blocks
         returned = torch.where(deep, window, 0)  # of a cut block: nothing of the old window is left
         index = None
@@ -259,10 +259,10 @@ class Ledger:
         block = self.windows.block
         self.columns -= count
         self.valid = self.valid[:, : self.columns].clone()
-        kept = self.valid.sum(1)
-        self.sink = torch.minimum(self.sink, kept)
-        self.blocks = torch.minimum(self.blocks, (kept - self.sink) // block)
-        self.window = kept - self.sink - self.blocks * block
+        remaining = self.valid.sum(1)
+        self.sink = torch.minimum(self.sink, remaining)
+        self.blocks = torch.minimum(self.blocks, (remaining - self.sink) // block)
+        self.window = remaining - self.sink - self.blocks * block
         if self.positions is not None:
             self.positions = self.positions[:, : self.columns].clone()
 
@@ -271,7 +271,7 @@ class Ledger:
         return int(self.valid[:, start:stop].sum())
 
     @property
-    def held(self) -> Tensor:
+    def occupied(self) -> Tensor:
         """(B, S + W) bool: which slots of [sink | window] hold a token."""
         return torch.cat([torch.arange(_width(n)) < n[:, None] for n in (self.sink, self.window)], 1)
 
@@ -307,17 +307,17 @@ class Ledger:
 
     @property
     def nbytes(self) -> int:
-        own = [self.valid, self.sink, self.blocks, self.window]
+        tensors = [self.valid, self.sink, self.blocks, self.window]
         if self.positions is not None:
-            own.append(self.positions)
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own}.values())
+            tensors.append(self.positions)
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def check_batch(columns: int, held: int, batch: int) -> None:
+def check_batch(columns: int, rows: int, batch: int) -> None:
     """Raises KVCalError where a cache that is not empty is called with another number of rows."""
-    if columns and batch != held:
+    if columns and batch != rows:
         raise KVCalError(
-            f"cache holds {held} rows, the model was called with {batch}; "
+            f"cache holds {rows} rows, the model was called with {batch}; "
             "use batch_repeat_interleave or batch_select_indices, or reset() first"
         )
 

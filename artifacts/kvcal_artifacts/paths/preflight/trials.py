@@ -38,8 +38,8 @@ def trial(
     """
     generator = torch.Generator(device).manual_seed(0)
     each = max(keys.scale_blocks, values.scale_blocks)
-    own = _blocks(keys, heads, each, None, device, generator)
-    held = own, _blocks(values, heads, each, own.grid, device, generator)
+    key_blocks = _blocks(keys, heads, each, None, device, generator)
+    pair = key_blocks, _blocks(values, heads, each, key_blocks.grid, device, generator)
     counts = [torch.tensor(n, dtype=torch.int32, device=device) for n in (BLOCKS, SINK, RECENT)]
 
     def random(count: int, tokens: int) -> Tensor:
@@ -50,17 +50,17 @@ def trial(
         return random(heads, tokens), random(heads, tokens), count
 
     sink, recent = exact(max(SINK), counts[1]), exact(-(-max(RECENT) // BLOCK) * BLOCK, counts[2])
-    room = own.words.shape[2]
+    room = key_blocks.words.shape[2]
     turns = _turns(rotary, sink[0].shape[2], room, recent[0].shape[2], device) if rotary else None
     for queries, ring in OF_TIERS if keys.tiered else CALLS:
         q, scaling = random(heads * ratio, queries), keys.dim**-0.5
         packed_q = None if rotary else (q.float() * torch.linspace(0.5, 2, keys.dim, device=device)).to(dtype)
-        given = *held, counts[0], sink, recent, scaling
-        wanted = reference.attend(q.float(), *given, None if packed_q is None else packed_q.float(), ring, turns)
+        arguments = *pair, counts[0], sink, recent, scaling
+        expected = reference.attend(q.float(), *arguments, None if packed_q is None else packed_q.float(), ring, turns)
         for launch in attention.fast().launches(keys, values, ratio * queries, rotary > 0):
-            found = attention.fast().attend(q, *given, launch, packed_q=packed_q, ring=ring, rope=turns)
+            actual = attention.fast().attend(q, *arguments, launch, packed_q=packed_q, ring=ring, rope=turns)
             where = f"{queries} new tokens{' behind a ring' if ring else ''}, warps a program {launch.warps}"
-            if why := _apart(found, wanted, dtype, where):
+            if why := _apart(actual, expected, dtype, where):
                 return why
     return None
 
@@ -74,8 +74,11 @@ def _turns(rotary: int, sink: int, blocks: int, recent: int, device: torch.devic
     return layout.Rope(torch.stack([first.cos(), first.sin()], -2), layout.rope.near(close.cos(), close.sin()))
 
 
-def _apart(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str) -> str | None:
-    off, allowed = float((found.double() - wanted.double()).norm() / wanted.double().norm()), 4 * torch.finfo(dtype).eps
+def _apart(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> str | None:
+    off, allowed = (
+        float((actual.double() - expected.double()).norm() / expected.double().norm()),
+        4 * torch.finfo(dtype).eps,
+    )
     return None if off <= allowed else f"{what}: off by {off:.2g} of the reference, allowed {allowed:.2g}"
 
 
@@ -114,12 +117,12 @@ def _grid(
     in bytes they are multiples of a step.
     """
     size = (1 << form.bits * form.vector, form.vector)
-    own = torch.randn(size, generator=generator, device=device).half().float()
+    drawn = torch.randn(size, generator=generator, device=device).half().float()
     if form.in_bytes:
         most = layout.grids.LARGEST
-        own = (own / own.abs().max() * most).round() / 64
+        drawn = (drawn / drawn.abs().max() * most).round() / 64
     sign = torch.randint(0, 2, (heads, form.dim), generator=generator, device=device) * 2 - 1
-    points = own if twin is None or twin.points.shape != size else twin.points
+    points = drawn if twin is None or twin.points.shape != size else twin.points
     return layout.grid_of(points, sign, form.bits, twin, form.in_bytes)
 
 
@@ -128,36 +131,36 @@ def reconstruct_trial(
 ) -> str | None:
     """The kernel on random blocks and inputs against the codec in float32, as often as the kernel is compiled."""
     generator, shape, codec = torch.Generator(device).manual_seed(0), codec.shape, codec.to(device)
-    own = Reconstruction(codec, dtype, rotary, by)
+    kernel = Reconstruction(codec, dtype, rotary, by)
     for rows in sizes:
         size = (2, shape.heads, max(1, rows // (2 * shape.block)) * shape.block, shape.dim)
         x, *inputs = (torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(6))
-        given: dict[str, Any] = dict(zip(CONTEXT_TENSORS, inputs, strict=True))
-        context = Context(1, **{name: given[name] for name in codec.needs})
+        tensors: dict[str, Any] = dict(zip(CONTEXT_TENSORS, inputs, strict=True))
+        context = Context(1, **{name: tensors[name] for name in codec.needs})
         packed = codec.encode(x, context)
         angle = torch.rand(2, size[2], rotary // 2, generator=generator, device=device).repeat(1, 1, 2) * 6.28
         turn = Turn(angle.cos(), angle.sin()) if rotary else None
-        (found, turned), exact = own(packed, context, turn), codec.decode(packed, context)
-        why = _apart(found, exact, dtype, f"{rows} tokens")
+        (actual, turned), exact = kernel(packed, context, turn), codec.decode(packed, context)
+        why = _apart(actual, exact, dtype, f"{rows} tokens")
         if turn is not None and turned is not None:
             why = why or _apart(turned, turn(exact), dtype, f"{rows} tokens after RoPE")
         if why:
             return why
-        if why := _misplaced(x, turn, own):
+        if why := _misplaced(x, turn, kernel):
             return why
     return None
 
 
-def _misplaced(x: Tensor, turn: Turn | None, own: Reconstruction) -> str | None:
+def _misplaced(x: Tensor, turn: Turn | None, kernel: Reconstruction) -> str | None:
     """The kernel that writes exact tokens around packed ones, x (B, H, T, D) and RoPE of them: bit by bit."""
     parts = [[x[:, :, a:b], -x[:, :, a:b]] for a, b in ((0, 4), (4, 45), (45, 47))]
     first = turn and Turn(turn.cos[:, :45], turn.sin[:, :45])
-    made = [[x.new_zeros(*x.shape[:2], 64, x.shape[3]) for _ in (0, 1)] for _ in (0, 1)]
+    wholes = [[x.new_zeros(*x.shape[:2], 64, x.shape[3]) for _ in (0, 1)] for _ in (0, 1)]
     for by, whole in zip(
-        (reconstruct, reconstruct if own.path == "reference" else reconstruct.fast()), made, strict=True
+        (reconstruct, reconstruct if kernel.path == "reference" else reconstruct.fast()), wholes, strict=True
     ):
         by.place(whole, *parts, 8, first)
-    same = all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(*wholes, strict=True))
     return None if same else "exact tokens around the packed ones differ"
 
 
@@ -168,39 +171,40 @@ def encode_trial(codec: Codec, dtype: torch.dtype, device: torch.device, blocks:
     x[..., ::9] *= 20
     x[0, :, 3] = 0
     x, stats = x.to(dtype), codec.example_stats(2, blocks, generator)
-    seen = [Context(stats={name: one.to(where) for name, one in stats.items()}) for where in (device, x.device)]
+    contexts = [Context(stats={name: one.to(where) for name, one in stats.items()}) for where in (device, x.device)]
     pair = codec.to(device).by_kernel(), codec.to(x.device)
     if isinstance(codec.fused(), Form):
-        found, wanted = (
-            own.encode(x.to(where), now) for own, where, now in zip(pair, (device, x.device), seen, strict=True)
+        actual, expected = (
+            coder.encode(x.to(where), now) for coder, where, now in zip(pair, (device, x.device), contexts, strict=True)
         )
     else:  # as layers that are predicted from it need it, too
-        (found, here), (wanted, there) = (
-            own.encode_decode(x.to(where), now) for own, where, now in zip(pair, (device, x.device), seen, strict=True)
+        (actual, here), (expected, there) = (
+            coder.encode_decode(x.to(where), now)
+            for coder, where, now in zip(pair, (device, x.device), contexts, strict=True)
         )
         if not torch.equal(here.cpu(), there):
             return f"what packed {codec.role}s decode to differs"
-    apart = [name for name, one in wanted.items() if not _same(found[name], one)]
+    apart = [name for name, one in expected.items() if not _same(actual[name], one)]
     return f"{apart[0]} of packed {codec.role}s differ" if apart else None
 
 
-def _same(found: Stored, wanted: Stored) -> bool:
+def _same(actual: Stored, expected: Stored) -> bool:
     """Bit by bit, wherever they lie."""
-    if isinstance(found, Ragged) and isinstance(wanted, Ragged):
-        return torch.equal(found.counts.cpu(), wanted.counts) and torch.equal(found.data.cpu(), wanted.data)
-    assert isinstance(found, Tensor) and isinstance(wanted, Tensor)
-    return torch.equal(found.cpu(), wanted)
+    if isinstance(actual, Ragged) and isinstance(expected, Ragged):
+        return torch.equal(actual.counts.cpu(), expected.counts) and torch.equal(actual.data.cpu(), expected.data)
+    assert isinstance(actual, Tensor) and isinstance(expected, Tensor)
+    return torch.equal(actual.cpu(), expected)
 
 
 def quantise_trial(
-    key: AnyRule, value: AnyRule, given: tuple[torch.dtype, torch.dtype], scaled: bool, device: torch.device
+    key: AnyRule, value: AnyRule, dtypes: tuple[torch.dtype, torch.dtype], scaled: bool, device: torch.device
 ) -> str | None:
     """The kernel on random tokens, one of them nothing, against the reference on the CPU, bit by bit."""
     generator = torch.Generator().manual_seed(0)
     heads = next((rule.heads for rule in (key, value) if isinstance(rule, GridRule)), 2)
     tokens = 2 * BLOCK * max(key.form.scale_blocks, value.form.scale_blocks)
     inputs = []
-    for dtype in given:
+    for dtype in dtypes:
         x = 3 * torch.randn(2, heads, tokens, key.form.dim, generator=generator)
         x[..., ::9] *= 20
         x[0, :, 3] = 0
@@ -208,13 +212,13 @@ def quantise_trial(
     factor = torch.rand(heads, 1, key.form.dim, generator=generator) + 0.5 if scaled else None
     pair = _rule_on(key, device), _rule_on(value, device)
     there = None if factor is None else factor.to(device)
-    *found, flags = quantise.fast().quantise(*(x.to(device) for x in inputs), *pair, there)
+    *actual, flags = quantise.fast().quantise(*(x.to(device) for x in inputs), *pair, there)
     rules = [_rule_on(rule, torch.device("cpu")) for rule in (key, value)]
-    for name, made, x, rule, by in zip(("keys", "values"), found, inputs, rules, (factor, None), strict=True):
-        wanted = quantise.quantise(x, rule, by)[0]
-        if not torch.equal(made.words.cpu(), wanted.words):
+    for name, blocks, x, rule, by in zip(("keys", "values"), actual, inputs, rules, (factor, None), strict=True):
+        expected = quantise.quantise(x, rule, by)[0]
+        if not torch.equal(blocks.words.cpu(), expected.words):
             return f"words of packed {name} differ"
-        if not torch.equal(made.scale.cpu().view(torch.int16), wanted.scale.view(torch.int16)):
+        if not torch.equal(blocks.scale.cpu().view(torch.int16), expected.scale.view(torch.int16)):
             return f"scales of packed {name} differ"
     return "finite tokens are refused" if bool(flags.any()) else None
 
@@ -236,12 +240,12 @@ def vectors_trial(
     shape, there = keys.shape, blocks > 0
     for queries in VECTOR_CALLS:
         q = torch.randn(len(BLOCKS), shape.heads * ratio, queries, shape.dim, generator=generator, device=device)
-        own = (q / float(vq_attention.decode(k).std())).to(dtype)
-        found, log = vq_attention.fast().attend(own, k, v, blocks, shape.dim**-0.5)
-        wanted, sums = vq_attention.attend(own.float(), k, v, blocks, shape.dim**-0.5)
-        if bool(found[~there].any()) or not float((log - sums)[there].abs().max()) < 8 * torch.finfo(dtype).eps:
+        asked = (q / float(vq_attention.decode(k).std())).to(dtype)
+        actual, log = vq_attention.fast().attend(asked, k, v, blocks, shape.dim**-0.5)
+        expected, sums = vq_attention.attend(asked.float(), k, v, blocks, shape.dim**-0.5)
+        if bool(actual[~there].any()) or not float((log - sums)[there].abs().max()) < 8 * torch.finfo(dtype).eps:
             return f"{queries} new tokens: sums differ, or a row without blocks is not nothing"
-        if why := _apart(found, wanted, dtype, f"{queries} new tokens"):
+        if why := _apart(actual, expected, dtype, f"{queries} new tokens"):
             return why
     return None
 
@@ -261,8 +265,8 @@ def vectors_append_trial(
 
     def random(tokens: int) -> tuple[Tensor, Tensor]:
         size = (3, shape.heads, tokens, shape.dim)
-        made = [torch.randn(size, generator=generator, device=device).to(dtype) for _ in (0, 1)]
-        return made[0], made[1]
+        pair = [torch.randn(size, generator=generator, device=device).to(dtype) for _ in (0, 1)]
+        return pair[0], pair[1]
 
     sink, ring, sides = random(windows.sink), random(windows.room(16)), []
     for codec in (keys.to(device), values.to(device)):
@@ -274,12 +278,12 @@ def vectors_append_trial(
         vq_append.fast().append(sides[0][2], sides[1][2], sink, ring, counts, flags, *random(1))
     if counts.data[7].tolist() != [shape.block // BLOCK, 0, 0] or bool(flags.any()):
         return "counts or flags differ"
-    for (codec, packed, _), held in zip(sides, ring, strict=True):
+    for (codec, packed, _), exact in zip(sides, ring, strict=True):
         if any(bool(t[1:].any() or t[:, :, 1:].any()) for t in packed.values()):
             return f"packed {codec.role}s: a row without a block due was written to"
-        x = held[:1, :, : shape.block].float()
-        own, wanted = ({n: t[:1, :, :1] for n, t in packed.items()}, codec.encode(x))
-        off, least = (float((codec.decode(one) - x).square().sum()) for one in (own, wanted))
+        x = exact[:1, :, : shape.block].float()
+        appended, expected = ({n: t[:1, :, :1] for n, t in packed.items()}, codec.encode(x))
+        off, least = (float((codec.decode(one) - x).square().sum()) for one in (appended, expected))
         if not off <= least * (1 + 1e-3):
             return f"packed {codec.role}s: error {off / least:.4g} times that of the codec's own"
     return None
@@ -297,41 +301,32 @@ def append_trial(
     places = torch.device("cpu"), device
     pairs = [(_rule_on(key, where), _rule_on(value, where)) for where in places]
     room = 4 * windows.block // BLOCK
-    own = [_empty(*pair, windows, dtype, where, room) for pair, where in zip(pairs, places, strict=True)]
-    heads = len(own[0][0].flags)
+    layers = [_empty(*pair, windows, dtype, where, room) for pair, where in zip(pairs, places, strict=True)]
+    heads = len(layers[0][0].flags)
     factor = None if channels else torch.rand(heads, 1, key.form.dim, generator=generator) + 0.5
     moves = _random_moves(heads, key.form.dim, channels, generator) if channels else None
-    seen = [
+    states = [
         (torch.zeros(3, heads, key.form.dim, device=where), torch.zeros(3, dtype=torch.bool, device=where))
         for where in places
     ]
     for new in calls:
         fresh = [torch.randn(3, heads, max(new), key.form.dim, generator=generator).to(dtype) for _ in (0, 1)]
         factors = []
-        for (layer, counts), by, pair, held in zip(own, (quantise, quantise.fast()), pairs, seen, strict=True):
+        for (layer, counts), by, pair, state in zip(layers, (quantise, quantise.fast()), pairs, states, strict=True):
             where = counts.data.device
             by.advance(counts, torch.tensor(new, dtype=torch.int32, device=where))
             k, v = (x.to(where) for x in fresh)
             due = None if moves is None else _keys_due(layer, counts, k, moves, key.form, by is not quantise)
             by.append(layer, counts, k, v, *pair, None if factor is None else factor.to(where), due)
             if min(new) == max(new):  # a step: no row is padded
-                factors.append([x.cpu() for x in (*by.observe(*held, counts, fresh[0].to(where), 2), *held)])
+                factors.append([x.cpu() for x in (*by.observe(*state, counts, fresh[0].to(where), 2), *state)])
         if factors and not all(map(torch.equal, *factors)):
             return "key factors differ"
-    (wanted, counts), (found, own_counts) = own
-    if not torch.equal(counts.data, own_counts.data.cpu()):
-        return "counts of tokens differ"
-    for row, blocks in enumerate(counts.blocks.tolist()):
-        for name in ("keys", "values"):
-            left, right = getattr(wanted, name), getattr(found, name)
-            scales = blocks // left.form.scale_blocks
-            words = (one.words[row, :, :blocks].cpu() for one in (left, right))
-            scale = (one.scale[row, :, :scales].view(torch.int16).cpu() for one in (left, right))
-            if not torch.equal(*words) or not torch.equal(*scale):
-                return f"packed {name} differ"
+    if why := _stored_apart(*layers):
+        return why
     q = torch.randn(3, 2 * heads, 1, key.form.dim, generator=generator).to(dtype)
     outs = []
-    for (layer, now), by, asked in zip(own, (reference, attention.fast()), (q.float(), q.to(device)), strict=True):
+    for (layer, now), by, asked in zip(layers, (reference, attention.fast()), (q.float(), q.to(device)), strict=True):
         sink, ring = (*layer.sink, now.sink), (*layer.recent, now.seen)
         scaling = key.form.dim**-0.5
         outs.append(by.attend(asked, layer.keys, layer.values, now.blocks_before, sink, ring, scaling, ring=True))
@@ -345,6 +340,24 @@ def _random_moves(heads: int, dim: int, channels: int, generator: torch.Generato
     return compensated.moves(responses, channels)
 
 
+def _stored_apart(
+    reference_layer: tuple[quantise.Layer, quantise.Counts], kernel_layer: tuple[quantise.Layer, quantise.Counts]
+) -> str | None:
+    """What two layers that were given the same tokens store differently, or None."""
+    (expected, counts), (actual, kernel_counts) = reference_layer, kernel_layer
+    if not torch.equal(counts.data, kernel_counts.data.cpu()):
+        return "counts of tokens differ"
+    for row, blocks in enumerate(counts.blocks.tolist()):
+        for name in ("keys", "values"):
+            first, second = getattr(expected, name), getattr(actual, name)
+            scales = blocks // first.form.scale_blocks
+            words = (one.words[row, :, :blocks].cpu() for one in (first, second))
+            scale = (one.scale[row, :, :scales].view(torch.int16).cpu() for one in (first, second))
+            if not torch.equal(*words) or not torch.equal(*scale):
+                return f"packed {name} differ"
+    return None
+
+
 def _keys_due(
     layer: quantise.Layer, counts: quantise.Counts, keys: Tensor, moves: Moves, form: Form, by_kernel: bool
 ) -> Tensor | None:
@@ -355,8 +368,8 @@ def _keys_due(
     here = Moves(moves.channels, [x.to(device) for x in moves.weights], [x.to(device) for x in moves.units])
     refused = compensated.refusal(form.dim, moves.channels, form.group, block)
     by = compensated.fast() if by_kernel and not refused else compensated
-    made: Tensor = by.due(layer.recent[0], counts, keys, here, form.bits, form.group)
-    return made
+    corrected: Tensor = by.due(layer.recent[0], counts, keys, here, form.bits, form.group)
+    return corrected
 
 
 def _rule_on(rule: AnyRule, device: torch.device) -> AnyRule:
@@ -370,8 +383,8 @@ def _empty(
     heads = next((rule.heads for rule in (key, value) if isinstance(rule, GridRule)), 2)
 
     def exact(tokens: int) -> tuple[Tensor, Tensor]:
-        made = [torch.zeros(3, heads, tokens, key.form.dim, dtype=dtype, device=device) for _ in (0, 1)]
-        return made[0], made[1]
+        pair = [torch.zeros(3, heads, tokens, key.form.dim, dtype=dtype, device=device) for _ in (0, 1)]
+        return pair[0], pair[1]
 
     blocks = [quantise.blocks_for(rule, 3, heads, room, device) for rule in (key, value)]
     flags = torch.zeros(heads, dtype=torch.int32, device=device)

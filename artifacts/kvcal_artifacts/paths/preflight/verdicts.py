@@ -56,8 +56,8 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def folder() -> Path:
-    if own := os.environ.get("KVCAL_CACHE_DIR"):
-        return Path(own).expanduser()
+    if directory := os.environ.get("KVCAL_CACHE_DIR"):
+        return Path(directory).expanduser()
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "kvcal"
     if sys.platform == "darwin":
@@ -77,8 +77,8 @@ def triton_version() -> str | None:
 def driver_version() -> str:
     """Of NVIDIA's driver, as its kernel module says; where none does (Jetson, WSL, Windows) the CUDA that it offers."""
     try:
-        if found := re.search(r"\s(\d+\.\d[\d.]*)\s", DRIVER.read_text("utf-8", "replace")):
-            return found[1]
+        if match := re.search(r"\s(\d+\.\d[\d.]*)\s", DRIVER.read_text("utf-8", "replace")):
+            return match[1]
     except OSError:
         pass
     try:
@@ -139,13 +139,13 @@ def append_verdict(
 
 
 def quantise_verdict(
-    key: AnyRule, value: AnyRule, given: tuple[torch.dtype, torch.dtype], scaled: bool, device: torch.device
+    key: AnyRule, value: AnyRule, dtypes: tuple[torch.dtype, torch.dtype], scaled: bool, device: torch.device
 ) -> str | None:
-    """As `verdict`, of the kernel that packs whole blocks. given: dtypes of keys and values; scaled: keys are divided by
+    """As `verdict`, of the kernel that packs whole blocks. dtypes: of keys and values; scaled: keys are divided by
     factors.
     """
-    parts = ["quantise", rule_said(key), rule_said(value), f"d{key.form.dim}", f"keys of {given[0]}, scaled {scaled}"]
-    return _found(parts, given[1], device, lambda: quantise_trial(key, value, given, scaled, device))
+    parts = ["quantise", rule_said(key), rule_said(value), f"d{key.form.dim}", f"keys of {dtypes[0]}, scaled {scaled}"]
+    return _found(parts, dtypes[1], device, lambda: quantise_trial(key, value, dtypes, scaled, device))
 
 
 def rule_said(rule: AnyRule) -> str:
@@ -186,8 +186,8 @@ def vectors_verdict(
     """As `verdict`, of the kernels that attend to vector codes."""
     shape, books = keys.shape, [f"{[tuple(book.shape) for book in codec.codebooks]}" for codec in (keys, values)]
     scaled = [codec.scale is not None for codec in (keys, values)]
-    held = f"{shape.heads} x {shape.dim}, blocks of {shape.block}, scaled {scaled}"
-    parts = ["vq_attention", *books, held, f"r{ratio}"]
+    size = f"{shape.heads} x {shape.dim}, blocks of {shape.block}, scaled {scaled}"
+    parts = ["vq_attention", *books, size, f"r{ratio}"]
     return _found(parts, dtype, device, lambda: vectors_trial(keys, values, ratio, dtype, device))
 
 
@@ -223,9 +223,9 @@ def _found(parts: list[str], dtype: torch.dtype, device: torch.device, trial: Ca
 
 def _kept(name: str, device: torch.device, trial: Callable[[], str | None]) -> tuple[str | None, bool]:
     """What is wrong with the kernel, and whether that is a verdict on it."""
-    known = read()
-    if name in known:
-        return known[name], True
+    verdicts = read()
+    if name in verdicts:
+        return verdicts[name], True
     if capturing():
         raise KVCalError(
             f"{name.split(' | ')[0]}: a CUDA graph is being recorded, in which this kernel cannot be checked before its first "
@@ -255,8 +255,8 @@ def _fault(device: torch.device) -> str | None:
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as error:
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        return None if "captur" in said else said  # cudaErrorStreamCapture...: another thread records a graph
+        message = (str(error) or type(error).__name__).splitlines()[0]
+        return None if "captur" in message else message  # cudaErrorStreamCapture...: another thread records a graph
     return None
 
 
@@ -282,14 +282,14 @@ def _said(form: Form) -> str:
 def key_of(parts: list[str], dtype: torch.dtype, device: torch.device) -> str:
     """Everything that a verdict may depend on."""
     mode = "interpreted" if interpreted() else "compiled"
-    own = [str(dtype), torch.cuda.get_device_name(device), mode, source_hash(), f"triton {triton_version()}"]
-    return " | ".join([*parts, *own, f"torch {torch.__version__}", f"driver {driver_version()}"])
+    machine = [str(dtype), torch.cuda.get_device_name(device), mode, source_hash(), f"triton {triton_version()}"]
+    return " | ".join([*parts, *machine, f"torch {torch.__version__}", f"driver {driver_version()}"])
 
 
 def read() -> dict[str, str | None]:
     """Known verdicts; nothing where the file is missing, damaged or not ours. Raises KVCalError where it is a pipe, say."""
     try:
-        found = json.loads(read_text(folder() / FILE))
+        verdicts = json.loads(read_text(folder() / FILE))
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -300,8 +300,8 @@ def read() -> dict[str, str | None]:
         return {}
     except (ValueError, RecursionError):  # the last of brackets in brackets
         return {}
-    ours = isinstance(found, dict) and all(why is None or isinstance(why, str) for why in found.values())
-    return found if ours else {}
+    ours = isinstance(verdicts, dict) and all(why is None or isinstance(why, str) for why in verdicts.values())
+    return verdicts if ours else {}
 
 
 def keep(name: str, why: str | None) -> None:

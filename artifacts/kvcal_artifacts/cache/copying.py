@@ -1,0 +1,28 @@
+"""A second cache on the same model gets the contents of the first."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from .layer import KVCalLayer
+
+if TYPE_CHECKING:
+    from .cache import KVCalCache
+
+# what a layer does not share with its copies
+OWN = ("_owner", "site", "title", "_in_place", "codecs", "handle", "_shown", "_layer")
+
+
+def fill(twin: KVCalCache, cache: KVCalCache, memo: dict[int, Any]) -> None:
+    """Copy what `cache` holds, which the device has told the host of, into a new cache made as it was."""
+    twin.ledger = copy.deepcopy(cache.ledger, memo)
+    twin.record, twin.steps = cache.record.copied(), copy.deepcopy(cache.steps, memo)
+    twin.growing = cache.growing
+    for index, (layer, other) in enumerate(zip(cache.layers, twin.layers, strict=True)):
+        if isinstance(layer, KVCalLayer) and isinstance(other, KVCalLayer):
+            state = {name: value for name, value in vars(layer).items() if name not in OWN}
+            other.__dict__.update(copy.deepcopy(state, memo))
+            other.codecs = layer.codecs
+        else:
+            twin.layers[index] = copy.deepcopy(layer, memo)
