@@ -282,8 +282,7 @@ def attend_kernel(
     LOWEST: tl.constexpr = (51 if KEYS.grid or PAIRS > 0 else 27) << 23
     b_down, b_up = powers(p_q, o_q, b_row, KEYS, SLICES, PEAK, LOWEST, BYTES, N)
     i_group = i_head * CHUNKS + i_chunk
-    i_part = i_group * parts + i_split
-    p_fit = p_part.to(tl.pointer_type(tl.float16)) + i_part * (2 * ROOM * D)  # where this program's output will lie
+    p_fit = p_part.to(tl.pointer_type(tl.float16)) + (i_group * parts + i_split) * (2 * ROOM * D)  # where this program's output will lie
     q, plain, sums, plain_q, b_up = _query_of(
         p_q, p_k_sign, p_near, p_fit, b_q, b_down, b_up, i_head, i_kv, i_chunk, o_q, b_row, KEYS, SLICES, WIDTH, PEAK,
         LOWEST, PAIRED, PAIRS, RATIO, QUERIES, NW, N, ASM,
@@ -331,7 +330,8 @@ def attend_kernel(
             b_l, out, p_first, p_near, run, runs, VALUES, SLICES, PAIRED, FEW, RATIO, QUERIES, PAIRS, NW, N, ASM, RING,
         )
     store_part(
-        p_part, p_stat, out, b_m, b_l, i_part, b_row, i_split >= early, VALUES, WIDE, PAIRED, LAID, EACH, D, NW, N
+        p_part, p_stat, out, b_m, b_l, i_group * parts + i_split, b_row, i_split >= early, VALUES, WIDE, PAIRED, LAID,
+        EACH, D, NW, N,
     )
     tl.debug_barrier()  # all of the program's stores come before its arrival
     merge_parts(
