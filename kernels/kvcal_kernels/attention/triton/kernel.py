@@ -282,7 +282,8 @@ def attend_kernel(
     LOWEST: tl.constexpr = (51 if KEYS.grid or PAIRS > 0 else 27) << 23
     b_down, b_up = powers(p_q, o_q, b_row, KEYS, SLICES, PEAK, LOWEST, BYTES, N)
     i_group = i_head * CHUNKS + i_chunk
-    p_fit = p_part.to(tl.pointer_type(tl.float16)) + (i_group * parts + i_split) * (2 * ROOM * D)  # where this program's output will lie
+    # where this program's output will lie
+    p_fit = p_part.to(tl.pointer_type(tl.float16)) + (i_group * parts + i_split) * (2 * ROOM * D)
     q, plain, sums, plain_q, b_up = _query_of(
         p_q, p_k_sign, p_near, p_fit, b_q, b_down, b_up, i_head, i_kv, i_chunk, o_q, b_row, KEYS, SLICES, WIDTH, PEAK,
         LOWEST, PAIRED, PAIRS, RATIO, QUERIES, NW, N, ASM,
