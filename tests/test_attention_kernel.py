@@ -642,8 +642,8 @@ def test_assembly_leaves_each_field_where_it_is(bits: int, odd: int) -> None:
     """Both halves of a register hold words: field f of each, shifted as `_place` says."""
     from kvcal_kernels.attention import triton as fused
 
-    texts = assembly(getattr(fused.integers, f"unpack{bits}"))
-    text = texts[0] if bits != 3 else texts[1 - odd]  # of three bits the odd tile comes first
+    thirds = plain(fused.integers._third_bits)
+    text = thirds(bool(odd)) if bits == 3 else assembly(getattr(fused.integers, f"unpack{bits}"))[0]
     g = torch.Generator().manual_seed(0)
     w, u = (torch.randint(0, 1 << 32, (4000,), generator=g) for _ in range(2))
     width = 2 if bits == 3 else bits

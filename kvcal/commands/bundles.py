@@ -29,7 +29,7 @@ from .common import (
     text_for,
     tokenizer_for,
 )
-from .workbench import check_bundle, open_model
+from .workbench import check_bundle, open_given
 
 INSPECT_WINDOWS, INSPECT_LENGTH = 4, 1024  # enough for two digits: an error is a mean over thousands of tokens
 
@@ -101,14 +101,7 @@ def _measured(bundle: Bundle, o: Options, say: Say) -> tuple[HeadErrors, str]:
     check_context(source, length, say)
     options = o | {"windows": o["windows"] or INSPECT_WINDOWS}
     text = evaluation_text(options, source, tokenizer_for(o, source, origin), origin, length, say)
-    loaded = open_model(
-        o["model"],
-        o["revision"],
-        dtype=o["dtype"],
-        device=o["device"],
-        random_weights=o["random_weights"],
-        seed=o["seed"],
-    )
+    loaded = open_given(o)
     bundle.check(loaded.model, loaded.revision)
     return measured_head_errors(loaded.model, bundle.scheme, text.ids), text.source
 

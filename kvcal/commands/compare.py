@@ -58,7 +58,7 @@ from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
 from .fit_predictors import check_taken as check_predictor
 from .guard import schemes_of
-from .workbench import cache_makers, open_model
+from .workbench import cache_makers, open_given
 
 PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
 PREDICTED = ("first_layer", "key_inputs", "value_inputs")
@@ -165,14 +165,7 @@ def run_compare(o: Options, fit_options: Options, say: Say, typed: Collection[st
     check_taken(o, rows, typed)
     _check_files(o)
     texts = _texts(o, fit_options, rows, say)
-    loaded = open_model(
-        o["model"],
-        o["revision"],
-        dtype=o["dtype"],
-        device=o["device"],
-        random_weights=o["random_weights"],
-        seed=o["seed"],
-    )
+    loaded = open_given(o)
     say_coverage(loaded.model, say)
     settings = _settings(o, texts, loaded, selection)
     ready = {row.name: row.what for row in rows if not isinstance(row.what, AquaKV)}  # a fit says it itself

@@ -48,7 +48,7 @@ from .common import (
     tokenizer_for,
 )
 from .guard import guard_window, schemes_of
-from .workbench import cache_makers, open_model, rows_named
+from .workbench import cache_makers, open_given, rows_named
 
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
@@ -143,14 +143,7 @@ def _hashes(methods: Mapping[str, DataFree | Bundle]) -> dict[str, dict[str, str
 
 def _opened(o: Options, plan: Plan, text: EvaluationWindows, say: Say) -> tuple[LoadedModel, dict[str, CacheMaker]]:
     """The model and a maker of caches for each row; says what the outlier guard has to say."""
-    loaded = open_model(
-        o["model"],
-        o["revision"],
-        dtype=o["dtype"],
-        device=o["device"],
-        random_weights=o["random_weights"],
-        seed=o["seed"],
-    )
+    loaded = open_given(o)
     if plan.methods:
         say_coverage(loaded.model, say)
     # refuses bundles of other models
@@ -365,14 +358,7 @@ def run_generate(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str,
     source = resolve(o["model"], o["revision"])
     tokenizer = known(tokenizer_for(o, source))
     ids = prompt_ids(tokenizer, o["prompt"], o["chat"], source.label)
-    loaded = open_model(
-        o["model"],
-        o["revision"],
-        dtype=o["dtype"],
-        device=o["device"],
-        random_weights=o["random_weights"],
-        seed=o["seed"],
-    )
+    loaded = open_given(o)
     say_coverage(loaded.model, say)
     makers = cache_makers(loaded.model, methods, loaded.revision, selection, given_kernels(o))
     name, maker = next(iter(makers.items()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,12 @@ def open_model(
     kind = pick_dtype(dtype, where)
     source = names.resolve(name, revision)
     return _loaded(source, kind, where, random_weights, seed)
+
+
+def open_given(options: Mapping[str, Any]) -> loading.LoadedModel:
+    """The model that a command's options name."""
+    keys = ("dtype", "device", "random_weights", "seed")
+    return open_model(options["model"], options["revision"], **{key: options[key] for key in keys})
 
 
 def _loaded(

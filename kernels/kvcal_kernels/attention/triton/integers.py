@@ -75,38 +75,13 @@ def unpack2(w, ASM: tl.constexpr):
     )
 
 
-@triton.jit
-def unpack3(w, u, ODD: tl.constexpr, ASM: tl.constexpr):
-    """w: a tile of two-bit fields. u: the tile of third bits; ODD: whether it holds w's at odd places."""
-    if ASM:
-        if ODD:
-            return tl.inline_asm_elementwise(
-                """{
-                .reg .b32 t, a, b, e;
-                shl.b32 a, $9, 1;
-                lop3.b32 e, $8, a, 0x00330033, 0xE4;
-                and.b32 $0, e, 0x00070007;
-                and.b32 $2, e, 0x00700070;
-                lop3.b32 e, $8, a, 0x00CC00CC, 0xE4;
-                and.b32 $1, e, 0x001C001C;
-                and.b32 $3, e, 0x01C001C0;
-                shr.u32 t, $8, 8;
-                shr.u32 b, $9, 7;
-                lop3.b32 e, t, b, 0x00330033, 0xE4;
-                and.b32 $4, e, 0x00070007;
-                and.b32 $6, e, 0x00700070;
-                lop3.b32 e, t, b, 0x00CC00CC, 0xE4;
-                and.b32 $5, e, 0x001C001C;
-                and.b32 $7, e, 0x01C001C0;
-                }""",
-                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w, u],
-                dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
-                is_pure=True, pack=2,
-            )
-        return tl.inline_asm_elementwise(
-            """{
+@triton.constexpr_function
+def _third_bits(odd):
+    """Assembly that joins two-bit fields ($8) and their third bits ($9); third bits of an odd tile lie one bit further up."""
+    up, down = (1, 7) if odd else (2, 6)
+    return f"""{{
             .reg .b32 t, a, b, e;
-            shl.b32 a, $9, 2;
+            shl.b32 a, $9, {up};
             lop3.b32 e, $8, a, 0x00330033, 0xE4;
             and.b32 $0, e, 0x00070007;
             and.b32 $2, e, 0x00700070;
@@ -114,15 +89,22 @@ def unpack3(w, u, ODD: tl.constexpr, ASM: tl.constexpr):
             and.b32 $1, e, 0x001C001C;
             and.b32 $3, e, 0x01C001C0;
             shr.u32 t, $8, 8;
-            shr.u32 b, $9, 6;
+            shr.u32 b, $9, {down};
             lop3.b32 e, t, b, 0x00330033, 0xE4;
             and.b32 $4, e, 0x00070007;
             and.b32 $6, e, 0x00700070;
             lop3.b32 e, t, b, 0x00CC00CC, 0xE4;
             and.b32 $5, e, 0x001C001C;
             and.b32 $7, e, 0x01C001C0;
-            }""",
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w, u],
+            }}"""
+
+
+@triton.jit
+def unpack3(w, u, ODD: tl.constexpr, ASM: tl.constexpr):
+    """w: a tile of two-bit fields. u: the tile of third bits; ODD: whether it holds w's at odd places."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _third_bits(ODD), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w, u],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True, pack=2,
         )
