@@ -639,7 +639,7 @@ def assembly(kernel: Any) -> list[str]:
 @needs_triton
 @pytest.mark.parametrize(("bits", "odd"), [(8, 0), (4, 0), (2, 0), (3, 0), (3, 1)])
 def test_assembly_leaves_each_field_where_it_is(bits: int, odd: int) -> None:
-    """Both halves of a register hold words: field f of each, shifted as `_place` says."""
+    """Both halves of a register hold words: field f of each, shifted as `bit_weight` says."""
     from kvcal_kernels.attention import triton as fused
 
     thirds = plain(fused.integers._third_bits)
@@ -1242,7 +1242,7 @@ def test_one_compiled_kernel_serves_every_length_and_batch() -> None:
 
 
 def by_product(a: Tensor, b: Tensor, apart: int = 0) -> Tensor:
-    """What `_over` makes of whole numbers that are not LONG, where its reciprocal is so many float32 numbers from the
+    """What `floor_divide` makes of whole numbers that are not LONG, where its reciprocal is so many float32 numbers from the
     nearest: CUDA's full-range division, which Triton takes, may be 2 off.
     """
     inverse = 1 / b.float()

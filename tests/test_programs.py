@@ -36,7 +36,7 @@ def test_a_plan_has_a_program_for_every_token(
     else:
         assert carried and less != ALONE and splits == made.parts and extra == made.exact * fewer
     assert made.parts - (made.exact if made.less == ALONE else 0) <= max(PARTS, own["parts"])
-    # what `_over` divides without LONG, as `_prepared` chooses it
+    # what `floor_divide` divides without LONG, as `_prepared` chooses it
     assert blocks + SPARE > SHORT or blocks + extra + splits - 1 < SHORT
     if own["parts"] > (made.less != ALONE):
         assert splits == own["parts"]

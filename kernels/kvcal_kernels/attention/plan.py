@@ -109,7 +109,7 @@ def settings(
 
 
 PARTS = 192  # of a group, at most
-SHORT = 1 << 20  # what `_over` divides by a product of float32
+SHORT = 1 << 20  # what `floor_divide` divides by a product of float32
 SPARE = 1 << 14  # of that, for what is added to a row's blocks
 MOST_AT_ONCE, MOST_WARPS = 32, 64  # programs, and their warps, that a multiprocessor runs at a time
 RING = 8192  # bytes of a warp: blocks on their way are at least two, at most four
@@ -277,7 +277,7 @@ def launches(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> t
 
 
 def _reserved(fixed: dict[str, Any]) -> int:
-    """Bytes of a ring that lies behind what Triton manages, see `_ring`."""
+    """Bytes of a ring that lies behind what Triton manages, see `ring_address`."""
     keys, values = fixed["KEYS"], fixed["VALUES"]
     slots, tables = int((keys.slot + values.slot) * fixed["SLOTS"]), int(keys.entries + values.entries)
     return slots * int(fixed["NW"]) if plain_beyond(fixed["NW"], tables, slots) else 0

@@ -30,7 +30,7 @@ class Blocks:
 
     @cached_property
     def launch_key(self) -> tuple[Any, ...]:
-        """All that a kernel takes for granted of them but their numbers; see `about`."""
+        """All that a kernel takes for granted of them but their numbers; see `launch_key`."""
         grid = (
             None if self.grid is None else (self.grid.vector, launch_key(self.grid.table), launch_key(self.grid.sign))
         )

@@ -57,7 +57,7 @@ class Rotated:
 
 def encode(x: Tensor, how: Rotated, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """x (B, H, T, D) float16, bfloat16 or float32 -> codes uint8 (B, H, T, D / d), norms float16 (B, how.norms, T), and
-    flags int32 (H,), with one norm a token the same for all heads. made: (B, H, T, D) float32 takes what these decode
+    flags int32 (H,), with one norm a token the same for all heads. out: (B, H, T, D) float32 takes what these decode
     to.
     """
     heads, dim = x.shape[1], x.shape[3]

@@ -413,7 +413,7 @@ def encode(
     x: Tensor, how: Rotated, flags: Tensor | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As reference.encode, for any strides but that of channels, which is 1; kv heads and head_dim powers of two. Given
-    flags are added to. made: contiguous.
+    flags are added to. out: contiguous.
     """
     batch, heads, tokens, dim = x.shape
     n, d = how.points.shape

@@ -48,7 +48,7 @@ def _window_tokens(
 ):
     """Tokens `begin` to `end` as they are; token 0 is in slot 0, with RING in slot `first`, others behind it and
     around. limit (N,): the first token that a row does not see. run: of the tokens behind the first `gap` ones, these
-    being `own` places further from there, where PAIRS says that keys are turned.
+    being `shift` places further from there, where PAIRS says that keys are turned.
     """
     D: tl.constexpr = SLICES * 16
     r = tl.arange(0, 16)
@@ -104,7 +104,7 @@ def exact_tokens(
     SLICES: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr,
     PAIRS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
 ):
-    """A program's `share` of the sink, in the first `sink_parts` programs, or of the recent tokens. own: the first of
+    """A program's `share` of the sink, in the first `sink_parts` programs, or of the recent tokens. begin: the first of
     them. n [N]: the query rows. PAIRED 2: outputs are of int8, slices of one parity each, in whose columns of the other
     lies what is not read.
     """

@@ -211,7 +211,7 @@ def _renewed(
     renewed: list[str],
 ) -> list[str]:
     """Where `renew` is not 0: queries times their channels' scales (outer groups) as `queries`, their unit and what
-    zero points add to scores as the first two of `about`. plain: queries, float16 below 1; scales: byte of the slot at
+    zero points add to scores as the first two of `renewed`. plain: queries, float16 below 1; scales: byte of the slot at
     which they begin. base: the unit of `plain`; what a lane's part of a number is rounded with, and which byte of it
     that is.
     """
