@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcal_artifacts.codecs.higgs import GRIDS, gaussian_grid
+from kvcal_kernels.higgs import Rotated
+from kvcal_kernels.higgs.triton import nearest_points, searched
 from kvcal_kernels.lattice import nearest
-from kvcal_kernels.rotated import Rotated
-from kvcal_kernels.rotated.triton import nearest_points, searched
 from kvcal_kernels.triton import interpreted
 
 N = 64

@@ -20,8 +20,8 @@ from kvcal_artifacts.codecs.base import Codec, Context
 from kvcal_artifacts.codecs.higgs import GRIDS, Higgs
 from kvcal_artifacts.codecs.predictors import Linear, Predictor, QuantisedLinear
 from kvcal_artifacts.codecs.reconstruct import Reconstruction, coded
-from kvcal_kernels.reconstruct import Turn, reference
-from kvcal_kernels.reconstruct import triton as kernel
+from kvcal_kernels.dequantise import Turn, reference
+from kvcal_kernels.dequantise import triton as kernel
 
 PREPARE = kernel.prepare
 

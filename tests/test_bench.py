@@ -81,8 +81,8 @@ from kvcal_artifacts.storage import block_store
 from kvcal_artifacts.storage.ledger import Plan
 from kvcal_artifacts.windows import HeavyHitters, Windows
 from kvcal_kernels import quantise as quantise_kernels
-from kvcal_kernels import vq_append
 from kvcal_kernels.quantise import Layer, reference
+from kvcal_kernels.residual_vq import append as vq_append
 from models_fixture import Done, kvcal
 from pages import ROOT
 from test_fused import Card
@@ -1053,7 +1053,7 @@ class Kernels:
         for module in (fused, quantising):
             monkeypatch.setattr(module, "interpreted", lambda: True)
         stand_in = SimpleNamespace(attend=self._attend, append=self._append, Workspace=lambda *given: None)
-        for package in (codebook.vq_attention, codebook.vq_append):
+        for package in (codebook.residual_vq.attention, codebook.residual_vq.append):
             monkeypatch.setattr(package, "fast", lambda: stand_in)
         monkeypatch.setattr(quantise_kernels, "triton", SimpleNamespace(advance=reference.advance), raising=False)
 
@@ -2232,13 +2232,13 @@ def test_vector_codes_on_a_gpu(name: str, dtype: torch.dtype, monkeypatch: pytes
         codebook.vq_attention.fast(), "attend", lambda q, k, v, blocks, *rest: honest(q, k, v, blocks - 1, *rest)
     )
     assert "check failed: off by" in str(attended.check())
-    honest_append = codebook.vq_append.fast().append
+    honest_append = codebook.residual_vq.append.fast().append
 
     def spoilt(keys: Any, *rest: Any) -> None:
         honest_append(keys, *rest)
         keys.bands[0].codes.bitwise_xor_(1)
 
-    monkeypatch.setattr(codebook.vq_append.fast(), "append", spoilt)
+    monkeypatch.setattr(codebook.residual_vq.append.fast(), "append", spoilt)
     assert "times that of the codec's own codes" in str(appended.check())
 
 

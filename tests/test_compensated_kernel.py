@@ -15,9 +15,9 @@ from torch import Tensor
 from compiled import TARGETS, compiled, resources, skip_unless_pinned, whole
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Context, Shape, Squat, Uniform
-from kvcal_kernels.compensated import Digits, Moves, corrected, due, moves
 from kvcal_kernels.layout import Form
 from kvcal_kernels.quantise import Counts, Rule, Windows, advance, reference
+from kvcal_kernels.squat import Digits, Moves, corrected, due, moves
 
 Case = tuple[int, int, int, int, int]
 CASES: list[Case] = [  # head_dim, channels, block, group, bits
@@ -125,7 +125,7 @@ def apart(module: Any, case: Case, how: str, queries: int, device: str = "cpu") 
 
 
 def reference_module() -> Any:
-    from kvcal_kernels.compensated import reference
+    from kvcal_kernels.squat import reference
 
     return reference
 
@@ -162,7 +162,7 @@ def test_steps_that_make_no_sense(change: Any, says: str) -> None:
 
 
 def main() -> None:
-    from kvcal_kernels.compensated import triton
+    from kvcal_kernels.squat import triton
 
     print([apart(triton, *STEPS[i])[0] for i in (0, 1, 3, 5, 6, 9)])
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
@@ -193,7 +193,7 @@ def test_interpreted_kernel_agrees_with_the_reference() -> None:
     ],
 )
 def test_what_the_kernel_would_misread_is_refused(change: Any, says: str) -> None:
-    from kvcal_kernels.compensated import triton
+    from kvcal_kernels.squat import triton
 
     _, own, x = made(CASES[0])
     x, own, block = change(x, own, 32)
@@ -224,7 +224,7 @@ BUDGET = {
 @pytest.mark.parametrize("case", CASES[:1], ids=str)
 @pytest.mark.parametrize("capability", TARGETS)
 def test_compiled_kernel_keeps_to_its_budget(case: Case, capability: int, name: str, tmp_path: Path) -> None:
-    from kvcal_kernels.compensated import triton
+    from kvcal_kernels.squat import triton
 
     skip_unless_pinned()
     dim, channels, block, group, bits = case
@@ -243,7 +243,7 @@ def test_compiled_kernel_keeps_to_its_budget(case: Case, capability: int, name: 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "how", "queries"), STEPS, ids=str)
 def test_steps_on_a_gpu(case: Case, how: str, queries: int) -> None:
-    from kvcal_kernels.compensated import triton
+    from kvcal_kernels.squat import triton
 
     assert not apart(triton, case, how, queries, "cuda")[0]
 
@@ -251,7 +251,7 @@ def test_steps_on_a_gpu(case: Case, how: str, queries: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a_gpu(case: Case) -> None:
-    from kvcal_kernels.compensated import triton
+    from kvcal_kernels.squat import triton
 
     _, own, x = made(case)
     there = Moves(own.channels, [t.cuda() for t in own.weights], [t.cuda() for t in own.units])
@@ -261,7 +261,7 @@ def test_on_a_gpu(case: Case) -> None:
 @pytest.mark.gpu
 def test_heads_far_apart_on_a_gpu() -> None:
     """As of 32 kv heads and half a million tokens: the last ones begin beyond 2^31 numbers."""
-    from kvcal_kernels.compensated import triton
+    from kvcal_kernels.squat import triton
 
     dim, channels, block, group, bits = CASES[0]
     _, own, x = made(CASES[0])

@@ -191,7 +191,7 @@ def _appended() -> None:
 
 
 def _reconstructed() -> None:
-    from kvcal_kernels.reconstruct import triton
+    from kvcal_kernels.dequantise import triton
 
     case = reconstruct_cases.Case(inputs=())
     codec = reconstruct_cases.codec_of(case)
@@ -205,7 +205,7 @@ def _reconstructed() -> None:
 
 
 def _rotated() -> None:
-    from kvcal_kernels.rotated import triton
+    from kvcal_kernels.higgs import triton
 
     _, how, x = test_rotated_kernel.made(test_rotated_kernel.CASES[0])
     triton.encode(x, how)
@@ -213,21 +213,21 @@ def _rotated() -> None:
 
 
 def _corrected() -> None:
-    from kvcal_kernels.compensated import triton
+    from kvcal_kernels.squat import triton
 
     _, own, x = test_compensated_kernel.made(test_compensated_kernel.CASES[0])
     triton.corrected(x, own, 2, 32, 32)
 
 
 def _selected() -> None:
-    from kvcal_kernels.salience import triton
+    from kvcal_kernels.mixkvq import triton
 
     case = test_salience_kernel.CASES[0]
     triton.select(*test_salience_kernel.made(case), case[0], 32)
 
 
 def _nearest() -> None:
-    from kvcal_kernels.vq import triton
+    from kvcal_kernels.residual_vq.nearest import triton
 
     x, book = torch.randn(300, 16), torch.randn(64, 16).half()
     triton.nearest(x, book)
@@ -235,7 +235,7 @@ def _nearest() -> None:
 
 
 def _coded_attended() -> None:
-    from kvcal_kernels.vq_attention import triton
+    from kvcal_kernels.residual_vq.attention import triton
 
     given = vq_attention_cases.made(vq_attention_cases.Case())
     triton.attend(*given.arguments())
@@ -243,7 +243,7 @@ def _coded_attended() -> None:
 
 
 def _coded_appended() -> None:
-    from kvcal_kernels.vq_append import triton
+    from kvcal_kernels.residual_vq.append import triton
 
     held = vq_append_cases.empty(vq_append_cases.Case())
     k, v = torch.randn(2, 2, 2, 1, 64).half()

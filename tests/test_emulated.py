@@ -52,7 +52,7 @@ for what, names in {few}.items():
 """
 PACKED = """
 import test_rotated_kernel
-from kvcal_kernels.rotated import triton
+from kvcal_kernels.higgs import triton
 for case in {cases}:
     print(*test_rotated_kernel.misplaced(triton, test_rotated_kernel.CASES[case]))
 """

@@ -25,8 +25,8 @@ from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, NonFiniteErro
 from kvcal_artifacts.paths import choose, codebook
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.windows import HeavyHitters, Windows
-from kvcal_kernels.compensated import Digits
 from kvcal_kernels.layout import Rope
+from kvcal_kernels.squat import Digits
 from schemes import close_all, left_mask, mixkvq_of, numbers, opened, packed_row, same, token_ids, window_row
 from test_fused import PAIRS, SCALED_ROPE, SHAPE, WINDOWS, close, generated, model, placed, scheme, steps, uniform
 from test_vectors import PAIR as VECTORS

@@ -585,8 +585,8 @@ print(t.trials.append_trial(*rules, *place, flushes=1))
 t.trials.quantise.observe = seen
 kivi = [t.choose.rule_of(t.uniform(role, 4, inner=False)) for role in ("key", "value")]
 print(t.trials.append_trial(*kivi, *place, 32, 1))
-due = t.trials.compensated.due
-t.trials.compensated.due = lambda ring, *rest: due(ring * 1.01, *rest)
+due = t.trials.squat.due
+t.trials.squat.due = lambda ring, *rest: due(ring * 1.01, *rest)
 print(t.trials.append_trial(*kivi, *place, 32, 1))
 whole, by = t.trials.attention.fast(), t.trials.attention.fast().attend
 whole.attend = lambda *given, **named: by(*given, **named) * (1.5 if given[-1].warps == 4 else 1)
@@ -617,10 +617,10 @@ for pair in pairs.values():
 PROMPTS = """
 import json, torch
 import test_fused as t
-from kvcal_kernels import compensated, quantise, salience
+from kvcal_kernels import mixkvq, quantise, squat
 from schemes import packed_row
 own = t.build("Llama", head_dim=64, num_hidden_layers=1).half()
-kernels = {"quantise": quantise.fast(), "corrected": compensated.fast(), "select": salience.fast()}
+kernels = {"quantise": quantise.fast(), "corrected": squat.fast(), "select": mixkvq.fast()}
 launched = []
 for name, kernel in kernels.items():
     setattr(kernel, name, lambda *a, _name=name, _once=getattr(kernel, name), **k: (launched.append(_name), _once(*a, **k))[1])
@@ -808,7 +808,8 @@ def test_each_kernel_is_tried_once_and_the_verdict_kept(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     "name",
-    ["kvcal_kernels/rotated/triton.py", "kvcal_kernels/vq/residual.py", "kvcal_kernels/vq_attention/triton.py",
+    ["kvcal_kernels/higgs/triton.py", "kvcal_kernels/residual_vq/nearest/residual.py",
+     "kvcal_kernels/residual_vq/attention/triton.py",
      "kvcal_kernels/packing/triton.py", "kvcal_kernels/triton.py", "codecs/higgs.py",
      "preflight/verdicts.py", "preflight/trials.py"],
 )  # fmt: skip

@@ -19,8 +19,8 @@ from kvcal_artifacts.codecs.higgs import Higgs
 from kvcal_artifacts.codecs.predictors import MLP, Linear
 from kvcal_artifacts.codecs.reconstruct import Reconstruction, coded, refuses
 from kvcal_artifacts.errors import KVCalError
+from kvcal_kernels.dequantise import Coded, Turn, decode, reference
 from kvcal_kernels.packing import packed_bytes
-from kvcal_kernels.reconstruct import Coded, Turn, decode, reference
 from reconstruct_cases import Case, Placed, codec_of, exhaustive, misplaced, normal, placed, rope, small
 
 SHAPE = Shape(2, 64, 32)
@@ -109,7 +109,7 @@ def test_other_predictors_are_refused() -> None:
     ],
 )
 def test_what_the_kernel_would_misread_is_refused(change: dict[str, Any], says: str) -> None:
-    from kvcal_kernels.reconstruct import triton as kernel
+    from kvcal_kernels.dequantise import triton as kernel
 
     codec = Higgs(SHAPE, "key").for_decoding()
     blocks = coded(codec, codec.encode(normal(2, 2, 64, 64, seed=0)))
@@ -134,7 +134,7 @@ def test_interpreted_kernel_places_exact_tokens_as_the_reference_does() -> None:
 
 @needs_triton
 def test_what_does_not_fit_is_not_placed() -> None:
-    from kvcal_kernels.reconstruct import triton as kernel
+    from kvcal_kernels.dequantise import triton as kernel
 
     whole, part = [torch.zeros(1, 2, 10, 64).half()] * 2, [torch.zeros(1, 2, 4, 64).half()] * 2
     with pytest.raises(ValueError, match=r"place: 12 tokens up to slot 12 of \(1, 2, 10, 64\)"):
@@ -158,7 +158,7 @@ STRIDES = ["s_code_row", "s_code_head", "s_norm_row", "s_norm_head", "s_x_row", 
 
 def arguments(kind: str) -> tuple[dict[str, str], list[str]]:
     """Types of the kernel's arguments, and which of them are aligned."""
-    from kvcal_kernels.reconstruct import triton as kernel
+    from kvcal_kernels.dequantise import triton as kernel
 
     types = dict.fromkeys(["p_out", "p_turned", "p_weight", "p_x0", "p_x1", "p_x2", "p_x3"], f"*{kind}")
     types |= {"p_codes": "*u8", "p_norm": "*fp16", "p_grid": "*i32", "p_matrix": "*fp16"}
@@ -169,7 +169,7 @@ def arguments(kind: str) -> tuple[dict[str, str], list[str]]:
 
 
 def built(key: bool, rotation: int, inputs: int, rotary: int, kind: str, capability: int) -> Any:
-    from kvcal_kernels.reconstruct import triton as kernel
+    from kvcal_kernels.dequantise import triton as kernel
 
     codes = torch.empty(1, 8, 1, 32 if key else 64, packed_bytes(64 if key else 32, 4), dtype=torch.uint8)
     blocks = Coded(codes, torch.empty(1, 1, 1, 32), torch.empty(16, 2), torch.ones(1024), rotation, 4, 128, key)
@@ -188,7 +188,7 @@ def built(key: bool, rotation: int, inputs: int, rotary: int, kind: str, capabil
 @pytest.mark.parametrize("inputs", [0, 3])
 def test_a_rotation_of_an_odd_factor_fits_into_shared_memory(inputs: int) -> None:
     """Values of 3 heads of 96 channels in a grid of 4 dimensions, as programs of Hopper take them: at most 227 KB."""
-    from kvcal_kernels.reconstruct import triton as kernel
+    from kvcal_kernels.dequantise import triton as kernel
 
     codes = torch.empty(1, 3, 1, 24, packed_bytes(32, 8), dtype=torch.uint8)
     blocks = Coded(codes, torch.empty(1, 3, 1, 32), torch.empty(256, 4), torch.ones(288), 32, 8, 96, False, 3)
@@ -260,7 +260,7 @@ def test_compiled_kernel_keeps_to_its_budget(
 @pytest.mark.parametrize("capability", TARGETS)
 def test_compiled_placing_rounds_every_product(tables: str, capability: int, tmp_path: Path) -> None:
     """As torch does: with fused operations 16 of 100 numbers of bfloat16 were others (H200)."""
-    from kvcal_kernels.reconstruct import triton as kernel
+    from kvcal_kernels.dequantise import triton as kernel
 
     constants = {"H": 8, "D": 128, "DP": 128, "R": 128, "BT": kernel.PLACED, "ASM": True}
     names = [name for name in kernel.place_kernel.arg_names if name not in constants]

@@ -299,8 +299,8 @@ INTERPRETED = """
 import torch
 import test_reconstructed as t
 from kvcal_artifacts.codecs import Context
-from kvcal_kernels import reconstruct
-from kvcal_kernels.reconstruct import triton as kernel
+from kvcal_kernels import dequantise
+from kvcal_kernels.dequantise import triton as kernel
 kernel.launch_for = lambda device: kernel.Launch(32, 32, 4, 2)
 own = t.build("Llama", head_dim=64, num_hidden_layers=2).half()
 made = t.chained("pre_rope", 2)
@@ -312,9 +312,9 @@ print(t.trials.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), 
 run = kernel.reconstruct
 kernel.reconstruct = lambda coded, prepared, inputs, *rest: run(coded, prepared, [x * 1.01 for x in inputs], *rest)
 print(t.trials.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
-kernel.reconstruct, kernel.place = run, reconstruct.place
+kernel.reconstruct, kernel.place = run, dequantise.place
 print(t.trials.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
-kernel.place = lambda whole, sink, window, new, behind, turn: reconstruct.place(whole, sink, window, new, behind)
+kernel.place = lambda whole, sink, window, new, behind, turn: dequantise.place(whole, sink, window, new, behind)
 print(t.trials.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
 x, context = t.numbers(2, 2, 64, 64, seed=1), Context(1, k1=t.numbers(2, 2, 64, 64, seed=2))
 (packed, made), (own, here) = (one.encode_decode(x, context) for one in (codec, codec.by_kernel()))

@@ -17,8 +17,8 @@ from compiled import TARGETS, compiled, loops, resources, skip_unless_pinned, wh
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Higgs, Shape
 from kvcal_artifacts.codecs.higgs import gaussian_grid
+from kvcal_kernels.higgs import Rotated, encode, reference
 from kvcal_kernels.layout import Form
-from kvcal_kernels.rotated import Rotated, encode, reference
 
 CASES: list[tuple[int, int, str, str, int]] = [  # d, n, norm, gain, head_dim
     (2, 16, "token", "mse", 64),
@@ -103,7 +103,7 @@ def misplaced(module: Any, case: Any, device: str = "cpu") -> list[str]:
 
 
 def main() -> None:
-    from kvcal_kernels.rotated import triton
+    from kvcal_kernels.higgs import triton
 
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     for number, case in enumerate(CASES[:2] + CASES[3:6] + WIDE):
@@ -137,7 +137,7 @@ def test_interpreted_kernel_agrees_with_the_reference() -> None:
     ],
 )
 def test_what_the_kernel_would_misread_is_refused(change: Any, says: str) -> None:
-    from kvcal_kernels.rotated import triton
+    from kvcal_kernels.higgs import triton
 
     _, how, x = made(CASES[0])
     with pytest.raises(ValueError, match=says):
@@ -152,7 +152,7 @@ TYPES = {
 
 def built(how: Rotated, decode: bool = False, capability: int = 90) -> Any:
     """At 8 heads of 128."""
-    from kvcal_kernels.rotated import triton
+    from kvcal_kernels.higgs import triton
 
     constants = triton.settings(how, 8, 128) | {"ASM": True, "DECODE": decode}
     names = [name for name in triton.encode_kernel.arg_names if name not in constants]
@@ -169,7 +169,7 @@ def test_compiled_kernel_keeps_to_its_budget(d: int, ceiling: float, capability:
     """Instructions a number and point of the loop over points where there is no raster; 8 heads of 128. Rotation and
     norm take about 50 a number besides.
     """
-    from kvcal_kernels.rotated import triton
+    from kvcal_kernels.higgs import triton
 
     skip_unless_pinned()
     own = built(Rotated(torch.zeros(16, d), torch.zeros(1024, dtype=torch.int8)), capability=capability)
@@ -237,7 +237,7 @@ PACKING = {
 def test_compiled_packing_keeps_to_its_budget(
     role: Any, d: int, bits: int, in_bytes: bool, capability: int, tmp_path: Path
 ) -> None:
-    from kvcal_kernels.rotated import triton
+    from kvcal_kernels.higgs import triton
 
     form = Form(role, 128, bits, vector=d, in_bytes=in_bytes)
     constants = {"DIM": 128, "BITS": bits, "D": d, "WORDS": form.words, "VALUE": role == "value", "IN_BYTES": in_bytes}
@@ -262,7 +262,7 @@ def test_compiled_packing_keeps_to_its_budget(
     ],
 )
 def test_codes_that_the_kernel_would_misread_are_refused(codes: Tensor, says: str) -> None:
-    from kvcal_kernels.rotated import triton
+    from kvcal_kernels.higgs import triton
 
     with pytest.raises(ValueError, match=says):
         triton.pack(codes, Form("key", 128, 2, vector=2))
@@ -271,7 +271,7 @@ def test_codes_that_the_kernel_would_misread_are_refused(codes: Tensor, says: st
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES + WIDE, ids=str)
 def test_on_a_gpu(case: Any) -> None:
-    from kvcal_kernels.rotated import triton
+    from kvcal_kernels.higgs import triton
 
     assert misplaced(triton, case, "cuda") == []
     _, how, x = made(case)

@@ -14,7 +14,7 @@ from torch import Tensor
 from compiled import TARGETS, compiled, loops, resources, skip_unless_pinned, whole
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape
-from kvcal_kernels.salience import Tiers, select
+from kvcal_kernels.mixkvq import Tiers, select
 
 CASES: list[tuple[Tiers, str, int]] = [  # tiers, importance of a "block", a "row" or "none", head_dim
     (Tiers(), "row", 64),
@@ -58,7 +58,7 @@ def differing(module: Any, case: Any, x: Tensor, importance: Tensor | None) -> l
 
 
 def main() -> None:
-    from kvcal_kernels.salience import triton
+    from kvcal_kernels.mixkvq import triton
 
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     for number, case in enumerate(CASES):
@@ -71,7 +71,7 @@ def main() -> None:
 
 ODD = """
 import torch, test_salience_kernel as t
-from kvcal_kernels.salience import triton
+from kvcal_kernels.mixkvq import triton
 for case in (t.CASES[0], t.CASES[1], t.CASES[3]):
     x, importance = t.made(case, torch.bfloat16)
     x[0, 1, 0, 7], x[0, 1, 1, 7], importance[0, 1, :, 7] = 3e38, -3e38, 0  # infinity times nothing
@@ -108,7 +108,7 @@ def test_channels_of_what_is_refused_are_channels_all_the_same() -> None:
     ],
 )
 def test_what_the_kernel_would_misread_is_refused(change: Any, says: str) -> None:
-    from kvcal_kernels.salience import triton
+    from kvcal_kernels.mixkvq import triton
 
     with pytest.raises(ValueError, match=says):
         triton.select(*change(*made(CASES[0])), Tiers(), 32)
@@ -128,7 +128,7 @@ BUDGET = {90: (100, 295, 910, 4040), 80: (84, 295, 895, 3870), 87: (84, 295, 895
 @needs_triton
 @pytest.mark.parametrize("capability", TARGETS)
 def test_compiled_kernel_keeps_to_its_budget(capability: int, tmp_path: Path) -> None:
-    from kvcal_kernels.salience import triton
+    from kvcal_kernels.mixkvq import triton
 
     skip_unless_pinned()
 
@@ -150,7 +150,7 @@ def test_compiled_kernel_keeps_to_its_budget(capability: int, tmp_path: Path) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a_gpu(case: Any) -> None:
-    from kvcal_kernels.salience import triton
+    from kvcal_kernels.mixkvq import triton
 
     x, importance = made(case)
     assert differing(triton, case, x.cuda(), None if importance is None else importance.cuda()) == []

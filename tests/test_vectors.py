@@ -21,7 +21,7 @@ from kvcal_artifacts.paths.preflight import (
 )
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_kernels.attention import reference as plain
-from kvcal_kernels.vq_attention import attend_exact
+from kvcal_kernels.residual_vq.attention import attend_exact
 from schemes import close_all, left_mask, numbers, opened, token_ids
 from test_fused import HALVES, WINDOWS, Card, close, generated, model, on_a_gpu, steps, uniform
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled import TARGETS, compiled, loops, resources, skip_unless_pinned, whole
 from interpreted import interpreted, needs_triton
-from kvcal_kernels.vq import backend, nearest, reference, residual_codes, residual_sum, sums
+from kvcal_kernels.residual_vq.nearest import backend, nearest, reference, residual_codes, residual_sum, sums
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -132,7 +132,7 @@ def test_compiled_kernel_keeps_to_its_budget(
     """232 registers: two programs of four warps on a Hopper multiprocessor; 168: three before it. ceiling: instructions
     of a warp in a step of 128 vectors by 128 codewords, before Hopper of 64 by 128; 0: a step has no loop.
     """
-    from kvcal_kernels.vq import triton as fused
+    from kvcal_kernels.residual_vq.nearest import triton as fused
 
     types = {"p_x": "*fp16", "p_unit": "*fp32", "p_book": "*fp16", "p_half": "*fp32", "p_found": "*i32"}
     types |= {"n": "i32", "k": "i32"}
@@ -164,7 +164,7 @@ SMALL = {
 @needs_triton
 @pytest.mark.parametrize("capability", TARGETS)
 def test_compiled_small_kernels_keep_to_their_budgets(capability: int, tmp_path: Path) -> None:
-    from kvcal_kernels.vq import triton as fused
+    from kvcal_kernels.residual_vq.nearest import triton as fused
 
     found = []
     types = {"p_x": "*bf16", "p_half": "*fp16", "p_unit": "*fp32", "n": "i32"}
@@ -187,7 +187,7 @@ def test_compiled_small_kernels_keep_to_their_budgets(capability: int, tmp_path:
 
 INTERPRETED = """
 import torch
-from kvcal_kernels.vq import reference, triton
+from kvcal_kernels.residual_vq.nearest import reference, triton
 def normal(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 for n, d, k in [(150, 80, 512), (5, 48, 64), (40, 128, 16), (40, 7, 2), (64, 112, 65), (33, 200, 256), (0, 16, 16)]:

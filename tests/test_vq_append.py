@@ -12,9 +12,9 @@ import torch
 from compiled import compiled, resources
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts.paths.preflight import trials
-from kvcal_kernels import vq_append
 from kvcal_kernels.quantise import Windows
-from kvcal_kernels.vq_attention import Band, decode
+from kvcal_kernels.residual_vq import append as vq_append
+from kvcal_kernels.residual_vq.attention import Band, decode
 from vq_append_cases import Case, appended, codec_of, small, wrong
 
 
@@ -57,7 +57,7 @@ def test_the_triton_kernels_in_the_interpreter() -> None:
 )
 def test_compiles_without_spilling(d: int, k: int, stages: int, capability: int, tmp_path: Path) -> None:
     """With up to 255 registers, one program a multiprocessor: it runs once in as many steps as a block has tokens."""
-    from kvcal_kernels.vq_append import triton as fused
+    from kvcal_kernels.residual_vq.append import triton as fused
 
     types = dict.fromkeys(("p_dims", "p_codes", "p_counts", "p_flags"), "*i32")
     types |= dict.fromkeys(("p_half", "p_rest"), "*fp32") | dict.fromkeys(("p_ring", "p_scale", "p_book"), "*fp16")
@@ -75,7 +75,7 @@ def test_compiles_without_spilling(d: int, k: int, stages: int, capability: int,
 @needs_triton
 @pytest.mark.parametrize("capability", [80, 87, 90])
 def test_windows_and_codes_compile_without_spilling(capability: int, tmp_path: Path) -> None:
-    from kvcal_kernels.vq_append import triton as fused
+    from kvcal_kernels.residual_vq.append import triton as fused
 
     sizes: dict[Any, dict[str, Any]] = {
         fused.windows_kernel: {"H": 8, "D": 128, "BD": 128, "num_warps": 1},

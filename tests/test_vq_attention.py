@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from compiled import compiled, loops, resources
 from interpreted import interpreted, needs_triton
-from kvcal_kernels.vq_attention import Band, Coded, decode, merge, reference
+from kvcal_kernels.residual_vq.attention import Band, Coded, decode, merge, reference
 from vq_attention_cases import Case, Made, codec_of, exhaustive, made, normal, small, wrong
 
 
@@ -98,7 +98,7 @@ def narrow(own: Made) -> Coded:
     ],
 )
 def test_what_the_kernels_would_misread_is_refused(change: dict[str, Any], says: str) -> None:
-    from kvcal_kernels.vq_attention import triton
+    from kvcal_kernels.residual_vq.attention import triton
 
     own = made(Case(queries=2))
     with pytest.raises(ValueError, match=says):
@@ -141,7 +141,7 @@ KINDS = {
 )
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiled_kernels_keep_to_their_budgets(name: str, capability: int, tmp_path: Path) -> None:
-    from kvcal_kernels.vq_attention import triton
+    from kvcal_kernels.residual_vq.attention import triton
 
     kernel, (constants, most) = getattr(triton, name), KERNELS[name]
     types = {
@@ -164,7 +164,7 @@ def test_compiled_kernels_keep_to_their_budgets(name: str, capability: int, tmp_
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", small(), ids=str)
 def test_on_a_gpu(case: Case) -> None:
-    from kvcal_kernels.vq_attention import triton
+    from kvcal_kernels.residual_vq.attention import triton
 
     own, device = made(case), torch.device("cuda")
 

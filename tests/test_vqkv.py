@@ -46,7 +46,7 @@ from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import ResidualVQ
 from kvcal_artifacts.errors import NonFiniteError, UsageError
-from kvcal_kernels.vq import nearest
+from kvcal_kernels.residual_vq.nearest import nearest
 from models_fixture import ROOT, SUFFIX, Done, killed_at, kvcal, write_model, write_text
 
 # Data: directions of unlike variance, and clusters, as keys and values have them.

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvcal_artifacts.codecs import ResidualVQ, Shape
 from kvcal_artifacts.paths.preflight import trials
 from kvcal_kernels import quantise
-from kvcal_kernels.vq_attention import Band, Coded
+from kvcal_kernels.residual_vq.attention import Band, Coded
 
 CALL = 16
 WINDOWS = quantise.Windows(4, 32, 32)
@@ -103,7 +103,7 @@ def appended(module: Any, case: Case, device: str = "cpu", spoil: tuple[int, ...
 
 def wrong(module: Any, case: Case, device: str = "cpu") -> str | None:
     """None where the module stores what the reference does: all of it, rows that nothing was due in untouched."""
-    from kvcal_kernels import vq_append
+    from kvcal_kernels.residual_vq import append as vq_append
 
     found, exact = appended(module, case, device), appended(vq_append, case, device)
     if not torch.equal(found.counts.data, exact.counts.data):
@@ -136,7 +136,7 @@ def small() -> list[Case]:
 
 
 def main() -> None:
-    from kvcal_kernels import vq_append
+    from kvcal_kernels.residual_vq import append as vq_append
 
     for case in small():
         print(f"{case}: {wrong(vq_append.fast(), case)}")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from interpreted import run_cases
 from kvcal_artifacts.codecs import ResidualVQ, Shape
-from kvcal_kernels.vq_attention import Coded, reference
+from kvcal_kernels.residual_vq.attention import Coded, reference
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def exhaustive() -> list[Case]:
 
 
 def main(cases: list[Case]) -> None:
-    from kvcal_kernels.vq_attention import triton
+    from kvcal_kernels.residual_vq.attention import triton
 
     space = triton.Workspace(torch.device("cpu"))
     for number, case in enumerate(cases):

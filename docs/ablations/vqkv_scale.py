@@ -138,8 +138,8 @@ def bench(k: int = 65536, n: int = 1 << 19) -> None:
     """
     import triton
 
-    from kvcal_kernels.vq import reference
-    from kvcal_kernels.vq import triton as fused
+    from kvcal_kernels.residual_vq.nearest import reference
+    from kvcal_kernels.residual_vq.nearest import triton as fused
 
     generator = torch.Generator("cuda").manual_seed(0)
     for d in (48, 80, 128):

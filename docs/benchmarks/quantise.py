@@ -35,18 +35,18 @@ from torch import Tensor
 
 from kvcal.bench.timing import Clock
 from kvcal_artifacts.codecs.higgs import gaussian_grid
-from kvcal_kernels.compensated import Moves, moves
-from kvcal_kernels.compensated import reference as compensated_reference
-from kvcal_kernels.compensated import triton as compensated
+from kvcal_kernels.higgs import Rotated
+from kvcal_kernels.higgs import reference as higgs_reference
+from kvcal_kernels.higgs import triton as higgs
 from kvcal_kernels.layout import Blocks, Form, grid_of
+from kvcal_kernels.mixkvq import Tiers
+from kvcal_kernels.mixkvq import reference as mixkvq_reference
+from kvcal_kernels.mixkvq import triton as mixkvq
 from kvcal_kernels.quantise import AnyRule, Counts, GridRule, Layer, Rule, Windows, blocks_for, reference
 from kvcal_kernels.quantise import triton as fused
-from kvcal_kernels.rotated import Rotated
-from kvcal_kernels.rotated import reference as rotated_reference
-from kvcal_kernels.rotated import triton as rotated
-from kvcal_kernels.salience import Tiers
-from kvcal_kernels.salience import reference as salience_reference
-from kvcal_kernels.salience import triton as salience
+from kvcal_kernels.squat import Moves, moves
+from kvcal_kernels.squat import reference as squat_reference
+from kvcal_kernels.squat import triton as squat
 
 HEADS, D, BATCH, LENGTH = 8, 128, 32, 4096
 Setting = tuple[int, int, bool, reference.Mode, bool]  # bits, group, inner, mode, search
@@ -227,7 +227,7 @@ def measure_append(clock: Clock, scheme: str, copy: float, due: bool) -> dict[st
     moves, room = moves_of(), torch.empty(BATCH, HEADS, windows.block, D, device="cuda")
 
     def step() -> None:
-        keys = compensated.due(layer.recent[0], counts, k, moves, 2, 32, room) if scheme == "SQuat" else None
+        keys = squat.due(layer.recent[0], counts, k, moves, 2, 32, room) if scheme == "SQuat" else None
         fused.append(layer, counts, k, v, *own, due=keys)
 
     row["microseconds"] = clock.time(step, 21).microseconds
@@ -238,7 +238,7 @@ def keys_due(scheme: str, layer: Layer, counts: Counts, keys: Tensor) -> Tensor 
     """SQuat's of a step, which the ring's tokens and the new ones have."""
     if scheme != "SQuat" or keys.shape[2] > counts.windows.block:
         return None
-    by = compensated if keys.is_cuda else compensated_reference
+    by = squat if keys.is_cuda else squat_reference
     made: Tensor = by.due(layer.recent[0], counts, keys, moves_of(keys.device.type), 2, 32)
     return made
 
@@ -252,8 +252,8 @@ def rotated_of(scheme: str) -> Rotated:
 def check_grid(scheme: str) -> int:
     """Of 2 rows of 100 tokens."""
     how, x = rotated_of(scheme), random(2, 100)[0]
-    wanted = rotated_reference.encode(x.cpu(), Rotated(how.points.cpu(), how.sign.cpu(), how.norms, how.gain))
-    return sum(int((a.cpu() != b).sum()) for a, b in zip(rotated.encode(x, how), wanted, strict=True))
+    wanted = higgs_reference.encode(x.cpu(), Rotated(how.points.cpu(), how.sign.cpu(), how.norms, how.gain))
+    return sum(int((a.cpu() != b).sum()) for a, b in zip(higgs.encode(x, how), wanted, strict=True))
 
 
 def measure_grid(clock: Clock, scheme: str, copy: float) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def measure_grid(clock: Clock, scheme: str, copy: float) -> dict[str, Any]:
     row |= {"stored_bits": math.log2(n) / d, "microseconds": None, "differing": check_grid(scheme)}
     if row["differing"]:
         return row
-    row["microseconds"] = clock.time(lambda: rotated.encode(x, how), 9).microseconds
+    row["microseconds"] = clock.time(lambda: higgs.encode(x, how), 9).microseconds
     row |= bound(scheme, x.numel(), row["microseconds"])
     return row | {"fraction_of_copy": size / copy * 1e6 / row["microseconds"]}
 
@@ -287,8 +287,8 @@ def moves_of(device: str = "cuda") -> Moves:
 def check_squat() -> int:
     own, x = moves_of(), random(2, 160)[0]
     there = Moves(64, [w.cpu() for w in own.weights], [u.cpu() for u in own.units])
-    wanted = compensated_reference.corrected(x.cpu(), there, 2, 32, 32)
-    return int((compensated.corrected(x, own, 2, 32, 32).cpu() != wanted).sum())
+    wanted = squat_reference.corrected(x.cpu(), there, 2, 32, 32)
+    return int((squat.corrected(x, own, 2, 32, 32).cpu() != wanted).sum())
 
 
 def measure_squat(clock: Clock, copy: float) -> dict[str, Any]:
@@ -298,15 +298,15 @@ def measure_squat(clock: Clock, copy: float) -> dict[str, Any]:
     row |= {"bytes": x.numel() * 6, "stored_bits": 2.0, "microseconds": None, "differing": check_squat()}
     if row["differing"]:
         return row
-    row["microseconds"] = clock.time(lambda: compensated.corrected(x, own, 2, 32, 32), 9).microseconds
+    row["microseconds"] = clock.time(lambda: squat.corrected(x, own, 2, 32, 32), 9).microseconds
     row |= bound("SQuat", x.numel(), row["microseconds"])
     return row | {"fraction_of_copy": x.numel() * 6 / copy * 1e6 / row["microseconds"]}
 
 
 def check_selection() -> int:
     x, own = random(2, 160)[0], torch.rand(2, HEADS, 1, D, device="cuda")
-    wanted = salience_reference.select(x.cpu(), own.cpu(), Tiers(), 32)
-    return sum(int((a.cpu() != b).sum()) for a, b in zip(salience.select(x, own, Tiers(), 32), wanted, strict=True))
+    wanted = mixkvq_reference.select(x.cpu(), own.cpu(), Tiers(), 32)
+    return sum(int((a.cpu() != b).sum()) for a, b in zip(mixkvq.select(x, own, Tiers(), 32), wanted, strict=True))
 
 
 def measure_selection(clock: Clock, copy: float) -> dict[str, Any]:
@@ -317,7 +317,7 @@ def measure_selection(clock: Clock, copy: float) -> dict[str, Any]:
     row |= {"stored_bits": 0.0, "microseconds": None, "differing": check_selection()}
     if row["differing"]:
         return row
-    row["microseconds"] = clock.time(lambda: salience.select(x, own, Tiers(), 32), 9).microseconds
+    row["microseconds"] = clock.time(lambda: mixkvq.select(x, own, Tiers(), 32), 9).microseconds
     row |= bound("MixKVQ", x.numel(), row["microseconds"])
     return row | {"fraction_of_copy": size / copy * 1e6 / row["microseconds"]}
 

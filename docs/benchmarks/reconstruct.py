@@ -27,12 +27,12 @@ from torch import Tensor
 
 from kvcal.bench.timing import Clock
 from kvcal_artifacts.codecs.higgs import GRIDS, gaussian_grid
+from kvcal_kernels.dequantise import Coded, Turn, reference
+from kvcal_kernels.dequantise import triton as fused
 from kvcal_kernels.hadamard import signs
 from kvcal_kernels.packing import packed_bytes
-from kvcal_kernels.reconstruct import Coded, Turn, reference
-from kvcal_kernels.reconstruct import triton as fused
-from kvcal_kernels.vq import reference as vq_reference
-from kvcal_kernels.vq import triton as vq
+from kvcal_kernels.residual_vq.nearest import reference as vq_reference
+from kvcal_kernels.residual_vq.nearest import triton as vq
 
 HEADS, D, BLOCK = 8, 128, 32
 C = HEADS * D

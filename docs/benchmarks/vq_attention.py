@@ -35,12 +35,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvcal.bench.timing import Clock
-from kvcal_kernels import vq_append
 from kvcal_kernels.packing import packed_bytes
 from kvcal_kernels.quantise import Counts, Windows
 from kvcal_kernels.quantise import triton as counting
-from kvcal_kernels.vq_attention import Band, Coded, longest, reference
-from kvcal_kernels.vq_attention import triton as fused
+from kvcal_kernels.residual_vq import append as vq_append
+from kvcal_kernels.residual_vq.attention import Band, Coded, longest, reference
+from kvcal_kernels.residual_vq.attention import triton as fused
 
 HEADS, RATIO, D, BLOCK = 8, 4, 128, 128
 BANDS = ([*range(80)], [*range(80, 128)])

@@ -15,7 +15,7 @@ from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.codecs.reconstruct import Reconstruction
 from kvcal_artifacts.storage import block_store
 from kvcal_artifacts.storage.ledger import Ledger
-from kvcal_kernels import vq
+from kvcal_kernels import residual_vq
 
 from . import quantising
 from .layer import Case, fill, nbytes, rope
@@ -162,14 +162,14 @@ def nearest(case: Case) -> Prepared:
     vectors = torch.randn(n, d, generator=generator, device=case.device)
 
     def run() -> Tensor:
-        codes: Tensor = vq.nearest(vectors, book)
+        codes: Tensor = residual_vq.nearest.nearest(vectors, book)
         return codes
 
     def check() -> str | None:
         return misnamed(run(), vectors, book)
 
     size = nbytes(vectors) + nbytes(book) + 4 * n
-    path = vq.backend(vectors, book)
+    path = residual_vq.nearest.backend(vectors, book)
     return Prepared(run, size, check, path, flops=2.0 * n * k * d, more={"codewords": k, "dimension": d, "vectors": n})
 
 

@@ -17,7 +17,7 @@ from kvcal_artifacts.codecs.ragged import Ragged
 from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_artifacts.storage.block_store import Stored, tensors_of
 from kvcal_artifacts.storage.ledger import Ledger, Plan
-from kvcal_kernels.reconstruct import Turn
+from kvcal_kernels.dequantise import Turn
 
 from ..models.catalogue import Geometry
 from .schemes import Benched

@@ -1,4 +1,4 @@
-"""Quantise-and-pack and append by the kernels of kvcal_kernels.quantise and vq_append, where they run and know the
+"""Quantise-and-pack and append by the kernels of kvcal_kernels.quantise and residual_vq.append, where they run and know the
 format; else by the codecs, with the kernels that they have of their own.
 """
 
@@ -18,10 +18,10 @@ from kvcal_artifacts.paths import codebook
 from kvcal_artifacts.paths.choose import DTYPES_TAKEN, packing, rule_of
 from kvcal_artifacts.paths.preflight.verdicts import interpreted, unsupported
 from kvcal_artifacts.scheme import LayerCodecs
-from kvcal_kernels import vq
-from kvcal_kernels.compensated import Digits
+from kvcal_kernels import residual_vq
 from kvcal_kernels.layout import BLOCK, Blocks
 from kvcal_kernels.quantise import AnyRule, Counts, Layer, Windows, blocks_for, reference
+from kvcal_kernels.squat import Digits
 
 from . import distortion
 from .fused import unreadable
@@ -71,7 +71,7 @@ def encodes(codec: Codec, device: torch.device) -> str:
     """Which code encodes: of SQuat's corrections and MixKVQ's choice of channels torch packs the rest."""
     if isinstance(codec, ResidualVQ):  # its codebooks may lie elsewhere yet
         like = torch.empty(0, device=device)
-        compiled = all(vq.backend(like, book) == "triton" for book in codec.codebooks)
+        compiled = all(residual_vq.nearest.backend(like, book) == "triton" for book in codec.codebooks)
         return "triton: nearest codeword, stage by stage" if compiled else "reference"
     return f"triton: {KERNELS.get(codec.name, 'encode')}" if codec.encodes_by_kernel else "reference"
 

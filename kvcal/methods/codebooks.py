@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvcal_artifacts.codecs.base import to_half
 from kvcal_artifacts.errors import UsageError
-from kvcal_kernels.vq import nearest, sums
+from kvcal_kernels.residual_vq.nearest import nearest, sums
 
 from .hashing import hashed_normal, spread
 

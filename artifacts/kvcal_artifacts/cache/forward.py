@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from kvcal_kernels.reconstruct import Turn
+from kvcal_kernels.dequantise import Turn
 
 from .. import hf
 from ..errors import KVCalError

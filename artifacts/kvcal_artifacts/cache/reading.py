@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcal_kernels.reconstruct import Turn
+from kvcal_kernels.dequantise import Turn
 
 from ..codecs import Context
 from ..paths import dequantised

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels import quantise
-from kvcal_kernels.compensated import Digits
 from kvcal_kernels.layout import BLOCK, Form, rope
 from kvcal_kernels.quantise import Counts
+from kvcal_kernels.squat import Digits
 
 from .. import hf, operator
 from ..codecs import Context

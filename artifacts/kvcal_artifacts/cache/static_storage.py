@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_kernels.compensated import Digits
 from kvcal_kernels.layout import BLOCK, Rope
 from kvcal_kernels.quantise import Counts
+from kvcal_kernels.squat import Digits
 
 from ..codecs.base import Packed
 from ..errors import KVCalError

@@ -35,14 +35,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvcal_kernels import layout, rotated
+from kvcal_kernels import higgs, layout
 from kvcal_kernels.hadamard import largest_power_of_two, root, rotate, signs, tree_sum, unrotate
+from kvcal_kernels.higgs import Rotated
 from kvcal_kernels.lattice import lookup, nearest
 from kvcal_kernels.layout import Blocks, Form, Grid, grids
 from kvcal_kernels.layout.form import BYTE_DIMS
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 from kvcal_kernels.quantise import GridRule
-from kvcal_kernels.rotated import Rotated
 
 from ..checked import Choice, Constant, Flag, Table, Whole, constants, once
 from ..errors import KVCalError
@@ -217,10 +217,10 @@ class Higgs(Codec):
 
     def _encode_by_kernel(self, x: Tensor, how: Rotated, out: Tensor | None = None) -> Packed:
         """out: takes what is decoded."""
-        codes, norms, _ = rotated.fast().encode(x if x.stride(3) == 1 else x.contiguous(), how, out=out)
+        codes, norms, _ = higgs.fast().encode(x if x.stride(3) == 1 else x.contiguous(), how, out=out)
         norm = to_half(norms.float(), "norm").unflatten(2, (-1, self.shape.block))
         if isinstance(self._form, Form):
-            words = rotated.fast().pack(codes, self._form)
+            words = higgs.fast().pack(codes, self._form)
             return {"words": words.flatten(2).unflatten(2, (norm.shape[2], -1)), "norm": norm}
         by_token = codes.unflatten(2, (-1, self.shape.block)).movedim(1, 3).flatten(3)
         return {"codes": pack(self._store_codes(by_token), self.code_bits), "norm": norm}

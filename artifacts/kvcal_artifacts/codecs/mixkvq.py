@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvcal_kernels import layout, salience
+from kvcal_kernels import layout, mixkvq
 from kvcal_kernels.layout import Blocks, Form
+from kvcal_kernels.mixkvq import Tiers
 from kvcal_kernels.packing import pack, packed_bytes, unpack
-from kvcal_kernels.salience import Tiers
 
 from ..checked import BLOCK, Choice, Listed, Number, OrNull, Table, Whole, constants
 from ..errors import KVCalError
@@ -228,7 +228,7 @@ class MixKVQ(Codec):
 
     def by_kernel(self) -> MixKVQ:
         """Its channels chosen by a Triton kernel, which takes torch's choices; kv heads and head_dim powers of two."""
-        if salience.refusal(self.shape.heads, self.shape.dim):
+        if mixkvq.refusal(self.shape.heads, self.shape.dim):
             return self
         twin = copy.copy(self)
         twin._kernel = True
@@ -248,7 +248,7 @@ class MixKVQ(Codec):
             return self.tiers(self.salience(x, context))
         importance, keys = self._seen(context), x if x.stride(3) == 1 else x.contiguous()
         how = Tiers(self.tau_low, self.tau_high, self.round_up, self.normalise == "median", self.full, self.four)
-        perm, first, second = salience.fast().select(keys, importance, how, self.shape.block)
+        perm, first, second = mixkvq.fast().select(keys, importance, how, self.shape.block)
         return perm.long(), first.long(), second.long()
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcal_kernels.dequantise import Coded, Turn, fast
 from kvcal_kernels.layout import Form
-from kvcal_kernels.reconstruct import Coded, Turn, fast
 
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels.packing import pack, packed_bytes, unpack
-from kvcal_kernels.vq import backend, residual_codes, residual_sum
-from kvcal_kernels.vq_attention import Band, Coded, halves, longest
+from kvcal_kernels.residual_vq.attention import Band, Coded, halves, longest
+from kvcal_kernels.residual_vq.nearest import backend, residual_codes, residual_sum
 
 from ..checked import HEAD_DIM, Constant, Listed, Table, Whole, constants, extremes, once, shown
 from ..errors import KVCalError, NonFiniteError
@@ -122,7 +122,7 @@ class ResidualVQ(Codec):
         return vectors.flatten(2, 3)
 
     def coded(self, packed: Packed) -> Coded:
-        """Packed blocks as kvcal_kernels.vq_attention takes them, whose `fast().attend` reads them on a GPU."""
+        """Packed blocks as kvcal_kernels.residual_vq.attention takes them, whose `fast().attend` reads them on a GPU."""
         if self._known is None:
             self._known = [(longest(book), halves(book)) for book in self.codebooks]
         bands = [

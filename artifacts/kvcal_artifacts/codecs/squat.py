@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 import torch
 from torch import Tensor
 
-from kvcal_kernels import compensated
-from kvcal_kernels.compensated import Digits, Moves
+from kvcal_kernels import squat
 from kvcal_kernels.device import on
 from kvcal_kernels.hadamard import tree_sum
 from kvcal_kernels.layout import Blocks, Form
+from kvcal_kernels.squat import Digits, Moves
 
 from ..checked import HEAD_DIM, INNER, Choice, Constant, Number, Table, Whole, constants, split
 from ..errors import KVCalError
@@ -148,20 +148,16 @@ class Squat(Codec):
 
     @property
     def plain(self) -> bool:
-        """Whether `compensated` has its corrections: of uniform integers, asymmetric, without a search."""
+        """Whether `kvcal_kernels.squat` has its corrections: of uniform integers, asymmetric, without a search."""
         inner = self.inner
         return isinstance(inner, Uniform) and inner.mode == "asymmetric" and not inner.search
 
     def by_kernel(self) -> Squat:
-        """Its corrections by a Triton kernel, bit for bit those of torch: of `plain` ones at shapes that `compensated.refusal`
+        """Its corrections by a Triton kernel, bit for bit those of torch: of `plain` ones at shapes that `squat.refusal`
         lets through.
         """
         inner, dim, block = self.inner, self.shape.dim, self.shape.block
-        if (
-            not self.plain
-            or not isinstance(inner, Uniform)
-            or compensated.refusal(dim, self.channels, inner.group, block)
-        ):
+        if not self.plain or not isinstance(inner, Uniform) or squat.refusal(dim, self.channels, inner.group, block):
             return self
         if self.subspace == "calibrated":  # solved once for all caches; a prompt's own subspace is of one
             self._solved(next(self._bases(EMPTY, 1))[1])
@@ -205,7 +201,7 @@ class Squat(Codec):
             first, last, _ = run.indices(count)
             part = x[:, :, first * block : last * block]
             rounding = self.inner.bits, self.inner.group, block
-            parts.append(compensated.fast().corrected(part, self._moves(basis), *rounding))
+            parts.append(squat.fast().corrected(part, self._moves(basis), *rounding))
         return torch.cat(parts, 2) if len(parts) != 1 else parts[0]
 
     def _moves(self, basis: Tensor) -> Moves:
@@ -224,10 +220,10 @@ class Squat(Codec):
     def due(
         self, ring: Tensor, counts: Counts, new: Tensor, moves: Moves | Digits, out: Tensor | None = None
     ) -> Tensor:
-        """compensated.due of the codec inside: keys that a step packs, as they are rounded (B, H, block, D) float32."""
+        """squat.due of the codec inside: keys that a step packs, as they are rounded (B, H, block, D) float32."""
         inner = self.inner
         assert isinstance(inner, Uniform)
-        by = compensated.fast() if self._kernel else compensated
+        by = squat.fast() if self._kernel else squat
         keys: Tensor = by.due(ring, counts, new, moves, inner.bits, inner.group, out)
         return keys
 
@@ -339,7 +335,7 @@ class _Solved:
 
     @cached_property
     def moves(self) -> Moves:
-        return compensated.moves(self.responses, self.channels)
+        return squat.moves(self.responses, self.channels)
 
 
 def corrects(codec: Codec) -> TypeGuard[Squat]:

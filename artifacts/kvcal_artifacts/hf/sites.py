@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcal_kernels.reconstruct import Turn
+from kvcal_kernels.dequantise import Turn
 
 from ..errors import UnsupportedModel
 from . import trial

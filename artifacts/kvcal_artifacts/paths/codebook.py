@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_kernels import vq_append, vq_attention
+from kvcal_kernels import residual_vq
 from kvcal_kernels.quantise import Counts
-from kvcal_kernels.vq_attention import Coded, reference
+from kvcal_kernels.residual_vq.attention import Coded, reference
 
 from ..codecs.residual_vq import is_vector
 from ..scheme import LayerCodecs
@@ -83,9 +83,9 @@ def append(
 ) -> None:
     """As vq_append.append."""
     if kernels == "torch":
-        vq_append.append(*pair, sink, ring, counts, flags, *new)
+        residual_vq.append.append(*pair, sink, ring, counts, flags, *new)
     else:
-        vq_append.fast().append(*pair, sink, ring, counts, flags, *new, space)
+        residual_vq.append.fast().append(*pair, sink, ring, counts, flags, *new, space)
 
 
 def attention(
@@ -103,19 +103,19 @@ def attention(
     if kernels == "torch":
         packed = reference.attend(q, *pair, blocks, scaling)
     else:
-        packed = vq_attention.fast().attend(q, *pair, blocks, scaling, space)
+        packed = residual_vq.attention.fast().attend(q, *pair, blocks, scaling, space)
     out, _ = reference.merge([reference.attend_exact(q, sink, recent, scaling, first), (packed[0].float(), packed[1])])
     return out.to(q.dtype)
 
 
 def workspace(kernels: str, device: torch.device, keeps: bool) -> Any:
     """keeps: for graphs that are recorded with it."""
-    return None if kernels == "torch" else vq_attention.fast().Workspace(device, keeps)
+    return None if kernels == "torch" else residual_vq.attention.fast().Workspace(device, keeps)
 
 
 def reserve(kernels: str, pair: tuple[Coded, Coded], q: Tensor, space: Any) -> None:
     """Have the memory of steps with q's shape (B, H_q, Q, D) and dtype before a graph of one is recorded: it must not move."""
     if kernels == "torch" or not q.is_cuda:
         return
-    vq_append.fast().reserve(*pair, space)
-    vq_attention.fast().attend(q, *pair, torch.zeros(len(q), dtype=torch.int32, device=q.device), 1.0, space)
+    residual_vq.append.fast().reserve(*pair, space)
+    residual_vq.attention.fast().attend(q, *pair, torch.zeros(len(q), dtype=torch.int32, device=q.device), 1.0, space)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_kernels import reconstruct
-from kvcal_kernels.reconstruct import Turn
+from kvcal_kernels import dequantise
+from kvcal_kernels.dequantise import Turn
 
 from ..codecs import Context
 from ..codecs.base import Packed
@@ -129,7 +129,7 @@ class Reader:
             unrotated = rooms.take(f"keys before RoPE {self._number}", total, like)[:, :, start:stop]
             self._turning(packed[0], context, turns[0], unrotated, keys)
         self._plain[1](packed[1], replace(context, k0=unrotated), None, values)
-        by = reconstruct if self._plain[0].path == "reference" else reconstruct.fast()
+        by = dequantise if self._plain[0].path == "reference" else dequantise.fast()
         fresh = [x if x.dtype == like.dtype else x.to(like.dtype) for x in new]
         by.place(whole, sink, window, fresh, stop, turns and turns[1])
         return [x[:, :, :total] for x in whole], [unrotated, values]

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from ..hadamard import root, tree_sum
+from ..higgs import reference as higgs
 from ..layout import BLOCK, Blocks, Form, launch_key, pack
 from ..layout.grids import Grid
-from ..rotated import reference as rotated
 
 Mode = Literal["symmetric", "asymmetric", "hybrid"]
 
@@ -116,9 +116,9 @@ class GridRule:
         return self.grid.sign.shape[0]
 
     @functools.cached_property
-    def how(self) -> rotated.Rotated:
+    def how(self) -> higgs.Rotated:
         norms = self.heads // self.form.norm_heads
-        return rotated.Rotated(self.grid.points, self.grid.sign.flatten(), norms, self.gain)
+        return higgs.Rotated(self.grid.points, self.grid.sign.flatten(), norms, self.gain)
 
     @functools.cached_property
     def table(self) -> Tensor:
@@ -152,7 +152,7 @@ def quantise(x: Tensor, rule: AnyRule, factor: Tensor | None = None) -> tuple[Bl
     if factor is not None:
         wide = wide / factor.float()
     if isinstance(rule, GridRule):
-        codes, norm, flags = rotated.encode(wide, rule.how)
+        codes, norm, flags = higgs.encode(wide, rule.how)
         return pack(codes, norm[..., None], None, form, rule.grid), flags
     groups = (wide.transpose(-1, -2) if form.along_tokens else wide).unflatten(-1, (-1, form.group))
     best: _Coded | None = None

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_kernels import attention, compensated, layout, quantise, reconstruct, vq_append, vq_attention
+from kvcal_kernels import attention, dequantise, layout, quantise, residual_vq, squat
 from kvcal_kernels.attention import reference
-from kvcal_kernels.compensated import Moves
+from kvcal_kernels.dequantise import Turn
 from kvcal_kernels.layout import BLOCK, Form
 from kvcal_kernels.quantise import AnyRule, GridRule
-from kvcal_kernels.reconstruct import Turn
+from kvcal_kernels.squat import Moves
 
 from ...codecs import Codec, Context, ResidualVQ
 from ...codecs.base import CONTEXT_TENSORS
@@ -157,7 +157,7 @@ def _misplaced(x: Tensor, turn: Turn | None, kernel: Reconstruction) -> str | No
     first = turn and Turn(turn.cos[:, :45], turn.sin[:, :45])
     wholes = [[x.new_zeros(*x.shape[:2], 64, x.shape[3]) for _ in (0, 1)] for _ in (0, 1)]
     for by, whole in zip(
-        (reconstruct, reconstruct if kernel.path == "reference" else reconstruct.fast()), wholes, strict=True
+        (dequantise, dequantise if kernel.path == "reference" else dequantise.fast()), wholes, strict=True
     ):
         by.place(whole, *parts, 8, first)
     same = all(torch.equal(a, b) for a, b in zip(*wholes, strict=True))
@@ -240,9 +240,9 @@ def vectors_trial(
     shape, there = keys.shape, blocks > 0
     for queries in VECTOR_CALLS:
         q = torch.randn(len(BLOCKS), shape.heads * ratio, queries, shape.dim, generator=generator, device=device)
-        asked = (q / float(vq_attention.decode(k).std())).to(dtype)
-        actual, log = vq_attention.fast().attend(asked, k, v, blocks, shape.dim**-0.5)
-        expected, sums = vq_attention.attend(asked.float(), k, v, blocks, shape.dim**-0.5)
+        asked = (q / float(residual_vq.attention.decode(k).std())).to(dtype)
+        actual, log = residual_vq.attention.fast().attend(asked, k, v, blocks, shape.dim**-0.5)
+        expected, sums = residual_vq.attention.attend(asked.float(), k, v, blocks, shape.dim**-0.5)
         if bool(actual[~there].any()) or not float((log - sums)[there].abs().max()) < 8 * torch.finfo(dtype).eps:
             return f"{queries} new tokens: sums differ, or a row without blocks is not nothing"
         if why := _apart(actual, expected, dtype, f"{queries} new tokens"):
@@ -275,7 +275,7 @@ def vectors_append_trial(
     flags = torch.zeros(shape.heads, dtype=torch.int32, device=device)
     for _ in range(2):
         quantise.fast().advance(counts, torch.full((3,), 1, dtype=torch.int32, device=device))
-        vq_append.fast().append(sides[0][2], sides[1][2], sink, ring, counts, flags, *random(1))
+        residual_vq.append.fast().append(sides[0][2], sides[1][2], sink, ring, counts, flags, *random(1))
     if counts.data[7].tolist() != [shape.block // BLOCK, 0, 0] or bool(flags.any()):
         return "counts or flags differ"
     for (codec, packed, _), exact in zip(sides, ring, strict=True):
@@ -337,7 +337,7 @@ def _random_moves(heads: int, dim: int, channels: int, generator: torch.Generato
     """SQuat's of three rows, so large that a wrong digit shows."""
     steps = range(channels, dim, channels)
     responses = [torch.randn(3, heads, channels, dim - stop, generator=generator).double() / 8 for stop in steps]
-    return compensated.moves(responses, channels)
+    return squat.moves(responses, channels)
 
 
 def _stored_apart(
@@ -366,8 +366,8 @@ def _keys_due(
     if keys.shape[2] > block:
         return None
     here = Moves(moves.channels, [x.to(device) for x in moves.weights], [x.to(device) for x in moves.units])
-    refused = compensated.refusal(form.dim, moves.channels, form.group, block)
-    by = compensated.fast() if by_kernel and not refused else compensated
+    refused = squat.refusal(form.dim, moves.channels, form.group, block)
+    by = squat.fast() if by_kernel and not refused else squat
     corrected: Tensor = by.due(layer.recent[0], counts, keys, here, form.bits, form.group)
     return corrected
 

@@ -14,9 +14,9 @@ import triton
 from torch import Tensor
 
 from ...device import on
+from ...higgs import triton as higgs
 from ...layout import BLOCK, Blocks, launch_key
 from ...layout.form import together
-from ...rotated import triton as rotated
 from ...triton import Prepared, Ready, interpreted
 from .. import reference
 from ..reference import FIELDS, AnyRule, Counts, GridRule, Layer, Rule
@@ -69,10 +69,10 @@ def settings(key: AnyRule, value: AnyRule) -> dict[str, Any]:
 def side_of(rule: AnyRule) -> Side:
     form = rule.form
     if isinstance(rule, GridRule):
-        mode, symmetric, candidates, raster = int(form.in_bytes), 0, 0, rotated.searched(rule.how)
+        mode, symmetric, candidates, raster = int(form.in_bytes), 0, 0, higgs.searched(rule.how)
     else:
         mode, symmetric, candidates = KERNEL_MODES[rule.mode], len(rule._symmetric), len(rule.factors)
-        raster = {"POINTS": 0, **rotated.NO_RASTER}
+        raster = {"POINTS": 0, **higgs.NO_RASTER}
     return Side(
         form.bits,
         mode,
@@ -240,9 +240,9 @@ def quantise(
 
 def _in_two_launches(x: Tensor, rule: GridRule, factor: Tensor | None, flags: Tensor, shift: int) -> Blocks:
     """Codes in one launch, their words in another."""
-    codes, norm, encode_flags = rotated.encode(x if factor is None else x.float() / factor.float(), rule.how)
+    codes, norm, encode_flags = higgs.encode(x if factor is None else x.float() / factor.float(), rule.how)
     flags.bitwise_or_(encode_flags << shift)
-    return Blocks(rule.form, rotated.pack(codes, rule.form), norm.unflatten(2, (-1, BLOCK)), rule.grid)
+    return Blocks(rule.form, higgs.pack(codes, rule.form), norm.unflatten(2, (-1, BLOCK)), rule.grid)
 
 
 def _tensors(

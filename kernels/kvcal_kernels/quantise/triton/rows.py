@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...rotated.triton import NUMBERS, nearest_points, norms_of, rotate_rows, store_words, units_of
+from ...higgs.triton import NUMBERS, nearest_points, norms_of, rotate_rows, store_words, units_of
 from .rounding import HALF_MAX
 from .words import GRID_IN_BYTES, NONFINITE, ROOM, SCALE
 

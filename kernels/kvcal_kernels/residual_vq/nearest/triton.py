@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import on
+from ...device import on
 from .reference import by_code
 
 WIDEST = 256  # dimensions: a tile of vectors stays in shared memory

@@ -18,15 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layout import launch_key
-from ..packing.triton import store_codes
-from ..quantise.reference import NONFINITE as NONFINITE_
-from ..quantise.reference import ROOM as ROOM_
-from ..quantise.reference import VALUES, Counts
-from ..triton import Prepared, Ready, interpreted
-from ..vq.triton import FAR, WIDEST, launch_for, propose_settings
-from ..vq_attention import Band, Coded
-from ..vq_attention.triton import Workspace
+from ...layout import launch_key
+from ...packing.triton import store_codes
+from ...quantise.reference import NONFINITE as NONFINITE_
+from ...quantise.reference import ROOM as ROOM_
+from ...quantise.reference import VALUES, Counts
+from ...triton import Prepared, Ready, interpreted
+from ..attention import Band, Coded
+from ..attention.triton import Workspace
+from ..nearest.triton import FAR, WIDEST, launch_for, propose_settings
 from .reference import LARGEST as LARGEST_
 from .reference import Pair
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layout import BLOCK
-from ..packing import pack
-from ..quantise.reference import NONFINITE, ROOM, VALUES, Counts, keep
-from ..vq_attention import Coded
+from ...layout import BLOCK
+from ...packing import pack
+from ...quantise.reference import NONFINITE, ROOM, VALUES, Counts, keep
+from ..attention import Coded
 
 LARGEST = 65504.0  # of float16: no sum of a few codewords reaches what is far beyond
 Pair = tuple[Tensor, Tensor]

@@ -13,8 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..packing import unpack
-from ..vq import residual_sum
+from ...packing import unpack
+from ..nearest import residual_sum
 
 
 def longest(books: Tensor) -> Tensor:

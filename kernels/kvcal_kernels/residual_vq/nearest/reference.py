@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..hadamard import tree_sum
+from ...hadamard import tree_sum
 
 SLAB, LEAST_ROWS = 1 << 18, 64  # scores held at a time: 1 MiB, which a core's cache holds, or 64 rows
 SLAB_CUDA = 1 << 28

@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.triton.numbers import cast
-from ..device import on
-from ..packing.triton import code_at
-from ..triton import interpreted, rounded_product
+from ...attention.triton.numbers import cast
+from ...device import on
+from ...packing.triton import code_at
+from ...triton import interpreted, rounded_product
 from .reference import Band, Coded
 
 LOW = tl.constexpr(-1e30)  # below every score
