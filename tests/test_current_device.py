@@ -126,7 +126,7 @@ def _bare(node: ast.AST, known: set[str]) -> Iterator[bool]:
         yield from _bare(child, known)
 
 
-TRITON_FILES = sorted({*KERNELS.glob("*/triton.py"), *KERNELS.glob("*/triton/**/*.py")})
+TRITON_FILES = sorted({*KERNELS.glob("*/**/triton.py"), *KERNELS.glob("*/**/triton/**/*.py")})
 
 
 @pytest.mark.parametrize("path", TRITON_FILES, ids=lambda path: path.relative_to(KERNELS).as_posix())
