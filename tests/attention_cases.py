@@ -546,7 +546,7 @@ def carried(case: Case) -> Any:
     from kvcal_kernels.attention import triton
 
     usual = triton.usual(case.form("key"), case.form("value"), case.ratio * case.queries, case.rotary > 0)
-    return replace(usual, parts=4, less=usual.warps)
+    return replace(usual, splits=4, tail_cost=usual.warps)
 
 
 def launches(case: Case) -> Any:
@@ -566,7 +566,7 @@ def compare(cases: list[Case]) -> Any:
         given = made(case, number)
         warps, length = case.launch
         # merged in one round, or by so many in two; exact tokens in programs of their own, or behind packed ones
-        launch = triton.Launch(warps, 1, length, fan=number % 4, less=(None, 0, 1, 3)[number // 4 % 4])
+        launch = triton.Launch(warps, 1, length, merge_width=number % 4, tail_cost=(None, 0, 1, 3)[number // 4 % 4])
         found = triton.attend(*given.arguments(), launch, space, **given.named())
         if space.counter.any():
             print(f"{case}: counters are left at {space.counter.tolist()}")
@@ -582,7 +582,7 @@ def main(cases: list[Case]) -> None:
     for case in INFINITE:
         for token in (0, 40):
             for fan in (0, 3):
-                launch = triton.Launch(1, 1, 3, fan=fan)
+                launch = triton.Launch(1, 1, 3, merge_width=fan)
                 if why := misplaced(
                     lambda own, launch=launch: triton.attend(*own.arguments(), launch, space), case, token
                 ):

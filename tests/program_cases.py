@@ -47,7 +47,7 @@ def cases() -> list[tuple[int, int, tuple[int, int, int, int], int]]:
         windows, parts = (chosen.randrange(100), chosen.randrange(1, 400)), chosen.choice([0, 0, 0, 1, 2, 6, 11, 100])
         made = planned(
             chosen.choice([1, 8, 64, 256, 1000]), room, windows, warps, chosen.choice(SLOTS), chosen.random() < 0.8,
-            parts=parts, less=chosen.choice([None, None, 0, 1, 3, 40, ALONE]),
+            splits=parts, tail_cost=chosen.choice([None, None, 0, 1, 3, 40, ALONE]),
         )  # fmt: skip
         found.append((chosen.choice([room, room, chosen.randint(0, room)]), room, made.numbers(), warps))
     return found
@@ -74,14 +74,14 @@ if __name__ == "__main__":
     import triton
     import triton.language as tl
 
-    from kvcal_kernels.attention.triton.merge import share_of
+    from kvcal_kernels.attention.triton.merge import blocks_of_split
 
     @triton.jit
     def spans_kernel(
         p_out, blocks, splits, early, less, extra, COUNT: tl.constexpr, NW: tl.constexpr, LONG: tl.constexpr
     ):
         part = tl.arange(0, COUNT)
-        start, stop = share_of(part, blocks, splits, early, less, extra, NW, LONG)
+        start, stop = blocks_of_split(part, blocks, splits, early, less, extra, NW, LONG)
         tl.store(p_out + part * 2, start)
         tl.store(p_out + part * 2 + 1, stop)
 

@@ -137,7 +137,9 @@ def layer(case: Case, k: Tensor, room: int, queries: int) -> Layer:
     flags = torch.zeros(heads, dtype=torch.int32, device=k.device)
     rules = [case.rule(role, str(k.device)) for role in ("key", "value")]
     stored = [blocks_for(rule, batch, heads, room, k.device) for rule in rules]
-    return Layer(stored[0], stored[1], exact(max(case.windows.sink, 1)), exact(case.windows.room(queries)), flags)
+    return Layer(
+        stored[0], stored[1], exact(max(case.windows.sink, 1)), exact(case.windows.ring_capacity(queries)), flags
+    )
 
 
 def calls(case: Case, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -20,7 +20,7 @@ from kvcal_artifacts.codecs.base import Codec, Context
 from kvcal_artifacts.codecs.higgs import GRIDS, Higgs
 from kvcal_artifacts.codecs.predictors import Linear, Predictor, QuantisedLinear
 from kvcal_artifacts.codecs.reconstruct import Reconstruction, coded
-from kvcal_kernels.dequantise import Turn, reference
+from kvcal_kernels.dequantise import Rotation, reference
 from kvcal_kernels.dequantise import triton as kernel
 
 PREPARE = kernel.prepare
@@ -73,13 +73,13 @@ def codec_of(case: Case) -> Codec:
     return Predicted(inner, predictor(case), case.inputs) if case.inputs else inner
 
 
-def rope(case: Case, tokens: int) -> Turn | None:
+def rope(case: Case, tokens: int) -> Rotation | None:
     if not case.rotary:
         return None
     speed = 1e4 ** -(torch.arange(case.rotary // 2) / (case.rotary / 2))
     angle = (torch.arange(tokens)[None, :, None] + torch.arange(case.batch)[:, None, None]) * speed
     angle = torch.cat([angle, angle], -1)
-    return Turn(angle.cos(), angle.sin())
+    return Rotation(angle.cos(), angle.sin())
 
 
 def off(found: Tensor, exact: Tensor) -> float:
@@ -107,8 +107,8 @@ def wrong(case: Case) -> list[str]:
     arguments = (
         coded(codec, packed), list(parts.values()), weights.get("weight"), weights.get("bias"), turn,
     )  # fmt: skip
-    exact = reference.reconstruct(*arguments, torch.float64)
-    plain = reference.reconstruct(*arguments, case.dtype)
+    exact = reference.dequantise(*arguments, torch.float64)
+    plain = reference.dequantise(*arguments, case.dtype)
     said = []
     if off(exact[0], codec.decode(packed, given).double()) > 1e-5:
         said.append("reference: not what the codec decodes")
@@ -187,7 +187,7 @@ def misplaced(case: Placed, device: str = "cpu") -> list[str]:
     if case.rotary:
         turn = rope(Case(batch=1 if case.shared else case.batch, rotary=case.rotary), case.sink + case.window)
         assert turn is not None
-        turn = Turn(turn.cos.to(case.tables).to(device), turn.sin.to(case.tables).to(device))
+        turn = Rotation(turn.cos.to(case.tables).to(device), turn.sin.to(case.tables).to(device))
     wholes = [[torch.full(size, torch.nan, dtype=case.dtype, device=device) for _ in (0, 1)] for _ in (0, 1)]
     for by, whole in zip((kernel, reference), wholes, strict=True):
         by.place(whole, *exact, behind, turn)

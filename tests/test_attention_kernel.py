@@ -783,24 +783,24 @@ def test_a_warp_copies_a_block_and_reads_it_as_a_first_operand(words: int, scale
 # Compiled without a GPU.
 
 COUNTS = [
-    "room",
-    "sink_room",
-    "recent_room",
+    "capacity",
+    "sink_capacity",
+    "recent_capacity",
+    "packed_splits",
+    "tail_start",
+    "tail_cost",
+    "tail_total",
+    "sink_splits",
     "splits",
-    "early",
-    "less",
-    "extra",
-    "sink_parts",
-    "parts",
-    "share",
-    "fan",
-    "fans",
+    "tail_tokens",
+    "merge_width",
+    "merges",
     "runs",
 ]
 EXACT = ["p_q", "p_exact_q", "p_out", "p_sink_k", "p_sink_v", "p_recent_k", "p_recent_v"]  # of the query's dtype
 TYPES = {
     **dict.fromkeys(["p_k", "p_v"], "*i16"), **dict.fromkeys(["p_ks", "p_vs", "p_kt", "p_vt"], "*fp16"),
-    **dict.fromkeys(["p_blocks", "p_sink", "p_recent", "p_count"], "*i32"), "p_part": "*fp32", "p_stat": "*fp32",
+    **dict.fromkeys(["p_blocks", "p_sink", "p_recent", "p_count"], "*i32"), "p_partial": "*fp32", "p_stat": "*fp32",
     **dict.fromkeys(["p_k_sign", "p_v_sign"], "*i8"), "p_order": "*u8", **dict.fromkeys(["p_first", "p_near"], "*fp16"),
     **dict.fromkeys(COUNTS, "i32"),
     **dict.fromkeys(["factor", "k_unit", "v_unit"], "fp32"),
@@ -1165,7 +1165,7 @@ def test_products_of_bytes_compile(case: Case) -> None:
     from kvcal_kernels.attention import triton as fused
 
     warps = 1 if case.key.startswith("outer") else case.launch[0]
-    assert plan.by_bytes(case.form("key"), case.form("value"), case.ratio * case.queries, warps)
+    assert plan.takes_int8_mma(case.form("key"), case.form("value"), case.ratio * case.queries, warps)
     made = built(case, 90, 0, fused.Launch(warps))
     fused.check_layouts(made.asm["ttgir"])
     assert "m16n8k32" in made.asm["ptx"]
@@ -1205,7 +1205,9 @@ def test_small_cases_reach_products_of_bytes() -> None:
 
     reached = [
         case for case in small()
-        if plan.by_bytes(case.form("key"), case.form("value"), case.ratio * case.queries, case.launch[0], case.rotary // 32)
+        if plan.takes_int8_mma(
+            case.form("key"), case.form("value"), case.ratio * case.queries, case.launch[0], case.rotary // 32
+        )
     ]  # fmt: skip
     assert {case.launch[0] for case in reached} >= {1, 2, 4}
     assert {case.key.split()[0] for case in reached} == {"symmetric", "asymmetric", "outer", "bytes"}
@@ -1255,7 +1257,7 @@ def by_product(a: Tensor, b: Tensor, apart: int = 0) -> Tensor:
 def test_blocks_are_shared_out_exactly_by_products_of_float32() -> None:
     """Every quotient that there is below SHORT, at both ends of the numbers that have it."""
 
-    for programs in range(1, 2 * plan.PARTS):
+    for programs in range(1, 2 * plan.MOST_SPLITS):
         last = torch.arange(
             programs - 1, plan.SHORT, programs, dtype=torch.int32
         )  # it and the next have other quotients
@@ -1285,7 +1287,7 @@ def test_very_long_rooms_are_shared_out_by_whole_division(blocks: int) -> None:
     room, programs, extra = numbers[0], numbers[3], numbers[6]
     assert room == blocks and ready.options["LONG"] == (blocks + 2**14 > 2**20)
     assert ready.options["LONG"] or room + extra + programs - 1 < plan.SHORT
-    assert plan.SHORT == 2**20 and programs <= plan.PARTS
+    assert plan.SHORT == 2**20 and programs <= plan.MOST_SPLITS
 
 
 LONG_ROOMS = """
@@ -1297,7 +1299,7 @@ for case in (Case(blocks=(9,)), Case(*SCHEMES["HIGGS 2"], 64, blocks=(7,), launc
     for short in (triton.launch.SHORT, 0):
         triton.launch.SHORT = short
         triton.launch._PREPARED.clear()
-        outs.append(triton.attend(*given.arguments(), triton.Launch(case.launch[0], length=case.launch[1])))
+        outs.append(triton.attend(*given.arguments(), triton.Launch(case.launch[0], iterations=case.launch[1])))
         options = [ready.options["LONG"] for ready, *_ in triton.launch._PREPARED.values()]
     print(torch.equal(*outs), options)
 """
@@ -1310,11 +1312,11 @@ def test_very_long_rooms_are_attended_to_as_short_ones_are() -> None:
 
 @needs_triton
 def test_parts_are_merged_in_as_few_waits_for_memory_as_can_be() -> None:
-    from kvcal_kernels.attention.plan import fan_of
+    from kvcal_kernels.attention.plan import merge_width_of
 
-    assert [fan_of(parts, 4) for parts in (1, 4, 16, 20, 24, 52, 103)] == [1, 4, 16, 20, 4, 8, 8]
-    assert [fan_of(parts, 1) for parts in (3, 8, 9, 100)] == [3, 8, 3, 10]
-    assert fan_of(100, 64) == 100
+    assert [merge_width_of(parts, 4) for parts in (1, 4, 16, 20, 24, 52, 103)] == [1, 4, 16, 20, 4, 8, 8]
+    assert [merge_width_of(parts, 1) for parts in (3, 8, 9, 100)] == [3, 8, 3, 10]
+    assert merge_width_of(100, 64) == 100
 
 
 # On a GPU.
@@ -1338,7 +1340,7 @@ def on_a_gpu(case: Case, fan: int = 0, launch: Any = None) -> tuple[Any, Any]:
 
     own, space = made(case).to("cuda"), fused.Workspace(torch.device("cuda"))
     warps, length = case.launch
-    launch = launch or fused.Launch(warps, 3, length, fan=fan)
+    launch = launch or fused.Launch(warps, 3, length, merge_width=fan)
     return own, lambda: fused.attend(*own.arguments(), launch, space, **own.named())
 
 

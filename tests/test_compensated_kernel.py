@@ -89,7 +89,7 @@ def a_step(case: Case, how: str, queries: int) -> tuple[Any, Moves, Tensor]:
         before = [2 * block - 1, block - queries, 1]
     keys = torch.randn(3, 2, max(before) + queries, dim, generator=g).half() * 2 + 1
     advance(counts, torch.tensor(before, dtype=torch.int32))
-    room = windows.room(queries)
+    room = windows.ring_capacity(queries)
     ring = torch.full((3, 2, room, dim), 777.0).half()
     held = counts.sink + 32 * counts.blocks
     for row, tokens in enumerate(before):

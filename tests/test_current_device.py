@@ -196,7 +196,7 @@ def _reconstructed() -> None:
     case = reconstruct_cases.Case(inputs=())
     codec = reconstruct_cases.codec_of(case)
     packed = codec.encode(torch.randn(2, 2, 64, 64))
-    triton.reconstruct(
+    triton.dequantise(
         blocks := reconstruct_cases.coded(codec, packed),
         triton.prepare(blocks, None, None, 0, torch.float16),  # type: ignore[arg-type]
     )

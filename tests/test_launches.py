@@ -240,11 +240,11 @@ def test_checks_of_attention_are_made_once_for_tensors_alike(
     assert attention.warm == 1 and len(attention.started) == 4
     (grid, given) = attention.started[-1]
     names = dict(zip(attention.arg_names, given, strict=True))
-    assert grid == (1, 2, names["parts"])  # a row of two heads
+    assert grid == (1, 2, names["splits"])  # a row of two heads
     assert names["p_q"] == other.q.data_ptr() and names["p_sink_v"] == other.sink[1].data_ptr()
     assert (
         names["p_recent"] == own.recent[2].data_ptr()
-        and names["room"] == own.keys.words.shape[2]
+        and names["capacity"] == own.keys.words.shape[2]
         and names["HEADS"] == 2
     )
 

@@ -12,7 +12,7 @@ from interpreted import interpreted, needs_triton
 from program_cases import SLOTS, WARPS, planned, spans
 
 parts_of_a_launch = st.fixed_dictionaries(
-    {"parts": st.sampled_from([0, 1, 2, 6, 48]), "length": st.sampled_from([0, 1, 64])}
+    {"splits": st.sampled_from([0, 1, 2, 6, 48]), "iterations": st.sampled_from([0, 1, 64])}
 )
 
 
@@ -24,22 +24,22 @@ parts_of_a_launch = st.fixed_dictionaries(
 def test_a_plan_has_a_program_for_every_token(
     groups: int, blocks: int, sink: int, recent: int, warps: int, slots: int, carried: bool, less: Any, own: Any
 ) -> None:
-    from kvcal_kernels.attention.plan import ALONE, PARTS, SHORT, SPARE
+    from kvcal_kernels.attention.plan import ALONE, MOST_SPLITS, SHORT, SPARE
 
-    made = planned(groups, blocks, (sink, recent), warps, slots, carried, less=less, **own)
+    made = planned(groups, blocks, (sink, recent), warps, slots, carried, tail_cost=less, **own)
     splits, early, fewer, extra = made.numbers()
     # as the kernel takes them: no program has tokens of both windows
-    assert made.exact == -(-sink // made.share) + -(-recent // made.share)
-    assert 0 <= made.exact <= made.parts and early == made.parts - made.exact
-    if made.less == ALONE:
+    assert made.tail == -(-sink // made.tail_tokens) + -(-recent // made.tail_tokens)
+    assert 0 <= made.tail <= made.splits and early == made.splits - made.tail
+    if made.tail_cost == ALONE:
         assert splits == early >= 1 and extra == 0
     else:
-        assert carried and less != ALONE and splits == made.parts and extra == made.exact * fewer
-    assert made.parts - (made.exact if made.less == ALONE else 0) <= max(PARTS, own["parts"])
+        assert carried and less != ALONE and splits == made.splits and extra == made.tail * fewer
+    assert made.splits - (made.tail if made.tail_cost == ALONE else 0) <= max(MOST_SPLITS, own["splits"])
     # what `floor_divide` divides without LONG, as `_prepared` chooses it
     assert blocks + SPARE > SHORT or blocks + extra + splits - 1 < SHORT
-    if own["parts"] > (made.less != ALONE):
-        assert splits == own["parts"]
+    if own["splits"] > (made.tail_cost != ALONE):
+        assert splits == own["splits"]
 
 
 @needs_triton
@@ -64,12 +64,12 @@ def test_programs_take_equally_long(blocks: int) -> None:
 
     for groups in (8, 64, 256):
         made = planned(groups, blocks, (32, 96), 1, 1584, True)
-        if made.less == ALONE:
+        if made.tail_cost == ALONE:
             continue
         each = [stop - start for start, stop in spans(blocks, made.numbers(), 1)]
-        turns = [own + (made.share // 4 if i >= made.parts - made.exact else 0) for i, own in enumerate(each)]
-        assert max(turns) == -(-(blocks + made.exact * made.less) // made.parts)
-        assert sorted(turns)[1] >= max(turns) - made.parts  # of the last
+        turns = [own + (made.tail_tokens // 4 if i >= made.splits - made.tail else 0) for i, own in enumerate(each)]
+        assert max(turns) == -(-(blocks + made.tail * made.tail_cost) // made.splits)
+        assert sorted(turns)[1] >= max(turns) - made.splits  # of the last
 
 
 PLANS = [  # of uniform 4/4 (12 programs of one warp) and of HIGGS 3 (4 of four) on 132 multiprocessors; 8 kv heads
@@ -94,7 +94,7 @@ PLANS = [  # of uniform 4/4 (12 programs of one warp) and of HIGGS 3 (4 of four)
 def test_plans_are_those_that_were_timed(batch: int, length: int, slots: int, warps: Any, plan: Any) -> None:
     from kvcal_kernels.attention.plan import ALONE
 
-    own = {"merging": 3} if warps == "few" else {}
+    own = {"merge_rate": 3} if warps == "few" else {}
     made = planned(8 * batch, (length - 128) // 32, (32, 96), 4 if own else warps, slots, True, **own)
     assert made == (*plan[:3], ALONE if plan[3] is None else plan[3])
 
@@ -104,7 +104,7 @@ def test_plans_are_those_that_were_timed(batch: int, length: int, slots: int, wa
 def test_turns_of_a_program_are_at_most_the_length(warps: int) -> None:
     for groups in (1, 64):
         for blocks in (5, 128, 1020):
-            made = planned(groups, blocks, (32, 96), warps, 528, False, length=7)
+            made = planned(groups, blocks, (32, 96), warps, 528, False, iterations=7)
             assert -(-blocks // warps // made.numbers()[0]) <= 7
 
 
@@ -114,7 +114,7 @@ def test_turns_of_a_program_are_at_most_the_length(warps: int) -> None:
 def test_long_windows_are_not_one_program_s(warps: int, windows: tuple[int, int]) -> None:
     """On an idle GPU; their tokens take longer than a few packed blocks."""
     made = planned(64, 4, windows, warps, 528, True)
-    assert made.share <= 256 or made.exact >= 8, made
+    assert made.tail_tokens <= 256 or made.tail >= 8, made
 
 
 @needs_triton
@@ -155,7 +155,7 @@ def test_a_ring_of_four_warps_fits_the_smallest_shared_memory() -> None:
     budgets).
     """
     from kvcal_kernels.attention import triton as fused
-    from kvcal_kernels.attention.plan import _reserved
+    from kvcal_kernels.attention.plan import ring_bytes
     from kvcal_kernels.layout import Form
 
     several = {}
@@ -165,7 +165,7 @@ def test_a_ring_of_four_warps_fits_the_smallest_shared_memory() -> None:
             own = fused.launches(keys, values, 4)
             several[bits, symmetric] = len(own) == 2
             for launch in own:
-                ring = _reserved(fused.settings(keys, values, 8, 4, 1, launch.warps))
+                ring = ring_bytes(fused.settings(keys, values, 8, 4, 1, launch.warps))
                 assert ring + (32 << 10) <= 99 << 10, (bits, symmetric, launch)
     assert several == {(bits, symmetric): bits < 8 for bits in (2, 3, 4, 8) for symmetric in (True, False)}
 
@@ -179,7 +179,7 @@ def test_a_reserved_workspace_never_grows(scheme: tuple[int, Any, int, int], mon
     import torch
 
     from kvcal_kernels.attention import triton as fused
-    from kvcal_kernels.attention.plan import fan_of
+    from kvcal_kernels.attention.plan import merge_width_of
     from kvcal_kernels.layout import Form
 
     monkeypatch.setattr(fused.launch, "_processors", lambda device: 132)
@@ -189,14 +189,14 @@ def test_a_reserved_workspace_never_grows(scheme: tuple[int, Any, int, int], mon
     plan_of, launches = fused.launch._plan, []
     monkeypatch.setattr(fused.launch, "_plan", lambda *given: (launches.append(given[4]), plan_of(*given))[1])
     fused.reserve(space, keys, values, 3, 8, rows, room, windows)
-    held = [x.data_ptr() for x in (space.part, space.stat, space.counter)]
+    held = [x.data_ptr() for x in (space.partial, space.stat, space.counter)]
     launch = fused.chosen(keys, values, rows, False, 3 * 8, room, torch.device("cpu"))
     assert (launch.warps == 4) == (rows == 4) and set(launches) == {launch}
     fixed = fused.settings(keys, values, 8, rows, 1, launch.warps)
     for at_once in range(1, 64 // launch.warps + 1):
         own = fused.launch._plan(fixed, 3, room, windows, launch, min(at_once, 32), torch.device("cpu"))
-        fan = fan_of(own.parts, fixed["AT_ONCE"])
-        taken = space.take(3 * 8 * fixed["CHUNKS"], own.parts, fixed["N"], 128, fan)
+        fan = merge_width_of(own.splits, fixed["AT_ONCE"])
+        taken = space.take(3 * 8 * fixed["CHUNKS"], own.splits, fixed["N"], 128, fan)
         assert [x.data_ptr() for x in taken] == held
 
 

@@ -220,7 +220,7 @@ def test_a_block_without_a_slot_is_dropped_and_flagged() -> None:
     reference.advance(counts, torch.tensor([150, 20], dtype=torch.int32))
     before = made.keys.words.clone()
     reference.append(made, counts, k, v, case.rule("key"), case.rule("value"))
-    assert made.flags.tolist() == [reference.ROOM * 257] * 2
+    assert made.flags.tolist() == [reference.NO_SLOT * 257] * 2
     assert torch.equal(made.keys.words[1], before[1])
     assert not torch.equal(made.keys.words[0, :, 1], before[0, :, 1])
 

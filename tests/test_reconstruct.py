@@ -19,7 +19,7 @@ from kvcal_artifacts.codecs.higgs import Higgs
 from kvcal_artifacts.codecs.predictors import MLP, Linear
 from kvcal_artifacts.codecs.reconstruct import Reconstruction, coded, refuses
 from kvcal_artifacts.errors import KVCalError
-from kvcal_kernels.dequantise import Coded, Turn, decode, reference
+from kvcal_kernels.dequantise import Coded, Rotation, decode, reference
 from kvcal_kernels.packing import packed_bytes
 from reconstruct_cases import Case, Placed, codec_of, exhaustive, misplaced, normal, placed, rope, small
 
@@ -39,7 +39,7 @@ def test_the_reference_decodes_what_the_codec_does(role: Any, grid: Any, rotatio
 
 
 def test_rope_turns_pairs_of_halves_and_leaves_the_rest() -> None:
-    quarter = Turn(torch.zeros(1, 1, 4), torch.ones(1, 1, 4))
+    quarter = Rotation(torch.zeros(1, 1, 4), torch.ones(1, 1, 4))
     x = torch.arange(1.0, 7.0).view(1, 1, 1, 6)
     assert quarter(x).flatten().tolist() == [-3.0, -4.0, 1.0, 2.0, 5.0, 6.0]
 
@@ -100,12 +100,12 @@ def test_other_predictors_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"inputs": []}, "reconstruct of 0 inputs .*: prepared for 1"),
+        ({"inputs": []}, "dequantise of 0 inputs .*: prepared for 1"),
         ({"inputs": [torch.zeros(2, 2, 64, 64)]}, "input: .* torch.float32.*; must be"),
         ({"inputs": [torch.zeros(2, 2, 64, 64).half().mT]}, "input: .* strides"),
         ({"inputs": [torch.zeros(2, 2, 32, 64).half()]}, r"input: \(2, 2, 32, 64\)"),
         ({"out": torch.zeros(2, 2, 64, 64)}, "into torch.float32"),
-        ({"turn": rope(Case(rotary=64), 64)}, "prepared for RoPE of 0 channels"),
+        ({"rotation": rope(Case(rotary=64), 64)}, "prepared for RoPE of 0 channels"),
     ],
 )
 def test_what_the_kernel_would_misread_is_refused(change: dict[str, Any], says: str) -> None:
@@ -116,7 +116,7 @@ def test_what_the_kernel_would_misread_is_refused(change: dict[str, Any], says: 
     given: dict[str, Any] = {"inputs": [torch.zeros(2, 2, 64, 64).half()]}
     prepared = kernel.prepare(blocks, torch.zeros(128, 128), channels=64)
     with pytest.raises(ValueError, match=says):
-        kernel.reconstruct(blocks, prepared, **(given | change))
+        kernel.dequantise(blocks, prepared, **(given | change))
 
 
 # The kernel in Triton's interpreter.
@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_not_placed() -> None:
     whole, part = [torch.zeros(1, 2, 10, 64).half()] * 2, [torch.zeros(1, 2, 4, 64).half()] * 2
     with pytest.raises(ValueError, match=r"place: 12 tokens up to slot 12 of \(1, 2, 10, 64\)"):
         kernel.place(whole, part, part, part, 4)
-    turn = Turn(torch.ones(1, 7, 64), torch.ones(1, 7, 64))
+    turn = Rotation(torch.ones(1, 7, 64), torch.ones(1, 7, 64))
     with pytest.raises(ValueError, match="RoPE of 7 tokens for 4 and 4"):
         kernel.place(whole, part, part, [x[:, :, :1] for x in part], 4, turn)
 
@@ -160,11 +160,11 @@ def arguments(kind: str) -> tuple[dict[str, str], list[str]]:
     """Types of the kernel's arguments, and which of them are aligned."""
     from kvcal_kernels.dequantise import triton as kernel
 
-    types = dict.fromkeys(["p_out", "p_turned", "p_weight", "p_x0", "p_x1", "p_x2", "p_x3"], f"*{kind}")
+    types = dict.fromkeys(["p_out", "p_rotated", "p_weight", "p_x0", "p_x1", "p_x2", "p_x3"], f"*{kind}")
     types |= {"p_codes": "*u8", "p_norm": "*fp16", "p_grid": "*i32", "p_matrix": "*fp16"}
     types |= {"p_factor": "*fp32", "p_bias": "*fp32"}
-    types |= {"p_table": "*i32"} | dict.fromkeys(["rows", "tokens", "steps", *STRIDES, "s_turn"], "i32")
-    types = {name: types[name] for name in kernel.reconstruct_kernel.arg_names if name in types}
+    types |= {"p_table": "*i32"} | dict.fromkeys(["rows", "tokens", "steps", *STRIDES, "s_rotation"], "i32")
+    types = {name: types[name] for name in kernel.dequantise_kernel.arg_names if name in types}
     return types, [name for name in types if name[:2] in ("p_", "s_")]
 
 
@@ -181,7 +181,7 @@ def built(key: bool, rotation: int, inputs: int, rotary: int, kind: str, capabil
     constants = {**kernel.settings(blocks, prepared, inputs, 256, launch), "ASM": True}
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
     types, aligned = arguments(kind)
-    return compiled(kernel.reconstruct_kernel, types, constants, aligned, capability, **options)
+    return compiled(kernel.dequantise_kernel, types, constants, aligned, capability, **options)
 
 
 @needs_triton
@@ -199,7 +199,7 @@ def test_a_rotation_of_an_odd_factor_fits_into_shared_memory(inputs: int) -> Non
     assert constants["CODES"].dense
     types, aligned = arguments("fp16")
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    made = compiled(kernel.reconstruct_kernel, types, constants, aligned, 90, **options)
+    made = compiled(kernel.dequantise_kernel, types, constants, aligned, 90, **options)
     assert made.metadata.shared <= 227 * 1024
 
 
@@ -287,14 +287,14 @@ def test_on_a_gpu(case: Case) -> None:
     turn = rope(case, tokens)
     own = Reconstruction(codec, case.dtype, case.rotary)
     assert own.path == "triton", own.why
-    out, turned = own(packed, context, None if turn is None else Turn(turn.cos.cuda(), turn.sin.cuda()))
+    out, turned = own(packed, context, None if turn is None else Rotation(turn.cos.cuda(), turn.sin.cuda()))
     inner = codec.inner if isinstance(codec, Predicted) else codec
     weights = codec.predictor.working() if isinstance(codec, Predicted) else {}
     inputs = [getattr(context, name).to(case.dtype).cpu() for name in case.inputs]
     blocks = coded(inner.to(torch.device("cpu")), {name: t.cpu() for name, t in packed.items()})  # type: ignore[arg-type]
     linear = [weights[name].cpu() if name in weights else None for name in ("weight", "bias")]
-    exact = reference.reconstruct(blocks, inputs, *linear, turn, torch.float64)
-    plain = reference.reconstruct(blocks, inputs, *linear, turn, case.dtype)
+    exact = reference.dequantise(blocks, inputs, *linear, turn, torch.float64)
+    plain = reference.dequantise(blocks, inputs, *linear, turn, case.dtype)
     for made, e, p in zip((out, turned), exact, plain, strict=True):
         if made is not None and e is not None and p is not None:
             error, same = (float((x.cpu().double() - e).norm()) for x in (made, p))

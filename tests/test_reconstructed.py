@@ -309,10 +309,10 @@ print(max(float(x) for x in t.steps(caches, t.token_ids(1, 74), [72, 73])))
 print(caches[0].describe()["layers"][1]["path"][-35:])
 codec = made.layers[1].key
 print(t.trials.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
-run = kernel.reconstruct
-kernel.reconstruct = lambda coded, prepared, inputs, *rest: run(coded, prepared, [x * 1.01 for x in inputs], *rest)
+run = kernel.dequantise
+kernel.dequantise = lambda coded, prepared, inputs, *rest: run(coded, prepared, [x * 1.01 for x in inputs], *rest)
 print(t.trials.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
-kernel.reconstruct, kernel.place = run, dequantise.place
+kernel.dequantise, kernel.place = run, dequantise.place
 print(t.trials.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
 kernel.place = lambda whole, sink, window, new, behind, turn: dequantise.place(whole, sink, window, new, behind)
 print(t.trials.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))

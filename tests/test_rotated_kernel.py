@@ -146,7 +146,7 @@ def test_what_the_kernel_would_misread_is_refused(change: Any, says: str) -> Non
 
 TYPES = {
     "p_x": "*fp16", "p_sign": "*i8", "p_table": "*fp32", "p_codes": "*u8", "p_norm": "*fp16",
-    "p_flags": "*i32", "p_made": "*fp32", "scale": "fp32", "gain": "fp32",
+    "p_flags": "*i32", "p_decoded": "*fp32", "scale": "fp32", "gain": "fp32",
 }  # fmt: skip
 
 

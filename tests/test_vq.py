@@ -134,7 +134,7 @@ def test_compiled_kernel_keeps_to_its_budget(
     """
     from kvcal_kernels.residual_vq.nearest import triton as fused
 
-    types = {"p_x": "*fp16", "p_unit": "*fp32", "p_book": "*fp16", "p_half": "*fp32", "p_found": "*i32"}
+    types = {"p_x": "*fp16", "p_unit": "*fp32", "p_book": "*fp16", "p_half": "*fp32", "p_candidates": "*i32"}
     types |= {"n": "i32", "k": "i32"}
     launch = fused.launch_for(d, capability >= 90)
     made = compiled(
@@ -171,7 +171,7 @@ def test_compiled_small_kernels_keep_to_their_budgets(capability: int, tmp_path:
     constants = {"d": 80, "BM": 32, "BD": 128}
     made = compiled(fused.scale_kernel, types, constants, ["p_x", "p_half", "p_unit"], capability)
     found.append((*resources(made, tmp_path), whole(made, tmp_path)))
-    types = {"p_x": "*bf16", "p_book": "*fp16", "p_found": "*i32", "p_codes": "*i32", "n": "i32", "k": "i32"}
+    types = {"p_x": "*bf16", "p_book": "*fp16", "p_candidates": "*i32", "p_codes": "*i32", "n": "i32", "k": "i32"}
     constants |= {"CANDIDATES": fused.CANDIDATES}
     made = compiled(fused.settle_kernel, types, constants, ["p_x", "p_book"], capability)
     found.append((*resources(made, tmp_path), whole(made, tmp_path)))

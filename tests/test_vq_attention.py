@@ -114,7 +114,7 @@ VALUES = {"S": 13, "K": 4096, "BITS": 12, "BYTES": 192}
 KERNELS: dict[str, tuple[dict[str, Any], int]] = {
     "tables_kernel": (
         {"H": 8, "R": 4, "D": 128, "d": 80, "K": 4096, "SCALED": True, "BD": 128, "RP": 4, "G": 8, "BC": 64,
-         "TURNS": 4, "ASM": True},
+         "ITERATIONS": 4, "ASM": True},
         128,
     ),
     "scores_kernel": ({**HEADS, **LOW_BAND, "BLOCK": 128, "BT": 2048, "UNROLL": 4}, 128),

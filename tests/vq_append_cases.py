@@ -78,7 +78,7 @@ def empty(case: Case, device: str = "cpu") -> Held:
             for name, t in codec.empty(batch, torch.device(device)).items()
         }
         sides.append(codec.coded(packed))
-    room = windows.room(max(*case.steps, 16))
+    room = windows.ring_capacity(max(*case.steps, 16))
     flags = torch.zeros(case.heads, dtype=torch.int32, device=device)
     counts = quantise.Counts(batch, windows, device)
     return Held((sides[0], sides[1]), exact(windows.sink), exact(room), counts, flags)

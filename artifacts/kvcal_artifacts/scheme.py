@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from kvcal_kernels.layout import Form
-from kvcal_kernels.layout.form import fits_bytes
+from kvcal_kernels.layout.form import fits_int8_mma
 
 from .codecs import Codec, Packed
 from .errors import KVCalError
@@ -37,7 +37,7 @@ class LayerCodecs:
         are looked up where there are more than four, or where the other codec's blocks are not for products of bytes.
         """
         forms = [form for codec in (self.key, self.value) if isinstance(form := codec.fused(), Form)]
-        if not any(form.in_bytes for form in forms) or (ratio <= 4 and len(forms) == 2 and fits_bytes(*forms)):
+        if not any(form.in_bytes for form in forms) or (ratio <= 4 and len(forms) == 2 and fits_int8_mma(*forms)):
             return self
         return LayerCodecs(self.key.for_lookups(), self.value.for_lookups())
 

@@ -109,7 +109,10 @@ def launches_of(scheme: str, batch: int, length: int, more: bool = False) -> lis
     key, value, _ = SCHEMES[scheme]
     about = form("key", key), form("value", value), RATIO, scheme.endswith("before RoPE")
     own = fused.chosen(*about, batch * HEADS, room_of(length), torch.device("cuda"))
-    others = [*fused.launches(*about), *(replace(own, warps=w, registers=r, length=n, merging=0) for w, r, n in OTHERS)]
+    others = [
+        *fused.launches(*about),
+        *(replace(own, warps=w, registers=r, iterations=n, merge_rate=0) for w, r, n in OTHERS),
+    ]
     return [own, *(each for each in others if each != own)] if more else [own]
 
 
@@ -427,8 +430,8 @@ def by_programs(clock: Clock, schemes: list[str], counts: list[int]) -> None:
     for scheme, batch, length in [(scheme, 32, 32768) for scheme in schemes] + [(schemes[0], *cell) for cell in CELLS]:
         cell, found = Cell(scheme, batch, length), []
         for count in (0, *counts):
-            own = replace(cell.own, parts=count)
-            tried = [own, replace(own, less=plan.ALONE), replace(own, fan=1 << 20)]
+            own = replace(cell.own, splits=count)
+            tried = [own, replace(own, tail_cost=plan.ALONE), replace(own, merge_width=1 << 20)]
             right = cell.run(cell.own)
             for each in tried:
                 agree(cell, each, right)

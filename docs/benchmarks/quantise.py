@@ -105,7 +105,7 @@ def random(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
 
 def empty_layer(own: tuple[AnyRule, AnyRule], batch: int, room: int, windows: Windows, queries: int) -> Layer:
     keys, values = (blocks_for(one, batch, HEADS, room, "cuda") for one in own)
-    sink, recent = (random(batch, count) for count in (windows.sink, windows.room(queries)))
+    sink, recent = (random(batch, count) for count in (windows.sink, windows.ring_capacity(queries)))
     return Layer(keys, values, sink, recent, torch.zeros(HEADS, dtype=torch.int32, device="cuda"))
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvcal.bench.timing import Clock
 from kvcal_artifacts.codecs.higgs import GRIDS, gaussian_grid
-from kvcal_kernels.dequantise import Coded, Turn, reference
+from kvcal_kernels.dequantise import Coded, Rotation, reference
 from kvcal_kernels.dequantise import triton as fused
 from kvcal_kernels.hadamard import signs
 from kvcal_kernels.packing import packed_bytes
@@ -83,7 +83,7 @@ class Side:
         self.bytes = self.coded.codes.nbytes + self.coded.norm.nbytes + sum(x.nbytes for x in self.inputs) + written
 
     def run(self, launch: fused.Launch | None = None) -> None:
-        fused.reconstruct(self.coded, self.prepared, self.inputs, self.turn, self.out, self.turned, self.dtype, launch)
+        fused.dequantise(self.coded, self.prepared, self.inputs, self.turn, self.out, self.turned, self.dtype, launch)
 
     def errors(self, launch: fused.Launch | None) -> list[float]:
         """Of the first and last row, relative: the kernel's and torch's in the same dtype, the worse one of out and
@@ -94,8 +94,8 @@ class Side:
         worst = [0.0, 0.0]
         for row in {0, len(self.out) - 1}:
             coded, inputs = row_of(self.coded, row), [x[row : row + 1] for x in self.inputs]
-            exact = reference.reconstruct(coded, inputs, self.weight, self.bias, self.turn, torch.float64)
-            same = reference.reconstruct(coded, inputs, self.weight, self.bias, self.turn, self.dtype)
+            exact = reference.dequantise(coded, inputs, self.weight, self.bias, self.turn, torch.float64)
+            same = reference.dequantise(coded, inputs, self.weight, self.bias, self.turn, self.dtype)
             for made, e, s in zip((self.out, self.turned), exact, same, strict=True):
                 if e is not None and made is not None and s is not None:
                     ours, torchs = off(made[row : row + 1], e), off(s, e)
@@ -103,11 +103,11 @@ class Side:
         return worst
 
 
-def rope(length: int) -> Turn:
+def rope(length: int) -> Rotation:
     half = torch.arange(D // 2, device="cuda") / (D // 2)
     angle = torch.arange(length, device="cuda")[None, :, None] * 500000.0**-half
     angle = torch.cat([angle, angle], -1)
-    return Turn(angle.cos(), angle.sin())
+    return Rotation(angle.cos(), angle.sin())
 
 
 def measure(clock: Clock, side: Side, launches: list[fused.Launch], until: float) -> Row:
@@ -179,7 +179,7 @@ def decoding(clock: Clock, batch: int, length: int, key: bool, rotation: str) ->
     coded = codes(batch, length, key, rotation)
     prepared = fused.prepare(coded)
     out = torch.empty(batch, HEADS, length, D, device="cuda", dtype=torch.float16)
-    taken = clock.time(lambda: fused.reconstruct(coded, prepared, out=out)).microseconds
+    taken = clock.time(lambda: fused.dequantise(coded, prepared, out=out)).microseconds
     exact = reference.decode(row_of(coded, batch - 1), torch.float64)
     error, same = off(out[batch - 1 :], exact), off(exact.half(), exact)
     size = coded.codes.nbytes + coded.norm.nbytes + out.nbytes

@@ -138,7 +138,7 @@ class Step:
 
     def __init__(self, keys: list[Any], values: list[Any], batch: int, due: bool, of: Step | None = None) -> None:
         self.keys, self.values = coded(keys, batch, 4 * BLOCK), coded(values, batch, 4 * BLOCK)
-        room, self.flags = WINDOWS.room(1), torch.zeros(HEADS, dtype=torch.int32, device="cuda")
+        room, self.flags = WINDOWS.ring_capacity(1), torch.zeros(HEADS, dtype=torch.int32, device="cuda")
         sizes = (WINDOWS.sink, WINDOWS.sink, room, room, 1, 1)
         self.exact = [torch.randn(batch, HEADS, tokens, D, device="cuda").half() for tokens in sizes]
         if of is not None:

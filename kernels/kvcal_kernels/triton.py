@@ -71,7 +71,7 @@ class Ready:
         self._run: Callable[..., Any] | None = None
         names = kernel.arg_names
         self._constants = tuple(options[name] for name in names if name in options)
-        self._told = [not p.do_not_specialize_on_alignment for p in getattr(kernel, "params", ())]
+        self._specialised = [not p.do_not_specialize_on_alignment for p in getattr(kernel, "params", ())]
 
     def __call__(self, tensors: Sequence[Tensor], *numbers: float) -> None:
         if self._interpreted:
@@ -79,7 +79,7 @@ class Ready:
             return
         pointers = [tensor.data_ptr() for tensor in tensors]
         with on(tensors[0].device):
-            if reduce(or_, compress(pointers, self._told)) % ALIGNMENT:
+            if reduce(or_, compress(pointers, self._specialised)) % ALIGNMENT:
                 self.compiled(tensors, numbers)
                 self.kernel[self.grid](*tensors, *numbers, **self.options)
                 return

@@ -17,7 +17,7 @@ from kvcal_artifacts.codecs.ragged import Ragged
 from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_artifacts.storage.block_store import Stored, tensors_of
 from kvcal_artifacts.storage.ledger import Ledger, Plan
-from kvcal_kernels.dequantise import Turn
+from kvcal_kernels.dequantise import Rotation
 
 from ..models.catalogue import Geometry
 from .schemes import Benched
@@ -236,10 +236,10 @@ def nbytes(stored: Stored) -> int:
     return sum(t.numel() * t.element_size() for t in tensors_of(stored))
 
 
-def rope(tokens: int, dim: int, device: torch.device) -> Turn:
+def rope(tokens: int, dim: int, device: torch.device) -> Rotation:
     """RoPE of positions 0 to tokens - 1, halves paired as Llama pairs them."""
     angle = angles(torch.arange(tokens, device=device), dim).repeat(1, 2)[None]
-    return Turn(angle.cos(), angle.sin())
+    return Rotation(angle.cos(), angle.sin())
 
 
 def angles(positions: Tensor, dim: int) -> Tensor:

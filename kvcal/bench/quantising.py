@@ -286,6 +286,8 @@ def _exact(case: Case, new: Filled, windows: Windows) -> tuple[tuple[Tensor, Ten
     rings, sinks = [], []
     for raw, window in zip(new.raw, new.window, strict=True):
         ring = torch.cat([raw, window], 2)
-        rings.append(torch.nn.functional.pad(ring, (0, 0, 0, windows.room(case.new) - ring.shape[2])).contiguous())
+        rings.append(
+            torch.nn.functional.pad(ring, (0, 0, 0, windows.ring_capacity(case.new) - ring.shape[2])).contiguous()
+        )
         sinks.append(raw.new_zeros(*raw.shape[:2], max(windows.sink, 1), raw.shape[3]))
     return (sinks[0], sinks[1]), (rings[0], rings[1])

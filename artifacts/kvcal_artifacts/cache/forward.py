@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from kvcal_kernels.dequantise import Turn
+from kvcal_kernels.dequantise import Rotation
 
 from .. import hf
 from ..errors import KVCalError
@@ -46,7 +46,7 @@ class Forward:
         self._positions: Tensor | None = None
         self._rotation: tuple[Tensor, Tensor] | None = None  # of the call's columns, as the model itself made them
         self._tables: tuple[Tensor, Tensor] | None = None  # cos and sin of all columns
-        self._turns: dict[torch.device, tuple[Turn, Turn] | None] = {}
+        self._turns: dict[torch.device, tuple[Rotation, Rotation] | None] = {}
         self._plans: dict[torch.device, Plan] = {}
         self._prefixes: dict[torch.device, Prefixes] = {}
         self._places: dict[torch.device, Tensor] = {}
@@ -82,15 +82,15 @@ class Forward:
 
     def turns(
         self, positions: Tensor, site: hf.AttentionSite, packed: slice, past: int, like: Tensor
-    ) -> tuple[Turn, Turn] | None:
+    ) -> tuple[Rotation, Rotation] | None:
         """RoPE of the packed columns, and of the others of the first `past`, as the kernels that dequantise take it; None
         where the model's is another. It is made once a call and device.
         """
         device = like.device
         if device not in self._turns:
             tables = self.tables(positions, slice(0, past), like)
-            inner = Turn(*(t[:, packed] for t in tables))
-            outer = Turn(*(torch.cat([t[:, : packed.start], t[:, packed.stop :]], 1) for t in tables))
+            inner = Rotation(*(t[:, packed] for t in tables))
+            outer = Rotation(*(torch.cat([t[:, : packed.start], t[:, packed.stop :]], 1) for t in tables))
             self._turns[device] = (inner, outer) if hf.by_halves(site, inner.cos.shape[-1]) else None
         return self._turns[device]
 

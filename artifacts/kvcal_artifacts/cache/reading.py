@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcal_kernels.dequantise import Turn
+from kvcal_kernels.dequantise import Rotation
 
 from ..codecs import Context
 from ..paths import dequantised
@@ -65,7 +65,7 @@ def _rope(layer: KVCalLayer, past: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return layer.cache.forward.tables(positions, slice(0, past), like)
 
 
-def _turns(layer: KVCalLayer, packed: slice, past: int, reader: dequantised.Reader) -> tuple[Turn, Turn] | None:
+def _turns(layer: KVCalLayer, packed: slice, past: int, reader: dequantised.Reader) -> tuple[Rotation, Rotation] | None:
     """RoPE of the packed columns and of the others, where the reader rotates keys as it writes them."""
     positions = layer.cache.ledger.positions
     turns = layer.cache.forward.turns(positions, layer.site, packed, past, layer.window[0])

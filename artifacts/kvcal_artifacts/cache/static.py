@@ -38,7 +38,7 @@ from .statistics import KeyScale, QuerySubspace
 if TYPE_CHECKING:
     from .cache import KVCalCache
 
-NOT_FINITE, ROOM = quantise.reference.NONFINITE, quantise.reference.ROOM
+NOT_FINITE, NO_SLOT = quantise.reference.NONFINITE, quantise.reference.NO_SLOT
 
 
 class StaticLayer(KVCalLayer):
@@ -241,7 +241,7 @@ class StaticLayer(KVCalLayer):
             ]
             flags = torch.zeros(heads, dtype=torch.int32, device=like.device)
             self._shown = self._layer = None
-            self.room = Room(exact(windows.sink), exact(shared.room(fused.QUERIES)), packed, flags, {})
+            self.room = Room(exact(windows.sink), exact(shared.ring_capacity(fused.QUERIES)), packed, flags, {})
             self.handle = operator.register(self)  # what was compiled for another room knows its addresses
             if self.paths.vector:
                 coded, shape = codebook.coded(self.codecs, self.room.packed), (batch, heads * self.site.ratio, 1, dim)
@@ -432,7 +432,7 @@ class StaticLayer(KVCalLayer):
                 encoded = codec.encode(leaving, context)
             heads = len(room.flags)  # a norm of several is all of theirs
             finite = torch.stack([one.repeat_interleave(heads // one.shape[1], 1) for one in fits]).all(0)
-            bad = (due[:, None] & ~finite).any(0) * NOT_FINITE + (due & (slot > last)).any() * ROOM
+            bad = (due[:, None] & ~finite).any(0) * NOT_FINITE + (due & (slot > last)).any() * NO_SLOT
             room.flags.bitwise_or_(bad.int() << quantise.reference.VALUES * role)
             for name, x in encoded.items():
                 index = slot.clamp_max(last)[:, None, None, None].expand_as(x)

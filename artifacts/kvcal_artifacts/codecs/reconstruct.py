@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_kernels.dequantise import Coded, Turn, fast
+from kvcal_kernels.dequantise import Coded, Rotation, fast
 from kvcal_kernels.layout import Form
 
 from ..errors import KVCalError
@@ -80,7 +80,7 @@ class Reconstruction:
         self,
         packed: Packed,
         context: Context = EMPTY,
-        turn: Turn | None = None,
+        turn: Rotation | None = None,
         out: Tensor | None = None,
         turned: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -102,7 +102,7 @@ class Reconstruction:
         return out, _put(turn(out[:, :, :tokens].float()), turned, self.dtype)
 
     def _fused(
-        self, packed: Packed, context: Context, turn: Turn | None, out: Tensor | None, turned: Tensor | None
+        self, packed: Packed, context: Context, turn: Rotation | None, out: Tensor | None, turned: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         kernel, codec = fast(), self.codec
         blocks = coded(codec, packed)
@@ -117,7 +117,7 @@ class Reconstruction:
             strides = inputs[0].stride()
             if strides[2:] != (codec.shape.dim, 1) or any(x.stride() != strides for x in inputs[1:]):
                 inputs = [x.contiguous() for x in inputs]
-        outputs: tuple[Tensor, Tensor | None] = kernel.reconstruct(
+        outputs: tuple[Tensor, Tensor | None] = kernel.dequantise(
             blocks, self._prepared, inputs, turn, out, turned, self.dtype
         )
         return outputs

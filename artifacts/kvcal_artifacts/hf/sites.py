@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcal_kernels.dequantise import Turn
+from kvcal_kernels.dequantise import Rotation
 
 from ..errors import UnsupportedModel
 from . import trial
@@ -194,4 +194,4 @@ def by_halves(site: AttentionSite, width: int) -> bool:
     """Whether RoPE turns channels i and i + width / 2 together, as Turn does; seen by turning unit vectors a quarter."""
     units = torch.eye(site.head_dim)[None, None]
     quarter = torch.zeros(1, site.head_dim, width), torch.ones(1, site.head_dim, width)
-    return width % 2 == 0 and torch.equal(site.rotate(units, *quarter), Turn(*quarter)(units))
+    return width % 2 == 0 and torch.equal(site.rotate(units, *quarter), Rotation(*quarter)(units))

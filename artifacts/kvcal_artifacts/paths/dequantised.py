@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels import dequantise
-from kvcal_kernels.dequantise import Turn
+from kvcal_kernels.dequantise import Rotation
 
 from ..codecs import Context
 from ..codecs.base import Packed
@@ -109,7 +109,7 @@ class Reader:
         packed: list[Packed],
         context: Context,
         exact: tuple[list[Tensor], list[Tensor], list[Tensor]],
-        turns: tuple[Turn, Turn] | None,
+        turns: tuple[Rotation, Rotation] | None,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """packed: blocks of keys and values. exact: sink, window and new tokens of both. turns: RoPE of the packed tokens, and
         of sink and window, where keys are stored before it; new ones have it. -> whole keys and values (B, H, T, D) in

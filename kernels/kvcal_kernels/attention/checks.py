@@ -17,7 +17,7 @@ from ..layout.rope import runs as runs_of
 Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), counts (B,) int32
 
 
-def _check_all(
+def check_arguments(
     q: Tensor,
     packed_q: Tensor,
     keys: Blocks,
@@ -34,12 +34,12 @@ def _check_all(
 
 
 def _check_rope(rope: Rope, keys: Blocks, q: Tensor, packed_q: Tensor, windows: tuple[int, int]) -> None:
-    batch, _, room = keys.words.shape[:3]
+    batch, _, capacity = keys.words.shape[:3]
     if keys.form.vector or keys.form.tiered:
         raise ValueError(f"keys of {keys.form} before RoPE: only integers in one tier are turned where they are read")
     if packed_q is not q:
         raise ValueError("packed_q with keys before RoPE: they are not divided by factors")
-    least, width = runs_of(windows[0], room, windows[1]), RUN * rope.pairs
+    least, width = runs_of(windows[0], capacity, windows[1]), RUN * rope.pairs
     if width > keys.form.dim or len(rope.first) not in (1, batch) or rope.first.shape[1] < least:
         shape = f"RoPE of {width} channels, {len(rope.first)} rows of {rope.first.shape[1]} runs"
         raise ValueError(f"{shape}: must be of at most {keys.form.dim}, 1 or {batch}, {least} or more")

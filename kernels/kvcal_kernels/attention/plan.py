@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..layout import Form
-from ..layout.form import fits_bytes, looked_up
+from ..layout.form import fits_int8_mma, looked_up
 from ..layout.grids import ALIGNED, rotation_width
 from .side import side_of
 
 
-def plain_beyond(warps: int, tables: int, slots: int) -> bool:
+def ring_follows_triton(warps: int, tables: int, slots: int) -> bool:
     """Whether the ring lies behind what Triton manages: with several warps, with tables, or if it is most of 48 KB."""
     return warps > 1 or tables > 0 or slots > 24 * 1024
 
@@ -25,14 +25,14 @@ def power_of_two(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-def by_bytes(keys: Form, values: Form, rows: int, warps: int, pairs: int = 0) -> bool:
+def takes_int8_mma(keys: Form, values: Form, rows: int, warps: int, pairs: int = 0) -> bool:
     """Whether a kernel takes products of 8-bit integers: of what `fits_bytes`, where both parts of all query rows are
     columns of one product. Of grids in bytes, which nothing else reads, more rows are taken four at a time.
     """
     if pairs or (rows > 4 and not (keys.in_bytes or values.in_bytes)):
         return False
     # of several warps the next block may be of another group each time
-    return (keys.inner or warps == 1) and fits_bytes(keys, values)
+    return (keys.inner or warps == 1) and fits_int8_mma(keys, values)
 
 
 def columns(keys: Form, values: Form, rows: int, in_bytes: bool) -> int:
@@ -47,7 +47,7 @@ def columns(keys: Form, values: Form, rows: int, in_bytes: bool) -> int:
     return min(max(wide, 8), most)
 
 
-def _merged_at_once(rows: int, dim: int, warps: int, plain: bool) -> int:
+def _splits_at_once(rows: int, dim: int, warps: int, plain: bool) -> int:
     """Parts that a program merges in one wait for memory, in so many registers a thread: 128 spill of many rows or
     channels, of grids, which have that many in all, and before RoPE, and leave room for a program less of tiers: MixKVQ
     at G = 32 took 359 us instead of 329 (H200).
@@ -71,7 +71,7 @@ def settings(
     and values of one bit width are of one grid. pairs: Rope.pairs of keys before RoPE.
     """
     rows = ratio * queries
-    in_bytes = by_bytes(keys, values, rows, warps, pairs)
+    in_bytes = takes_int8_mma(keys, values, rows, warps, pairs)
     if (keys.in_bytes or values.in_bytes) and not in_bytes:
         raise ValueError(
             f"{keys} and {values}, {warps} warps a program: only products of bytes read grids in bytes; pack them "
@@ -79,7 +79,7 @@ def settings(
         )
     each = 2 if values.paired or in_bytes else 1  # columns of a query row
     wide = columns(keys, values, rows, in_bytes)
-    merged = min(power_of_two(rows), wide // each)
+    query_rows = min(power_of_two(rows), wide // each)
     plain = in_bytes or not (keys.vector or values.vector or keys.tiered or pairs)
     key_side, value_side = side_of(keys), side_of(values)
     if pairs:  # codes are numbers before they meet the query: their own way from memory
@@ -95,10 +95,10 @@ def settings(
         "N": wide,
         "NW": warps,
         "CHUNKS": -(-rows * each // wide),
-        "ROWS": merged,
+        "ROWS": query_rows,
         "WIDTH": rotation_width(keys.dim),
         "PAIRED": 2 if in_bytes else int(values.paired),
-        "AT_ONCE": _merged_at_once(merged, keys.dim, warps, plain),
+        "AT_ONCE": _splits_at_once(query_rows, keys.dim, warps, plain),
         "KEYS": key_side,
         "VALUES": replace(value_side, first=0 if same else key_side.entries << step),
         "PAIRS": pairs,
@@ -108,7 +108,7 @@ def settings(
     }
 
 
-PARTS = 192  # of a group, at most
+MOST_SPLITS = 192  # of a group, at most
 SHORT = 1 << 20  # what `floor_divide` divides by a product of float32
 SPARE = 1 << 14  # of that, for what is added to a row's blocks
 MOST_AT_ONCE, MOST_WARPS = 32, 64  # programs, and their warps, that a multiprocessor runs at a time
@@ -124,17 +124,17 @@ class Plan(NamedTuple):
     window each, and `less` turns over packed tokens fewer than the others, or none (ALONE).
     """
 
-    parts: int
-    exact: int
-    share: int
-    less: int
+    splits: int
+    tail: int
+    tail_tokens: int
+    tail_cost: int
 
     def numbers(self) -> tuple[int, int, int, int]:
         """The kernel's splits, early, less and extra."""
-        early = self.parts - self.exact
-        if self.less == ALONE:
-            return early, early, ALONE, 0
-        return self.parts, early, self.less, self.exact * self.less
+        tail_start = self.splits - self.tail
+        if self.tail_cost == ALONE:
+            return tail_start, tail_start, ALONE, 0
+        return self.splits, tail_start, self.tail_cost, self.tail * self.tail_cost
 
 
 @functools.lru_cache(4096)
@@ -152,76 +152,76 @@ def plan(
     exact tokens, too: Base 239, 233, 229; 2/2 183, 172, 168; KIVI at G = 32 245, 229, 228, G = 128 190, 171, 172.
     """
     several = warps > 1
-    start, merging = (24, launch.merging or 4) if several else (10, launch.merging or 15)
-    tile, turns = 16 * warps, max(1, -(-blocks // warps))
+    start, merge_rate = (24, launch.merge_rate or 4) if several else (10, launch.merge_rate or 15)
+    tile, iterations = 16 * warps, max(1, -(-blocks // warps))
 
     def carrying(count: int) -> tuple[int, int, int]:
         """Programs that have exact tokens, how many, and turns that they have fewer: a tile takes about four."""
         tiles = max(1, -(-sum(windows) // (tile * count)))
-        while (exact := sum(-(-window // (tile * tiles)) for window in windows)) > count:
+        while (tail := sum(-(-window // (tile * tiles)) for window in windows)) > count:
             tiles += 1
-        return exact, tile * tiles, 4 * tiles if launch.less is None else launch.less // warps
+        return tail, tile * tiles, 4 * tiles if launch.tail_cost is None else launch.tail_cost // warps
 
     def apart(count: int) -> tuple[int, int]:
-        share, exact = shares(windows, False, warps)
-        return shares(windows, True, warps) if groups * (count + exact) > slots else (share, exact)
+        tail_tokens, tail = tail_splits(windows, False, warps)
+        return tail_splits(windows, True, warps) if groups * (count + tail) > slots else (tail_tokens, tail)
 
     def time(count: int, alone: bool) -> float:
         """In turns."""
         rounds = -(-groups * count // slots)
         if not alone:
-            exact, share, less = carrying(count)
-            each = start + max((turns + exact * less) / count, 4 * (share // tile))
+            tail, tail_tokens, tail_cost = carrying(count)
+            each = start + max((iterations + tail * tail_cost) / count, 4 * (tail_tokens // tile))
             return rounds * each + each / 64 if several else rounds * math.ceil(each)
-        share, exact = apart(count)
-        each, tiles = start + turns / count, -(-share // tile)
-        late = groups * (count + exact) > slots * rounds  # they find no room until others end
+        tail_tokens, tail = apart(count)
+        each, tiles = start + iterations / count, -(-tail_tokens // tile)
+        late = groups * (count + tail) > slots * rounds  # they find no room until others end
         if several:
             behind = (each if rounds == 1 else start + 16) if late else 0
             return max(rounds * each + behind, start + 16) + each / 64
         each = math.ceil(each)
         return rounds * each + 4 * tiles if late else max(rounds * each, start + 5 * tiles - 2)
 
-    least = min(PARTS, -(-turns // launch.length)) if launch.length else 1
-    most = max(least, min(PARTS, turns, math.isqrt(merging * turns)))
-    counts = [launch.parts] if launch.parts else range(least, most + 1)
+    least = min(MOST_SPLITS, -(-iterations // launch.iterations)) if launch.iterations else 1
+    most = max(least, min(MOST_SPLITS, iterations, math.isqrt(merge_rate * iterations)))
+    counts = [launch.splits] if launch.splits else range(least, most + 1)
     # tables in shared memory are busy all the time, also while others have exact tokens: only where those are most of
     # the work
-    pays = not several or (turns < 150 and 9 * groups > slots)
-    both = carried and (pays if launch.less is None else launch.less != ALONE)
+    pays = not several or (iterations < 150 and 9 * groups > slots)
+    both = carried and (pays if launch.tail_cost is None else launch.tail_cost != ALONE)
     ways = [(count, False) for count in counts if count > 1] if both else []
-    if not ways or not (several or launch.less is not None):
+    if not ways or not (several or launch.tail_cost is not None):
         ways += [(count, True) for count in counts]
     count, alone = min(ways, key=lambda way: time(*way))  # of those that take as long the first
     if alone:
-        share, exact = apart(count)
-        return Plan(count + exact, exact, share, ALONE)
-    exact, share, less = carrying(count)
-    return Plan(count, exact, share, less * warps if launch.less is None else launch.less)
+        tail_tokens, tail = apart(count)
+        return Plan(count + tail, tail, tail_tokens, ALONE)
+    tail, tail_tokens, tail_cost = carrying(count)
+    return Plan(count, tail, tail_tokens, tail_cost * warps if launch.tail_cost is None else launch.tail_cost)
 
 
 @functools.lru_cache(4096)
-def fan_of(parts: int, at_once: int) -> int:
+def merge_width_of(splits: int, at_once: int) -> int:
     """How many parts are merged first; all of them where a second round takes longer: reading `at_once` parts is a wait
     for memory, another round, which writes and counts, about two.
     """
 
-    def waits(fan: int) -> int:
-        each = math.ceil(fan / at_once)
-        return each if fan >= parts else each + 2 + math.ceil(math.ceil(parts / fan) / at_once)
+    def waits(merge_width: int) -> int:
+        each = math.ceil(merge_width / at_once)
+        return each if merge_width >= splits else each + 2 + math.ceil(math.ceil(splits / merge_width) / at_once)
 
-    best: int = min([parts, *range(at_once, parts, at_once)], key=waits)
+    best: int = min([splits, *range(at_once, splits, at_once)], key=waits)
     return best
 
 
-def shares(windows: tuple[int, int], crowded: bool, warps: int = 1) -> tuple[int, int]:
+def tail_splits(windows: tuple[int, int], crowded: bool, warps: int = 1) -> tuple[int, int]:
     """Sink or recent tokens of a program, and how many programs windows of so many tokens take, at most about 16: few
     where multiprocessors have enough to do, else as many as finish before those of packed tokens, a turn of a warp if
     one is alone.
     """
     least = 128 if crowded else 16 if warps == 1 else 32
-    share = max(1, -(-sum(windows) // (16 * least))) * least
-    return share, sum(-(-window // share) for window in windows)
+    tail_tokens = max(1, -(-sum(windows) // (16 * least))) * least
+    return tail_tokens, sum(-(-window // tail_tokens) for window in windows)
 
 
 @dataclass(frozen=True)
@@ -234,15 +234,15 @@ class Launch:
 
     warps: int = 1
     stages: int = 3
-    length: int = 0
+    iterations: int = 0
     registers: int = 0
-    parts: int = 0
-    fan: int = 0
-    less: int | None = None
-    merging: int = 0
+    splits: int = 0
+    merge_width: int = 0
+    tail_cost: int | None = None
+    merge_rate: int = 0
 
 
-def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Launch:
+def usual(keys: Form, values: Form, rows: int = 1, before_rope: bool = False) -> Launch:
     """For so many query rows a kv head; turned: keys before RoPE. A warp alone waits for no other: 2/2 took 257 us in
     place of 318 with four (H200). Tables of grids lie in shared memory once a program, so that there four warps share
     one. At 168 registers a multiprocessor runs 12 warps and nothing is spilled; at 144 it is, and 2/2 took 258 us in
@@ -255,29 +255,29 @@ def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Laun
         return Launch(warps=4, registers=enough if values.paired else 0)
     if keys.dim > 128 or (rows > 8 and not (keys.in_bytes or values.in_bytes)):
         return Launch()
-    if turned:
+    if before_rope:
         # At 176 and more KIVI took 505 to 528 us in place of 431 (H200); of 3 bits they spill with 192, outer ones with
         # 208.
         return Launch(registers=168 if keys.bits != 3 else 200 if keys.inner else 216)
     return Launch(registers=176 if keys.tiered else 168)
 
 
-def launches(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> tuple[Launch, ...]:
+def launches(keys: Form, values: Form, rows: int = 1, before_rope: bool = False) -> tuple[Launch, ...]:
     """All that `chosen` takes: the usual one and, of integers that are multiplied as bytes, one of four warps a
     program.
     """
-    launch = usual(keys, values, rows, turned)
-    other = turned or keys.vector or values.vector or keys.dim > 128
-    if launch.warps > 1 or other or not by_bytes(keys, values, rows, 4):
+    launch = usual(keys, values, rows, before_rope)
+    other = before_rope or keys.vector or values.vector or keys.dim > 128
+    if launch.warps > 1 or other or not takes_int8_mma(keys, values, rows, 4):
         return (launch,)
     # 8 bits: with Triton's 32 KB 104 KB, where GPUs of compute capability 8.6 and 8.9 have 99
-    if _reserved(settings(keys, values, 1, 1, 1, 4)) > 64 << 10:
+    if ring_bytes(settings(keys, values, 1, 1, 1, 4)) > 64 << 10:
         return (launch,)
-    return launch, Launch(warps=4, registers=168, merging=3)
+    return launch, Launch(warps=4, registers=168, merge_rate=3)
 
 
-def _reserved(fixed: dict[str, Any]) -> int:
+def ring_bytes(constants: dict[str, Any]) -> int:
     """Bytes of a ring that lies behind what Triton manages, see `ring_address`."""
-    keys, values = fixed["KEYS"], fixed["VALUES"]
-    slots, tables = int((keys.slot + values.slot) * fixed["SLOTS"]), int(keys.entries + values.entries)
-    return slots * int(fixed["NW"]) if plain_beyond(fixed["NW"], tables, slots) else 0
+    keys, values = constants["KEYS"], constants["VALUES"]
+    slots, tables = int((keys.slot + values.slot) * constants["SLOTS"]), int(keys.entries + values.entries)
+    return slots * int(constants["NW"]) if ring_follows_triton(constants["NW"], tables, slots) else 0

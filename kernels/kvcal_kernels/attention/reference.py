@@ -36,7 +36,7 @@ def attend(
     ratio, queries = q.shape[1] // keys.words.shape[1], q.shape[2]
     stored = [sink[0].float(), decode(keys), recent[0].float()]
     if rope is not None:
-        stored = [rope.turn(k, place) for k, place in zip(stored, _places(keys, blocks, sink, recent), strict=True)]
+        stored = [rope.rotate(k, place) for k, place in zip(stored, _places(keys, blocks, sink, recent), strict=True)]
     parts = zip((q, q if packed_q is None else packed_q, q), stored, strict=True)
     products = [
         queries_of_part.float() @ k.repeat_interleave(ratio, 1).transpose(-1, -2) for queries_of_part, k in parts
@@ -45,9 +45,9 @@ def attend(
     behind = queries - 1 - torch.arange(queries, device=q.device)
     reach = recent[2][:, None] - behind
     visible = [
-        _seen(sink[0].shape[2], sink[2][:, None] + reach.clamp_max(0)),
-        _seen(keys.words.shape[2] * BLOCK, (blocks * BLOCK)[:, None].expand(-1, queries)),
-        _seen(recent[0].shape[2], reach),
+        _visible_slots(sink[0].shape[2], sink[2][:, None] + reach.clamp_max(0)),
+        _visible_slots(keys.words.shape[2] * BLOCK, (blocks * BLOCK)[:, None].expand(-1, queries)),
+        _visible_slots(recent[0].shape[2], reach),
     ]
     mask = torch.cat(visible, -1)[:, None]
     scores = (torch.cat(products, -1) * scaling).masked_fill(~mask, -torch.inf)
@@ -57,17 +57,17 @@ def attend(
 
 def _places(keys: Blocks, blocks: Tensor, sink: tuple[Tensor, ...], recent: tuple[Tensor, ...]) -> list[Tensor]:
     """Where sink, packed and recent tokens are in a row's runs: (1 or B, T) each."""
-    room, device = sink[0].shape[2], blocks.device
-    packed = torch.arange(keys.words.shape[2] * BLOCK, device=device) + -(-room // BLOCK) * BLOCK
-    runs = torch.arange(room, device=device)[None], packed[None]
-    return [*runs, recent_places(sink[2], room, blocks, recent[0].shape[2])]
+    capacity, device = sink[0].shape[2], blocks.device
+    packed = torch.arange(keys.words.shape[2] * BLOCK, device=device) + -(-capacity // BLOCK) * BLOCK
+    runs = torch.arange(capacity, device=device)[None], packed[None]
+    return [*runs, recent_places(sink[2], capacity, blocks, recent[0].shape[2])]
 
 
-def ring_slots(blocks: Tensor, room: int) -> Tensor:
+def ring_slots(blocks: Tensor, capacity: int) -> Tensor:
     """Where token j of a row's recent window lies in a ring: blocks (B,), its packed ones -> (B, room) int64."""
-    return (torch.arange(room, device=blocks.device) + blocks[:, None] * BLOCK) % room
+    return (torch.arange(capacity, device=blocks.device) + blocks[:, None] * BLOCK) % capacity
 
 
-def _seen(room: int, limit: Tensor) -> Tensor:
+def _visible_slots(capacity: int, limit: Tensor) -> Tensor:
     """(B, Q) -> (B, Q, room)."""
-    return torch.arange(room, device=limit.device) < limit[..., None]
+    return torch.arange(capacity, device=limit.device) < limit[..., None]

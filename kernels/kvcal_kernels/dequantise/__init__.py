@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from types import ModuleType
 
-from .reference import Coded, Turn, decode, place, reconstruct
+from .reference import Coded, Rotation, decode, dequantise, place
 
 
 @functools.cache
@@ -16,4 +16,4 @@ def fast() -> ModuleType:
     return triton
 
 
-__all__ = ["Coded", "Turn", "decode", "fast", "place", "reconstruct"]
+__all__ = ["Coded", "Rotation", "decode", "dequantise", "fast", "place"]

@@ -59,7 +59,7 @@ class Coded:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Rotation:
     """RoPE by halves, as Llama has it: channels i and i + r/2 of a head are a pair, the last D - r are left alone.
     cos, sin: (B or 1, T, r) of the packed tokens.
     """
@@ -87,7 +87,7 @@ def place(
     window: Sequence[Tensor],
     new: Sequence[Tensor],
     behind: int,
-    turn: Turn | None = None,
+    rotation: Rotation | None = None,
 ) -> None:
     """The exact tokens of [keys, values] around the packed ones: whole (B, H, room, D) gets `sink` (B, H, S, D) first,
     `window` (B, H, W, D) and `new` (B, H, Q, D) from slot `behind` on. turn: RoPE of the keys of sink and window, S + W
@@ -95,17 +95,17 @@ def place(
     """
     for role, (out, first, ring, fresh) in enumerate(zip(whole, sink, window, new, strict=True)):
         exact, start = torch.cat([first, ring], 2), first.shape[2]
-        if turn is not None and role == 0:
-            exact = _turned(exact, turn).to(out.dtype)
+        if rotation is not None and role == 0:
+            exact = _rotated(exact, rotation).to(out.dtype)
         out[:, :, :start] = exact[:, :, :start]
         rest = torch.cat([exact[:, :, start:], fresh], 2)
         out[:, :, behind : behind + rest.shape[2]] = rest
 
 
-def _turned(x: Tensor, turn: Turn) -> Tensor:
-    r = turn.cos.shape[-1]
+def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
+    r = rotation.cos.shape[-1]
     low, high, rest = x.split([r // 2, r // 2, x.shape[-1] - r], -1)
-    pairs = torch.cat([low, high], -1) * turn.cos[:, None] + torch.cat([-high, low], -1) * turn.sin[:, None]
+    pairs = torch.cat([low, high], -1) * rotation.cos[:, None] + torch.cat([-high, low], -1) * rotation.sin[:, None]
     return torch.cat([pairs, rest.to(pairs.dtype)], -1)
 
 
@@ -122,12 +122,12 @@ def decode(coded: Coded, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.unflatten(vectors, -1, (coded.heads, -1)).movedim(3, 1).flatten(2, 3)
 
 
-def reconstruct(
+def dequantise(
     coded: Coded,
     inputs: Sequence[Tensor] = (),
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    turn: Turn | None = None,
+    rotation: Rotation | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:
     """out (B, H, T, D), and out turned where `turn` is given; both computed in `dtype`.
@@ -142,4 +142,4 @@ def reconstruct(
         if bias is not None:
             guess = guess + bias.to(dtype)
         out = out + torch.unflatten(guess, -1, (coded.heads, -1)).transpose(1, 2)
-    return out, None if turn is None else turn(out)
+    return out, None if rotation is None else rotation(out)

@@ -231,7 +231,7 @@ def _pieces(code, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE:
 
 
 @triton.jit
-def _turned(words):
+def _rotated_words(words):
     """As grids.units turns them."""
     return words << ALIGNED | words >> OVER & LOW
 
@@ -330,18 +330,18 @@ def _store_units(
     piece = tl.arange(0, EACH)[None, :, None, None]
     if BITS == 3 and EACH == 8:
         part = tl.where(piece < 5, wide << piece * 6, tl.where(piece == 7, (wide & 3) << 30, 0))
-        _store_tiles(p_words, _turned(tl.sum(part, 1)), 0, live, GROUPS, 1)
+        _store_tiles(p_words, _rotated_words(tl.sum(part, 1)), 0, live, GROUPS, 1)
         part = tl.where(piece == 7, wide >> 2 << 12, tl.where(piece < 5, 0, wide << (piece - 5) * 6))
         column = tl.arange(0, 8)[None, None, None, :]
-        _store_half(p_words, _turned(tl.sum(part << column // 4 * 16, 1)), live)
+        _store_half(p_words, _rotated_words(tl.sum(part << column // 4 * 16, 1)), live)
     elif BITS == 3:
         UNITS: tl.constexpr = 3
         for u in tl.static_range(UNITS):
             part = tl.where(piece // 5 == u, wide << piece % 5 * 6, 0)
             part = tl.where(piece == 15, (wide >> 2 * u & 3) << 30, part)
-            _store_tiles(p_words, _turned(tl.sum(part, 1)), u, live, GROUPS, UNITS)
+            _store_tiles(p_words, _rotated_words(tl.sum(part, 1)), u, live, GROUPS, UNITS)
     else:
-        _store_tiles(p_words, _turned(tl.sum(wide << piece * (2 * BITS), 1)), 0, live, GROUPS, 1)
+        _store_tiles(p_words, _rotated_words(tl.sum(wide << piece * (2 * BITS), 1)), 0, live, GROUPS, 1)
 
 
 @triton.jit
@@ -367,7 +367,7 @@ def _decoded(
 
 @triton.jit(do_not_specialize=["tokens"])
 def encode_kernel(
-    p_x, p_sign, p_table, p_codes, p_norm, p_flags, p_made, tokens, batch_stride, head_stride, token_stride, scale,
+    p_x, p_sign, p_table, p_codes, p_norm, p_flags, p_decoded, tokens, batch_stride, head_stride, token_stride, scale,
     gain, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, NORMS: tl.constexpr, POINTS: tl.constexpr,
     D: tl.constexpr, SIDE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
     LOG_WIDTH: tl.constexpr, LOG_NORM: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr,
@@ -397,8 +397,8 @@ def encode_kernel(
     tl.store(p_codes + o_codes * (DIM // D) + column[None, :], code.to(tl.uint8), mask=live[:, None])
     if DECODE:
         decoded = _decoded(code, stored, p_table, sign, scale, ROWS, N, NORMS, POINTS, D, LOG_WIDTH)
-        o_made = ((i_batch * HEADS + at // DIM) * tokens)[None, :] + token[:, None]
-        tl.store(p_made + o_made * DIM + (at % DIM)[None, :], decoded, mask=live[:, None])
+        o_decoded = ((i_batch * HEADS + at // DIM) * tokens)[None, :] + token[:, None]
+        tl.store(p_decoded + o_decoded * DIM + (at % DIM)[None, :], decoded, mask=live[:, None])
     group = tl.arange(0, ROWS * NORMS)
     row = tl.program_id(0) * ROWS + group // NORMS
     tl.store(p_norm + (i_batch * NORMS + group % NORMS) * tokens + row, stored, mask=row < tokens)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..hadamard import unrotate
 from . import grids
-from .form import BLOCK, HALF_TILE, PIECE, Form, _Fields, field_number, together
+from .form import BLOCK, HALF_TILE, PIECE, Form, TierFields, field_number, together
 from .grids import Grid
 
 
@@ -67,7 +67,7 @@ def pack_tiers(
     wide = four.unflatten(-1, (-1, PIECE))
     codes = torch.cat([torch.stack([wide & 3, wide >> 2], -2).flatten(-3), two], -1)
     fields = torch.nn.functional.pad(codes, (0, form.fields * PIECE - codes.shape[-1]))
-    inner = _Fields("key", form.fields * PIECE, 2, form.group, False, False)
+    inner = TierFields("key", form.fields * PIECE, 2, form.group, False, False)
     packed = pack(fields, scale, zero, inner)
     words = torch.cat([exact.contiguous().view(torch.int16), packed.words], -1)
     return Blocks(form, words, packed.scale, None, order.to(torch.uint8).contiguous())
@@ -77,7 +77,7 @@ def _decode_tiers(blocks: Blocks) -> Tensor:
     form = blocks.form
     exact, words = blocks.words.tensor_split((BLOCK * form.full,), -1)
     full = exact.contiguous().view(torch.float16).unflatten(-1, (2, -1, PIECE, PIECE)).transpose(4, 5)
-    inner = _Fields("key", form.fields * PIECE, 2, form.group, False, False)
+    inner = TierFields("key", form.fields * PIECE, 2, form.group, False, False)
     fields = unpack(Blocks(inner, words, blocks.scale))[0]
     low, high = fields[..., : 2 * form.four].unflatten(-1, (-1, 2, PIECE)).unbind(-2)
     two = fields[..., 2 * form.four :][..., : form.dim - form.full - form.four]
@@ -103,20 +103,20 @@ def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, form: Form, grid: Gr
     wide = wide.flatten(3, 4)
     if form.role == "value":
         wide = wide.transpose(-1, -2)
-    fields = 16 // form._plane
-    if form._in_pairs:
+    fields = 16 // form.plane_bits
+    if form.pieces_in_pairs:
         none = wide.new_zeros(*wide.shape[:3], form.tiles * fields, PIECE, PIECE)
         wide = none.index_copy_(3, _field_numbers(form, wide.device), wide)
     else:
         wide = torch.nn.functional.pad(wide, (0, 0, 0, 0, 0, form.tiles * fields - wide.shape[3]))
     wide = wide.unflatten(3, (form.tiles, fields))
-    planes = [_gather(wide & ((1 << form._plane) - 1), form._plane)]
+    planes = [_gather(wide & ((1 << form.plane_bits) - 1), form.plane_bits)]
     if form.bits == 3:
         third = torch.nn.functional.pad(wide >> 2, (0, 0, 0, 0, 0, 0, 0, form.tiles % 2)).unflatten(3, (-1, 2))
         planes.append(_gather(third.transpose(4, 5).flatten(4, 5), 1))  # field f of even, odd tile: bits 2 f, 2 f + 1
     words = torch.cat(planes, 3).flatten(3)
     if form.halved:
-        words = _folded(words, form._beyond)
+        words = _folded(words, form.half_tile_shift)
     return Blocks(form, _int16(words), pack_scales(scale, zero, form))
 
 
@@ -164,20 +164,20 @@ def _gather(fields: Tensor, width: int) -> Tensor:
     return (fields << shifts[:, None, None]).sum(-3, dtype=torch.int32)
 
 
-def _folded(words: Tensor, beyond: int) -> Tensor:
+def _folded(words: Tensor, shift: int) -> Tensor:
     """Words (..., n) of which the last tile becomes half of one: columns from 8 on, `beyond` bits further, in the
     others.
     """
     whole, last = words.tensor_split((-2 * HALF_TILE,), -1)
     low, right = last.unflatten(-1, (PIECE, 2, -1)).unbind(-2)
-    return torch.cat([whole, (low | right << beyond).flatten(-2)], -1)
+    return torch.cat([whole, (low | right << shift).flatten(-2)], -1)
 
 
-def _unfolded(words: Tensor, beyond: int) -> Tensor:
+def _unfolded(words: Tensor, shift: int) -> Tensor:
     """The other way round; bits of fields that are none may be anything."""
     whole, half = words.tensor_split((-HALF_TILE,), -1)
     half = half.unflatten(-1, (PIECE, -1))
-    return torch.cat([whole, torch.cat([half, half >> beyond], -1).flatten(-2)], -1)
+    return torch.cat([whole, torch.cat([half, half >> shift], -1).flatten(-2)], -1)
 
 
 def _int16(words: Tensor) -> Tensor:
@@ -222,14 +222,14 @@ def unpack(blocks: Blocks) -> tuple[Tensor, Tensor, Tensor | None]:
         return _unpack_grid(blocks), blocks.scale.flatten(2)[..., None], None
     form, words = blocks.form, blocks.words.to(torch.int32) & 0xFFFF
     if form.halved:
-        words = _unfolded(words, form._beyond)
+        words = _unfolded(words, form.half_tile_shift)
     words = words.unflatten(-1, (-1, PIECE, PIECE))
-    fields = _scatter(words[:, :, :, : form.tiles], form._plane)
+    fields = _scatter(words[:, :, :, : form.tiles], form.plane_bits)
     if form.bits == 3:
         third = _scatter(words[:, :, :, form.tiles :], 1).unflatten(4, (-1, 2)).transpose(4, 5).flatten(3, 4)
         fields = fields | third[:, :, :, : form.tiles] << 2
     pieces = fields.flatten(3, 4)
-    chosen = _field_numbers(form, pieces.device) if form._in_pairs else slice(2 * form.pieces)
+    chosen = _field_numbers(form, pieces.device) if form.pieces_in_pairs else slice(2 * form.pieces)
     pieces = pieces[:, :, :, chosen]
     if form.role == "value":
         pieces = pieces.transpose(-1, -2)

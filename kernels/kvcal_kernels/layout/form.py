@@ -151,7 +151,7 @@ class Form:
             return grids.byte_tiles(self.dim // PIECE // self.vector, self.bits * self.vector)
         if self.vector:
             return grids.tiles(2 * self.pieces, self.bits)
-        return -(-2 * self.pieces // (16 // self._plane))
+        return -(-2 * self.pieces // (16 // self.plane_bits))
 
     @property
     def words(self) -> int:
@@ -173,12 +173,12 @@ class Form:
         return self.bits == 2 and (self.fields if self.tiered else self.pieces) % 4 == 2
 
     @property
-    def _beyond(self) -> int:
+    def half_tile_shift(self) -> int:
         """How many bits columns from 8 on lie beyond the others in a half tile of integers."""
         return 1 if self.bits == 3 else 4
 
     @property
-    def _in_pairs(self) -> bool:
+    def pieces_in_pairs(self) -> bool:
         """Whether pieces lie in pairs (`field_number`), not as they are counted."""
         return self.inner or self.role == "value" or (self.bits == 2 and self.halved)
 
@@ -213,7 +213,7 @@ class Form:
         return 16 * (self.words + self.scales / self.scale_blocks / self.norm_heads) / (BLOCK * self.dim) + order
 
     @property
-    def _plane(self) -> int:
+    def plane_bits(self) -> int:
         return 2 if self.bits == 3 else self.bits
 
 
@@ -222,7 +222,7 @@ def looked_up(keys: Form, values: Form) -> bool:
     return any(form.vector and not form.in_bytes for form in (keys, values))
 
 
-def fits_bytes(keys: Form, values: Form) -> bool:
+def fits_int8_mma(keys: Form, values: Form) -> bool:
     """Whether products of 8-bit integers (attention/triton/int8) take both: integers in inner groups (16 key channels
     are half of what one contracts), in outer ones of four blocks and more of keys, as queries are rounded anew for
     each, and of all channels of values, as probabilities have one power of two; grids in bytes.
@@ -241,18 +241,18 @@ def fits_bytes(keys: Form, values: Form) -> bool:
 
 
 @dataclass(frozen=True)
-class _Fields(Form):
+class TierFields(Form):
     """The tiles of lower tiers, as 2-bit codes of as many channels as they have fields."""
 
     def __post_init__(self) -> None:
         pass
 
     @property
-    def _beyond(self) -> int:
+    def half_tile_shift(self) -> int:
         return 8
 
     @property
-    def _in_pairs(self) -> bool:
+    def pieces_in_pairs(self) -> bool:
         return False
 
 
@@ -292,7 +292,7 @@ def mode_of(form: Form) -> int:
     return OUTER
 
 
-def columns_apart(words: int, bits: int, mode: int) -> int:
+def half_tile_shift(words: int, bits: int, mode: int) -> int:
     """How many bits columns from 8 on lie beyond the others in the half tile with which words end; 0 where the last one
     is whole.
     """

@@ -349,7 +349,7 @@ def units(codes: Tensor, bits: int) -> Tensor:
         whole = (first << _steps(5, 6, codes.device)).sum(-3, dtype=torch.int32) | (eighth[..., 0, :, :] & 3) << 30
         widest = (sixth | seventh << 6 | eighth >> 2 << 12)[..., 0, :, :]
         half = widest[..., :4] | widest[..., 4:] << 16
-        return _turned(torch.cat([whole.flatten(-2), half.flatten(-2)], -1)).view(torch.int16)
+        return _rotated_words(torch.cat([whole.flatten(-2), half.flatten(-2)], -1)).view(torch.int16)
     width, count = 2 * bits, 32 // (2 * bits)
     together = 16 if bits == 3 else count
     wide = torch.nn.functional.pad(codes.int(), (0, 0, 0, 0, 0, -pieces % together)).unflatten(-3, (-1, together))
@@ -359,19 +359,19 @@ def units(codes: Tensor, bits: int) -> Tensor:
     packed = (widest << _steps(count, width, codes.device)).sum(-3, dtype=torch.int32)
     if bits == 3:
         packed = packed | (wide[..., 15:, :, :] >> _steps(3, 2, codes.device) & 3).flatten(-4, -3) << 30
-    words: Tensor = _turned(packed)[..., : tiles(pieces, bits), :, :].flatten(-3).contiguous()
+    words: Tensor = _rotated_words(packed)[..., : tiles(pieces, bits), :, :].flatten(-3).contiguous()
     return words.view(torch.int16)
 
 
-def _turned(units: Tensor) -> Tensor:
+def _rotated_words(units: Tensor) -> Tensor:
     return units << ALIGNED | units >> 32 - ALIGNED & (1 << ALIGNED) - 1
 
 
 def ununits(words: Tensor, pieces: int, bits: int) -> Tensor:
     """int16 words (..., n) -> pair codes int32 (..., pieces, 16, 8)."""
     width, count = 2 * bits, 32 // (2 * bits)
-    turned = words.contiguous().view(torch.int32)
-    aligned = turned << 32 - ALIGNED | turned >> ALIGNED & (1 << 32 - ALIGNED) - 1
+    rotated = words.contiguous().view(torch.int32)
+    aligned = rotated << 32 - ALIGNED | rotated >> ALIGNED & (1 << 32 - ALIGNED) - 1
     if halved(pieces, bits):
         whole, half = aligned[..., :128].unflatten(-1, (16, 8)), aligned[..., 128:].unflatten(-1, (16, 4))
         both = torch.cat([half, half >> 16], -1)

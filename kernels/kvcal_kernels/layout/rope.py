@@ -89,7 +89,7 @@ class Rope:
         c1, s1 = self.near[place % RUN].unbind(-2)
         return torch.stack([c0 * c1 - s0 * s1, s0 * c1 + c0 * s1], -2)
 
-    def turn(self, x: Tensor, place: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, place: Tensor) -> Tensor:
         """x (B, H, T, D) float32 at places (B or 1, T): turned, in float32."""
         half = self.near.shape[-1]
         cos, sin = self.tables(place)[:, None].unbind(-2)
@@ -122,11 +122,11 @@ def runs(sink: int, blocks: int, recent: int) -> int:
     return -(-sink // RUN) + blocks + -(-recent // RUN)
 
 
-def recent_places(sink: Tensor, sink_room: int, blocks: Tensor, room: int) -> Tensor:
+def recent_places(sink: Tensor, sink_capacity: int, blocks: Tensor, capacity: int) -> Tensor:
     """Places of recent tokens, (B, room): as many tokens as rows have in the sink, and packed blocks, (B,)."""
-    behind, start = torch.arange(room, device=blocks.device), -(-sink_room // RUN) * RUN
+    behind, start = torch.arange(capacity, device=blocks.device), -(-sink_capacity // RUN) * RUN
     rank = sink.long()[:, None] + behind
-    first = torch.where(rank < sink_room, rank, start + rank - sink_room)
+    first = torch.where(rank < sink_capacity, rank, start + rank - sink_capacity)
     return torch.where(blocks[:, None] > 0, start + RUN * blocks.long()[:, None] + behind, first)
 
 

@@ -39,8 +39,8 @@ def select_kernel(
         least, most = tl.minimum(least, x), tl.maximum(most, x)
     salience = tl.div_rn(most - least, tl.zeros_like(least) + STEPS)
     if WEIGHED:
-        o_own = i_batch * importance_batch + head * importance_head + i_block * importance_block + channel
-        salience = salience * tl.load(p_importance + o_own)
+        o_importance = i_batch * importance_batch + head * importance_head + i_block * importance_block + channel
+        salience = salience * tl.load(p_importance + o_importance)
     o_head = (i_batch * HEADS + head) * blocks + i_block
     tl.store(p_salience + o_head * DIM + channel, salience)
     unit = 1.0
@@ -53,18 +53,18 @@ def select_kernel(
     c = tl.arange(0, DIM)
     for h in range(HEADS):
         o_block = (i_batch * HEADS + h) * blocks + i_block
-        own_salience = tl.load(p_salience + o_block * DIM + c)
+        head_salience = tl.load(p_salience + o_block * DIM + c)
         if FIXED:
             first, second = FULL, FULL + FOUR
         else:
-            first = tl.sum((own_salience > high * unit).to(tl.int32), 0)
-            second = tl.sum((own_salience > low * unit).to(tl.int32), 0)
+            first = tl.sum((head_salience > high * unit).to(tl.int32), 0)
+            second = tl.sum((head_salience > low * unit).to(tl.int32), 0)
             first = tl.minimum((first + ROUND - 1) // ROUND * ROUND, DIM)
             second = tl.maximum(tl.minimum((second + ROUND - 1) // ROUND * ROUND, DIM), first)
         # a NaN has a rank, too: places of `perm` are all written
-        own_salience = tl.where(own_salience == own_salience, own_salience, float("inf"))
-        larger = own_salience[:, None] > own_salience[None, :]
-        before = (own_salience[:, None] == own_salience[None, :]) & (c[:, None] < c[None, :])
+        head_salience = tl.where(head_salience == head_salience, head_salience, float("inf"))
+        larger = head_salience[:, None] > head_salience[None, :]
+        before = (head_salience[:, None] == head_salience[None, :]) & (c[:, None] < c[None, :])
         rank = tl.sum((larger | before).to(tl.int32), 0)  # along registers: half the instructions of the other way
         tier = (rank >= first).to(tl.int32) + (rank >= second).to(tl.int32)
         place = tl.zeros_like(tier)

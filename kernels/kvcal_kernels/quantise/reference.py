@@ -34,13 +34,13 @@ Mode = Literal["symmetric", "asymmetric", "hybrid"]
 NONFINITE = 1  # a NaN or an infinity in the input; the other bits then mean nothing
 SCALE = 2  # a scale beyond float16: smaller groups help
 MINIMUM = 4  # a group's minimum beyond float16
-ROOM = 8  # a block that the packed buffer has no slot for; it was dropped
+NO_SLOT = 8  # a block that the packed buffer has no slot for; it was dropped
 VALUES = 8  # bits by which the flags of values are shifted
 MEANING = {
     NONFINITE: "a NaN or infinity reached the cache",
     SCALE: "a scale does not fit float16 (largest 65504)",
     MINIMUM: "a group minimum does not fit float16 (largest 65504)",
-    ROOM: "there is no slot left",
+    NO_SLOT: "there is no slot left",
 }
 HALF_MAX, HALF_FLOOR = 65504.0, 2.0**-24
 SCALES = tuple(i / 20 for i in (*range(20, 10, -1), *range(21, 28)))  # those of the codec
@@ -69,17 +69,17 @@ class Rule:
         """What is tried, in the codec's order: (factor of the scale, 0) of symmetric ones, (factor of the range, part
         of the range that is left out below) of asymmetric ones.
         """
-        return self._symmetric + self._asymmetric
+        return self.symmetric_factors + self.asymmetric_factors
 
     @property
-    def _symmetric(self) -> list[tuple[float, float]]:
+    def symmetric_factors(self) -> list[tuple[float, float]]:
         if self.mode == "asymmetric":
             return []
         signs = (1, -1) if self.search and self.mode == "symmetric" else (1,)
         return [(sign * factor, 0.0) for factor in (SCALES if self.search else (1.0,)) for sign in signs]
 
     @property
-    def _asymmetric(self) -> list[tuple[float, float]]:
+    def asymmetric_factors(self) -> list[tuple[float, float]]:
         if self.mode == "symmetric":
             return []
         return [(factor, (1 - factor) / 2) for factor in (RANGES if self.search else (1.0,))]
@@ -171,14 +171,14 @@ def _candidates(x: Tensor, rule: Rule) -> Iterator[_Coded]:
     plain = x.abs().amax(-1) / half
     # Hybrid: what the lowest code stands for is stored too.
     limit = HALF_MAX / half if rule.mode == "hybrid" else HALF_MAX
-    for factor, _ in rule._symmetric:
+    for factor, _ in rule.symmetric_factors:
         size = (plain * abs(factor)).clamp(HALF_FLOOR, limit).half()
         scale = size if factor > 0 else -size
         step = scale.float()[..., None]
         codes = (x / step).round().clamp(-half, half - 1)
         yield _Coded(codes + half, scale, -half * size, _error(codes * step, x))
     low, spread = x.amin(-1), x.amax(-1) - x.amin(-1)
-    for factor, below in rule._asymmetric:
+    for factor, below in rule.asymmetric_factors:
         scale = (spread * factor / top).clamp(HALF_FLOOR, HALF_MAX).half()
         base = (low + spread * below).half()
         step = scale.float()[..., None]
@@ -253,7 +253,7 @@ class Windows:
         if self.block % BLOCK or self.block < BLOCK or min(self.sink, self.recent) < 0:
             raise ValueError(f"{self}: none negative, and a block a multiple of {BLOCK}")
 
-    def room(self, queries: int) -> int:
+    def ring_capacity(self, queries: int) -> int:
         """Slots of the ring for calls of up to so many new tokens in one launch: a multiple of 32."""
         return -(-(self.recent + self.block - 1 + queries) // BLOCK) * BLOCK
 
@@ -383,13 +383,13 @@ def keep(sink: tuple[Tensor, Tensor], ring: tuple[Tensor, Tensor], counts: Count
     fills = ((source >= 0) & (source < taken))[:, None, :, None]
     first = counts.blocks_before[:, None].long() * BLOCK + counts.window_before[:, None]
     at = (first + (torch.arange(queries, device=device) - pads) % queries - taken) % ring[0].shape[2]
-    for kept_sink, recent, x in zip(sink, ring, new, strict=True):
+    for sink_slots, recent, x in zip(sink, ring, new, strict=True):
 
         def wide(index: Tensor, x: Tensor = x) -> Tensor:
             return index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
 
         rows = x.gather(2, wide((source + pads).clamp(0, queries - 1)))
-        kept_sink.copy_(torch.where(fills, rows, kept_sink))
+        sink_slots.copy_(torch.where(fills, rows, sink_slots))
         recent.scatter_(2, wide(at), x)
 
 
@@ -451,11 +451,13 @@ def _append_row(
     bits = (~torch.isfinite(real.float())).flatten(1).any(1).int() * NONFINITE
     taken = here["sink"] - here["sink_before"]
     sink[:, here["sink_before"] : here["sink"]] = real[:, :taken].to(sink.dtype)
-    room, start = ring.shape[1], here["blocks_before"] * BLOCK
-    old = ring[:, (torch.arange(here["window_before"], device=x.device) + start) % room]
+    capacity, start = ring.shape[1], here["blocks_before"] * BLOCK
+    old = ring[:, (torch.arange(here["window_before"], device=x.device) + start) % capacity]
     waiting = torch.cat([old.to(x.dtype), real[:, taken:]], 1)
-    ring_tokens = torch.arange(max(here["window_before"], waiting.shape[1] - room), waiting.shape[1], device=x.device)
-    ring[:, (ring_tokens + start) % room] = waiting[:, ring_tokens].to(ring.dtype)
+    ring_tokens = torch.arange(
+        max(here["window_before"], waiting.shape[1] - capacity), waiting.shape[1], device=x.device
+    )
+    ring[:, (ring_tokens + start) % capacity] = waiting[:, ring_tokens].to(ring.dtype)
     flush = here["blocks"] - here["blocks_before"]
     if flush:
         row_factor = None if factor is None else factor[None]
@@ -464,5 +466,5 @@ def _append_row(
         fits = max(0, min(flush, stored.words.shape[2] - first))
         stored.words[row, :, first : first + fits] = packed.words[0, :, :fits]
         stored.scale[row, :, first // each : (first + fits) // each] = packed.scale[0, :, : fits // each]
-        bits = bits | more | (ROOM if fits < flush else 0)
+        bits = bits | more | (NO_SLOT if fits < flush else 0)
     return bits

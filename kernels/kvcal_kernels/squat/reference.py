@@ -79,7 +79,7 @@ def moves(responses: list[Tensor], channels: int) -> Moves:
     """responses: M_br M_rr^-1 of each step (B or 1, H, channels, D - stop) float64, as codecs.squat.responses makes
     them.
     """
-    integers = [_integers(response, _bits(channels)) for response in responses]
+    integers = [_integers(response, factor_bits(channels)) for response in responses]
     return Moves(channels, [weight for weight, _ in integers], [unit.flatten(1) for _, unit in integers])
 
 
@@ -90,7 +90,7 @@ def corrected(x: Tensor, moves: Moves | Digits, bits: int, group: int, block: in
     keys: Tensor = torch.unflatten(x.float(), 2, (-1, block)).clone()
     for i, (weight, unit) in enumerate(zip(moves.weights, moves.units, strict=True)):
         here = slice(i * moves.channels, (i + 1) * moves.channels)
-        whole, size = _integers(_error(keys[..., here], bits, group), _bits(moves.channels))
+        whole, size = _integers(_error(keys[..., here], bits, group), factor_bits(moves.channels))
         with on(whole.device):  # float64 products of torch 2.11 are wrong where another GPU is the current one
             product = torch.unflatten(whole.flatten(2, 3) @ weight, 2, whole.shape[2:4])
         rest = keys[..., here.stop :]
@@ -107,10 +107,10 @@ def due(
     ring (B, H, room, D): keys of the window, as of quantise.Layer.recent. new (B, H, Q, D), a row's real tokens last;
     counts: behind the call. -> (B, H, block, D) float32, anything in rows of which no block is due; out: where to.
     """
-    block, queries, room = counts.windows.block, new.shape[2], ring.shape[2]
+    block, queries, capacity = counts.windows.block, new.shape[2], ring.shape[2]
     check_due(ring, counts, new)
     token, window = torch.arange(block, device=new.device)[None], counts.window_before[:, None].long()
-    slots = (counts.blocks_before[:, None].long() * 32 + token) % room
+    slots = (counts.blocks_before[:, None].long() * 32 + token) % capacity
     taken = (counts.sink - counts.sink_before)[:, None]
     fresh = (queries - counts.new[:, None] + taken + token - window).clamp(0, queries - 1)
 
@@ -144,7 +144,7 @@ def refusal(dim: int, channels: int, group: int, block: int) -> str | None:
     return None
 
 
-def _bits(channels: int) -> int:
+def factor_bits(channels: int) -> int:
     """Of each factor: the sum of `channels` products stays below 2^53."""
     return (53 - (channels - 1).bit_length()) // 2
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..device import on
 from ..layout import launch_key
 from ..triton import Prepared, Ready
-from .reference import Digits, Moves, _bits, check_due, refusal
+from .reference import Digits, Moves, check_due, factor_bits, refusal
 from .reference import due as due_by_torch
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def correct_kernel(
 
 @triton.jit(do_not_specialize=["batch", "queries", "batch_of_weights"])
 def due_kernel(
-    p_new, p_ring, p_out, p_weight, p_unit, p_counts, batch, queries, plane, ring_room, batch_stride, head_stride,
+    p_new, p_ring, p_out, p_weight, p_unit, p_counts, batch, queries, plane, ring_capacity, batch_stride, head_stride,
     token_stride, batch_of_weights,
     HEADS: tl.constexpr, DIM: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr,
@@ -142,8 +142,8 @@ def due_kernel(
         if START == 0:
             window = tl.load(p_row + batch)
             pads = queries - tl.load(p_row + 3 * batch) + tl.load(p_row + 4 * batch) - tl.load(p_row)
-            slot = (before * 32 % ring_room + token) % ring_room
-            p_old = p_ring + ((i_batch * HEADS + i_kv) * ring_room + slot)[:, None] * DIM
+            slot = (before * 32 % ring_capacity + token) % ring_capacity
+            p_old = p_ring + ((i_batch * HEADS + i_kv) * ring_capacity + slot)[:, None] * DIM
             new = (pads + token - window).to(tl.int64) * token_stride
             p_fresh = p_new + i_batch * batch_stride + i_kv * head_stride + new[:, None]
             p_from = tl.where((token < window)[:, None], p_old, p_fresh)
@@ -240,7 +240,7 @@ def settings(step: int, channels: int, heads: int, dim: int, bits: int, group: i
         "CHUNK": chunk,
     }
     constants |= {"BLOCK": block, "BLOCKS": max(1, ROWS // block), "GROUP": group, "TOP": 2.0**bits - 1}
-    return constants | {"BITS": _bits(channels)}
+    return constants | {"BITS": factor_bits(channels)}
 
 
 def warps(block: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvcal_kernels import attention, dequantise, layout, quantise, residual_vq, squat
 from kvcal_kernels.attention import reference
-from kvcal_kernels.dequantise import Turn
+from kvcal_kernels.dequantise import Rotation
 from kvcal_kernels.layout import BLOCK, Form
 from kvcal_kernels.quantise import AnyRule, GridRule
 from kvcal_kernels.squat import Moves
@@ -139,7 +139,7 @@ def reconstruct_trial(
         context = Context(1, **{name: tensors[name] for name in codec.needs})
         packed = codec.encode(x, context)
         angle = torch.rand(2, size[2], rotary // 2, generator=generator, device=device).repeat(1, 1, 2) * 6.28
-        turn = Turn(angle.cos(), angle.sin()) if rotary else None
+        turn = Rotation(angle.cos(), angle.sin()) if rotary else None
         (actual, turned), exact = kernel(packed, context, turn), codec.decode(packed, context)
         why = _apart(actual, exact, dtype, f"{rows} tokens")
         if turn is not None and turned is not None:
@@ -151,10 +151,10 @@ def reconstruct_trial(
     return None
 
 
-def _misplaced(x: Tensor, turn: Turn | None, kernel: Reconstruction) -> str | None:
+def _misplaced(x: Tensor, turn: Rotation | None, kernel: Reconstruction) -> str | None:
     """The kernel that writes exact tokens around packed ones, x (B, H, T, D) and RoPE of them: bit by bit."""
     parts = [[x[:, :, a:b], -x[:, :, a:b]] for a, b in ((0, 4), (4, 45), (45, 47))]
-    first = turn and Turn(turn.cos[:, :45], turn.sin[:, :45])
+    first = turn and Rotation(turn.cos[:, :45], turn.sin[:, :45])
     wholes = [[x.new_zeros(*x.shape[:2], 64, x.shape[3]) for _ in (0, 1)] for _ in (0, 1)]
     for by, whole in zip(
         (dequantise, dequantise if kernel.path == "reference" else dequantise.fast()), wholes, strict=True
@@ -268,7 +268,7 @@ def vectors_append_trial(
         pair = [torch.randn(size, generator=generator, device=device).to(dtype) for _ in (0, 1)]
         return pair[0], pair[1]
 
-    sink, ring, sides = random(windows.sink), random(windows.room(16)), []
+    sink, ring, sides = random(windows.sink), random(windows.ring_capacity(16)), []
     for codec in (keys.to(device), values.to(device)):
         packed = {n: t.new_zeros(*t.shape[:2], 2, *t.shape[3:]) for n, t in codec.empty(3, device).items()}
         sides.append((codec, packed, codec.coded(packed)))
@@ -388,5 +388,5 @@ def _empty(
 
     blocks = [quantise.blocks_for(rule, 3, heads, room, device) for rule in (key, value)]
     flags = torch.zeros(heads, dtype=torch.int32, device=device)
-    layer = quantise.Layer(blocks[0], blocks[1], exact(windows.sink), exact(windows.room(70)), flags)
+    layer = quantise.Layer(blocks[0], blocks[1], exact(windows.sink), exact(windows.ring_capacity(70)), flags)
     return layer, quantise.Counts(3, windows, device)

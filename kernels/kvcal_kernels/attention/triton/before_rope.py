@@ -161,13 +161,13 @@ def _both_halves(
 
 @triton.jit
 def scores_of(
-    p_k, p_ks, p_first, p_near, i_head, b_block, b_run, b_live, q, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
+    p_k, p_ks, p_first, p_near, i_head, b_block, b_run, b_live, q, capacity, KEYS: tl.constexpr, SLICES: tl.constexpr,
     PAIRS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
     """As `scores_of` of integers stored before RoPE, in units of the query's. b_run: number of each block's first
     position in p_first. PAIRS: pairs of pieces that are turned, the others are as they are.
     """
-    at = (i_head * room + b_block)[:, None]
+    at = (i_head * capacity + b_block)[:, None]
     live = b_live[:, None]
     parts = codes_of(p_k, at * KEYS.words, live, at, KEYS, 0, False, NW, False, ASM)
     p_run = p_first + b_run[:, None] * (PAIRS * 32)
@@ -175,7 +175,7 @@ def scores_of(
     b_1 = tl.zeros([NW, 16, N], tl.float32)
     EACH: tl.constexpr = KEYS.group // (32 if KEYS.outer else 16)
     if KEYS.outer:
-        p_scale = p_ks + (i_head * (room // EACH) + b_block // EACH)[:, None] * (SLICES * 32)
+        p_scale = p_ks + (i_head * (capacity // EACH) + b_block // EACH)[:, None] * (SLICES * 32)
         tokens = ()
     else:
         p_scale = p_ks + at * (2 * SLICES // EACH * KEYS.columns * 16)

@@ -12,14 +12,14 @@ from .softmax import by_parity
 
 
 @triton.jit
-def _slot(token, first, room, RING: tl.constexpr):
+def _slot(token, first, capacity, RING: tl.constexpr):
     if RING:
-        token = tl.where(first + token >= room, first + token - room, first + token)
+        token = tl.where(first + token >= capacity, first + token - capacity, first + token)
     return token
 
 
 @triton.jit
-def _exact_turned(
+def _exact_rotated(
     p_k, o_token, live, place, p_first, p_near, PAIR: tl.constexpr, PAIRS: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):
@@ -41,7 +41,7 @@ def _exact_turned(
 
 @triton.jit
 def _window_tokens(
-    p_k, p_v, p_q, o_q, b_row, i_head, room, first, limit, begin, end, factor, b_m, b_l, acc,
+    p_k, p_v, p_q, o_q, b_row, i_head, capacity, first, limit, begin, end, factor, b_m, b_l, acc,
     SLICES: tl.constexpr, PAIRED: tl.constexpr, FOUR: tl.constexpr, STAGES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
     p_first, p_near, run, gap, shift, PAIRS: tl.constexpr,
@@ -56,11 +56,11 @@ def _window_tokens(
     for start in tl.range(begin, end, NW * 16, num_stages=STAGES):
         token = start + b_token
         live = token < end
-        o_token = (i_head * room + _slot(token, first, room, RING)) * D
+        o_token = (i_head * capacity + _slot(token, first, capacity, RING)) * D
         b_s = tl.zeros([NW, 16, N], tl.float32)
         for i in tl.static_range(PAIRS):
             place = (run * 32 + token + tl.where(token < gap, shift, -gap)).to(tl.int64)
-            pair = _exact_turned(p_k, o_token, live, place, p_first, p_near, i, PAIRS, NW, ASM)
+            pair = _exact_rotated(p_k, o_token, live, place, p_first, p_near, i, PAIRS, NW, ASM)
             for j in tl.static_range(2):
                 channel = (i + j * PAIRS) * 16 + r
                 b_q = tl.load(p_q + o_q[None, None, :] + channel[None, :, None], mask=b_row[None, None, :], other=0.0)
@@ -85,7 +85,7 @@ def _window_tokens(
                 channel = value_channels(i, r[None, :, None], k % 2, True, FOUR)
                 for j in tl.static_range(2):
                     token = start + tl.arange(0, NW)[:, None, None] * 16 + j * 8 + k // 2
-                    o_v = (i_head * room + _slot(token, first, room, RING)) * D + channel
+                    o_v = (i_head * capacity + _slot(token, first, capacity, RING)) * D + channel
                     b_v = tl.load(p_v + o_v, mask=token + channel * 0 < end, other=0.0)
                     b_o = multiply_add(b_v, halves[j], b_o, ASM)
                 outputs = outputs + (b_o,)
@@ -99,10 +99,11 @@ def _window_tokens(
 
 @triton.jit
 def exact_tokens(
-    p_sink_k, p_sink_v, p_recent_k, p_recent_v, p_q, o_q, b_row, n, i_head, i_batch, begin, share, sink_parts, sink,
-    recent, blocks, sink_room, recent_room, factor, b_m, b_l, out, p_first, p_near, run, runs, VALUES: tl.constexpr,
-    SLICES: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr,
-    PAIRS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
+    p_sink_k, p_sink_v, p_recent_k, p_recent_v, p_q, o_q, b_row, n, i_head, i_batch, begin, tail_tokens, sink_splits,
+    sink, recent, blocks, sink_capacity, recent_capacity, factor, b_m, b_l, out, p_first, p_near, run, runs,
+    VALUES: tl.constexpr, SLICES: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, RATIO: tl.constexpr,
+    QUERIES: tl.constexpr, PAIRS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    RING: tl.constexpr,
 ):
     """A program's `share` of the sink, in the first `sink_parts` programs, or of the recent tokens. begin: the first of
     them. n [N]: the query rows. PAIRED 2: outputs are of int8, slices of one parity each, in whose columns of the other
@@ -114,20 +115,20 @@ def exact_tokens(
         exact = ()
         for i in tl.static_range(SLICES):
             exact = exact + (out[i // 2],)
-    if begin < sink_parts * share:
+    if begin < sink_splits * tail_tokens:
         b_m, b_l, exact = _window_tokens(
-            p_sink_k, p_sink_v, p_q, o_q, b_row, i_head, sink_room, 0, sink + tl.minimum(recent - behind, 0),
-            begin, tl.minimum(begin + share, sink), factor, b_m, b_l, exact,
+            p_sink_k, p_sink_v, p_q, o_q, b_row, i_head, sink_capacity, 0, sink + tl.minimum(recent - behind, 0),
+            begin, tl.minimum(begin + tail_tokens, sink), factor, b_m, b_l, exact,
             SLICES, PAIRED == 1, VALUES.quads, STAGES, NW, N, ASM, False, p_first, p_near, i_batch * runs, 0, 0, PAIRS,
         )
     else:
-        begin -= sink_parts * share
+        begin -= sink_splits * tail_tokens
         b_m, b_l, exact = _window_tokens(
-            p_recent_k, p_recent_v, p_q, o_q, b_row, i_head, recent_room, blocks * 32 % recent_room,
-            recent - behind, begin, tl.minimum(begin + share, recent), factor, b_m, b_l, exact,
+            p_recent_k, p_recent_v, p_q, o_q, b_row, i_head, recent_capacity, blocks * 32 % recent_capacity,
+            recent - behind, begin, tl.minimum(begin + tail_tokens, recent), factor, b_m, b_l, exact,
             SLICES, PAIRED == 1, VALUES.quads, STAGES, NW, N, ASM, RING,
-            p_first, p_near, run + blocks, tl.where(blocks > 0, 0, sink_room - sink),
-            sink - tl.cdiv(sink_room, 32) * 32, PAIRS,
+            p_first, p_near, run + blocks, tl.where(blocks > 0, 0, sink_capacity - sink),
+            sink - tl.cdiv(sink_capacity, 32) * 32, PAIRS,
         )
     out = exact
     if PAIRED == 2:

@@ -105,12 +105,12 @@ def load_tables(
     p_kt, p_vt, zero, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, STEP: tl.constexpr
 ):
     """Tables of keys and of values into shared memory, where all threads see them afterwards. zero: 0."""
-    OWN: tl.constexpr = 0 if SAME else VALUES.entries
+    VALUE_ENTRIES: tl.constexpr = 0 if SAME else VALUES.entries
     base = tl.inline_asm_elementwise(
-        _reserve((KEYS.entries + OWN) << STEP), "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1
+        _reserve((KEYS.entries + VALUE_ENTRIES) << STEP), "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1
     )
     _table(p_kt, base, KEYS.entries, KEYS.pairs, STEP)
-    _table(p_vt, base + (KEYS.entries << STEP), OWN, VALUES.pairs, STEP)
+    _table(p_vt, base + (KEYS.entries << STEP), VALUE_ENTRIES, VALUES.pairs, STEP)
     tl.debug_barrier()
 
 
@@ -269,35 +269,35 @@ def _points(
 
 @triton.jit
 def scores_of(
-    p_k, p_ks, i_head, b_block, b_live, ring, q, room, p_table, i_norm, KEYS: tl.constexpr, SLICES: tl.constexpr,
+    p_k, p_ks, i_head, b_block, b_live, ring, q, capacity, p_table, i_norm, KEYS: tl.constexpr, SLICES: tl.constexpr,
     STEP: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
     """As `scores_of`, of points of a grid, with a norm for each token. MIXED: tokens in the order of `interleaved_row`.
     """
     live = b_live[:, None]
-    at = (i_head * room + b_block)[:, None] * KEYS.words
+    at = (i_head * capacity + b_block)[:, None] * KEYS.words
     parts = _points(p_k, at, live, ring, KEYS, 0, p_table, STEP, KEYS.quads, MIXED, NW, ASM)
     scores = ()
     for h in tl.static_range(2):
         b_dot = tl.dot(parts[h * KEYS.pieces], q[0])
         for i in tl.static_range(1, SLICES):
             b_dot = tl.dot(parts[h * KEYS.pieces + i], q[i], b_dot)
-        at_norm = (i_norm * room + b_block)[:, None] * 32 + h * 16
+        at_norm = (i_norm * capacity + b_block)[:, None] * 32 + h * 16
         scores = scores + (b_dot * token_norms(p_ks, at_norm, live, ring, KEYS.words * 2 + h * 32, MIXED, NW, N, ASM),)
     return scores
 
 
 @triton.jit
 def add_values(
-    p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, acc, room, p_table, i_norm, VALUES: tl.constexpr,
+    p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, acc, capacity, p_table, i_norm, VALUES: tl.constexpr,
     BYTE: tl.constexpr, SLICES: tl.constexpr, STEP: tl.constexpr, PAIRED: tl.constexpr, MIXED: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
     """As `add_values`, of points of a grid; b_0 and b_1 are float32, MIXED in the order of `interleaved_row`."""
     live = b_live[:, None]
-    at = (i_head * room + b_block)[:, None] * VALUES.words
+    at = (i_head * capacity + b_block)[:, None] * VALUES.words
     parts = _points(p_v, at, live, ring, VALUES, BYTE, p_table, STEP, False, False, NW, ASM)
-    at_norm = (i_norm * room + b_block)[:, None] * 32
+    at_norm = (i_norm * capacity + b_block)[:, None] * 32
     b_0 = (b_0 * token_norms(p_vs, at_norm, live, ring, BYTE + VALUES.words * 2, MIXED, NW, N, ASM)).to(tl.float16)
     b_1 = (b_1 * token_norms(p_vs, at_norm + 16, live, ring, BYTE + VALUES.words * 2 + 32, MIXED, NW, N, ASM)).to(
         tl.float16
@@ -339,16 +339,16 @@ def output_of(
     """Outputs of rotated values, rotated back, with their signs and times `unit`. LAID: how channels lie in them, of
     `value_channels`.
     """
-    turned = ()
+    rotated = ()
     for i in tl.static_range(WIDE):
         b_o = tl.dot(hadamard_tile(NW, tl.float32), out[i], input_precision="tf32x3")
-        turned = turned + (parity_step(b_o, NW, N) if PAIRED else b_o,)
-    turned = across_factor(turned, WIDE, WIDTH // (16 * EACH), VALUES.factor, True)
-    turned = butterflies(turned, WIDE, WIDTH // (16 * EACH))
+        rotated = rotated + (parity_step(b_o, NW, N) if PAIRED else b_o,)
+    rotated = across_factor(rotated, WIDE, WIDTH // (16 * EACH), VALUES.factor, True)
+    rotated = butterflies(rotated, WIDE, WIDTH // (16 * EACH))
     r, column = tl.arange(0, 16), tl.arange(0, N)
     out = ()
     for i in tl.static_range(WIDE):
         channel = value_channels(i, r[:, None], column[None, :] % EACH, LAID, VALUES.quads)
         sign = sign_at(p_sign, i_kv * D + channel) * (unit * WIDTH**-0.5)
-        out = out + (turned[i] * sign[None],)
+        out = out + (rotated[i] * sign[None],)
     return out

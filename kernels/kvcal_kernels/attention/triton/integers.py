@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .int8.ptx import beyond
+from .int8.ptx import half_tile_shift
 from .numbers import field_number, transposed
 from .queries import row_offset
 from .scales import row_scales, scale_columns, scale_pairs, scaled_queries
@@ -18,7 +18,7 @@ from .tiles import half_tile, tile
 
 
 @triton.jit
-def _and(w, SHIFT: tl.constexpr, MASK: tl.constexpr):
+def masked_field(w, SHIFT: tl.constexpr, MASK: tl.constexpr):
     return ((w >> SHIFT) & MASK).to(tl.int16).to(tl.float16, bitcast=True)
 
 
@@ -29,7 +29,7 @@ def unpack8(w, ASM: tl.constexpr):
             "and.b32 $0, $2, 0x00FF00FF; prmt.b32 $1, $2, 0, 0x4341;",
             "=&r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )
-    return _and(w, 0, 255), _and(w, 8, 255)
+    return masked_field(w, 0, 255), masked_field(w, 8, 255)
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def unpack4(w, ASM: tl.constexpr):
             }""",
             "=&r,=&r,=&r,=&r,r", [w], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )
-    return _and(w, 0, 15), _and(w, 0, 240), _and(w, 8, 15), _and(w, 8, 240)
+    return masked_field(w, 0, 15), masked_field(w, 0, 240), masked_field(w, 8, 15), masked_field(w, 8, 240)
 
 
 @triton.jit
@@ -70,8 +70,8 @@ def unpack2(w, ASM: tl.constexpr):
             is_pure=True, pack=2,
         )
     return (
-        _and(w, 0, 3), _and(w, 0, 12), _and(w, 0, 48), _and(w, 0, 192),
-        _and(w, 8, 3), _and(w, 8, 12), _and(w, 8, 48), _and(w, 8, 192),
+        masked_field(w, 0, 3), masked_field(w, 0, 12), masked_field(w, 0, 48), masked_field(w, 0, 192),
+        masked_field(w, 8, 3), masked_field(w, 8, 12), masked_field(w, 8, 48), masked_field(w, 8, 192),
     )
 
 
@@ -124,20 +124,20 @@ def _join(w, a, TWO: tl.constexpr, ONE: tl.constexpr):
 @triton.jit
 def codes_of(
     p_words, b_at, b_live, ring, SIDE: tl.constexpr, BYTE: tl.constexpr, VALUE: tl.constexpr, NW: tl.constexpr,
-    HELD: tl.constexpr, ASM: tl.constexpr,
+    IN_RING: tl.constexpr, ASM: tl.constexpr,
 ):
     """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block of STRIDE; see `tile`. TILES:
     tiles of the first plane. INNER, VALUE: whose order of fields it is. HELD: whether the ring has them.
     """
-    FURTHER: tl.constexpr = beyond(SIDE.words, SIDE.bits, 0)
+    FURTHER: tl.constexpr = half_tile_shift(SIDE.words, SIDE.bits, 0)
     TILES: tl.constexpr = SIDE.tiles
     COUNT: tl.constexpr = 2 * SIDE.pieces
     parts = ()
     for u in tl.static_range(TILES):
         if SIDE.bits == 2 and FURTHER > 0 and u == SIDE.tiles - 1:
-            w = half_tile(p_words, b_at, b_live, ring, BYTE, u, FURTHER, NW, ASM and HELD)
+            w = half_tile(p_words, b_at, b_live, ring, BYTE, u, FURTHER, NW, ASM and IN_RING)
         else:
-            w = tile(p_words, b_at, b_live, ring, BYTE, u, False, NW, ASM and HELD)
+            w = tile(p_words, b_at, b_live, ring, BYTE, u, False, NW, ASM and IN_RING)
         if SIDE.bits == 8:
             parts = parts + unpack8(w, ASM)
         if SIDE.bits == 4:
@@ -146,9 +146,9 @@ def codes_of(
             parts = parts + unpack2(w, ASM)
         if SIDE.bits == 3:
             if FURTHER > 0 and u == SIDE.tiles - 1:
-                third = half_tile(p_words, b_at, b_live, ring, BYTE, SIDE.tiles + u // 2, FURTHER, NW, ASM and HELD)
+                third = half_tile(p_words, b_at, b_live, ring, BYTE, SIDE.tiles + u // 2, FURTHER, NW, ASM and IN_RING)
             else:
-                third = tile(p_words, b_at, b_live, ring, BYTE, SIDE.tiles + u // 2, False, NW, ASM and HELD)
+                third = tile(p_words, b_at, b_live, ring, BYTE, SIDE.tiles + u // 2, False, NW, ASM and IN_RING)
             parts = parts + unpack3(w, third, u % 2 == 1, ASM)
     pieces = ()
     for m in tl.static_range(COUNT):
@@ -186,11 +186,11 @@ def group_unit(bits, mode):
 
 @triton.jit
 def scores_of(
-    p_k, p_ks, i_head, b_block, b_live, ring, q, plain, sums, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
+    p_k, p_ks, i_head, b_block, b_live, ring, q, plain, sums, capacity, KEYS: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
     """Scores of both halves of NW blocks, [NW, 16, N] float32 each, of integers in units of 2^-24 of the query's."""
-    at = (i_head * room + b_block)[:, None]
+    at = (i_head * capacity + b_block)[:, None]
     live = b_live[:, None]
     parts = codes_of(p_k, at * KEYS.words, live, ring, KEYS, 0, False, NW, True, ASM)
     BEHIND: tl.constexpr = KEYS.words * 2  # bytes of a slot before the scales
@@ -220,7 +220,7 @@ def scores_of(
             scores = scores + (b_s,)
     else:  # groups of tokens of one channel: scales multiply the query
         PER: tl.constexpr = KEYS.group // 32
-        at_scale = (i_head * (room // PER) + b_block // PER)[:, None] * (SLICES * 32)
+        at_scale = (i_head * (capacity // PER) + b_block // PER)[:, None] * (SLICES * 32)
         b_zero = tl.zeros([NW, 16, N], tl.float32)
         b_0 = tl.zeros([NW, 16, N], tl.float32)
         b_1 = tl.zeros([NW, 16, N], tl.float32)
@@ -238,13 +238,13 @@ def scores_of(
 
 @triton.jit
 def add_values(
-    p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc, room, VALUES: tl.constexpr, BYTE: tl.constexpr,
+    p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc, capacity, VALUES: tl.constexpr, BYTE: tl.constexpr,
     SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
     """acc plus probabilities b_0, b_1 (halves of NW blocks) times values; b_sum: the sum of the probabilities [NW, 16,
     N], every row the same. BYTE: of a slot of the ring at which values begin.
     """
-    at = (i_head * room + b_block)[:, None]
+    at = (i_head * capacity + b_block)[:, None]
     live = b_live[:, None]
     parts = codes_of(p_v, at * VALUES.words, live, ring, VALUES, BYTE, True, NW, True, ASM)
     BEHIND: tl.constexpr = BYTE + VALUES.words * 2
@@ -252,7 +252,7 @@ def add_values(
     if VALUES.inner:  # groups of tokens of one channel
         PER: tl.constexpr = VALUES.group // 32
         BOTH: tl.constexpr = VALUES.columns
-        at_scale = (i_head * (room // PER) + b_block // PER)[:, None] * (SLICES * BOTH * 16)
+        at_scale = (i_head * (capacity // PER) + b_block // PER)[:, None] * (SLICES * BOTH * 16)
         scale = scale_columns(p_vs, at_scale, live, ring, BEHIND, SLICES * BOTH, ASM)
         for i in tl.static_range(SLICES):
             if VALUES.symmetric:

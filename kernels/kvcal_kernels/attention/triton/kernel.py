@@ -27,7 +27,7 @@ from .exact import exact_tokens
 from .grids import load_tables
 from .int8 import queries as int8_queries
 from .int8 import step as int8_step
-from .merge import merge_parts, share_of, store_part
+from .merge import blocks_of_split, merge_splits, store_split
 from .numbers import LOW, zeros
 from .queries import powers, row_offset, whole_rows
 from .ring import fetch_blocks, open_ring, wait_for_blocks
@@ -37,7 +37,7 @@ from .softmax import declare_parities, raised, second_operand
 @triton.jit
 def _step(
     p_k, p_ks, p_v, p_vs, i_head, first, stop, ring, q, plain, sums, unit, b_m, b_l, acc,
-    p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, room, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, capacity, KEYS: tl.constexpr, VALUES: tl.constexpr,
     PAIRS: tl.constexpr, SLICES: tl.constexpr, STEP: tl.constexpr, PAIRED: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, MASK: tl.constexpr,
 ):
@@ -47,21 +47,21 @@ def _step(
     b_live = b_block < (stop if MASK else 0x7FFFFFFF)
     if KEYS.tiers:
         b_0, b_1 = tiers.scores_of(
-            p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit, room, KEYS, SLICES, NW, N, ASM
+            p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit, capacity, KEYS, SLICES, NW, N, ASM
         )
     elif KEYS.grid:
         b_0, b_1 = grids.scores_of(
-            p_k, p_ks, i_head, b_block, b_live, ring, q, room, p_kt, norms[0], KEYS, SLICES, STEP, MIXED,
+            p_k, p_ks, i_head, b_block, b_live, ring, q, capacity, p_kt, norms[0], KEYS, SLICES, STEP, MIXED,
             NW, N, ASM,
         )
     elif PAIRS > 0:
         b_0, b_1 = before_rope.scores_of(
-            p_k, p_ks, p_first, p_near, i_head, b_block, run + b_block, b_live, q, room, KEYS, SLICES, PAIRS, NW, N,
+            p_k, p_ks, p_first, p_near, i_head, b_block, run + b_block, b_live, q, capacity, KEYS, SLICES, PAIRS, NW, N,
             ASM,
         )
     else:
         b_0, b_1 = integers.scores_of(
-            p_k, p_ks, i_head, b_block, b_live, ring, q, plain, sums, room, KEYS, SLICES, NW, N, ASM
+            p_k, p_ks, i_head, b_block, b_live, ring, q, plain, sums, capacity, KEYS, SLICES, NW, N, ASM
         )
     if MASK:
         b_0 = tl.where(b_live[:, None, None], b_0, LOW)
@@ -76,7 +76,7 @@ def _step(
     if VALUES.grid:
         b_sum = b_0 + b_1
         acc = grids.add_values(
-            p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, acc, room, p_vt, norms[1], VALUES, KEYS.slot,
+            p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, acc, capacity, p_vt, norms[1], VALUES, KEYS.slot,
             SLICES, STEP, PAIRED, MIXED, NW, N, ASM,
         )
     else:
@@ -85,7 +85,7 @@ def _step(
         b_1 = second_operand(b_1.to(tl.float16), NW, N, ASM)
         b_sum = tl.dot(ones, b_1, tl.dot(ones, b_0))
         acc = integers.add_values(
-            p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc, room, VALUES, KEYS.slot, SLICES,
+            p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc, capacity, VALUES, KEYS.slot, SLICES,
             NW, N, ASM,
         )
     return b_m, b_l + b_sum, acc
@@ -155,7 +155,7 @@ def _output_of(
 @triton.jit
 def _all_blocks(
     pointers, origins, base, i_head, norms, start, stop, last, lane, swapped, queries, prepared, unit, b_m, b_l, acc,
-    room, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, PAIRS: tl.constexpr, SLICES: tl.constexpr,
+    capacity, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, PAIRS: tl.constexpr, SLICES: tl.constexpr,
     STEP: tl.constexpr, PAIRED: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
@@ -166,72 +166,72 @@ def _all_blocks(
     q, plain, sums, plain_q = queries
     places, tables, fit, run = prepared
     SLOT: tl.constexpr = KEYS.slot + VALUES.slot
-    BYTES: tl.constexpr = PAIRED == 2
-    OWN: tl.constexpr = NW == 1 or BYTES or (KEYS.grid and VALUES.grid)
+    INT8: tl.constexpr = PAIRED == 2
+    OWN_BLOCKS: tl.constexpr = NW == 1 or INT8 or (KEYS.grid and VALUES.grid)
     middle = start + (stop - start) // NW * NW
     b_ring, o_slot = tl.zeros([NW, 1], tl.int32), 0
     if FETCH:
         b_ring += (base + tl.arange(0, NW) * (SLOT * SLOTS))[:, None]
         to = base + tl.arange(0, 32 * NW) // 32 * (SLOT * SLOTS)
-    for first in tl.range(start, stop if BYTES else middle, NW, num_stages=STAGES):
+    for first in tl.range(start, stop if INT8 else middle, NW, num_stages=STAGES):
         if FETCH:
-            wait_for_blocks(SLOTS - 2, OWN, NW)
+            wait_for_blocks(SLOTS - 2, OWN_BLOCKS, NW)
             behind = tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
             fetch_blocks(origins, first + (SLOTS - 1) * NW, last, to + behind, lane, swapped, KEYS, VALUES, NW)
-        if BYTES:
-            b_m, b_l, acc, q = int8_step.step_of_bytes(
+        if INT8:
+            b_m, b_l, acc, q = int8_step.step(
                 p_k, p_ks, p_v, p_vs, i_head, norms, first, start, stop, o_slot, places, q, sums, plain, plain_q,
-                tables, p_kt, p_vt, unit, b_m, b_l, acc, room, KEYS, VALUES, SAME, SLICES, NW, N, ASM,
+                tables, p_kt, p_vt, unit, b_m, b_l, acc, capacity, KEYS, VALUES, SAME, SLICES, NW, N, ASM,
             )
         else:
             b_m, b_l, acc = _step(
                 p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
-                p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, room, KEYS, VALUES,
+                p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, capacity, KEYS, VALUES,
                 PAIRS, SLICES, STEP, PAIRED, NW, N, ASM, False,
             )
         if FETCH:
             o_slot = tl.where(o_slot == SLOT * (SLOTS - 1), 0, o_slot + SLOT)
-    if NW > 1 and not BYTES:
+    if NW > 1 and not INT8:
         for first in tl.range(middle, stop, NW, num_stages=1):
             if FETCH:
-                wait_for_blocks(0, OWN, NW)
+                wait_for_blocks(0, OWN_BLOCKS, NW)
             b_m, b_l, acc = _step(
                 p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
-                p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, room, KEYS, VALUES,
+                p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, capacity, KEYS, VALUES,
                 PAIRS, SLICES, STEP, PAIRED, NW, N, ASM, True,
             )
     if FETCH:
-        wait_for_blocks(0, OWN, NW)
+        wait_for_blocks(0, OWN_BLOCKS, NW)
     return b_m, b_l, acc
 
 
 @triton.jit(
     do_not_specialize=[
-        "room",
-        "sink_room",
-        "recent_room",
+        "capacity",
+        "sink_capacity",
+        "recent_capacity",
+        "packed_splits",
+        "tail_start",
+        "tail_cost",
+        "tail_total",
+        "sink_splits",
         "splits",
-        "early",
-        "less",
-        "extra",
-        "sink_parts",
-        "parts",
-        "share",
-        "fan",
-        "fans",
+        "tail_tokens",
+        "merge_width",
+        "merges",
         "runs",
     ],
     do_not_specialize_on_alignment=["p_blocks", "p_sink", "p_recent"],  # rows of one tensor, as they come
 )
 def attend_kernel(
     p_q, p_exact_q, p_out, p_k, p_ks, p_v, p_vs, p_sink_k, p_sink_v, p_recent_k, p_recent_v, p_blocks, p_sink, p_recent,
-    p_part, p_stat, p_count, p_kt, p_vt, p_k_sign, p_v_sign, p_order, p_first, p_near, room, sink_room, recent_room,
-    splits, early, less, extra, sink_parts, parts, share, fan, fans, runs, factor, k_unit, v_unit,
-    HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr,
-    AT_ONCE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr,
-    STEP: tl.constexpr, WIDTH: tl.constexpr, PAIRED: tl.constexpr, SLOTS: tl.constexpr, NW: tl.constexpr,
-    N: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr, LONG: tl.constexpr,
-    PAIRS: tl.constexpr,
+    p_partial, p_stat, p_count, p_kt, p_vt, p_k_sign, p_v_sign, p_order, p_first, p_near, capacity, sink_capacity,
+    recent_capacity, packed_splits, tail_start, tail_cost, tail_total, sink_splits, splits, tail_tokens, merge_width,
+    merges, runs, factor, k_unit, v_unit, HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr,
+    D: tl.constexpr, CHUNKS: tl.constexpr, AT_ONCE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, SAME: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, PAIRED: tl.constexpr,
+    SLOTS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
+    LONG: tl.constexpr, PAIRS: tl.constexpr,
 ):
     """Grid (batch, HEADS * CHUNKS, parts): programs of one part begin together, see `plan`. A row's blocks and `extra`
     ones are divided by `splits`; parts from `early` on have `less` of them fewer than the others, or none, and behind
@@ -246,33 +246,33 @@ def attend_kernel(
     WIDE: tl.constexpr = D // 32 if PAIRED else SLICES  # slices of outputs
     ZEROS: tl.constexpr = D // VALUES.group if VALUES.outer and PAIRED == 0 else 0
     EACH: tl.constexpr = 2 if PAIRED else 1  # columns of a query row
-    BYTES: tl.constexpr = PAIRED == 2
-    ROOM: tl.constexpr = N // EACH
+    INT8: tl.constexpr = PAIRED == 2
+    QUERY_ROWS: tl.constexpr = N // EACH
     i_split, i_batch = tl.program_id(2), tl.program_id(0)
     i_kv, i_chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
     i_head = (i_batch * HEADS + i_kv).to(tl.int64)
-    n = i_chunk * ROOM + tl.arange(0, N) // EACH
+    n = i_chunk * QUERY_ROWS + tl.arange(0, N) // EACH
     b_row = n < RATIO * QUERIES
     o_q = row_offset(i_head, n, RATIO, QUERIES, D)
     norms = (_norm_head(i_batch, i_head, KEYS), _norm_head(i_batch, i_head, VALUES))
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
-    blocks = tl.minimum(tl.load(p_blocks + i_batch), room)  # a graph may be replayed once too often
-    start, stop = share_of(i_split, blocks, splits, early, less, extra, NW, LONG)
+    blocks = tl.minimum(tl.load(p_blocks + i_batch), capacity)  # a graph may be replayed once too often
+    start, stop = blocks_of_split(i_split, blocks, packed_splits, tail_start, tail_cost, tail_total, NW, LONG)
 
     # the ring
     SLOT: tl.constexpr = KEYS.slot + VALUES.slot
     FETCH: tl.constexpr = ASM and SLOT > 0
     # what waits longest comes first, 0.5 to 1 us earlier (H200); not where the query is rotated meanwhile: that spills
-    EARLY: tl.constexpr = FETCH and (not (KEYS.tiers or KEYS.grid)) and PAIRS == 0
+    RING_FIRST: tl.constexpr = FETCH and (not (KEYS.tiers or KEYS.grid)) and PAIRS == 0
     lane, last = tl.arange(0, 32 * NW) % 32, tl.maximum(stop, 1) - 1
     swapped = lane * 16 ^ lane // 8 % 2 * 16
     # ahead of the ring, which waits for the count of blocks: the compiler would begin the ring behind the query's use
-    b_q = whole_rows(p_q, i_head, i_chunk, ROOM, RATIO, QUERIES, D) if BYTES and not KEYS.points else 0
+    b_q = whole_rows(p_q, i_head, i_chunk, QUERY_ROWS, RATIO, QUERIES, D) if INT8 and not KEYS.points else 0
     origins, base = (), 0
-    if EARLY:
+    if RING_FIRST:
         origins, base = open_ring(
-            p_k, p_ks, p_order, p_v, p_vs, i_head, norms, room, lane, i_split * 0, start, last, swapped, KEYS, VALUES,
-            SLOTS, NW,
+            p_k, p_ks, p_order, p_v, p_vs, i_head, norms, capacity, lane, i_split * 0, start, last, swapped, KEYS,
+            VALUES, SLOTS, NW,
         )
 
     # each row's query times a power of two, so that its largest element lies in [16, 32); scales of outer groups
@@ -280,41 +280,41 @@ def attend_kernel(
     PEAK: tl.constexpr = 0.5 if (KEYS.outer and PAIRS == 0) or KEYS.tiers else 16.0
     # at least 2^-100, of grids and before RoPE 2^-76: LOW times `unit` must stay far below every score
     LOWEST: tl.constexpr = (51 if KEYS.grid or PAIRS > 0 else 27) << 23
-    b_down, b_up = powers(p_q, o_q, b_row, KEYS, SLICES, PEAK, LOWEST, BYTES, N)
+    b_down, b_up = powers(p_q, o_q, b_row, KEYS, SLICES, PEAK, LOWEST, INT8, N)
     i_group = i_head * CHUNKS + i_chunk
     # where this program's output will lie
-    p_fit = p_part.to(tl.pointer_type(tl.float16)) + (i_group * parts + i_split) * (2 * ROOM * D)
+    p_fit = p_partial.to(tl.pointer_type(tl.float16)) + (i_group * splits + i_split) * (2 * QUERY_ROWS * D)
     q, plain, sums, plain_q, b_up = _query_of(
         p_q, p_k_sign, p_near, p_fit, b_q, b_down, b_up, i_head, i_kv, i_chunk, o_q, b_row, KEYS, SLICES, WIDTH, PEAK,
         LOWEST, PAIRED, PAIRS, RATIO, QUERIES, NW, N, ASM,
     )
-    SCALE: tl.constexpr = WIDTH**-0.5 if KEYS.grid or KEYS.points else 1.0 if PAIRS > 0 or BYTES else 2.0**24
-    run = i_batch * runs + tl.cdiv(sink_room, 32)  # of the first block
+    SCALE: tl.constexpr = WIDTH**-0.5 if KEYS.grid or KEYS.points else 1.0 if PAIRS > 0 or INT8 else 2.0**24
+    run = i_batch * runs + tl.cdiv(sink_capacity, 32)  # of the first block
     unit = tl.broadcast_to((b_up * (factor * k_unit * SCALE))[None, :], [NW, N])
 
     if ASM and PAIRED and KEYS.grid:
         declare_parities()
     if ASM and KEYS.entries + VALUES.entries > 0:  # noqa: SIM102
-        if i_split < splits:
+        if i_split < packed_splits:
             load_tables(p_kt, p_vt, i_split * 0, KEYS, VALUES, SAME, STEP)
     b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
     places, tables = b_m, ()
-    if BYTES and ASM:
+    if INT8 and ASM:
         at = base + tl.arange(0, NW) * (SLOT * SLOTS)
         b_m, places, sums, plain, tables = int8_step.state_of(
-            p_kt, p_vt, unit, at, sums, room, KEYS, VALUES, SAME, SLICES, NW, N
+            p_kt, p_vt, unit, at, sums, capacity, KEYS, VALUES, SAME, SLICES, NW, N
         )
     b_l = tl.zeros([NW, 16, N], tl.float32)  # rows alike, except where values are of a grid
     acc = zeros(WIDE + ZEROS, NW, N)
     fit = tiers.row_bytes(NW, N) if KEYS.tiers else 0
-    if FETCH and not EARLY:
+    if FETCH and not RING_FIRST:
         origins, base = open_ring(
-            p_k, p_ks, p_order, p_v, p_vs, i_head, norms, room, lane, i_split * 0, start, last, swapped, KEYS, VALUES,
-            SLOTS, NW,
+            p_k, p_ks, p_order, p_v, p_vs, i_head, norms, capacity, lane, i_split * 0, start, last, swapped, KEYS,
+            VALUES, SLOTS, NW,
         )
     b_m, b_l, acc = _all_blocks(
         (p_k, p_ks, p_v, p_vs, p_kt, p_vt, p_order, p_fit, p_first, p_near), origins, base, i_head, norms, start, stop,
-        last, lane, swapped, (q, plain, sums, plain_q), (places, tables, fit, run), unit, b_m, b_l, acc, room, KEYS,
+        last, lane, swapped, (q, plain, sums, plain_q), (places, tables, fit, run), unit, b_m, b_l, acc, capacity, KEYS,
         VALUES, SAME, PAIRS, SLICES, STEP, PAIRED, SLOTS, STAGES, FETCH, NW, N, ASM,
     )
     LAID: tl.constexpr = 1 if VALUES.points and VALUES.group > 1 else PAIRED  # how channels of values lie in outputs
@@ -323,19 +323,21 @@ def attend_kernel(
     )
 
     # what tables and tiers leave of shared memory
-    FEW: tl.constexpr = 2 if KEYS.entries + VALUES.entries + PAIRS == 0 and not (KEYS.tiers or KEYS.points) else 1
-    if i_split >= early:
+    SPARE_MEMORY: tl.constexpr = KEYS.entries + VALUES.entries + PAIRS == 0 and not (KEYS.tiers or KEYS.points)
+    EXACT_STAGES: tl.constexpr = 2 if SPARE_MEMORY else 1
+    if i_split >= tail_start:
         b_m, b_l, out = exact_tokens(
             p_sink_k, p_sink_v, p_recent_k, p_recent_v, p_exact_q, o_q, b_row, n, i_head, i_batch,
-            (i_split - early) * share, share, sink_parts, sink, recent, blocks, sink_room, recent_room, factor, b_m,
-            b_l, out, p_first, p_near, run, runs, VALUES, SLICES, PAIRED, FEW, RATIO, QUERIES, PAIRS, NW, N, ASM, RING,
+            (i_split - tail_start) * tail_tokens, tail_tokens, sink_splits, sink, recent, blocks, sink_capacity,
+            recent_capacity, factor, b_m, b_l, out, p_first, p_near, run, runs, VALUES, SLICES, PAIRED, EXACT_STAGES,
+            RATIO, QUERIES, PAIRS, NW, N, ASM, RING,
         )
-    store_part(
-        p_part, p_stat, out, b_m, b_l, i_group * parts + i_split, b_row, i_split >= early, VALUES, WIDE, PAIRED, LAID,
-        EACH, D, NW, N,
+    store_split(
+        p_partial, p_stat, out, b_m, b_l, i_group * splits + i_split, b_row, i_split >= tail_start, VALUES, WIDE,
+        PAIRED, LAID, EACH, D, NW, N,
     )
     tl.debug_barrier()  # all of the program's stores come before its arrival
-    merge_parts(
-        p_out, p_part, p_stat, p_count, i_head, i_group, i_chunk, i_split, parts, fan, fans,
-        RATIO, QUERIES, D, AT_ONCE, ROWS, ROOM, ASM,
+    merge_splits(
+        p_out, p_partial, p_stat, p_count, i_head, i_group, i_chunk, i_split, splits, merge_width, merges,
+        RATIO, QUERIES, D, AT_ONCE, ROWS, QUERY_ROWS, ASM,
     )

@@ -16,7 +16,7 @@ from triton.compiler.compiler import make_backend
 from ...layout import Blocks, Form
 from ...layout.rope import Rope
 from ...triton import Prepared, Ready, interpreted
-from ..checks import Exact, _check_all, check_layouts
+from ..checks import Exact, check_arguments, check_layouts
 from ..plan import (
     ALONE,
     FEW,
@@ -26,16 +26,18 @@ from ..plan import (
     SPARE,
     Launch,
     Plan,
-    _reserved,
-    fan_of,
     launches,
+    merge_width_of,
     plan,
+    ring_bytes,
     settings,
 )
 from .kernel import attend_kernel
 
 
-def chosen(keys: Form, values: Form, rows: int, turned: bool, groups: int, room: int, device: torch.device) -> Launch:
+def chosen(
+    keys: Form, values: Form, rows: int, before_rope: bool, groups: int, capacity: int, device: torch.device
+) -> Launch:
     """For `groups` of query rows with room for so many blocks each. Few blocks leave most of the time to what comes
     before and behind them: four warps leave their program one part, and those of a group are merged in one wait for
     memory in place of two or three. Many groups have few parts anyway. H200, us with programs of 1 and of 4 warps,
@@ -45,8 +47,8 @@ def chosen(keys: Form, values: Form, rows: int, turned: bool, groups: int, room:
     of multiprocessors, untimed. A room that grows into these limits, or out of them, takes another compiled kernel from
     there on.
     """
-    choices, processors = launches(keys, values, rows, turned), _processors(device)
-    few = 4 * groups <= processors and room >= 64 and groups * room < FEW * processors
+    choices, processors = launches(keys, values, rows, before_rope), _processors(device)
+    few = 4 * groups <= processors and capacity >= 64 and groups * capacity < FEW * processors
     return choices[-1] if few else choices[0]
 
 
@@ -84,14 +86,15 @@ def attend(
     if reusable := prepared is not None and all(map(Tensor.is_contiguous, inputs)):
         ready, take, numbers = prepared
     else:
-        _check_all(q, packed_q, keys, values, blocks, sink, recent, rope)
+        check_arguments(q, packed_q, keys, values, blocks, sink, recent, rope)
     out = torch.empty_like(q)
     before = (
         packed_q, q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2],
         blocks, sink[2], recent[2],
     )
     behind = (
-        k_table, v_table, k_sign, v_sign, keys.words if keys.order is None else keys.order, *_turns(rope, keys.scale),
+        k_table, v_table, k_sign, v_sign, keys.words if keys.order is None else keys.order,
+        *_rope_words(rope, keys.scale),
     )
     if not reusable:
         fresh = _prepared(q, keys, values, sink, recent, launch, same, ring, rope, before, behind)
@@ -115,21 +118,24 @@ def _prepared(
     before, behind: the launch's tensors but for the workspace's; the kernel is compiled for them, as only then it is
     known how many programs run at a time.
     """
-    batch, heads, room = keys.words.shape[:3]
+    batch, heads, capacity = keys.words.shape[:3]
     ratio, queries, windows = q.shape[1] // heads, q.shape[2], (sink[0].shape[2], recent[0].shape[2])
     if launch is None:
-        launch = chosen(keys.form, values.form, ratio * queries, rope is not None, batch * heads, room, q.device)
+        launch = chosen(keys.form, values.form, ratio * queries, rope is not None, batch * heads, capacity, q.device)
     pairs = 0 if rope is None else rope.pairs
-    fixed = settings(keys.form, values.form, heads, ratio, queries, launch.warps, same, pairs)
-    options = fixed | {"STAGES": launch.stages, "ASM": not interpreted(), "RING": ring, "LONG": room + SPARE > SHORT}
+    constants = settings(keys.form, values.form, heads, ratio, queries, launch.warps, same, pairs)
+    options = constants | {
+        "STAGES": launch.stages, "ASM": not interpreted(), "RING": ring, "LONG": capacity + SPARE > SHORT
+    }
     options |= {"num_warps": launch.warps, "num_stages": launch.stages}
     options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
-    ready = Ready(attend_kernel, (1, 1, 1), options, functools.partial(_examine, _reserved(fixed)))
+    ready = Ready(attend_kernel, (1, 1, 1), options, functools.partial(_examine, ring_bytes(constants)))
     runs = 0 if rope is None or len(rope.first) == 1 else rope.first.shape[1]
 
-    def numbers(plan: Plan, fan: int) -> tuple[int, ...]:
-        parts, share = plan.parts, plan.share
-        return room, *windows, *plan.numbers(), -(-windows[0] // share), parts, share, fan, -(-parts // fan), runs
+    def numbers(plan: Plan, merge_width: int) -> tuple[int, ...]:
+        splits, tail_tokens = plan.splits, plan.tail_tokens
+        sink_splits, merges = -(-windows[0] // tail_tokens), -(-splits // merge_width)
+        return capacity, *windows, *plan.numbers(), sink_splits, splits, tail_tokens, merge_width, merges, runs
 
     at_once = _by_registers(launch)
     if q.is_cuda and not interpreted():
@@ -139,10 +145,12 @@ def _prepared(
             (*numbers(Plan(2, 1, 16, ALONE), 1), 1.0, 1.0, 1.0),
         )
         at_once = _AT_ONCE[id(ready.compiled(*arguments))]
-    layout = _plan(fixed, batch, room, windows, launch, at_once, q.device)
-    fan = launch.fan or fan_of(layout.parts, fixed["AT_ONCE"])
-    ready.grid = (batch, heads * fixed["CHUNKS"], layout.parts)
-    return ready, (batch * ready.grid[1], layout.parts, fixed["N"], fixed["D"], fan), numbers(layout, fan)
+    layout = _plan(constants, batch, capacity, windows, launch, at_once, q.device)
+    merge_width = launch.merge_width or merge_width_of(layout.splits, constants["AT_ONCE"])
+    ready.grid = (batch, heads * constants["CHUNKS"], layout.splits)
+    return ready, (
+        batch * ready.grid[1], layout.splits, constants["N"], constants["D"], merge_width
+    ), numbers(layout, merge_width)
 
 
 def _by_registers(launch: Launch) -> int:
@@ -163,48 +171,50 @@ def programs_at_once(kernel: Any) -> int:
     return max(1, count.value)
 
 
-def _turns(rope: Rope | None, unused: Tensor) -> tuple[Tensor, Tensor]:
+def _rope_words(rope: Rope | None, unused: Tensor) -> tuple[Tensor, Tensor]:
     return (unused, unused) if rope is None else (rope.first_words, rope.near_words)
 
 
 def _plan(
-    fixed: dict[str, Any],
+    constants: dict[str, Any],
     batch: int,
-    room: int,
+    capacity: int,
     windows: tuple[int, int],
     launch: Launch,
     at_once: int,
     device: torch.device,
 ) -> Plan:
-    groups = batch * fixed["HEADS"] * fixed["CHUNKS"]
-    return plan(groups, room, windows, launch.warps, at_once * _processors(device), _carried(fixed), launch)
+    groups = batch * constants["HEADS"] * constants["CHUNKS"]
+    return plan(groups, capacity, windows, launch.warps, at_once * _processors(device), _carried(constants), launch)
 
 
-def _carried(fixed: dict[str, Any]) -> bool:
+def _carried(constants: dict[str, Any]) -> bool:
     """Whether packed tokens' programs may have exact tokens, too: not where outputs' channels lie otherwise. Before
     RoPE and of tiers they could, but take longer (H200, MixKVQ at G = 128, 32 x 32768: 268 in place of 263 us; KIVI 413
     of 412).
     """
-    keys, values = fixed["KEYS"], fixed["VALUES"]
+    keys, values = constants["KEYS"], constants["VALUES"]
     mixed = values.points and values.group > 1
-    return not (mixed or fixed["PAIRS"] or keys.tiers)
+    return not (mixed or constants["PAIRS"] or keys.tiers)
 
 
 def reserve(
-    space: Workspace, keys: Form, values: Form, batch: int, heads: int, ratio: int, room: int, windows: tuple[int, int],
-    queries: int = 1, pairs: int = 0,
+    space: Workspace, keys: Form, values: Form, batch: int, heads: int, ratio: int, capacity: int,
+    windows: tuple[int, int], queries: int = 1, pairs: int = 0,
 ) -> None:
     """Let `space` have what a launch over exactly so many blocks of room needs, however many programs run at a time:
     under a CUDA graph it must not grow. A smaller room may need more (`chosen`). windows: rooms of sink and recent
     tokens. pairs: `Rope.pairs` of keys before RoPE.
     """
-    launch = chosen(keys, values, ratio * queries, pairs > 0, batch * heads, room, space.counter.device)
-    fixed = settings(keys, values, heads, ratio, queries, launch.warps, pairs=pairs)
+    launch = chosen(keys, values, ratio * queries, pairs > 0, batch * heads, capacity, space.counter.device)
+    constants = settings(keys, values, heads, ratio, queries, launch.warps, pairs=pairs)
     device, most = space.counter.device, min(MOST_AT_ONCE, MOST_WARPS // launch.warps)
-    plans = {_plan(fixed, batch, room, windows, launch, at_once, device).parts for at_once in range(1, most + 1)}
-    for parts in sorted(plans, reverse=True):
-        fan = launch.fan or fan_of(parts, fixed["AT_ONCE"])
-        space.take(batch * heads * fixed["CHUNKS"], parts, fixed["N"], fixed["D"], fan)
+    plans = {_plan(
+        constants, batch, capacity, windows, launch, at_once, device
+    ).splits for at_once in range(1, most + 1)}
+    for splits in sorted(plans, reverse=True):
+        merge_width = launch.merge_width or merge_width_of(splits, constants["AT_ONCE"])
+        space.take(batch * heads * constants["CHUNKS"], splits, constants["N"], constants["D"], merge_width)
 
 
 def _examine(ring: int, kernel: Any) -> None:
@@ -262,19 +272,19 @@ class Workspace:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.part = torch.empty(0, dtype=torch.float32, device=device)
+        self.partial = torch.empty(0, dtype=torch.float32, device=device)
         self.stat = torch.empty(0, dtype=torch.float32, device=device)
         self.counter = torch.zeros(0, dtype=torch.int32, device=device)
 
-    def take(self, groups: int, parts: int, rows: int, dim: int, fan: int) -> tuple[Tensor, Tensor, Tensor]:
+    def take(self, groups: int, splits: int, rows: int, dim: int, merge_width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs (groups, parts, rows, dim) and statistics (groups, parts, 2, rows) float32; counters int32 of a group
         and of each `fan` of its parts, (groups, 1 + parts / fan).
         """
-        counters = groups * (1 + -(-parts // fan))
-        if self.part.numel() < groups * parts * rows * dim:
-            self.part = self.part.new_empty(groups * parts * rows * dim)
-        if self.stat.numel() < groups * parts * rows * 2:
-            self.stat = self.stat.new_empty(groups * parts * rows * 2)
+        counters = groups * (1 + -(-splits // merge_width))
+        if self.partial.numel() < groups * splits * rows * dim:
+            self.partial = self.partial.new_empty(groups * splits * rows * dim)
+        if self.stat.numel() < groups * splits * rows * 2:
+            self.stat = self.stat.new_empty(groups * splits * rows * 2)
         if self.counter.numel() < counters:
             self.counter = self.counter.new_zeros(counters)
-        return self.part, self.stat, self.counter
+        return self.partial, self.stat, self.counter

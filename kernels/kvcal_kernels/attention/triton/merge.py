@@ -64,12 +64,14 @@ def _over_warps(x, NW: tl.constexpr):
 
 
 @triton.jit
-def share_of(i_split, blocks, splits, early, less, extra, NW: tl.constexpr, LONG: tl.constexpr):
+def blocks_of_split(
+    i_split, blocks, packed_splits, tail_start, tail_cost, tail_total, NW: tl.constexpr, LONG: tl.constexpr
+):
     """A part's first block and the one behind its last."""
-    each = tl.cdiv(floor_divide(blocks + extra + splits - 1, splits, LONG), NW) * NW
-    cut = tl.minimum(less, each)
-    stop = tl.minimum((i_split + 1) * each - tl.maximum(i_split + 1 - early, 0) * cut, blocks)
-    start = tl.minimum(i_split * each - tl.maximum(i_split - early, 0) * cut, stop)
+    each = tl.cdiv(floor_divide(blocks + tail_total + packed_splits - 1, packed_splits, LONG), NW) * NW
+    cut = tl.minimum(tail_cost, each)
+    stop = tl.minimum((i_split + 1) * each - tl.maximum(i_split + 1 - tail_start, 0) * cut, blocks)
+    start = tl.minimum(i_split * each - tl.maximum(i_split - tail_start, 0) * cut, stop)
     return start, stop
 
 
@@ -85,36 +87,38 @@ def floor_divide(a, b, LONG: tl.constexpr = False):
 
 
 @triton.jit
-def merge_parts(
-    p_out, p_part, p_stat, p_count, i_head, i_group, i_chunk, i_split, parts, fan, fans,
+def merge_splits(
+    p_out, p_partial, p_stat, p_count, i_head, i_group, i_chunk, i_split, splits, merge_width, merges,
     RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
     """What the last programs to arrive do. Counters of a group: of its fans, and of the parts of each; left at zero."""
-    i_fan = floor_divide(i_split, fan)
-    p_arrived = p_count + i_group * (fans + 1)
-    p_own = p_arrived + 1 + i_fan
-    first = i_fan * fan
-    count = tl.minimum(fan, parts - first)
-    first += i_group * parts
+    i_merge = floor_divide(i_split, merge_width)
+    p_arrived = p_count + i_group * (merges + 1)
+    p_merge = p_arrived + 1 + i_merge
+    first = i_merge * merge_width
+    count = tl.minimum(merge_width, splits - first)
+    first += i_group * splits
     row, column = tl.arange(0, ROWS), tl.arange(0, triton.next_power_of_2(D))
     n = i_chunk * N + row
     live = n < RATIO * QUERIES
     inside = live[:, None] & (column < D)[None, :]
-    if tl.atomic_add(p_own, 1, sem="acq_rel") == count - 1:
-        tl.store(p_own, 0)
-        b_m, b_l, b_o = _merged(p_part, p_stat, first, 1, count, D, ROWS, AT_ONCE, N, ASM)
-        last = fans == 1
-        if fans > 1:
+    if tl.atomic_add(p_merge, 1, sem="acq_rel") == count - 1:
+        tl.store(p_merge, 0)
+        b_m, b_l, b_o = _merged_splits(p_partial, p_stat, first, 1, count, D, ROWS, AT_ONCE, N, ASM)
+        last = merges == 1
+        if merges > 1:
             tl.debug_barrier()  # what is written over has been read
-            tl.store(p_part + (first * N + row)[:, None] * D + column[None, :], b_o, mask=inside)
+            tl.store(p_partial + (first * N + row)[:, None] * D + column[None, :], b_o, mask=inside)
             tl.store(p_stat + first * 2 * N + row, b_m, mask=live)
             tl.store(p_stat + first * 2 * N + N + row, b_l, mask=live)
             tl.debug_barrier()
-            last = tl.atomic_add(p_arrived, 1, sem="acq_rel") == fans - 1
+            last = tl.atomic_add(p_arrived, 1, sem="acq_rel") == merges - 1
             if last:
                 tl.store(p_arrived, 0)
-                b_m, b_l, b_o = _merged(p_part, p_stat, i_group * parts, fan, fans, D, ROWS, AT_ONCE, N, ASM)
+                b_m, b_l, b_o = _merged_splits(
+                    p_partial, p_stat, i_group * splits, merge_width, merges, D, ROWS, AT_ONCE, N, ASM
+                )
         if last:
             b_o = b_o / tl.where(b_l > 0, b_l, 1.0)[:, None]
             # not as the query's offsets are computed, which then would be kept, in memory, since the start
@@ -124,8 +128,8 @@ def merge_parts(
 
 
 @triton.jit
-def _merged(
-    p_part, p_stat, first, stride, count,
+def _merged_splits(
+    p_partial, p_stat, first, stride, count,
     D: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
     """Maxima and sums [ROWS], outputs [ROWS, D] of `count` parts, each `stride` behind the one before. Rows that no
@@ -140,15 +144,17 @@ def _merged(
     b_o = tl.zeros([ROWS, WIDE], tl.float32)
     for begin in tl.range(0, count, AT_ONCE):
         i = begin + tl.arange(0, AT_ONCE)
-        part = first + tl.minimum(i, count - 1) * stride
-        o_stat = part[:, None] * 2 * N + row[None, :]
+        split = first + tl.minimum(i, count - 1) * stride
+        o_stat = split[:, None] * 2 * N + row[None, :]
         m = tl.load(p_stat + o_stat, cache_modifier=".cg")
         l = tl.load(p_stat + o_stat + N, cache_modifier=".cg")
-        o_part = part[:, None] * (N * D) + (number // WIDE * D + column)[None, :]
+        o_split = split[:, None] * (N * D) + (number // WIDE * D + column)[None, :]
         if WIDE > D:
-            o = tl.load(p_part + o_part, mask=(column < D)[None, :] & (o_part >= 0), other=0.0, cache_modifier=".cg")
+            o = tl.load(
+                p_partial + o_split, mask=(column < D)[None, :] & (o_split >= 0), other=0.0, cache_modifier=".cg"
+            )
         else:
-            o = tl.load(p_part + o_part, cache_modifier=".cg")
+            o = tl.load(p_partial + o_split, cache_modifier=".cg")
         # rows and channels as one while they are read: lanes left over by 64 channels then take another row, not
         # another part, with which both would hold, and write, the same sum
         o = tl.reshape(o, [AT_ONCE, ROWS, WIDE])
@@ -163,8 +169,8 @@ def _merged(
 
 
 @triton.jit
-def store_part(
-    p_part, p_stat, out, b_m, b_l, i_part, b_row, is_exact, VALUES: tl.constexpr, WIDE: tl.constexpr,
+def store_split(
+    p_partial, p_stat, out, b_m, b_l, i_split, b_row, is_exact, VALUES: tl.constexpr, WIDE: tl.constexpr,
     PAIRED: tl.constexpr, LAID: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):
     """The program's warps into one, then to memory: outputs and statistics of part i_part. LAID: how channels lie in
@@ -174,7 +180,7 @@ def store_part(
     r, column = tl.arange(0, 16), tl.arange(0, N)
     b_top = tl.max(b_m, 0)
     fade = tl.exp2(b_m - b_top[None, :])
-    o_part = i_part * ROWS + column // EACH
+    o_split = i_split * ROWS + column // EACH
     TOGETHER: tl.constexpr = _at_a_time(WIDE, N)
     for i in tl.static_range(0, WIDE, TOGETHER):
         which = i + _numbers(TOGETHER)
@@ -187,7 +193,7 @@ def store_part(
                 which, r[:, None, None, None], column[None, :, None, None] % EACH, LAID, VALUES.quads
             )
             channel = tl.where(is_exact, channel, packed)
-        tl.store(p_part + o_part[None, :, None, None] * D + channel, b_o, mask=b_row[None, :, None, None])
-    o_stat = i_part * 2 * ROWS + column // EACH
+        tl.store(p_partial + o_split[None, :, None, None] * D + channel, b_o, mask=b_row[None, :, None, None])
+    o_stat = i_split * 2 * ROWS + column // EACH
     tl.store(p_stat + o_stat, b_top, mask=b_row)
     tl.store(p_stat + o_stat + ROWS, tl.sum(b_l * fade, 0), mask=b_row)

@@ -25,7 +25,7 @@ def whole_rows(p_q, i_head, i_chunk, ROWS: tl.constexpr, RATIO: tl.constexpr, QU
 @triton.jit
 def powers(
     p_q, o_q, b_row, KEYS: tl.constexpr, SLICES: tl.constexpr, PEAK: tl.constexpr, LOWEST: tl.constexpr,
-    BYTES: tl.constexpr, N: tl.constexpr,
+    INT8: tl.constexpr, N: tl.constexpr,
 ):
     """What each row's query is multiplied by, a power of two that brings its largest element into [PEAK, 2 PEAK), and
     one over it. LOWEST: the least exponent, in a float32's place.
@@ -38,7 +38,7 @@ def powers(
             b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
             b_high = tl.maximum(b_high, tl.abs(b_q.to(tl.float32)))
         b_peak = tl.max(b_high, 0)
-    for i in tl.static_range(0 if BYTES else SLICES):
+    for i in tl.static_range(0 if INT8 else SLICES):
         b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
         b_peak = tl.maximum(b_peak, tl.max(tl.abs(b_q.to(tl.float32)), 0))
     exponent = tl.maximum(b_peak.to(tl.int32, bitcast=True) & 0x7F800000, LOWEST)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..plan import plain_beyond
+from ..plan import ring_follows_triton
 
 # The ring. A warp copies the codes and scales of its next blocks to shared memory and, alone in a program, waits for
 # nobody. Triton's own pipeline of loads took half of the instructions around the products: it branches around lanes
@@ -51,7 +51,7 @@ def _constraints(sizes):
     return "=r,r,r,r" + ",r,l" * len(sizes)
 
 
-ring_lies_behind = triton.constexpr_function(plain_beyond)
+_follows_triton = triton.constexpr_function(ring_follows_triton)
 
 
 @triton.constexpr_function
@@ -71,37 +71,37 @@ def _arrived(pending):
 
 
 @triton.jit
-def wait_for_blocks(PENDING: tl.constexpr, OWN: tl.constexpr, NW: tl.constexpr):
+def wait_for_blocks(PENDING: tl.constexpr, OWN_BLOCKS: tl.constexpr, NW: tl.constexpr):
     """Wait until at most PENDING of a warp's fetches are on their way. OWN: each warp reads its own blocks only; else
     all wait for one another, as Triton may read scales of integers in a layout in which a warp has those of others'
     blocks.
     """
     tl.inline_asm_elementwise(_arrived(PENDING), "=r,r", [tl.arange(0, 32 * NW)], dtype=tl.int32, is_pure=False, pack=1)
-    if not OWN:
+    if not OWN_BLOCKS:
         tl.debug_barrier()
 
 
 @triton.jit
 def _origins(
-    p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, capacity, lane, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):
     """Where each lane copies from in a head's first block: int64 [32 NW] for each piece that goes through the ring.
     i_scales: the heads of keys' and of values' scales, which may be of all heads.
     """
     origins = ()
     if KEYS.slot > 0:
-        origins = origins + ((p_k + i_head * room * KEYS.words).to(tl.int64) + lane * 16,)
+        origins = origins + ((p_k + i_head * capacity * KEYS.words).to(tl.int64) + lane * 16,)
         origins = origins + (
-            (p_ks + i_scales[0] * (room // KEYS.scale_blocks) * KEYS.scales).to(tl.int64)
+            (p_ks + i_scales[0] * (capacity // KEYS.scale_blocks) * KEYS.scales).to(tl.int64)
             + lane * _width(KEYS.scales * 2),
         )
         origins = origins + (
-            (p_order + i_head * (room // KEYS.scale_blocks) * KEYS.order).to(tl.int64) + lane * _width(KEYS.order),
+            (p_order + i_head * (capacity // KEYS.scale_blocks) * KEYS.order).to(tl.int64) + lane * _width(KEYS.order),
         )
     if VALUES.slot > 0:
-        origins = origins + ((p_v + i_head * room * VALUES.words).to(tl.int64) + lane * 16,)
+        origins = origins + ((p_v + i_head * capacity * VALUES.words).to(tl.int64) + lane * 16,)
         origins = origins + (
-            (p_vs + i_scales[1] * (room // VALUES.scale_blocks) * VALUES.scales).to(tl.int64)
+            (p_vs + i_scales[1] * (capacity // VALUES.scale_blocks) * VALUES.scales).to(tl.int64)
             + lane * _width(VALUES.scales * 2),
         )
     return origins
@@ -137,16 +137,16 @@ def fetch_blocks(
 
 @triton.jit
 def open_ring(
-    p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, zero, start, last, swapped, KEYS: tl.constexpr,
+    p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, capacity, lane, zero, start, last, swapped, KEYS: tl.constexpr,
     VALUES: tl.constexpr, SLOTS: tl.constexpr, NW: tl.constexpr,
 ):
     """`_origins`, and where the ring lies; all of its slots but one begin to fill."""
     SLOT: tl.constexpr = KEYS.slot + VALUES.slot
     origins = _origins(
-        p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, KEYS, VALUES,
+        p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, capacity, lane, KEYS, VALUES,
     )
     base = tl.inline_asm_elementwise(
-        ring_address(SLOT * SLOTS * NW, ring_lies_behind(NW, KEYS.entries + VALUES.entries, SLOT * SLOTS)),
+        ring_address(SLOT * SLOTS * NW, _follows_triton(NW, KEYS.entries + VALUES.entries, SLOT * SLOTS)),
         "=r,r",
         [zero],
         dtype=tl.int32,

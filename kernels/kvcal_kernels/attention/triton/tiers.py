@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .integers import _and
+from .integers import masked_field
 from .numbers import transposed
 from .scales import scale_pairs, scaled_queries
 from .tiles import ends_with_half, half_tile, lane_zeros, tile
@@ -24,7 +24,7 @@ def unpack_field(w, FIELD: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr)
     if ASM:
         part = tl.inline_asm_elementwise(_field(SHIFT, MASK), "=r,r", [w], dtype=tl.float16, is_pure=True, pack=2)
     else:
-        part = _and(w, SHIFT, MASK)
+        part = masked_field(w, SHIFT, MASK)
     return part
 
 
@@ -41,7 +41,7 @@ def _lower(tiles, FIELD: tl.constexpr, WIDTH: tl.constexpr, b_q, b_s, ASM: tl.co
 
 @triton.jit
 def scores_of(
-    p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
+    p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit, capacity, KEYS: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
     """As `scores_of` for keys in tiers, FULL and FOUR pieces of the first two: queries are read in each group's channel
@@ -49,8 +49,8 @@ def scores_of(
     `_gathered`.
     """
     EACH: tl.constexpr = KEYS.group // 32
-    at = (i_head * room + b_block)[:, None] * KEYS.words
-    at_group = (i_head * (room // EACH) + b_block // EACH)[:, None]
+    at = (i_head * capacity + b_block)[:, None] * KEYS.words
+    at_group = (i_head * (capacity // EACH) + b_block // EACH)[:, None]
     live = b_live[:, None]
     BEHIND: tl.constexpr = KEYS.words * 2
     ORDER: tl.constexpr = BEHIND + (SLICES - KEYS.full) * 64

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .exact import PLACED, place, place_kernel
-from .kernel import reconstruct_kernel
-from .launch import reconstruct
+from .kernel import dequantise_kernel
+from .launch import dequantise
 from .prepare import CHANNELS, MOST_INPUTS, Launch, Prepared, columns_of, launch_for, places, prepare, refuses, settings
 
 __all__ = [
@@ -14,13 +14,13 @@ __all__ = [
     "Launch",
     "Prepared",
     "columns_of",
+    "dequantise",
+    "dequantise_kernel",
     "launch_for",
     "place",
     "place_kernel",
     "places",
     "prepare",
-    "reconstruct",
-    "reconstruct_kernel",
     "refuses",
     "settings",
 ]

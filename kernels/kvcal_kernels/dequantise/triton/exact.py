@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import triton as shared
 from ...attention.triton.numbers import cast
 from ...triton import Ready, interpreted
-from ..reference import Turn
+from ..reference import Rotation
 
 # Exact tokens around the packed ones.
 
@@ -33,7 +33,8 @@ def _exact(p_sink, p_window, p_new, token, channel, live, sink, window, s_token,
 def place_kernel(
     p_key, p_value, p_sink_key, p_sink_value, p_window_key, p_window_value, p_new_key, p_new_value, p_cos, p_sin, sink,
     window, new, behind, s_row, s_head, s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
-    s_turn, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, ASM: tl.constexpr,
+    s_rotation, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, BT: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Grid (tiles of tokens, rows * heads, keys and values). s_row, s_head: of p_key and p_value. DP: a power of two >=
     D.
@@ -72,14 +73,14 @@ def place_kernel(
             y = _exact(
                 p_sink_key + o_sink, p_window_key + o_window, p_new, token, pair, live, sink, window, s_key_token, D
             )
-            turns = live & (token < sink + window)[:, None] & (channel < R)[None, :]
-            o_turn = row * s_turn + token[:, None] * R + channel[None, :]
-            cos = tl.load(p_cos + o_turn, mask=turns, other=1.0).to(tl.float32)
-            sin = tl.load(p_sin + o_turn, mask=turns, other=0.0).to(tl.float32)
+            rotates = live & (token < sink + window)[:, None] & (channel < R)[None, :]
+            o_rotation = row * s_rotation + token[:, None] * R + channel[None, :]
+            cos = tl.load(p_cos + o_rotation, mask=rotates, other=1.0).to(tl.float32)
+            sin = tl.load(p_sin + o_rotation, mask=rotates, other=0.0).to(tl.float32)
             a, b = x.to(tl.float32) * cos, y.to(tl.float32) * tl.where(first[None, :], -sin, sin)
             if p_cos.dtype.element_ty == TYPE:  # a model that computes in this dtype rounds both products
                 a, b = cast(a, TYPE, ASM).to(tl.float32), cast(b, TYPE, ASM).to(tl.float32)
-            x = tl.where(turns, cast(a + b, TYPE, ASM), x)
+            x = tl.where(rotates, cast(a + b, TYPE, ASM), x)
         tl.store(p_key + o_out, x, mask=live)
 
 
@@ -87,7 +88,8 @@ PLACED = 32  # tokens of a program
 
 
 def _check(
-    whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], counts: Sequence[int], behind: int, turn: Turn | None
+    whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], counts: Sequence[int], behind: int,
+    rotation: Rotation | None,
 ) -> None:
     keys, values = whole
     batch, heads, capacity, dim = keys.shape
@@ -103,8 +105,8 @@ def _check(
             if x.shape != (batch, heads, count, dim) or x.dtype != keys.dtype or x.device != keys.device:
                 shape = f"{tuple(x.shape)} {x.dtype} on {x.device}"
                 raise ValueError(f"place: {shape}; must be {(batch, heads, count, dim)} {keys.dtype} on {keys.device}")
-    if turn is not None and turn.cos.shape[1] != counts[0] + counts[1]:
-        raise ValueError(f"place: RoPE of {turn.cos.shape[1]} tokens for {counts[0]} and {counts[1]}")
+    if rotation is not None and rotation.cos.shape[1] != counts[0] + counts[1]:
+        raise ValueError(f"place: RoPE of {rotation.cos.shape[1]} tokens for {counts[0]} and {counts[1]}")
 
 
 def place(
@@ -113,7 +115,7 @@ def place(
     window: Sequence[Tensor],
     new: Sequence[Tensor],
     behind: int,
-    turn: Turn | None = None,
+    rotation: Rotation | None = None,
 ) -> None:
     """As reference.place, in one launch and bit by bit. All but turn of one dtype, float16 or bfloat16; whole: strides
     alike, tokens and channels of a head contiguous; new: channels contiguous.
@@ -122,22 +124,22 @@ def place(
     batch, heads, _, dim = keys.shape
     counts = [parts[0].shape[2] for parts in (sink, window, new)]
     total = sum(counts)
-    _check(whole, (sink, window, new), counts, behind, turn)
+    _check(whole, (sink, window, new), counts, behind, rotation)
     if not total or not batch:
         return
-    cos, sin = (keys, keys) if turn is None else (turn.cos.contiguous(), turn.sin.contiguous())
-    turned = 0 if turn is None else turn.cos.shape[-1]
+    cos, sin = (keys, keys) if rotation is None else (rotation.cos.contiguous(), rotation.sin.contiguous())
+    rotary_dim = 0 if rotation is None else rotation.cos.shape[-1]
     grid = -(-total // PLACED), batch * heads, 2
     strides = (
         *keys.stride()[:2], *new[0].stride()[:3], *new[1].stride()[:3],
-        cos.stride(0) if turn is not None and len(cos) > 1 else 0,
+        cos.stride(0) if rotation is not None and len(cos) > 1 else 0,
     )
-    kind = grid, strides, heads, dim, turned, keys.dtype, cos.dtype, keys.device
+    kind = grid, strides, heads, dim, rotary_dim, keys.dtype, cos.dtype, keys.device
     if (ready := _PLACES.get(kind)) is None:
-        fixed = {"H": heads, "D": dim, "DP": triton.next_power_of_2(dim), "R": turned, "BT": PLACED}
+        constants = {"H": heads, "D": dim, "DP": triton.next_power_of_2(dim), "R": rotary_dim, "BT": PLACED}
         # with fused operations LLVM makes one product and the sum one of bfloat16
-        fixed |= {"ASM": not interpreted(), "enable_fp_fusion": False}
-        ready = _PLACES[kind] = Ready(place_kernel, grid, fixed)
+        constants |= {"ASM": not interpreted(), "enable_fp_fusion": False}
+        ready = _PLACES[kind] = Ready(place_kernel, grid, constants)
     ready((*whole, *(x.contiguous() for x in (*sink, *window)), *new, cos, sin), *counts, behind, *strides)
 
 

@@ -58,8 +58,8 @@ def _multiply(p_x, p_weight, o_row, b_live, columns, b_known, acc, s_head, first
 
 
 @triton.jit
-def _turn(
-    p_out, p_turned, p_table, acc, o_out, o_turn, b_live, i_n, s_head,
+def _store_rotated(
+    p_out, p_rotated, p_table, acc, o_out, o_rotation, b_live, i_n, s_head,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr,
 ):
     """BM rows stored as they are and turned by RoPE."""
@@ -68,20 +68,20 @@ def _turn(
     low, high = cast(low, TYPE, ASM), cast(high, TYPE, ASM)  # half the registers, and what the model itself would turn
     pair = i_n * (BN // 2) + tl.arange(0, BN // 2)
     i = pair % (D // 2)
-    turns = i < R // 2
-    channel = tl.where(turns, i, R // 2 + i)
-    apart = tl.where(turns, R // 2, (D - R) // 2)
+    rotates = i < R // 2
+    channel = tl.where(rotates, i, R // 2 + i)
+    apart = tl.where(rotates, R // 2, (D - R) // 2)
     b_all = b_live[:, None] & (pair < H * D // 2)[None, :]
     o_low = o_out[:, None] + ((pair // (D // 2)).to(tl.int64) * s_head + channel)[None, :]
     o_high = o_low + apart[None, :]
     tl.store(p_out + o_low, low, mask=b_all)
     tl.store(p_out + o_high, high, mask=b_all)
-    o_turn = o_turn[:, None] + i[None, :]
-    b_both = tl.load(p_table + o_turn, mask=b_live[:, None] & turns[None, :], other=0x3C00)  # cosine 1, sine 0
+    o_rotation = o_rotation[:, None] + i[None, :]
+    b_both = tl.load(p_table + o_rotation, mask=b_live[:, None] & rotates[None, :], other=0x3C00)  # cosine 1, sine 0
     b_cos, b_sin = half(b_both, 0).to(tl.float32), half(b_both, 1).to(tl.float32)
     low, high = low.to(tl.float32), high.to(tl.float32)
-    tl.store(p_turned + o_low, cast(low * b_cos - high * b_sin, TYPE, ASM), mask=b_all)
-    tl.store(p_turned + o_high, cast(high * b_cos + low * b_sin, TYPE, ASM), mask=b_all)
+    tl.store(p_rotated + o_low, cast(low * b_cos - high * b_sin, TYPE, ASM), mask=b_all)
+    tl.store(p_rotated + o_high, cast(high * b_cos + low * b_sin, TYPE, ASM), mask=b_all)
 
 
 @triton.jit
@@ -149,10 +149,10 @@ def _decoded(
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "steps"])
-def reconstruct_kernel(
-    p_out, p_turned, p_codes, p_norm, p_grid, p_matrix, p_factor, p_bias, p_weight, p_x0, p_x1, p_x2, p_x3, p_table,
+def dequantise_kernel(
+    p_out, p_rotated, p_codes, p_norm, p_grid, p_matrix, p_factor, p_bias, p_weight, p_x0, p_x1, p_x2, p_x3, p_table,
     rows, tokens, steps, s_code_row, s_code_head, s_norm_row, s_norm_head, s_x_row, s_x_head, s_out_row, s_out_head,
-    s_turn, CODES: tl.constexpr, INPUTS: tl.constexpr, R: tl.constexpr, FULL: tl.constexpr, BM: tl.constexpr,
+    s_rotation, CODES: tl.constexpr, INPUTS: tl.constexpr, R: tl.constexpr, FULL: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):
     """Grid (tiles of channels * tiles of tokens,). s_..._row: of a batch row. R: channels that RoPE turns, 0: no RoPE.
@@ -197,5 +197,5 @@ def reconstruct_kernel(
         o_out = o_out[:, None] + ((columns // D).to(tl.int64) * s_out_head + columns % D)[None, :]
         tl.store(p_out + o_out, cast(acc, TYPE, ASM), mask=b_live[:, None] & b_known[None, :])
     else:  # columns 2 i and 2 i + 1 are a pair
-        o_turn = b_batch * s_turn + b_token * (R // 2)
-        _turn(p_out, p_turned, p_table, acc, o_out, o_turn, b_live, i_n, s_out_head, H, D, R, BM, BN, ASM)
+        o_rotation = b_batch * s_rotation + b_token * (R // 2)
+        _store_rotated(p_out, p_rotated, p_table, acc, o_out, o_rotation, b_live, i_n, s_out_head, H, D, R, BM, BN, ASM)

@@ -71,7 +71,7 @@ class Prepared:
     matrix: Tensor
     weight: Tensor | None
     bias: Tensor | None
-    turned: int
+    rotary_dim: int
     factors: Tensor | None = None
     launches: shared.Prepared = field(default_factory=shared.Prepared, compare=False, repr=False)
 
@@ -80,7 +80,9 @@ class Prepared:
         return int(self.matrix.shape[-1])
 
 
-def refuses(dim: int, d: int, width: int, norms: int, inputs: int, turned: int, channels: int = CHANNELS) -> str | None:
+def refuses(
+    dim: int, d: int, width: int, norms: int, inputs: int, rotary_dim: int, channels: int = CHANNELS
+) -> str | None:
     """Why there is no kernel for this shape; None if there is one. width: channels that the rotation mixes."""
     if inputs > MOST_INPUTS:
         return f"{inputs} predictor inputs: {MOST_INPUTS} at most"
@@ -90,19 +92,19 @@ def refuses(dim: int, d: int, width: int, norms: int, inputs: int, turned: int, 
         return f"head_dim {dim}, grid of {d} dimensions: needs 1, 2 or 4 that divide half of it"
     if norms > 1 and width > dim:
         return "a norm a head under a rotation over the token"
-    if turned % 2 or turned > dim or (turned and channels % dim):
-        return f"RoPE of {turned} of {dim} channels: needs an even number, and heads that divide {channels}"
+    if rotary_dim % 2 or rotary_dim > dim or (rotary_dim and channels % dim):
+        return f"RoPE of {rotary_dim} of {dim} channels: needs an even number, and heads that divide {channels}"
     return None
 
 
-def columns_of(heads: int, dim: int, turned: int) -> Tensor:
+def columns_of(heads: int, dim: int, rotary_dim: int) -> Tensor:
     """Channel of each column of the product, int64 (C,): pairs of RoPE are neighbours."""
     every = torch.arange(heads * dim)
-    if not turned:
+    if not rotary_dim:
         return every
     half = every // 2 % (dim // 2)
-    low = torch.where(half < turned // 2, half, turned // 2 + half)
-    apart = torch.where(half < turned // 2, turned // 2, (dim - turned) // 2)
+    low = torch.where(half < rotary_dim // 2, half, rotary_dim // 2 + half)
+    apart = torch.where(half < rotary_dim // 2, rotary_dim // 2, (dim - rotary_dim) // 2)
     return every // dim * dim + low + every % 2 * apart
 
 
@@ -110,7 +112,7 @@ def prepare(
     coded: Coded,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    turned: int = 0,
+    rotary_dim: int = 0,
     dtype: torch.dtype = torch.float16,
     channels: int = CHANNELS,
 ) -> Prepared:
@@ -118,18 +120,18 @@ def prepare(
     """
     inputs = 0 if weight is None else weight.shape[0] // weight.shape[1]
     heads, dim, d = coded.heads, coded.dim, coded.grid.shape[1]
-    if why := refuses(dim, d, coded.width * coded.factor, coded.norm.shape[1], inputs, turned, channels):
-        raise ValueError(f"reconstruct: {why}")
+    if why := refuses(dim, d, coded.width * coded.factor, coded.norm.shape[1], inputs, rotary_dim, channels):
+        raise ValueError(f"dequantise: {why}")
     device = coded.grid.device
-    order = columns_of(heads, dim, turned).to(device)
+    order = columns_of(heads, dim, rotary_dim).to(device)
     grid = coded.grid.half().contiguous()
     matrix = (_matrix if coded.factor == 1 else _dense_matrix)(coded, order, channels)
     if weight is not None:
-        weight = (weight[:, order] if turned else weight).to(dtype).contiguous()
+        weight = (weight[:, order] if rotary_dim else weight).to(dtype).contiguous()
         bias = (torch.zeros(weight.shape[1], device=device) if bias is None else bias[order].float()).contiguous()
     words = grid if d == 1 else grid.view(torch.int32)
     factors = None if coded.factors is None else coded.factors[order].float().contiguous()
-    return Prepared(words, matrix, weight, None if weight is None else bias, turned, factors)
+    return Prepared(words, matrix, weight, None if weight is None else bias, rotary_dim, factors)
 
 
 def _wordwise(coded: Coded, channels: int) -> bool:
@@ -204,6 +206,6 @@ def settings(coded: Coded, prepared: Prepared, inputs: int, rows: int, launch: L
         coded.factors is not None,
     )
     return {
-        "CODES": codes, "INPUTS": inputs, "R": prepared.turned, "FULL": rows % launch.tokens == 0 and whole,
+        "CODES": codes, "INPUTS": inputs, "R": prepared.rotary_dim, "FULL": rows % launch.tokens == 0 and whole,
         "BM": launch.tokens, "BN": channels, "BK": depth, "STAGES": launch.stages,
     }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rows import _encode, _write
-from .words import MINIMUM, NONFINITE, ROOM, SCALE, VALUE_FLAGS, _pack
+from .rows import encode_block, write_windows
+from .words import MINIMUM, NO_SLOT, NONFINITE, SCALE, VALUE_FLAGS, pack_units
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def _any(bad, BIT: tl.constexpr):
 @triton.jit
 def _role(
     p_new, p_sink, p_ring, p_words, p_scale, p_factor, p_table, p_counts, p_flags, p_due,
-    i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
+    i_batch, i_kv, i_program, programs, batch, queries, capacity, sink_capacity, ring_capacity,
     batch_stride, head_stride, token_stride, factor_stride, SIDE: tl.constexpr, DUE: tl.constexpr, HEADS: tl.constexpr,
     SLICES: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr, VALUE: tl.constexpr,
     FACTOR: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
@@ -34,49 +34,53 @@ def _role(
     o_new = i_batch.to(tl.int64) * batch_stride + i_kv.to(tl.int64) * head_stride
     o_new += (queries - new).to(tl.int64) * token_stride
     if WRITE:
-        start = tl.maximum(tl.where(taken > 0, 0, new - ring_room), 0) + i_program * (16 * NW)
+        start = tl.maximum(tl.where(taken > 0, 0, new - ring_capacity), 0) + i_program * (16 * NW)
         for token in range(start, new, programs * (16 * NW)):
-            nothing = _write(
-                p_new, p_sink, p_ring, o_new, i_head, token, sink_before, taken, sink_room, window, waiting, new,
-                before * 32, ring_room, token_stride, SLICES, NW,
+            nothing = write_windows(
+                p_new, p_sink, p_ring, o_new, i_head, token, sink_before, taken, sink_capacity, window, waiting, new,
+                before * 32, ring_capacity, token_stride, SLICES, NW,
             )
             faults = tl.max(tl.max(tl.max(nothing, 2), 1), 0)
             if faults != 0:
                 tl.atomic_or(p_flags + i_kv, faults << (VALUE_FLAGS if VALUE else 0))
     if PACK:
         UNIT: tl.constexpr = SIDE.unit
-        p_own = p_factor + i_batch * factor_stride
+        p_row_factor = p_factor + i_batch * factor_stride
     if PACK and SIDE.vector > 0:
         o_row = o_new + taken * token_stride - i_kv.to(tl.int64) * head_stride
         for unit in tl.range(i_program, flush, programs, disable_licm=True):
-            faults = _encode(
-                p_new, p_ring, p_words, p_scale, p_own, p_table, o_row, i_batch * HEADS, i_kv, unit, flush, window,
-                before, room, ring_room, head_stride, token_stride, SIDE, HEADS, SLICES * 16, VALUE, FACTOR, STORED,
-                ASM,
+            faults = encode_block(
+                p_new, p_ring, p_words, p_scale, p_row_factor, p_table, o_row, i_batch * HEADS, i_kv, unit, flush,
+                window, before, capacity, ring_capacity, head_stride, token_stride, SIDE, HEADS, SLICES * 16, VALUE,
+                FACTOR, STORED, ASM,
             )
             if faults != 0:
                 tl.atomic_or(p_flags + i_kv, faults << (VALUE_FLAGS if VALUE else 0))
     elif PACK:
         for first in range(i_program * NW, tl.cdiv(flush, UNIT), programs * NW):
             if DUE > 0:
-                bad = _pack(
-                    p_due, p_due, p_words, p_scale, p_own, p_table, i_head * (DUE * SLICES * 16), i_head, i_kv, first,
-                    flush, 0, before, room, ring_room, SLICES * 16, SIDE, SLICES, VALUE, FACTOR, False, NW, ASM,
+                bad = pack_units(
+                    p_due, p_due, p_words, p_scale, p_row_factor, p_table, i_head * (DUE * SLICES * 16), i_head, i_kv,
+                    first, flush, 0, before, capacity, ring_capacity, SLICES * 16, SIDE, SLICES, VALUE, FACTOR, False,
+                    NW, ASM,
                 )
             else:
-                bad = _pack(
-                    p_new, p_ring, p_words, p_scale, p_own, p_table, o_new + taken * token_stride, i_head, i_kv, first,
-                    flush, window, before, room, ring_room, token_stride, SIDE, SLICES, VALUE, FACTOR, STORED, NW, ASM,
+                bad = pack_units(
+                    p_new, p_ring, p_words, p_scale, p_row_factor, p_table, o_new + taken * token_stride, i_head, i_kv,
+                    first, flush, window, before, capacity, ring_capacity, token_stride, SIDE, SLICES, VALUE, FACTOR,
+                    STORED, NW, ASM,
                 )
-            faults = _any(bad, NONFINITE) | _any(bad, SCALE) | _any(bad, MINIMUM) | _any(bad, ROOM)
+            faults = _any(bad, NONFINITE) | _any(bad, SCALE) | _any(bad, MINIMUM) | _any(bad, NO_SLOT)
             if faults != 0:
                 tl.atomic_or(p_flags + i_kv, faults << (VALUE_FLAGS if VALUE else 0))
 
 
-@triton.jit(do_not_specialize=["programs", "batch", "queries", "room", "sink_room", "ring_room", "factor_stride"])
+@triton.jit(do_not_specialize=[
+    "programs", "batch", "queries", "capacity", "sink_capacity", "ring_capacity", "factor_stride"
+])
 def append_kernel(
     p_k, p_v, p_sink_k, p_sink_v, p_ring_k, p_ring_v, p_kw, p_ks, p_vw, p_vs, p_factor, p_k_table, p_v_table, p_counts,
-    p_flags, p_due, programs, batch, queries, room, sink_room, ring_room,
+    p_flags, p_due, programs, batch, queries, capacity, sink_capacity, ring_capacity,
     k_batch, k_head, k_token, v_batch, v_head, v_token, factor_stride, DUE: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr,
     FACTOR: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
@@ -90,14 +94,14 @@ def append_kernel(
     if tl.program_id(2) % 2 == 0:
         _role(
             p_k, p_sink_k, p_ring_k, p_kw, p_ks, p_factor, p_k_table, p_counts, p_flags, p_due,
-            i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
+            i_batch, i_kv, i_program, programs, batch, queries, capacity, sink_capacity, ring_capacity,
             k_batch, k_head, k_token, factor_stride, KEYS, DUE, HEADS, D // 16, WRITE, PACK, STORED, False,
             FACTOR, NW, ASM,
         )
     else:
         _role(
             p_v, p_sink_v, p_ring_v, p_vw, p_vs, p_factor, p_v_table, p_counts, p_flags, p_due,
-            i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
+            i_batch, i_kv, i_program, programs, batch, queries, capacity, sink_capacity, ring_capacity,
             v_batch, v_head, v_token, factor_stride, VALUES, 0, HEADS, D // 16, WRITE, PACK, STORED, True,
             False, NW, ASM,
         )
@@ -137,15 +141,15 @@ def observe_kernel(
     head, channel = tl.arange(0, H_WIDE)[:, None], tl.arange(0, D_WIDE)[None, :]
     inside = (head < HEADS) & (channel < D)
     o_head = i_row * HEADS + head
-    p_own = p_peak + o_head * D + channel
-    b_peak = tl.load(p_own, mask=inside, other=0.0)
+    p_peaks = p_peak + o_head * D + channel
+    b_peak = tl.load(p_peaks, mask=inside, other=0.0)
     fixed = tl.load(p_fixed + i_row)
     before = tl.load(p_counts + i_row) + tl.load(p_counts + batch + i_row)
     count = tl.where(fixed != 0, 0, tl.minimum(until - before, queries))
     for i in tl.range(0, count):
         b_k = tl.load(p_k + (o_head * queries + i) * D + channel, mask=inside, other=0.0).to(tl.float32)
         b_peak = tl.maximum(b_peak, tl.abs(b_k), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(p_own, b_peak, mask=inside)
+    tl.store(p_peaks, b_peak, mask=inside)
     b_factor = tl.sqrt_rn(b_peak).to(tl.float16).to(tl.float32)
     b_factor = tl.where(b_factor > 0, b_factor, 1.0)
     tl.store(p_factor + o_head * D + channel, b_factor, mask=inside)

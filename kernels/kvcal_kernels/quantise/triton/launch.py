@@ -71,7 +71,7 @@ def side_of(rule: AnyRule) -> Side:
     if isinstance(rule, GridRule):
         mode, symmetric, candidates, raster = int(form.in_bytes), 0, 0, higgs.searched(rule.how)
     else:
-        mode, symmetric, candidates = KERNEL_MODES[rule.mode], len(rule._symmetric), len(rule.factors)
+        mode, symmetric, candidates = KERNEL_MODES[rule.mode], len(rule.symmetric_factors), len(rule.factors)
         raster = {"POINTS": 0, **higgs.NO_RASTER}
     return Side(
         form.bits,
@@ -187,13 +187,13 @@ def _steps(
     due: Tensor | None,
 ) -> Iterator[tuple[Ready, tuple[int, ...]]]:
     """The launches of an `append`."""
-    queries, windows, room = k.shape[2], counts.windows, layer.recent[0].shape[2]
+    queries, windows, capacity = k.shape[2], counts.windows, layer.recent[0].shape[2]
     prepare = functools.partial(_prepared, layer, k, v, key, value, factor, due=due)
-    if queries <= room - (windows.recent + windows.block - 1):
+    if queries <= capacity - (windows.recent + windows.block - 1):
         yield prepare(1, launch_of(key, value, step=True), write=True, pack=True)
         return
     launch = launch_of(key, value, step=False)
-    yield prepare(_programs(-(-(queries + room) // BLOCK), key, value, launch), launch, write=False, pack=True)
+    yield prepare(_programs(-(-(queries + capacity) // BLOCK), key, value, launch), launch, write=False, pack=True)
     yield prepare(PROGRAMS, Launch(), write=True, pack=False)
 
 
@@ -306,7 +306,7 @@ def _check_input(name: str, x: Tensor, k: Tensor, rule: AnyRule) -> None:
 def _check_layer(layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: AnyRule, value: AnyRule) -> None:
     """What the kernel relies on and cannot see."""
     batch, heads, _, dim = k.shape
-    windows, room = counts.windows, layer.keys.words.shape[2]
+    windows, capacity = counts.windows, layer.keys.words.shape[2]
     for name, x, rule, packed in (("keys", k, key, layer.keys), ("values", v, value, layer.values)):
         form = rule.form
         _check_input(name, x, k, rule)
@@ -316,13 +316,13 @@ def _check_layer(layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: AnyRul
             raise ValueError(
                 f"{name}: {windows.block} tokens a block; must be a multiple of {BLOCK * form.scale_blocks}"
             )
-        words = batch, heads, room, form.words
-        scales = batch, heads // form.norm_heads, room // form.scale_blocks, form.scales
+        words = batch, heads, capacity, form.words
+        scales = batch, heads // form.norm_heads, capacity // form.scale_blocks, form.scales
         if (
             packed.form != form
             or packed.words.shape != words
             or packed.scale.shape != scales
-            or room % form.scale_blocks
+            or capacity % form.scale_blocks
         ):
             shapes = f"{packed.form}, words {tuple(packed.words.shape)}, scales {tuple(packed.scale.shape)}"
             raise ValueError(f"stored {name}: {shapes}; must be {form}, {words} and {scales}")

@@ -104,7 +104,7 @@ def _error(
 
 
 @triton.jit
-def _choose(
+def choose_scales(
     xs, p_table, worst, lows, SIDE: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr
 ):
     """Scale, zero point, whether it is asymmetric, of a group of pieces, [NW, 16] each, and its codes (see _coded);

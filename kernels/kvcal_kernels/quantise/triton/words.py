@@ -12,15 +12,15 @@ import math
 import triton
 import triton.language as tl
 
-from ...layout.form import columns_apart, field_number
+from ...layout.form import field_number, half_tile_shift
 from .. import reference
-from .rounding import HALF_MAX, _choose
+from .rounding import HALF_MAX, choose_scales
 
 NONFINITE, SCALE, MINIMUM = (tl.constexpr(i) for i in (reference.NONFINITE, reference.SCALE, reference.MINIMUM))
-ROOM = tl.constexpr(reference.ROOM)
+NO_SLOT = tl.constexpr(reference.NO_SLOT)
 VALUE_FLAGS = tl.constexpr(reference.VALUES)
 GRID_IN_BYTES = tl.constexpr(1)  # MODE of a grid; of others 0
-_field_number, _beyond = triton.constexpr_function(field_number), triton.constexpr_function(columns_apart)
+_field_number, _half_tile_shift = triton.constexpr_function(field_number), triton.constexpr_function(half_tile_shift)
 
 
 @triton.constexpr_function
@@ -92,7 +92,7 @@ def _further(
 
 
 @triton.constexpr_function
-def _turns(pieces, bits):
+def _alternates(pieces, bits):
     """Whether half blocks of keys take turns in outer groups, too (`field_number`)."""
     return _field_number(1, 0, bits, pieces, False, False) != pieces
 
@@ -167,9 +167,9 @@ def _divided(
 
 
 @triton.jit
-def _pack(
-    p_new, p_ring, p_words, p_scale, p_factor, p_table, o_new, i_head, i_kv, first, flush, before, slot, room,
-    ring_room, token_stride, SIDE: tl.constexpr, SLICES: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr,
+def pack_units(
+    p_new, p_ring, p_words, p_scale, p_factor, p_table, o_new, i_head, i_kv, first, flush, before, slot, capacity,
+    ring_capacity, token_stride, SIDE: tl.constexpr, SLICES: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr,
     STORED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):
     """Units first to first + NW - 1 of the blocks that a row packs now; flags [NW, 16].
@@ -182,20 +182,22 @@ def _pack(
     BOTH: tl.constexpr = SIDE.mode != 0
     EXTRA: tl.constexpr = (SIDE.tiles + 1) // 2 if SIDE.bits == 3 else 0
     ALL_TILES: tl.constexpr = SIDE.tiles + EXTRA
-    PAIRED: tl.constexpr = SIDE.inner or _turns(SIDE.pieces, SIDE.bits)
+    PAIRED: tl.constexpr = SIDE.inner or _alternates(SIDE.pieces, SIDE.bits)
     SPAN: tl.constexpr = _span(SIDE.pieces, EACH, SIDE.bits, PAIRED, VALUE)
     r = tl.arange(0, 16)
     unit = first + tl.arange(0, NW)
-    fits = (unit + 1) * UNIT <= tl.minimum(flush, room - slot)
+    fits = (unit + 1) * UNIT <= tl.minimum(flush, capacity - slot)
     live = tl.broadcast_to(fits[:, None], [NW, 16])
     news, rings, olds = (), (), ()
     for h in tl.static_range(HALVES):
         token = unit[:, None] * (UNIT * 32) + h * 16 + r[None, :]
-        at = (slot * 32) % ring_room + token
-        rings = rings + ((i_head * ring_room + tl.where(at >= ring_room, at - ring_room, at)) * (SLICES * 16),)
+        at = (slot * 32) % ring_capacity + token
+        rings = rings + (
+            (i_head * ring_capacity + tl.where(at >= ring_capacity, at - ring_capacity, at)) * (SLICES * 16),
+        )
         news = news + (o_new + (token - before).to(tl.int64) * token_stride,)
         olds = olds + (token < before,)
-    block = i_head * room + slot + unit * UNIT
+    block = i_head * capacity + slot + unit * UNIT
     o_scale = block // UNIT * (SIDE.columns * 16 * (1 if SIDE.along else 2))
     worst = tl.zeros([NW, 16], tl.float32)
     lows = worst
@@ -206,14 +208,14 @@ def _pack(
     raw = _load(p_new, p_ring, news, rings, olds, live, 0, HALVES, EACH, SLICES, STORED)
     for start in tl.static_range(0, SLICES, SPAN):
         for piece in range(start, min(start + SPAN, SLICES), EACH):
-            p_own = p_factor + (i_kv * SLICES + piece) * 16
-            xs, nothing = _divided(raw, nothing, p_own, HALVES, EACH, FACTOR, NW, ASM)
+            p_slice_factor = p_factor + (i_kv * SLICES + piece) * 16
+            xs, nothing = _divided(raw, nothing, p_slice_factor, HALVES, EACH, FACTOR, NW, ASM)
             raw = _load(p_new, p_ring, news, rings, olds, live, piece + EACH, HALVES, EACH, SLICES, STORED)
             for g in tl.static_range(1 if SIDE.along else HALVES):
                 group = ()
                 for i in tl.static_range(HALVES if SIDE.along else EACH):
                     group = group + (xs[g * EACH + i],)
-                best, base, shifted, codes, worst, lows = _choose(
+                best, base, shifted, codes, worst, lows = choose_scales(
                     group, p_table, worst, lows, SIDE, NW, ASM
                 )
                 for i in tl.static_range(HALVES if SIDE.along else EACH):
@@ -234,7 +236,7 @@ def _pack(
         )
     bad = tl.where(worst <= HALF_MAX, 0, SCALE) | tl.where(lows <= HALF_MAX, 0, MINIMUM)
     bad = bad | tl.where(tl.min((nothing == 0).to(tl.int32), 2) > 0, 0, NONFINITE)
-    return tl.where(live, bad, tl.where((unit * UNIT < flush)[:, None], ROOM, 0))
+    return tl.where(live, bad, tl.where((unit * UNIT < flush)[:, None], NO_SLOT, 0))
 
 
 @triton.jit
@@ -243,7 +245,7 @@ def _store_words(
     ALL_TILES: tl.constexpr, SIDE: tl.constexpr, VALUE: tl.constexpr,
 ):
     """Those tiles that are complete after the slices from START on."""
-    BEYOND: tl.constexpr = _beyond(SIDE.words, SIDE.bits, 0)
+    SHIFT: tl.constexpr = _half_tile_shift(SIDE.words, SIDE.bits, 0)
     r = tl.arange(0, 16)
     for i in tl.static_range(len(words)):
         if _complete(i % ALL_TILES, START, SPAN, SLICES, SIDE.pieces, SIDE.tiles, SIDE.bits, SIDE.inner, VALUE):
@@ -251,9 +253,9 @@ def _store_words(
             if VALUE:
                 word = tl.trans(word, 0, 2, 1)
             o_words = o_unit + i // ALL_TILES * SIDE.words + i % ALL_TILES * 256
-            if BEYOND > 0 and i % ALL_TILES == ALL_TILES - 1:  # half a tile
+            if SHIFT > 0 and i % ALL_TILES == ALL_TILES - 1:  # half a tile
                 word = tl.reshape(word, [word.shape[0], 16, 2, 8])
-                word = tl.sum(word << (tl.arange(0, 2) * BEYOND).to(tl.int16)[None, None, :, None], 2).to(tl.int16)
+                word = tl.sum(word << (tl.arange(0, 2) * SHIFT).to(tl.int16)[None, None, :, None], 2).to(tl.int16)
                 o_word = o_words[:, None, None] + (r[:, None] * 8 + tl.arange(0, 8)[None, :])[None]
             else:
                 o_word = o_words[:, None, None] + (r[:, None] * 16 + r[None, :])[None]

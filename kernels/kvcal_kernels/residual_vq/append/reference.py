@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...layout import BLOCK
 from ...packing import pack
-from ...quantise.reference import NONFINITE, ROOM, VALUES, Counts, keep
+from ...quantise.reference import NO_SLOT, NONFINITE, VALUES, Counts, keep
 from ..attention import Coded
 
 LARGEST = 65504.0  # of float16: no sum of a few codewords reaches what is far beyond
@@ -35,7 +35,7 @@ def append(
             x = x / coded.scale.float()[:, None]
         fits = x.abs() <= LARGEST  # not where x is NaN
         last = coded.bands[0].codes.shape[2] - 1
-        bad = (~fits).flatten(2).any(2) * NONFINITE + (slot > last)[:, None] * ROOM
+        bad = (~fits).flatten(2).any(2) * NONFINITE + (slot > last)[:, None] * NO_SLOT
         flags.bitwise_or_(torch.where(due[:, None], bad, 0).int().amax(0) << shift)  # one bit or the other
         x, keeps = x.masked_fill(~fits, 0), (due & (slot <= last))[:, None, None, None, None]
         for band in coded.bands:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ...layout import launch_key
 from ...packing.triton import store_codes
+from ...quantise.reference import NO_SLOT as NO_SLOT_
 from ...quantise.reference import NONFINITE as NONFINITE_
-from ...quantise.reference import ROOM as ROOM_
 from ...quantise.reference import VALUES, Counts
 from ...triton import Prepared, Ready, interpreted
 from ..attention import Band, Coded
@@ -30,13 +30,13 @@ from ..nearest.triton import FAR, WIDEST, launch_for, propose_settings
 from .reference import LARGEST as LARGEST_
 from .reference import Pair
 
-NONFINITE, ROOM, LARGEST = tl.constexpr(NONFINITE_), tl.constexpr(ROOM_), tl.constexpr(LARGEST_)
+NONFINITE, NO_SLOT, LARGEST = tl.constexpr(NONFINITE_), tl.constexpr(NO_SLOT_), tl.constexpr(LARGEST_)
 AT_ONCE = 16  # dimensions of vectors and codewords that lie in registers beside each other
 
 
 @triton.jit
 def _moved(
-    p_new, p_sink, p_ring, i_head, o_row, new, token, before, taken, sink_before, window, sink_room, ring_room,
+    p_new, p_sink, p_ring, i_head, o_row, new, token, before, taken, sink_before, window, sink_capacity, ring_capacity,
     token_stride, D: tl.constexpr, BD: tl.constexpr,
 ):
     """Real token number `token` of a call to its place in sink or ring."""
@@ -44,15 +44,15 @@ def _moved(
     inside = (cols < D) & (token >= 0) & (token < new)
     b_x = tl.load(p_new + o_row + token * token_stride + cols, mask=inside, other=0.0)
     into = token < taken
-    o_sink = (i_head * sink_room + sink_before + token) * D + cols
+    o_sink = (i_head * sink_capacity + sink_before + token) * D + cols
     tl.store(p_sink + o_sink, b_x, mask=inside & into)
-    slot = (before * 32 + window + token - taken) % ring_room
-    tl.store(p_ring + (i_head * ring_room + slot) * D + cols, b_x, mask=inside & (token >= taken))
+    slot = (before * 32 + window + token - taken) % ring_capacity
+    tl.store(p_ring + (i_head * ring_capacity + slot) * D + cols, b_x, mask=inside & (token >= taken))
 
 
-@triton.jit(do_not_specialize=["batch", "queries", "sink_room", "ring_room"])
+@triton.jit(do_not_specialize=["batch", "queries", "sink_capacity", "ring_capacity"])
 def windows_kernel(
-    p_k, p_v, p_sink_k, p_sink_v, p_ring_k, p_ring_v, p_counts, batch, queries, sink_room, ring_room,
+    p_k, p_v, p_sink_k, p_sink_v, p_ring_k, p_ring_v, p_counts, batch, queries, sink_capacity, ring_capacity,
     k_batch, k_head, k_token, v_batch, v_head, v_token, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):
     """Grid (queries, H, batch): a new token's key and value."""
@@ -66,12 +66,12 @@ def windows_kernel(
     o_k = i_row.to(tl.int64) * k_batch + i_kv.to(tl.int64) * k_head + first.to(tl.int64) * k_token
     o_v = i_row.to(tl.int64) * v_batch + i_kv.to(tl.int64) * v_head + first.to(tl.int64) * v_token
     _moved(
-        p_k, p_sink_k, p_ring_k, i_head, o_k, new, token, before, sink - sink_before, sink_before, window, sink_room,
-        ring_room, k_token, D, BD,
+        p_k, p_sink_k, p_ring_k, i_head, o_k, new, token, before, sink - sink_before, sink_before, window,
+        sink_capacity, ring_capacity, k_token, D, BD,
     )
     _moved(
-        p_v, p_sink_v, p_ring_v, i_head, o_v, new, token, before, sink - sink_before, sink_before, window, sink_room,
-        ring_room, v_token, D, BD,
+        p_v, p_sink_v, p_ring_v, i_head, o_v, new, token, before, sink - sink_before, sink_before, window,
+        sink_capacity, ring_capacity, v_token, D, BD,
     )
 
 
@@ -102,19 +102,19 @@ def _left(p_rest, o_rest, p_book, code, live, cols, d):
 @triton.jit
 def _nearest_of(
     p_rest, o_rest, p_book, b_best, live, K: tl.constexpr, d: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    KEPT: tl.constexpr, FOLD: tl.constexpr, INDEX: tl.constexpr, CANDIDATES: tl.constexpr, AT_ONCE: tl.constexpr,
+    BEST: tl.constexpr, FOLD: tl.constexpr, INDEX: tl.constexpr, CANDIDATES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
     """The nearest codeword of each of BM vectors, int32, in float32 and of equals the first, among CANDIDATES of the
     columns' best, whose numbers lie in the low bits of b_best [BM, KEPT].
     """
-    places, cols = tl.arange(0, KEPT), tl.arange(0, AT_ONCE)
+    places, cols = tl.arange(0, BEST), tl.arange(0, AT_ONCE)
     b_code = tl.full([BM], 0, tl.int32)
     b_least = tl.full([BM], 3.4e38, tl.float32)
     for _ in tl.static_range(CANDIDATES):
         low, column = tl.min(b_best, 1, return_indices=True)
         b_best = tl.where(places[None, :] == column[:, None], FAR, b_best)
         at = low.to(tl.int32, bitcast=True) & INDEX
-        code = at // FOLD * BN + at % FOLD * KEPT + column
+        code = at // FOLD * BN + at % FOLD * BEST + column
         there = live & (code < K)  # a column that never saw a codeword names none
         distance = tl.zeros([BM], tl.float32)
         for start in tl.static_range(0, d, AT_ONCE):
@@ -127,9 +127,9 @@ def _nearest_of(
     return b_code
 
 
-@triton.jit(do_not_specialize=["batch", "room", "ring_room"])
+@triton.jit(do_not_specialize=["batch", "capacity", "ring_capacity"])
 def encode_kernel(
-    p_ring, p_scale, p_dims, p_book, p_half, p_rest, p_codes, p_counts, p_flags, batch, room, ring_room,
+    p_ring, p_scale, p_dims, p_book, p_half, p_rest, p_codes, p_counts, p_flags, batch, capacity, ring_capacity,
     H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, K: tl.constexpr, SCALED: tl.constexpr,
     SHIFT: tl.constexpr, AT_ONCE: tl.constexpr, ASM: tl.constexpr, d: tl.constexpr,
     D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D3: tl.constexpr,
@@ -144,13 +144,13 @@ def encode_kernel(
     if tl.load(p_counts + 7 * batch + i_row) == before:
         return
     i_head = (i_row * H + i_kv).to(tl.int64)
-    if before // (BLOCK // 32) >= room:
-        tl.atomic_or(p_flags + i_kv, ROOM << SHIFT)
+    if before // (BLOCK // 32) >= capacity:
+        tl.atomic_or(p_flags + i_kv, NO_SLOT << SHIFT)
     token = tl.program_id(0) * BM + tl.arange(0, BM)
     live, cols = token < BLOCK, tl.arange(0, AT_ONCE)
-    p_ring += i_head * ring_room * D
+    p_ring += i_head * ring_capacity * D
     p_rest += i_head * (BLOCK * d)
-    o_ring, o_rest = (before * 32 + token) % ring_room * D, token * d
+    o_ring, o_rest = (before * 32 + token) % ring_capacity * D, token * d
     for start in tl.static_range(0, d, AT_ONCE):
         inside = live[:, None] & (start + cols < d)[None, :]
         dims = tl.load(p_dims + start + cols, mask=start + cols < d, other=0)
@@ -163,12 +163,12 @@ def encode_kernel(
         if tl.max(tl.max((~fits).to(tl.int32), 1), 0) > 0:
             tl.atomic_or(p_flags + i_kv, NONFINITE << SHIFT)
         tl.store(p_rest + o_rest[:, None] + (start + cols)[None, :], tl.where(fits, b_x, 0.0), mask=inside)
-    KEPT: tl.constexpr = BN // FOLD
+    BEST: tl.constexpr = BN // FOLD
     columns = tl.arange(0, BN)
-    part = columns // KEPT
+    part = columns // BEST
     for s in range(S):
         tl.debug_barrier()  # what other threads left of the vectors
-        p_own = p_book + s * (K * d)
+        p_stage = p_book + s * (K * d)
         b_peak = tl.zeros([BM], tl.float32)
         for start in tl.static_range(0, d, AT_ONCE):
             inside = live[:, None] & (start + cols < d)[None, :]
@@ -183,49 +183,50 @@ def encode_kernel(
             x2 = _scaled(p_rest, o_rest, live, scale, D0 + D1, d, D2)
         if D3 > 0:
             x3 = _scaled(p_rest, o_rest, live, scale, D0 + D1 + D2, d, D3)
-        b_best = tl.full([BM, KEPT], FAR, tl.float32)
+        b_best = tl.full([BM, BEST], FAR, tl.float32)
         for tile in range(TILES):
             codes = tile * BN + columns
             in_book = codes < (K if not EVEN else 0x7FFFFFFF)
-            b_score = tl.dot(x0, tl.trans(_tile(p_own, codes, in_book, 0, d, D0)))
+            b_score = tl.dot(x0, tl.trans(_tile(p_stage, codes, in_book, 0, d, D0)))
             if D1 > 0:
-                b_score = tl.dot(x1, tl.trans(_tile(p_own, codes, in_book, D0, d, D1)), b_score)
+                b_score = tl.dot(x1, tl.trans(_tile(p_stage, codes, in_book, D0, d, D1)), b_score)
             if D2 > 0:
-                b_score = tl.dot(x2, tl.trans(_tile(p_own, codes, in_book, D0 + D1, d, D2)), b_score)
+                b_score = tl.dot(x2, tl.trans(_tile(p_stage, codes, in_book, D0 + D1, d, D2)), b_score)
             if D3 > 0:
-                b_score = tl.dot(x3, tl.trans(_tile(p_own, codes, in_book, D0 + D1 + D2, d, D3)), b_score)
+                b_score = tl.dot(x3, tl.trans(_tile(p_stage, codes, in_book, D0 + D1 + D2, d, D3)), b_score)
             half = tl.load(p_half + s * K + codes, mask=in_book, other=FAR)
             score = half[None, :] - b_score * unit[:, None]
             marked = (score.to(tl.int32, bitcast=True) & (-1 - INDEX)) | (tile * FOLD + part)[None, :]
             marked = marked.to(tl.float32, bitcast=True)
             if FOLD > 1:
-                marked = tl.min(tl.reshape(marked, [BM, FOLD, KEPT]), 1)
+                marked = tl.min(tl.reshape(marked, [BM, FOLD, BEST]), 1)
             b_best = tl.minimum(b_best, marked)
         b_code = _nearest_of(
-            p_rest, o_rest, p_own, b_best, live, K, d, BM, BN, KEPT, FOLD, INDEX, CANDIDATES, AT_ONCE
+            p_rest, o_rest, p_stage, b_best, live, K, d, BM, BN, BEST, FOLD, INDEX, CANDIDATES, AT_ONCE
         )
         tl.store(p_codes + (i_head * S + s) * BLOCK + token, b_code, mask=live)
         tl.debug_barrier()  # others have read what is left
         for start in tl.static_range(0, d, AT_ONCE):
             inside = live[:, None] & (start + cols < d)[None, :]
-            off = _left(p_rest, o_rest, p_own, b_code, live, start + cols, d)
+            off = _left(p_rest, o_rest, p_stage, b_code, live, start + cols, d)
             tl.store(p_rest + o_rest[:, None] + (start + cols)[None, :], off, mask=inside)
 
 
-@triton.jit(do_not_specialize=["batch", "room"])
+@triton.jit(do_not_specialize=["batch", "capacity"])
 def pack_kernel(
-    p_codes, p_packed, p_counts, batch, room,
+    p_codes, p_packed, p_counts, batch, capacity,
     H: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
 ):
     """Grid (S, H, batch). Codes (B, H, S, BLOCK) to the slot (B, H, N, S, BYTES) of the block that is due."""
     i_stage, i_row = tl.program_id(0), tl.program_id(2)
     before = tl.load(p_counts + 2 * batch + i_row)
     slot = before // (BLOCK // 32)
-    if (tl.load(p_counts + 7 * batch + i_row) == before) | (slot >= room):
+    if (tl.load(p_counts + 7 * batch + i_row) == before) | (slot >= capacity):
         return
     i_head = (i_row * H + tl.program_id(1)).to(tl.int64)
     store_codes(
-        p_packed + ((i_head * room + slot) * S + i_stage) * BYTES, p_codes + (i_head * S + i_stage) * BLOCK, BITS, BLOCK
+        p_packed + ((i_head * capacity + slot) * S + i_stage) * BYTES, p_codes + (i_head * S + i_stage) * BLOCK, BITS,
+        BLOCK,
     )
 
 
@@ -297,7 +298,7 @@ def _encode(
     )
     name = (shift, scaled, coded.block, band.bits, launch_key(band.codes), *map(launch_key, tensors))
     if name not in _PREPARED:
-        batch, heads, room, stages, size = band.codes.shape
+        batch, heads, capacity, stages, size = band.codes.shape
         constants = settings(
             band, coded.block, not ring.is_cuda or torch.cuda.get_device_capability(ring.device)[0] >= 9
         )
@@ -305,10 +306,10 @@ def _encode(
         packs = {"H": heads, "BLOCK": coded.block, "S": stages, "BITS": band.bits, "BYTES": size, "num_warps": 4}
         encode = Ready(encode_kernel, (triton.cdiv(coded.block, constants["BM"]), heads, batch), constants)
         pack = Ready(pack_kernel, (stages, heads, batch), packs)
-        _PREPARED[name] = encode, (batch, room, ring.shape[2]), pack, (batch, room)
-    encode, numbers, pack, less = _PREPARED[name]
+        _PREPARED[name] = encode, (batch, capacity, ring.shape[2]), pack, (batch, capacity)
+    encode, numbers, pack, pack_numbers = _PREPARED[name]
     encode(tensors, *numbers)
-    pack((codes, band.codes, counts.data), *less)
+    pack((codes, band.codes, counts.data), *pack_numbers)
 
 
 def _check(

@@ -37,7 +37,7 @@ LOG2E = 1.4426950408889634
 def tables_kernel(
     p_q, p_scale, p_dims, p_book, p_reach, p_table, p_unit, groups, count, factor,
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, d: tl.constexpr, K: tl.constexpr, SCALED: tl.constexpr,
-    BD: tl.constexpr, RP: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, TURNS: tl.constexpr, ASM: tl.constexpr,
+    BD: tl.constexpr, RP: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, ITERATIONS: tl.constexpr, ASM: tl.constexpr,
 ):
     """Grid (tiles of codewords, groups of G kv heads). Table (B H, S k, RP) int16: scores to base two, in units
     of what |query| times the stage's longest codeword makes 32767; unit (B H, RP): of a codeword of length 1.
@@ -63,8 +63,8 @@ def tables_kernel(
     b_lower = (b_q - b_upper.to(tl.float32)).to(tl.float16)
     b_group = tl.program_id(1) * G + tl.arange(0, G)
     r = tl.arange(0, RP)
-    for turn in range(TURNS):
-        code = (tl.program_id(0) * TURNS + turn) * BC + tl.arange(0, BC)
+    for iteration in range(ITERATIONS):
+        code = (tl.program_id(0) * ITERATIONS + iteration) * BC + tl.arange(0, BC)
         inside = (code < count)[:, None] & (j < d)[None, :]
         b_book = tl.load(p_book + code[:, None] * d + j[None, :], mask=inside, other=0.0)
         b_inverse = 1.0 / tl.load(p_reach + code // K, mask=code < count, other=1.0)
@@ -79,19 +79,19 @@ def tables_kernel(
 
 @triton.jit
 def _looked_up(
-    p_codes, p_table, p_unit, p_reach, i_head, b_block, b_place, b_live, b_sum, room,
+    p_codes, p_table, p_unit, p_reach, i_head, b_block, b_place, b_live, b_sum, capacity,
     S: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr,
     RP: tl.constexpr, UNROLL: tl.constexpr, SHARED: tl.constexpr,
 ):
     """b_sum [BT, RP] plus a band's entries of its codes. SHARED: a stage's table goes through shared memory, where 32
     lanes read 32 places in a few cycles; it must have no more than four rows.
     """
-    p = p_codes + (i_head * room + b_block) * (S * BYTES)
+    p = p_codes + (i_head * capacity + b_block) * (S * BYTES)
     r = tl.arange(0, RP)
-    p_own = p_table + i_head * (S * K * RP)
+    p_head = p_table + i_head * (S * K * RP)
     b_unit = tl.load(p_unit + i_head * RP + r)
     if SHARED:  # the next stage's loads are under way while this one's table is read
-        p_word = p_own.to(tl.pointer_type(_word(RP))) + tl.arange(0, K)
+        p_word = p_head.to(tl.pointer_type(_word(RP))) + tl.arange(0, K)
         b_stage = tl.load(p_word)
         b_code = code_at(p, b_place, b_live, BITS, BLOCK)
         for s in tl.range(0, S):
@@ -107,7 +107,7 @@ def _looked_up(
         for s in tl.range(0, S, loop_unroll_factor=UNROLL):
             b_code = code_at(p + s * BYTES, b_place, b_live, BITS, BLOCK)
             o_entry = (s * K + b_code)[:, None] * RP + r[None, :]
-            b_entry = tl.load(p_own + o_entry, mask=b_live[:, None], other=0)
+            b_entry = tl.load(p_head + o_entry, mask=b_live[:, None], other=0)
             b_sum += _number(b_entry) * (b_unit * tl.load(p_reach + s))[None, :]
     return b_sum
 
@@ -124,9 +124,9 @@ def _word(rows):
     return tl.int64 if rows == 4 else tl.int32 if rows == 2 else tl.int16
 
 
-@triton.jit(do_not_specialize=["room", "tiles"])
+@triton.jit(do_not_specialize=["capacity", "tiles"])
 def scores_kernel(
-    p_codes0, p_table0, p_unit0, p_reach0, p_codes1, p_table1, p_unit1, p_reach1, p_blocks, p_scores, p_stat, room,
+    p_codes0, p_table0, p_unit0, p_reach0, p_codes1, p_table1, p_unit1, p_reach1, p_blocks, p_scores, p_stat, capacity,
     tiles, H: tl.constexpr, BLOCK: tl.constexpr, S0: tl.constexpr, K0: tl.constexpr, BITS0: tl.constexpr,
     BYTES0: tl.constexpr, SHARED0: tl.constexpr, S1: tl.constexpr, K1: tl.constexpr, BITS1: tl.constexpr,
     BYTES1: tl.constexpr, SHARED1: tl.constexpr, RP: tl.constexpr, BT: tl.constexpr, UNROLL: tl.constexpr,
@@ -145,16 +145,16 @@ def scores_kernel(
     b_block, b_place = token // BLOCK, token % BLOCK
     b_sum = tl.zeros([BT, RP], tl.float32)
     b_sum = _looked_up(
-        p_codes0, p_table0, p_unit0, p_reach0, i_head, b_block, b_place, b_live, b_sum, room,
+        p_codes0, p_table0, p_unit0, p_reach0, i_head, b_block, b_place, b_live, b_sum, capacity,
         S0, K0, BITS0, BYTES0, BLOCK, RP, UNROLL, SHARED0,
     )
     if S1 > 0:
         b_sum = _looked_up(
-            p_codes1, p_table1, p_unit1, p_reach1, i_head, b_block, b_place, b_live, b_sum, room,
+            p_codes1, p_table1, p_unit1, p_reach1, i_head, b_block, b_place, b_live, b_sum, capacity,
             S1, K1, BITS1, BYTES1, BLOCK, RP, UNROLL, SHARED1,
         )
     r = tl.arange(0, RP)
-    tl.store(p_scores + (i_head * room * BLOCK + token)[:, None] * RP + r[None, :], b_sum, mask=b_live[:, None])
+    tl.store(p_scores + (i_head * capacity * BLOCK + token)[:, None] * RP + r[None, :], b_sum, mask=b_live[:, None])
     b_sum = tl.where(b_live[:, None], b_sum, LOW)
     b_most = tl.max(b_sum, 0)
     b_total = tl.sum(tl.where(b_live[:, None], tl.exp2(b_sum - b_most[None, :]), 0.0), 0)
@@ -185,9 +185,9 @@ def total_kernel(p_stat, p_total, p_log, tiles, R: tl.constexpr, RP: tl.constexp
     tl.store(p_log + i_head * R + r, tl.where(some, b_log * 0.6931471805599453, LOW), mask=r < R)
 
 
-@triton.jit(do_not_specialize=["room"])
+@triton.jit(do_not_specialize=["capacity"])
 def scatter_kernel(
-    p_codes, p_blocks, p_scores, p_total, p_weights, room,
+    p_codes, p_blocks, p_scores, p_total, p_weights, capacity,
     H: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
     R: tl.constexpr, RP: tl.constexpr, BT: tl.constexpr, UNROLL: tl.constexpr,
 ):
@@ -201,21 +201,21 @@ def scatter_kernel(
     if tl.program_id(0) * BT >= tokens:
         return
     b_live = (token < tokens) & (r < R)
-    b_score = tl.load(p_scores + (i_head * room * BLOCK + token) * RP + r, mask=b_live, other=LOW)
+    b_score = tl.load(p_scores + (i_head * capacity * BLOCK + token) * RP + r, mask=b_live, other=LOW)
     b_p = tl.exp2(b_score - tl.load(p_total + i_head * RP + r))
     b_add = (b_p * UNIT + 0.5).to(tl.int32)
     b_live = b_live & (b_add > 0)
-    p = p_codes + (i_head * room + token // BLOCK) * (S * BYTES)
+    p = p_codes + (i_head * capacity + token // BLOCK) * (S * BYTES)
     place = token % BLOCK
-    p_own = p_weights + i_head * (S * K * RP)
+    p_head = p_weights + i_head * (S * K * RP)
     for s in tl.range(0, S, loop_unroll_factor=UNROLL):
         b_code = code_at(p + s * BYTES, place, b_live, BITS, BLOCK)
-        tl.atomic_add(p_own + ((s * K + b_code) * RP + r), b_add, mask=b_live, sem="relaxed")
+        tl.atomic_add(p_head + ((s * K + b_code) * RP + r), b_add, mask=b_live, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["groups", "count", "steps"])
 def product_kernel(
-    p_weights, p_book, p_part, groups, count, steps,
+    p_weights, p_book, p_partial, groups, count, steps,
     d: tl.constexpr, BD: tl.constexpr, RP: tl.constexpr, G: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Grid (splits, groups of G kv heads). part (splits, B H, RP, d): weights times codewords, over 2^-15; weights are
@@ -239,12 +239,12 @@ def product_kernel(
     n = tl.arange(0, G * RP)
     i_head = tl.program_id(1) * G + n // RP
     o_part = ((tl.program_id(0).to(tl.int64) * groups + i_head) * RP + n % RP) * d
-    tl.store(p_part + o_part[None, :] + j[:, None], acc, mask=(j < d)[:, None] & (i_head < groups)[None, :])
+    tl.store(p_partial + o_part[None, :] + j[:, None], acc, mask=(j < d)[:, None] & (i_head < groups)[None, :])
 
 
 @triton.jit(do_not_specialize=["groups", "splits"])
 def finish_kernel(
-    p_part, p_scale, p_dims, p_out, groups, splits,
+    p_partial, p_scale, p_dims, p_out, groups, splits,
     H: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, d: tl.constexpr, SCALED: tl.constexpr,
     BD: tl.constexpr, ASM: tl.constexpr,
 ):
@@ -253,7 +253,7 @@ def finish_kernel(
     j = tl.arange(0, BD)
     b_sum = tl.zeros([BD], tl.float32)
     for split in range(splits):
-        b_sum += tl.load(p_part + ((split * groups + i_head) * RP + i_row) * d + j, mask=j < d, other=0.0)
+        b_sum += tl.load(p_partial + ((split * groups + i_head) * RP + i_row) * d + j, mask=j < d, other=0.0)
     o_dim = tl.load(p_dims + j, mask=j < d, other=0)
     b_sum = b_sum * 2.0**-15
     if SCALED:
@@ -261,9 +261,9 @@ def finish_kernel(
     tl.store(p_out + (i_head * R + i_row) * D + o_dim, cast(b_sum, p_out.dtype.element_ty, ASM), mask=j < d)
 
 
-@triton.jit(do_not_specialize=["room"])
+@triton.jit(do_not_specialize=["capacity"])
 def decode_kernel(
-    p_codes, p_book, p_scale, p_dims, p_out, room,
+    p_codes, p_book, p_scale, p_dims, p_out, capacity,
     H: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
     D: tl.constexpr, d: tl.constexpr, SCALED: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, UNROLL: tl.constexpr,
     ASM: tl.constexpr,
@@ -271,8 +271,8 @@ def decode_kernel(
     """Grid (tiles of BT tokens, B H). A band's channels of out (B, H, tokens, D)."""
     i_head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
-    b_live = token < room * BLOCK
-    p = p_codes + (i_head * room + token // BLOCK) * (S * BYTES)
+    b_live = token < capacity * BLOCK
+    p = p_codes + (i_head * capacity + token // BLOCK) * (S * BYTES)
     place = token % BLOCK
     j = tl.arange(0, BD)
     inside = b_live[:, None] & (j < d)[None, :]
@@ -283,7 +283,7 @@ def decode_kernel(
     o_dim = tl.load(p_dims + j, mask=j < d, other=0)
     if SCALED:
         b_sum *= tl.load(p_scale + i_head % H * D + o_dim, mask=j < d, other=0.0).to(tl.float32)[None, :]
-    o_out = (i_head * room * BLOCK + token)[:, None] * D + o_dim[None, :]
+    o_out = (i_head * capacity * BLOCK + token)[:, None] * D + o_dim[None, :]
     tl.store(p_out + o_out, cast(b_sum, p_out.dtype.element_ty, ASM), mask=inside)
 
 
@@ -307,14 +307,14 @@ class Workspace:
 
     def __init__(self, device: torch.device, keeps: bool = False) -> None:
         self.device, self._keeps = device, keeps
-        self._held: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
         self._outgrown: list[Tensor] = []
 
     def take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         """`size` numbers; of weights zeros. RuntimeError where a graph that is recorded asks for more than there is:
         zeros would be written by its replays only.
         """
-        tensor = self._held.get(name)
+        tensor = self._tensors.get(name)
         if tensor is None or tensor.numel() < size:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 have = 0 if tensor is None else tensor.numel()
@@ -326,12 +326,12 @@ class Workspace:
             if tensor is not None and self._keeps:
                 self._outgrown.append(tensor)
             with torch.inference_mode(False):
-                tensor = self._held[name] = torch.zeros(size, dtype=dtype, device=self.device)
+                tensor = self._tensors[name] = torch.zeros(size, dtype=dtype, device=self.device)
         return tensor
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self._held.values(), *self._outgrown))
+        return sum(t.nbytes for t in (*self._tensors.values(), *self._outgrown))
 
 
 def refuses(keys: Coded, values: Coded, rows: int) -> str | None:
@@ -355,14 +355,14 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """As reference.attend, for q float16 or bfloat16 and contiguous codes: out of q's dtype, the logarithm float32."""
     batch, query_heads, queries = q.shape[:3]
-    heads, room = keys.bands[0].codes.shape[1:3]
+    heads, capacity = keys.bands[0].codes.shape[1:3]
     rows = query_heads // heads * queries
     _check(q, keys, values, blocks)
     space, launch = workspace or Workspace(q.device), launch or Launch()
     groups, wide = batch * heads, triton.next_power_of_2(rows)
-    out = torch.zeros_like(q) if not room else torch.empty_like(q)
+    out = torch.zeros_like(q) if not capacity else torch.empty_like(q)
     log = torch.full((batch, query_heads, queries), -1e30, dtype=torch.float32, device=q.device)
-    if not room:
+    if not capacity:
         return out, log
     with on(q.device):
         tables = [_table(q, keys, band, groups, rows, wide, scaling, space, i) for i, band in enumerate(keys.bands)]
@@ -370,8 +370,8 @@ def attend(
         tile, warps = (
             (launch.tokens, max(1, launch.tokens // 128)) if all(shared) else (max(16, launch.few * 4 // wide), 4)
         )
-        tiles = triton.cdiv(room * keys.block, tile)
-        scores = space.take("scores", groups * room * keys.block * wide, torch.float32)
+        tiles = triton.cdiv(capacity * keys.block, tile)
+        scores = space.take("scores", groups * capacity * keys.block * wide, torch.float32)
         stat = space.take("stat", groups * tiles * 2 * wide, torch.float32)
         total = space.take("total", groups * wide, torch.float32)
         first, second = keys.bands[0], keys.bands[-1]
@@ -380,8 +380,9 @@ def attend(
         fixed |= {"S1": 0} if len(keys.bands) == 1 else {}
         fixed |= {"SHARED0": all(shared), "SHARED1": all(shared)}
         scores_kernel[(tiles, groups)](
-            first.codes, *tables[0], first.reach, second.codes, *tables[-1], second.reach, blocks, scores, stat, room,
-            tiles, H=heads, BLOCK=keys.block, **fixed, RP=wide, BT=tile, UNROLL=launch.unroll, num_warps=warps,
+            first.codes, *tables[0], first.reach, second.codes, *tables[-1], second.reach, blocks, scores, stat,
+            capacity, tiles, H=heads, BLOCK=keys.block, **fixed, RP=wide, BT=tile, UNROLL=launch.unroll,
+            num_warps=warps,
         )
         total_kernel[(groups,)](stat, total, log, tiles, R=rows, RP=wide, AT_ONCE=64, num_warps=4)
         for number, band in enumerate(values.bands):
@@ -406,13 +407,13 @@ def _table(
     table = space.take(f"table {number}", groups * stages * size * wide, torch.int16)
     unit = space.take(f"unit {number}", groups * wide, torch.float32)
     together, tile = _columns(wide), 64
-    turns = 4 if stages * size >= 1 << 15 else 1
-    grid = (triton.cdiv(stages * size, tile * turns), triton.cdiv(groups, together))
+    iterations = 4 if stages * size >= 1 << 15 else 1
+    grid = (triton.cdiv(stages * size, tile * iterations), triton.cdiv(groups, together))
     tables_kernel[grid](
         q, q if keys.scale is None else keys.scale, band.dims, band.books, band.reach, table, unit, groups,
         stages * size, scaling * LOG2E, H=keys.bands[0].codes.shape[1], R=rows, D=keys.dim, d=width, K=size,
         SCALED=keys.scale is not None, BD=max(16, triton.next_power_of_2(width)), RP=wide, G=together, BC=tile,
-        TURNS=turns, ASM=not interpreted(), num_warps=4,
+        ITERATIONS=iterations, ASM=not interpreted(), num_warps=4,
     )
     return table, unit
 
@@ -431,12 +432,12 @@ def _weighted(
 ) -> None:
     """The band's channels of out."""
     groups, rows, wide = sizes
-    heads, room = band.codes.shape[1:3]
+    heads, capacity = band.codes.shape[1:3]
     stages, size, width = band.books.shape
     weights = space.take(f"weights {number}", groups * stages * size * wide, torch.int32)
     tile = max(16, launch.scattered * 4 // wide)
-    scatter_kernel[(triton.cdiv(room * values.block, tile), groups)](
-        band.codes, blocks, scores, total, weights, room,
+    scatter_kernel[(triton.cdiv(capacity * values.block, tile), groups)](
+        band.codes, blocks, scores, total, weights, capacity,
         H=heads, BLOCK=values.block, **band_settings(band), R=rows, RP=wide, BT=tile, UNROLL=launch.unroll,
         num_warps=4,
     )
@@ -460,7 +461,7 @@ def _weighted(
 
 def decode(coded: Coded, dtype: torch.dtype = torch.float16, out: Tensor | None = None) -> Tensor:
     """As reference.decode, in one pass, rounded to float16 or bfloat16; into `out` (B, H, N * b, D) where given."""
-    batch, heads, room = coded.bands[0].codes.shape[:3]
+    batch, heads, capacity = coded.bands[0].codes.shape[:3]
     decoded = torch.empty(batch, heads, coded.tokens, coded.dim, dtype=dtype, device=coded.bands[0].codes.device)
     out = decoded if out is None else out
     with on(out.device):
@@ -469,7 +470,7 @@ def decode(coded: Coded, dtype: torch.dtype = torch.float16, out: Tensor | None 
             channels = max(16, triton.next_power_of_2(width))
             tile = 4096 // channels
             decode_kernel[(triton.cdiv(coded.tokens, tile), batch * heads)](
-                band.codes, band.books, out if coded.scale is None else coded.scale, band.dims, out, room,
+                band.codes, band.books, out if coded.scale is None else coded.scale, band.dims, out, capacity,
                 H=heads, BLOCK=coded.block, **band_settings(band), D=coded.dim, d=width, SCALED=coded.scale is not None,
                 BD=channels, BT=tile, UNROLL=4, ASM=not interpreted(), num_warps=4,
             )
@@ -478,7 +479,7 @@ def decode(coded: Coded, dtype: torch.dtype = torch.float16, out: Tensor | None 
 
 def _check(q: Tensor, keys: Coded, values: Coded, blocks: Tensor) -> None:
     """What the kernels rely on and cannot see."""
-    batch, heads, room = keys.bands[0].codes.shape[:3]
+    batch, heads, capacity = keys.bands[0].codes.shape[:3]
     rows = q.shape[1] // heads * q.shape[2]
     if why := refuses(keys, values, rows):
         raise ValueError(f"attention over vector codes: {why}")
@@ -490,7 +491,7 @@ def _check(q: Tensor, keys: Coded, values: Coded, blocks: Tensor) -> None:
         raise ValueError(f"blocks: {tuple(blocks.shape)} {blocks.dtype}; must be ({batch},) torch.int32")
     for name, coded in (("keys", keys), ("values", values)):
         for band in coded.bands:
-            shape = (batch, heads, room, band.books.shape[0])
+            shape = (batch, heads, capacity, band.books.shape[0])
             if band.codes.shape[:4] != shape or not band.codes.is_contiguous() or coded.block != keys.block:
                 layout = (
                     f"codes {tuple(band.codes.shape)}, strides {band.codes.stride()}, blocks of {coded.block} tokens"

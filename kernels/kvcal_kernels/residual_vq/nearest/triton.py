@@ -63,7 +63,7 @@ def _load(p, rows, live, start, d, WIDTH: tl.constexpr):
 
 @triton.jit
 def propose_kernel(
-    p_x, p_unit, p_book, p_half, p_found, n, k, d: tl.constexpr,
+    p_x, p_unit, p_book, p_half, p_candidates, n, k, d: tl.constexpr,
     D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D3: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, FOLD: tl.constexpr, TILES: tl.constexpr, INDEX: tl.constexpr,
     EVEN: tl.constexpr, CANDIDATES: tl.constexpr,
@@ -82,10 +82,10 @@ def propose_kernel(
     if D3 > 0:
         x3 = _load(p_x, i_rows, live, D0 + D1 + D2, d, D3)
     unit = tl.load(p_unit + i_rows, mask=live, other=0.0)
-    KEPT: tl.constexpr = BN // FOLD
-    b_best = tl.full([BM, KEPT], FAR, tl.float32)
-    columns, places = tl.arange(0, BN), tl.arange(0, KEPT)
-    part = columns // KEPT
+    BEST: tl.constexpr = BN // FOLD
+    b_best = tl.full([BM, BEST], FAR, tl.float32)
+    columns, places = tl.arange(0, BN), tl.arange(0, BEST)
+    part = columns // BEST
     for tile in range(TILES):
         codes = tile * BN + columns
         inside = codes < (k if not EVEN else 0x7FFFFFFF)
@@ -101,19 +101,19 @@ def propose_kernel(
         marked = (score.to(tl.int32, bitcast=True) & (-1 - INDEX)) | (tile * FOLD + part)[None, :]
         marked = marked.to(tl.float32, bitcast=True)
         if FOLD > 1:
-            marked = tl.min(tl.reshape(marked, [BM, FOLD, KEPT]), 1)
+            marked = tl.min(tl.reshape(marked, [BM, FOLD, BEST]), 1)
         b_best = tl.minimum(b_best, marked)
     for i in tl.static_range(CANDIDATES):
         low, column = tl.min(b_best, 1, return_indices=True)
         b_best = tl.where(places[None, :] == column[:, None], FAR, b_best)
         at = low.to(tl.int32, bitcast=True) & INDEX
-        code = at // FOLD * BN + at % FOLD * KEPT + column
-        tl.store(p_found + i_rows * CANDIDATES + i, code, mask=live)
+        code = at // FOLD * BN + at % FOLD * BEST + column
+        tl.store(p_candidates + i_rows * CANDIDATES + i, code, mask=live)
 
 
 @triton.jit
 def settle_kernel(
-    p_x, p_book, p_found, p_codes, n, k,
+    p_x, p_book, p_candidates, p_codes, n, k,
     d: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, CANDIDATES: tl.constexpr,
 ):
     """Of each vector's candidates the one with the smallest |x - c|^2 in float32, the lowest code on a tie."""
@@ -124,7 +124,7 @@ def settle_kernel(
     b_code = tl.full([BM], 0, tl.int32)
     b_least = tl.full([BM], 3.4e38, tl.float32)
     for i in tl.static_range(CANDIDATES):
-        code = tl.load(p_found + i_rows * CANDIDATES + i, mask=live, other=0)
+        code = tl.load(p_candidates + i_rows * CANDIDATES + i, mask=live, other=0)
         there = inside & (code < k)[:, None]  # a column that never saw a codeword names none
         b_c = tl.load(p_book + code[:, None] * d + cols[None, :], mask=there, other=0.0).to(tl.float32)
         distance = tl.sum((b_x - b_c) * (b_x - b_c), 1)

@@ -6,9 +6,9 @@ from typing import Any
 
 from ....layout.form import POINTS
 from ....triton import constexpr_function
-from .ptx import beyond, points_tensors
-from .scores import _renewed, _scored, beginning_tensors
-from .values import _added, _prepared, _weighed, constants
+from .ptx import half_tile_shift, points_tensors
+from .scores import beginning_tensors, block_scores, renewed_queries
+from .values import added_values, constants, prepared_values, probabilities
 
 
 @constexpr_function
@@ -65,21 +65,21 @@ def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: b
         text += [f"setp.ne.s32 there, {names['live'][0]}, 0; @!there bra KVCAL_NONE;"]
     for i, name in enumerate(("words", "key_scales", "value_scales")):
         text += [f"add.s32 {name}, {names['slot'][0]}, {names['places'][i]};"]
-    if beyond(words, bits, mode) or beyond(v_words, v_bits, v_mode):
+    if half_tile_shift(words, bits, mode) or half_tile_shift(v_words, v_bits, v_mode):
         text += [f".reg .b32 halves; add.s32 halves, {names['slot'][0]}, {names['places'][3]};"]
     unit, shift, magic = names["state"][2], "", names["constants"][:4]
     if mode == 2:
         unit, shift = names["about"][0], names["about"][1]
-        text += _renewed(
+        text += renewed_queries(
             slices, bits, 2 * words, names["renew"][0], names["plain"], names["base"], names["queries"], names["about"]
         )
     begins = names["k_points"] if mode == POINTS else names.get("begins", [])
-    text += _scored(slices, pieces, tiles, bits, mode, group, 2 * words, names["queries"], begins, magic)
+    text += block_scores(slices, pieces, tiles, bits, mode, group, 2 * words, names["queries"], begins, magic)
     points = names["k_points" if same else "v_points"]
-    text += _prepared(slices, v_tiles, v_bits, v_mode, v_group, slot, slot + 2 * v_words, points)
+    text += prepared_values(slices, v_tiles, v_bits, v_mode, v_group, slot, slot + 2 * v_words, points)
     outputs = names["state"] + names["acc"]
-    text += ["{", *_weighed(unit, shift, v_mode)]
-    text += ["{", *_added(slices, v_tiles, v_bits, v_mode, v_group, outputs, names["constants"]), "}"]
+    text += ["{", *probabilities(unit, shift, v_mode)]
+    text += ["{", *added_values(slices, v_tiles, v_bits, v_mode, v_group, outputs, names["constants"]), "}"]
     text += _fallen([outputs[1], *([outputs[3]] if v_mode == 2 else []), *names["acc"]])
     return " ".join([*text, "}", *(["KVCAL_NONE:"] if masked else []), "}"])
 

@@ -12,11 +12,11 @@ from .queries import FULL_PROBABILITY, FULL_QUERY, slice_weight
 
 @triton.jit
 def emulated_scores(
-    p_k, p_ks, i_head, i_norm, block_at, queries, unit, p_table, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
+    p_k, p_ks, i_head, i_norm, block_at, queries, unit, p_table, capacity, KEYS: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr,
 ):
     """For the interpreter: scores of both halves in powers of two, of queries that are rounded as ptx.py does."""
-    at = (i_head * room + block_at)[:, None]
+    at = (i_head * capacity + block_at)[:, None]
     live = at >= 0
     scores = ()
     if not KEYS.points:
@@ -29,10 +29,10 @@ def emulated_scores(
                 p_words = p_k + (at * KEYS.words)[:, :, None]
                 x = _byte_points(p_words, r[:, None], r[None, :], p_table, h, i, False, SLICES, KEYS.bits, KEYS.group)
                 b_s += tl.dot(x, queries[i], input_precision="ieee")
-            norm = tl.load(p_ks + (i_norm * room + block_at)[:, None] * 32 + h * 16 + r[None, :]).to(tl.float32)
+            norm = tl.load(p_ks + (i_norm * capacity + block_at)[:, None] * 32 + h * 16 + r[None, :]).to(tl.float32)
             scores = scores + (b_s * norm[:, :, None] * unit[:, None, :],)
     elif KEYS.outer:
-        at_group = (i_head * (room // (KEYS.group // 32)) + block_at // (KEYS.group // 32))[:, None] * (SLICES * 32)
+        at_group = (i_head * (capacity // (KEYS.group // 32)) + block_at // (KEYS.group // 32))[:, None] * (SLICES * 32)
         r = tl.arange(0, 16)[None, :]
         b_top, b_zero = tl.full([NW, N], 2.0**-24, tl.float32), tl.zeros([NW, N], tl.float32)
         scaled = ()
@@ -143,13 +143,13 @@ def value_exponents(
 
 @triton.jit
 def emulated_added(
-    p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc, p_table, room, VALUES: tl.constexpr,
+    p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc, p_table, capacity, VALUES: tl.constexpr,
     SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):
     """For the interpreter: acc, and times fade what a block adds, of probabilities 2^b_0 and 2^b_1, rounded as
     ptx.py does. s_0, s_1: `value_exponents`.
     """
-    at = (i_head * room + block_at)[:, None]
+    at = (i_head * capacity + block_at)[:, None]
     live = at >= 0
     if not VALUES.points:
         parts = codes_of(p_v, at * VALUES.words, live, at, VALUES, 0, True, NW, False, False)
@@ -159,7 +159,7 @@ def emulated_added(
     if VALUES.inner:
         BOTH: tl.constexpr = VALUES.columns
         PER: tl.constexpr = VALUES.group // 32
-        at_scale = (i_head * (room // PER) + block_at // PER)[:, None] * (SLICES * BOTH * 16)
+        at_scale = (i_head * (capacity // PER) + block_at // PER)[:, None] * (SLICES * BOTH * 16)
         scale = scale_columns(p_vs, at_scale, live, at, 0, SLICES * BOTH, False)
     elif VALUES.outer:  # what zero points add to all channels
         r = tl.arange(0, 16)[None, :]

@@ -36,7 +36,8 @@ The interpreter does not run it: emulated.py computes the same there, tests/test
 
 from __future__ import annotations
 
-from ....layout.form import POINTS, columns_apart, together
+from ....layout import form
+from ....layout.form import POINTS
 from ....triton import constexpr_function
 
 MAGIC = 0x4B400000
@@ -47,7 +48,7 @@ SLACK = 16  # powers of two by which a block may lie above the outputs before th
 # by which what was before is nothing beside a block: 2^17 tokens of 2^SLACK at most are 2^-43 of it. Outputs stay below
 # 2^121: 32 probabilities of 2^16, codes of 2^8, scales of 2^16, times 2^JUMP
 JUMP = 76
-_together, beyond = constexpr_function(together), constexpr_function(columns_apart)
+_together, half_tile_shift = constexpr_function(form.together), constexpr_function(form.half_tile_shift)
 
 
 @constexpr_function
@@ -64,12 +65,12 @@ def field_place(pair: int, bits: int) -> int:
 
 
 @constexpr_function
-def _float(x: float) -> str:
+def decimal(x: float) -> str:
     return repr(float(x))
 
 
 @constexpr_function
-def _separated(bits: int, pair: int, into: list[str], words: list[str]) -> list[str]:
+def separated_fields(bits: int, pair: int, into: list[str], words: list[str]) -> list[str]:
     """Field `pair` of four registers; of 3 bits `words` are what `_thirds` made."""
     if bits == 8:
         return [f"mov.b32 {a}, {w};" for a, w in zip(into, words, strict=True)]
@@ -93,9 +94,9 @@ def _thirds(name: str, third: str, odd: bool) -> list[str]:
 
 
 @constexpr_function
-def _loaded(name: str, byte: int, bits: int, tiles: int, behind: int) -> list[str]:
+def loaded_tiles(name: str, byte: int, bits: int, tiles: int, behind: int) -> list[str]:
     """Registers {name}{tile}_ 0..3 of each tile (of 3 bits with e and o, see `_thirds`). behind: where words end."""
-    text, further = [], beyond((behind - byte) // 2, bits, 0)
+    text, further = [], half_tile_shift((behind - byte) // 2, bits, 0)
     for u in range(tiles):
         text += [
             f".reg .b32 {name}{u}_<4>;" if bits != 3 else f".reg .b32 {name}{u}_<4>, {name}{u}_e<4>, {name}{u}_o<4>;"
@@ -186,11 +187,11 @@ def _codes_of_two_bits(name: str, tiles: int) -> tuple[list[str], list[tuple[str
 
 
 @constexpr_function
-def _coded(name: str, byte: int, tiles: int, bits: int, behind: int) -> list[str]:
+def grid_codes(name: str, byte: int, tiles: int, bits: int, behind: int) -> list[str]:
     """Registers {name}s{set}_ 0..3 of each set of codes of `bits` bits, whose lower 16 bits are four codes; of 4 bits
     {name}n{set}_ with their highest bit turned over. behind: the byte at which words end.
     """
-    text, further = [], beyond((behind - byte) // 2, bits, POINTS)
+    text, further = [], half_tile_shift((behind - byte) // 2, bits, POINTS)
     for u in range(tiles):
         register, at = f"{name}{u}_", byte + 512 * u
         half = further and u + 1 == tiles
@@ -213,11 +214,11 @@ def _coded(name: str, byte: int, tiles: int, bits: int, behind: int) -> list[str
 
 
 @constexpr_function
-def _pointed(into: str, name: str, which: int, bits: int, points: list[str]) -> list[str]:
+def selected_points(into: str, name: str, which: int, bits: int, points: list[str]) -> list[str]:
     """Registers {into}{part}_ 0..3: points of set `which` as first operands, of 4 bits in two parts that are added up.
     """
     text = []
-    for part in range(parts_of(bits)):
+    for part in range(products_of(bits)):
         table = points[2 * part : 2 * part + 2] if bits > 2 else points[:1] * 2
         for i in range(4):
             text += [f"prmt.b32 {into}{part}_{i}, {table[0]}, {table[1]}, {name}{'sn'[part]}{which}_{i};"]
@@ -225,7 +226,7 @@ def _pointed(into: str, name: str, which: int, bits: int, points: list[str]) -> 
 
 
 @constexpr_function
-def parts_of(bits: int) -> int:
+def products_of(bits: int) -> int:
     """Products that points of codes of so many bits take."""
     return 2 if bits == 4 else 1
 
@@ -236,13 +237,13 @@ def points_tensors(mode: int, group: int) -> int:
 
 
 @constexpr_function
-def _words(name: str, tile: int, pair: int, bits: int) -> list[str]:
+def tile_words(name: str, tile: int, pair: int, bits: int) -> list[str]:
     kind = "" if bits != 3 else "eo"[pair % 2]
     return [f"{name}{tile}_{kind}{i}" for i in range(4)]
 
 
 @constexpr_function
-def _stored(name: str, address: str, byte: int, count: int) -> list[str]:
+def loaded_scales(name: str, address: str, byte: int, count: int) -> list[str]:
     """Registers {name}{column}_{0, 1}w of rows r and r + 8: columns of float16, stored [count / w][16][w], w to a
     register.
     """
@@ -256,7 +257,7 @@ def _stored(name: str, address: str, byte: int, count: int) -> list[str]:
 
 
 @constexpr_function
-def _converted(name: str, count: int) -> list[str]:
+def as_floats(name: str, count: int) -> list[str]:
     """What `_stored` holds as floats {name}{column}_{0, 1}."""
     width, text = _together(count), []
     halves = ", ".join(f"h{i}" for i in range(width))
@@ -273,7 +274,7 @@ def _converted(name: str, count: int) -> list[str]:
 
 
 @constexpr_function
-def _mma(out: str, a: list[str], b: list[str], begin: list[str], kinds: str) -> str:
+def int8_mma(out: str, a: list[str], b: list[str], begin: list[str], kinds: str) -> str:
     operands = ", ".join("{" + ", ".join(x) + "}" for x in ([f"{out}{i}" for i in range(4)], a, b, begin))
     return f"mma.sync.aligned.m16n8k32.row.col.s32.{kinds}.s32 {operands};"
 

@@ -94,8 +94,10 @@ def _rotated_bytes(plain, inverse, SLICES: tl.constexpr, NW: tl.constexpr, N: tl
             which,
         )
         four = _bytes_of(first, second, tl.full([NW, 16, N], 0x5410, tl.int32))
-        turned = tl.permute(tl.reshape(four, [NW, 8, 2, 8]), [0, 2, 3, 1])  # parity, row of the query, pair of channels
-        registers = registers + (tl.reshape(turned, [NW, 16, 8]) + lane_zeros(NW, 8),)
+        transposed = tl.permute(
+            tl.reshape(four, [NW, 8, 2, 8]), [0, 2, 3, 1]
+        )  # parity, row of the query, pair of channels
+        registers = registers + (tl.reshape(transposed, [NW, 16, 8]) + lane_zeros(NW, 8),)
     return registers
 
 
@@ -110,7 +112,7 @@ def byte_tables(p_table, COUNT: tl.constexpr, NW: tl.constexpr, N: tl.constexpr)
 
 
 @triton.jit
-def product_starts(queries, SLICES: tl.constexpr, PIECES: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr):
+def accumulator_starts(queries, SLICES: tl.constexpr, PIECES: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr):
     COUNT: tl.constexpr = beginning_tensors(SLICES, PIECES, BITS, MODE)
     KIND: tl.constexpr = tl.int32 if MODE == 0 else tl.float32
     return tl.inline_asm_elementwise(
@@ -190,13 +192,13 @@ def float16_queries(p_q, o_t, there, shrink, D: tl.constexpr, NW: tl.constexpr):
 
 
 @triton.jit
-def hidden_constants(room, NUMBERS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
+def hidden_constants(capacity, NUMBERS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
     """Tensors of a number each, in registers that the compiler does not know to be constant: it would move each anew
     for every product, whose operands are four neighbouring registers. room: not negative, which is unknown to it too.
     """
     b_none = lane_zeros(NW, N)
     number = tl.arange(0, 16)[None, :, None] * N + tl.arange(0, N)[None, None, :]  # of lanes too: no uniform registers
-    hidden = (room >> 31) * (number + 1) + b_none
+    hidden = (capacity >> 31) * (number + 1) + b_none
     numbers = ()
     for i in tl.static_range(len(NUMBERS)):
         numbers = numbers + (hidden + NUMBERS[i],)
@@ -266,5 +268,5 @@ def query_of(
             b_q = b_q.to(tl.float16).to(tl.float32) if KEYS.outer else tl.floor(b_q + 0.5)
             q = q + (tl.broadcast_to(b_q[None], [NW, 16, N]),)
     if ASM and KEYS.inner:
-        sums = product_starts(q, SLICES, KEYS.pieces, KEYS.bits, KEYS.mode)
+        sums = accumulator_starts(q, SLICES, KEYS.pieces, KEYS.bits, KEYS.mode)
     return q, sums, plain_q, b_up

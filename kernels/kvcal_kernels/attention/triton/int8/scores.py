@@ -8,19 +8,19 @@ from .ptx import (
     MAGIC,
     MAGIC_FLOAT,
     QUERY,
-    _coded,
-    _converted,
-    _float,
-    _loaded,
-    _mma,
-    _pointed,
-    _separated,
-    _stored,
-    _words,
+    as_floats,
+    decimal,
     field_place,
+    grid_codes,
+    int8_mma,
     key_pair,
+    loaded_scales,
+    loaded_tiles,
     pairs_of_word,
-    parts_of,
+    products_of,
+    selected_points,
+    separated_fields,
+    tile_words,
 )
 
 
@@ -54,14 +54,15 @@ def beginning(slices: int, pieces: int, bits: int, mode: int) -> str:
         text += [f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {operands};"]
         if mode == 1:
             text += ["mov.b32 x, s0; mov.b32 y, s1;"]
-            text += [f"fma.rn.f32 x, x, {_float(256)}, {_float(-257 * MAGIC_FLOAT)}; add.f32 x, x, y; mov.f32 ${i}, x;"]
+            text += [f"fma.rn.f32 x, x, {decimal(256)}, {decimal(-257 * MAGIC_FLOAT)};"]
+            text += [f"add.f32 x, x, y; mov.f32 ${i}, x;"]
     if mode == 1:
         text += [f"mov.f32 ${i}, 0.0;" for i in range(len(begun), outputs)]
     return " ".join([*text, "}"])
 
 
 @constexpr_function
-def _scored(
+def block_scores(
     slices: int,
     pieces: int,
     tiles: int,
@@ -79,10 +80,10 @@ def _scored(
     groups, each, both = slices * 16 // group, group // 32, 1 + mode
     if mode == POINTS:
         return _scored_points(slices, tiles, bits, group, scales, queries, begins, magic)
-    text = _loaded("k", 0, bits, tiles, scales)
+    text = loaded_tiles("k", 0, bits, tiles, scales)
     for h in range(2 if mode < 2 else 0):
-        text += _stored(f"ks{h}_", "key_scales", scales + h * groups * both * 32, groups * both)
-        text += _converted(f"ks{h}_", groups * both)
+        text += loaded_scales(f"ks{h}_", "key_scales", scales + h * groups * both * 32, groups * both)
+        text += as_floats(f"ks{h}_", groups * both)
     text += [".reg .f32 s<4>, y;"]
     if mode == 2:
         return text + _chained(slices, pieces, tiles, bits, queries, magic)
@@ -92,10 +93,10 @@ def _scored(
         place, d = field_place(p, bits), f"kd{u}_{p}_"
         text += [f".reg .b32 {d}<4>, {d}a<4>;"]
         a = [f"{d}a{i}" for i in range(4)]
-        text += _separated(bits, p, a, _words("k", u, p, bits))
+        text += separated_fields(bits, p, a, tile_words("k", u, p, bits))
         first = 4 * begun.index((g, place)) if mode == 0 else 0
         begin = begins[first : first + 4] if mode == 0 else magic
-        text += [_mma(d, a, queries[2 * g : 2 * g + 2], begin, "u8.s8")]
+        text += [int8_mma(d, a, queries[2 * g : 2 * g + 2], begin, "u8.s8")]
         for row in range(2):
             score, column = f"s{2 * h + row}", g // each * both
             text += _summed("y", d, row, place)
@@ -121,9 +122,9 @@ def _scored_points(
     magic: list[str],
 ) -> list[str]:
     """As `_scored`, of points of a grid: products of all channels add up as integers, below 256 * 128 * 128 = 2^22."""
-    text = _coded("k", 0, tiles, bits * vector, scales)
+    text = grid_codes("k", 0, tiles, bits * vector, scales)
     for h in range(2):
-        text += [*_stored(f"ks{h}_", "key_scales", scales + 32 * h, 1), *_converted(f"ks{h}_", 1)]
+        text += [*loaded_scales(f"ks{h}_", "key_scales", scales + 32 * h, 1), *as_floats(f"ks{h}_", 1)]
     text += [
         ".reg .f32 s<4>, y; .reg .b32 ka0_<4>, ka1_<4>, kd0_<4>, kd1_<4>, ke0_<4>, ke1_<4>, none; mov.b32 none, 0;"
     ]
@@ -131,13 +132,13 @@ def _scored_points(
         for h in range(2):
             which = (h * (slices // 2) + group) // vector  # both numbers of a code are of one set
             table = points[4 * (group % vector) :]
-            text += _pointed("ka", "k", which, bits * vector, table)
-            for part in range(parts_of(bits * vector)):
+            text += selected_points("ka", "k", which, bits * vector, table)
+            for part in range(products_of(bits * vector)):
                 d, a = f"k{'de'[part]}{h}_", [f"ka{part}_{i}" for i in range(4)]
                 begin = [f"{d}{i}" for i in range(4)] if group else ["none"] * 4 if part else magic
-                text += [_mma(d, a, queries[2 * group : 2 * group + 2], begin, "s8.s8")]
+                text += [int8_mma(d, a, queries[2 * group : 2 * group + 2], begin, "s8.s8")]
     for h in range(2):
-        if parts_of(bits * vector) > 1:
+        if products_of(bits * vector) > 1:
             text += [f"add.s32 kd{h}_{i}, kd{h}_{i}, ke{h}_{i};" for i in range(4)]
         for row in range(2):
             score = f"s{2 * h + row}"
@@ -156,8 +157,8 @@ def _key_products(slices: int, pieces: int, tiles: int, bits: int) -> list[tuple
 @constexpr_function
 def _summed(into: str, d: str, row: int, place: int) -> list[str]:
     """Both parts of a product's row of codes that count `place`."""
-    text = [f"fma.rn.f32 {into}, {d}{2 * row}, {_float(256 / place)}, {_float(-257 * MAGIC_FLOAT / place)};"]
-    return [*text, f"fma.rn.f32 {into}, {d}{2 * row + 1}, {_float(1 / place)}, {into};"]
+    text = [f"fma.rn.f32 {into}, {d}{2 * row}, {decimal(256 / place)}, {decimal(-257 * MAGIC_FLOAT / place)};"]
+    return [*text, f"fma.rn.f32 {into}, {d}{2 * row + 1}, {decimal(1 / place)}, {into};"]
 
 
 @constexpr_function
@@ -186,21 +187,21 @@ def _chained(slices: int, pieces: int, tiles: int, bits: int, queries: list[str]
         text = [f".reg .b32 k{u}_s<4>;" for u in range(tiles)] + text
     for p, u, h, g in _key_products(slices, pieces, tiles, bits):
         place, d = field_place(p, 3 if bits == 2 else bits), f"kd{h}_{field_place(p, 3 if bits == 2 else bits)}_"
-        words = _words("k", u, p, bits)
+        words = tile_words("k", u, p, bits)
         if bits == 2:
             words = [f"k{u}_{'s' if p % 2 else ''}{i}" for i in range(4)]
             text += [f"and.b32 ka{i}, {words[i]}, {0x03030303 << 4 * (p // 2)};" for i in range(4)]
         else:
-            text += _separated(bits, p, [f"ka{i}" for i in range(4)], words)
+            text += separated_fields(bits, p, [f"ka{i}" for i in range(4)], words)
         text += [f".reg .b32 {d}<4>;"] if (h, place) not in begun else []
-        text += [_mma(d, [f"ka{i}" for i in range(4)], queries[2 * g : 2 * g + 2],
+        text += [int8_mma(d, [f"ka{i}" for i in range(4)], queries[2 * g : 2 * g + 2],
                       [f"{d}{i}" for i in range(4)] if (h, place) in begun else magic, "u8.s8")]
         begun.add((h, place))
     return text + _added_up(begun)
 
 
 @constexpr_function
-def _renewed(
+def renewed_queries(
     slices: int,
     bits: int,
     scales: int,
@@ -230,7 +231,8 @@ def _renewed(
     for step in (1, 2):
         text += [f"shfl.sync.bfly.b32 x, top, {step}, 31, 0xffffffff; max.f32 top, top, x;"]
     # a little less than QUERY, for what the reciprocals are off by
-    text += [f"max.f32 top, top, {_float(2.0**-24)}; rcp.approx.ftz.f32 x, top; mul.f32 x, x, {_float(QUERY - 0.25)};"]
+    text += [f"max.f32 top, top, {decimal(2.0**-24)}; rcp.approx.ftz.f32 x, top;"]
+    text += [f"mul.f32 x, x, {decimal(QUERY - 0.25)};"]
     in_word = pairs_of_word(bits)
     for g in range(slices // 2):
         first = g // in_word * 2 * in_word + g % in_word

@@ -32,10 +32,10 @@ def _changed(slices, k_mode):
 
 
 @triton.jit
-def step_of_bytes(
+def step(
     p_k, p_ks, p_v, p_vs, i_head, norms, first, start, stop, slot, places, queries, begins, fixed, plain, tables, p_kt,
-    p_vt, unit, b_m, b_l, acc, room, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, SLICES: tl.constexpr,
-    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    p_vt, unit, b_m, b_l, acc, capacity, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr,
+    SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
     """As `_step`, by products of bytes (ptx.py): under ASM b_m is its state, and of keys in outer groups queries
     are its queries and their unit, which change, begins its base.
@@ -68,9 +68,9 @@ def step_of_bytes(
         live = first + tl.arange(0, NW) < stop
         block_at = tl.minimum(first + tl.arange(0, NW), stop - 1)
         b_0, b_1 = emulated_scores(
-            p_k, p_ks, i_head, norms[0], block_at, queries, unit, p_kt, room, KEYS, SLICES, NW, N
+            p_k, p_ks, i_head, norms[0], block_at, queries, unit, p_kt, capacity, KEYS, SLICES, NW, N
         )
-        at_size = (norms[1] if VALUES.points else i_head) * room + block_at
+        at_size = (norms[1] if VALUES.points else i_head) * capacity + block_at
         s_0 = value_exponents(p_vs, at_size, 0, VALUES, NW)
         s_1 = value_exponents(p_vs, at_size, 1, VALUES, NW)
         b_top = tl.max(tl.maximum(b_0 + s_0, b_1 + s_1), 1)[:, None, :]
@@ -83,7 +83,7 @@ def step_of_bytes(
         b_1 = tl.where(live[:, None, None], b_1 - b_e, 0.0)
         b_l += (tl.exp2(b_0) + tl.exp2(b_1)) * fade
         acc = emulated_added(
-            p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc, p_vt, room, VALUES, SLICES, NW, N
+            p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc, p_vt, capacity, VALUES, SLICES, NW, N
         )
         if tl.max(b_d) > BLOCK_SLACK:
             b_new = tl.maximum(b_m, b_e)
@@ -94,7 +94,7 @@ def step_of_bytes(
 
 @triton.jit
 def state_of(
-    p_kt, p_vt, unit, at, sums, room, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr,
+    p_kt, p_vt, unit, at, sums, capacity, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr,
     SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):
     """What `step_of_bytes` changes and reads, before the first block: its state, places, what products begin with (of
@@ -104,7 +104,7 @@ def state_of(
     b_m, places = first_state(unit, at, KEYS, VALUES, SLICES * 16, HALVES, NW, N)
     if KEYS.outer:
         sums = (first_base(unit, NW, N),)
-    fixed = hidden_constants(room, constants(SLICES, VALUES.tiles, VALUES.bits, VALUES.mode), NW, N)
+    fixed = hidden_constants(capacity, constants(SLICES, VALUES.tiles, VALUES.bits, VALUES.mode), NW, N)
     tables = byte_tables(p_kt, points_tensors(KEYS.mode, KEYS.group), NW, N)
     if not SAME:
         tables = tables + byte_tables(p_vt, points_tensors(VALUES.mode, VALUES.group), NW, N)

@@ -10,18 +10,18 @@ from .ptx import (
     MAGIC_FLOAT,
     PROBABILITY,
     SLACK,
-    _coded,
-    _converted,
-    _float,
-    _loaded,
-    _mma,
-    _pointed,
-    _separated,
-    _stored,
-    _words,
+    as_floats,
+    decimal,
     field_place,
+    grid_codes,
+    int8_mma,
+    loaded_scales,
+    loaded_tiles,
     pairs_of_word,
-    parts_of,
+    products_of,
+    selected_points,
+    separated_fields,
+    tile_words,
 )
 
 
@@ -38,19 +38,20 @@ def _leveled(unit: str, shift: str, scaled: bool) -> list[str]:
             f"fma.rn.f32 s{i}, s{i}, {unit}, {shift};" if shift else f"mul.f32 s{i}, s{i}, {unit};" for i in range(4)
         ]
     for i in range(4 if scaled else 0):  # of nothing 2^-40
-        text += [f"max.f32 t{i}, vs{i}, {_float(2.0**-40)}; lg2.approx.ftz.f32 t{i}, t{i}; add.f32 t{i}, t{i}, s{i};"]
+        text += [f"max.f32 t{i}, vs{i}, {decimal(2.0**-40)}; lg2.approx.ftz.f32 t{i}, t{i}; add.f32 t{i}, t{i}, s{i};"]
     text += [f"max.f32 top, {above}0, {above}1; max.f32 other, {above}2, {above}3; max.f32 top, top, other;"]
     for step in (4, 8, 16):
         text += [f"shfl.sync.bfly.b32 other, top, {step}, 31, 0xffffffff; max.f32 top, top, other;"]
     if shift or scaled:
         text += ["cvt.rpi.f32.f32 e, top;"]
     else:  # no rounding of the product may leave a score above e
-        text += [f"mul.f32 x, top, {unit}; abs.f32 e, x; fma.rn.f32 x, e, {_float(2.0**-22)}, x; cvt.rpi.f32.f32 e, x;"]
+        text += [f"mul.f32 x, top, {unit}; abs.f32 e, x; fma.rn.f32 x, e, {decimal(2.0**-22)}, x;"]
+        text += ["cvt.rpi.f32.f32 e, x;"]
     return text
 
 
 @constexpr_function
-def _weighed(unit: str, shift: str, v_mode: int) -> list[str]:
+def probabilities(unit: str, shift: str, v_mode: int) -> list[str]:
     """Probabilities as second operands p0, p1; the block's power of two above the outputs' as floats f, f_high,
     f_begin. $0: the outputs', $1: the sum. What lies JUMP below a block counts nothing beside it, so that its power of
     two may rise with nothing scaled; a block above SLACK is what outputs are scaled to afterwards (`_fallen`).
@@ -58,11 +59,11 @@ def _weighed(unit: str, shift: str, v_mode: int) -> list[str]:
     scaled = v_mode in (2, POINTS)
     text = _leveled(unit, shift, scaled)
     text += [
-        f"sub.f32 d, e, {_float(JUMP)}; max.f32 $0, $0, d; sub.f32 d, e, $0; setp.gt.f32 rise, d, {_float(SLACK)};"
+        f"sub.f32 d, e, {decimal(JUMP)}; max.f32 $0, $0, d; sub.f32 d, e, $0; setp.gt.f32 rise, d, {decimal(SLACK)};",
     ]
-    text += [f"max.f32 d, d, {_float(-127)}; add.f32 d, d, {_float(MAGIC_FLOAT + 127)};"]
+    text += [f"max.f32 d, d, {decimal(-127)}; add.f32 d, d, {decimal(MAGIC_FLOAT + 127)};"]
     text += ["mov.b32 bits, d; shl.b32 bits, bits, 23; mov.b32 f, bits;"]
-    text += [f"mul.f32 f_high, f, {_float(256)}; mul.f32 f_begin, f, {_float(-257 * MAGIC_FLOAT)};"]
+    text += [f"mul.f32 f_high, f, {decimal(256)}; mul.f32 f_begin, f, {decimal(-257 * MAGIC_FLOAT)};"]
     text += ["neg.f32 other, e;"]
     for i in range(4):
         text += [f"add.f32 s{i}, s{i}, other;" if shift or scaled else f"fma.rn.f32 s{i}, s{i}, {unit}, other;"]
@@ -78,7 +79,7 @@ def _weighed(unit: str, shift: str, v_mode: int) -> list[str]:
         ]
     for i in range(4):
         source = "t" if scaled else "s"
-        text += [f"fma.rn.f32 t{i}, {source}{i}, {_float(PROBABILITY / 65536)}, {_float(128)};"]
+        text += [f"fma.rn.f32 t{i}, {source}{i}, {decimal(PROBABILITY / 65536)}, {decimal(128)};"]
     text += [f".reg .b32 b<4>; {' '.join(f'mov.b32 b{i}, t{i};' for i in range(4))}"]
     for i in range(2):
         text += [f"prmt.b32 p{i}, b{i}, b{2 + i}, 0x4051; movmatrix.sync.aligned.m8n8.trans.b16 p{i}, p{i};"]
@@ -116,15 +117,15 @@ def constants(slices: int, tiles: int, bits: int, mode: int) -> tuple[int, ...]:
 
 
 @constexpr_function
-def _prepared(
+def prepared_values(
     slices: int, tiles: int, bits: int, mode: int, group: int, byte: int, scales: int, points: list[str]
 ) -> list[str]:
     """All of values that does not wait for probabilities."""
     if mode == POINTS:
         return _prepared_points(slices, tiles, bits, group, byte, scales, points)
-    text = _loaded("v", byte, bits, tiles, scales)
+    text = loaded_tiles("v", byte, bits, tiles, scales)
     if mode < 2:
-        text += _stored("vs", "value_scales", scales, slices * (1 + mode))
+        text += loaded_scales("vs", "value_scales", scales, slices * (1 + mode))
     else:  # of a lane's four tokens
         text += [".reg .f32 vs<4>, vz<4>; .reg .b16 vh;"]
         for i in range(4):
@@ -135,7 +136,7 @@ def _prepared(
         d = f"vd{u}_{p}_"
         text += [
             f".reg .b32 {d}<4>, {d}a<4>;",
-            *_separated(bits, p, [f"{d}a{j}" for j in range(4)], _words("v", u, p, bits)),
+            *separated_fields(bits, p, [f"{d}a{j}" for j in range(4)], tile_words("v", u, p, bits)),
         ]
     return text
 
@@ -144,14 +145,14 @@ def _prepared(
 def _prepared_points(
     slices: int, tiles: int, bits: int, vector: int, byte: int, scales: int, points: list[str]
 ) -> list[str]:
-    text = _coded("v", byte, tiles, bits * vector, scales)
+    text = grid_codes("v", byte, tiles, bits * vector, scales)
     text += [".reg .f32 vs<4>; .reg .b16 vh;"]
     for i in range(4):  # of a lane's four tokens
         at = scales + i // 2 * 32 + i % 2 * 16
         text += [f"ld.shared.b16 vh, [value_scales+{at}]; cvt.f32.f16 vs{i}, vh;"]
     for i in range(slices):
         text += [f".reg .b32 vd{i}_<4>, vd{i}_a0_<4>, vd{i}_a1_<4>;"]
-        text += _pointed(f"vd{i}_a", "v", i // vector, bits * vector, points[4 * (i % vector) :])
+        text += selected_points(f"vd{i}_a", "v", i // vector, bits * vector, points[4 * (i % vector) :])
     return text
 
 
@@ -160,9 +161,9 @@ def _added_points(slices: int, bits: int, outputs: list[str], constants: list[st
     text = []
     for i in range(slices):
         d = f"vd{i}_"
-        for part in range(parts_of(bits)):
+        for part in range(products_of(bits)):
             begin = [f"{d}{j}" for j in range(4)] if part else constants[:4]
-            text += [_mma(d, [f"{d}a{part}_{j}" for j in range(4)], ["p0", "p1"], begin, "s8.u8")]
+            text += [int8_mma(d, [f"{d}a{part}_{j}" for j in range(4)], ["p0", "p1"], begin, "s8.u8")]
         for row in range(2):
             out = outputs[4 + i // 2 * 4 + row * 2 + i % 2]
             text += [f"fma.rn.f32 y, {d}{2 * row}, f_high, f_begin; fma.rn.f32 y, {d}{2 * row + 1}, f, y;"]
@@ -171,16 +172,16 @@ def _added_points(slices: int, bits: int, outputs: list[str], constants: list[st
 
 
 @constexpr_function
-def _added(
+def added_values(
     slices: int, tiles: int, bits: int, mode: int, group: int, outputs: list[str], constants: list[str]
 ) -> list[str]:
     """outputs plus probabilities times values, as `_prepared` left them."""
     if mode == POINTS:
         return _added_points(slices, bits * group, outputs, constants)
-    text = _converted("vs", slices * (1 + mode)) if mode < 2 else []
+    text = as_floats("vs", slices * (1 + mode)) if mode < 2 else []
     text += [".reg .b32 vc<4>;"]
     if mode == 1:
-        text += [".reg .f32 total, part;", _mma("vc", constants[4:8], ["p0", "p1"], constants[:4], "u8.u8")]
+        text += [".reg .f32 total, part;", int8_mma("vc", constants[4:8], ["p0", "p1"], constants[:4], "u8.u8")]
         text += ["fma.rn.f32 total, vc0, f_high, f_begin; fma.rn.f32 total, vc1, f, total;"]
     places = value_places(slices, tiles, bits)
     before = 0
@@ -190,11 +191,11 @@ def _added(
             before = place
             if mode == 0:
                 first = 4 + 4 * places.index(place)
-                text += [_mma("vc", constants[first : first + 4], ["p0", "p1"], constants[:4], "s8.u8")]
+                text += [int8_mma("vc", constants[first : first + 4], ["p0", "p1"], constants[:4], "s8.u8")]
             elif mode == 1:
-                text += [f"mul.f32 part, total, {_float(place)};"]
+                text += [f"mul.f32 part, total, {decimal(place)};"]
         begin = [f"vc{j}" for j in range(4)] if mode == 0 else constants[:4]
-        text += [_mma(d, [f"{d}a{j}" for j in range(4)], ["p0", "p1"], begin, "u8.u8")]
+        text += [int8_mma(d, [f"{d}a{j}" for j in range(4)], ["p0", "p1"], begin, "u8.u8")]
         for row in range(2):
             out = outputs[4 + i // 2 * 4 + row * 2 + i % 2]
             text += [f"fma.rn.f32 y, {d}{2 * row}, f_high, f_begin; fma.rn.f32 y, {d}{2 * row + 1}, f, y;"]
