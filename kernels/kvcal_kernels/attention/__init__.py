@@ -8,7 +8,7 @@ from types import ModuleType
 
 @cache
 def fast() -> ModuleType:
-    """The Triton kernel's `attend`, `Launch` and `Workspace`, as `reference` has the first. ImportError: no triton."""
+    """Return the Triton module: `attend`, `Launch` and `Workspace`. ImportError where Triton is not installed."""
     from . import triton
 
     return triton

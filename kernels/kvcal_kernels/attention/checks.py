@@ -1,5 +1,5 @@
-"""What the attention kernel relies on and cannot see: shapes, dtypes and devices of its arguments, and Triton's
-layouts.
+"""Checks of what the attention kernel relies on and cannot see: shapes, dtypes and devices of its arguments, and
+Triton's layouts.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def check_arguments(
     recent: Exact,
     rope: Rope | None,
 ) -> None:
+    """Raise ValueError unless the kernel can take these arguments; `reference.attend` says what they are."""
     for queries in (q, packed_q):
         _check(queries, keys, values, blocks, sink, recent)
     if rope is not None:
@@ -48,9 +49,9 @@ def _check_rope(rope: Rope, keys: Blocks, q: Tensor, packed_q: Tensor, windows: 
 
 
 def check_layouts(ttgir: str) -> None:
-    """RuntimeError where a look-up of several rows, or a turn by RoPE, is not in the layout of a product's first
-    operand that it counts on, where a read of the ring is not in that of a product's result, or where a product over 16
-    numbers has the layout of one over 32.
+    """Raise RuntimeError where Triton chose a layout that the inline assembly does not expect. Look-ups of several rows
+    and rotations by RoPE count on the layout of a product's first operand, reads of the ring on that of its result. A
+    product over 16 numbers must not have the layout of one over 32.
     """
     mma = r"versionMajor = 2, versionMinor = 0, warpsPerCTA = \[\d+, 1, 1\], instrShape = \[1, 16, 8\]"
     result = rf"#ttg.nvidia_mma<\{{{mma}\}}>"
@@ -72,12 +73,12 @@ def check_layouts(ttgir: str) -> None:
 
 
 def _aliases(layout: str, ttgir: str) -> str:
-    """An expression for a layout or the names that stand for it."""
+    """Return a regular expression for a layout and the names that stand for it."""
     return "|".join([layout, *re.findall(rf"^(#\w+) = {layout}", ttgir, re.MULTILINE)])
 
 
 def _check(q: Tensor, keys: Blocks, values: Blocks, blocks: Tensor, sink: Exact, recent: Exact) -> None:
-    """What the kernel relies on and cannot see: it gets pointers and takes strides from the shapes."""
+    """Check shapes, dtypes, devices and contiguity: the kernel gets pointers and takes strides from the shapes."""
     batch, heads, capacity = keys.words.shape[:3]
     if keys.form.role != "key" or values.form.role != "value" or keys.form.dim != values.form.dim:
         raise ValueError(f"blocks of {keys.form} and {values.form}: must be keys and values of one head_dim")

@@ -1,5 +1,5 @@
-"""How a launch of decode attention is laid out: shapes, warps, programs and how their results are merged. Plain
-numbers; no Triton.
+"""The layout of a launch of decode attention: shapes, warps, programs, and how their results are merged. Plain numbers;
+no Triton.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from .side import side_of
 
 
 def ring_follows_triton(warps: int, tables: int, slots: int) -> bool:
-    """Whether the ring lies behind what Triton manages: with several warps, with tables, or if it is most of 48 KB."""
+    """Return whether the ring lies behind the shared memory that Triton manages: with several warps, with tables, or
+    where it takes most of 48 KB.
+    """
     return warps > 1 or tables > 0 or slots > 24 * 1024
 
 
@@ -26,8 +28,8 @@ def power_of_two(count: int) -> int:
 
 
 def takes_int8_mma(keys: Form, values: Form, rows: int, warps: int, pairs: int = 0) -> bool:
-    """Whether a kernel takes products of 8-bit integers: of what `fits_bytes`, where both parts of all query rows are
-    columns of one product. Of grids in bytes, which nothing else reads, more rows are taken four at a time.
+    """Return whether the kernel multiplies 8-bit integers: formats of `fits_int8_mma`, where both bytes of all query
+    rows are columns of one product. Grids in bytes, which no other path reads, take more rows four at a time.
     """
     if pairs or (rows > 4 and not (keys.in_bytes or values.in_bytes)):
         return False
@@ -36,9 +38,9 @@ def takes_int8_mma(keys: Form, values: Form, rows: int, warps: int, pairs: int =
 
 
 def columns(keys: Form, values: Form, rows: int, in_bytes: bool) -> int:
-    """Of a product, for so many query rows; more rows are programs of their own, which read blocks that others have
-    just read. As many as compiled code holds in registers: 32 of integers at D = 128 spilled 808 bytes and took 7.9
-    instructions a number in place of 2 times 2.7 (sm_90, Triton 3.6).
+    """Return the columns of a product for `rows` query rows. More rows take programs of their own, which read blocks
+    that others have just read. The number is bounded by the registers that compiled code needs
+    (docs/benchmarks/decode_attention.md).
     """
     if in_bytes or (keys.dim > 128 and not looked_up(keys, values)):
         return 8
@@ -48,9 +50,9 @@ def columns(keys: Form, values: Form, rows: int, in_bytes: bool) -> int:
 
 
 def _splits_at_once(rows: int, dim: int, warps: int, plain: bool) -> int:
-    """Parts that a program merges in one wait for memory, in so many registers a thread: 128 spill of many rows or
-    channels, of grids, which have that many in all, and before RoPE, and leave room for a program less of tiers: MixKVQ
-    at G = 32 took 359 us instead of 329 (H200).
+    """Return how many splits a program merges in one wait for memory. It is bounded by registers: 128 a thread spill
+    with many rows or channels, and with grids, tiers and keys before RoPE they cost a program its place
+    (docs/benchmarks/decode_attention.md).
     """
     registers = 128 if plain and rows <= 4 and dim <= 128 else 64
     at_once = max(1, registers * 32 * warps // (rows * power_of_two(dim)))
@@ -58,7 +60,7 @@ def _splits_at_once(rows: int, dim: int, warps: int, plain: bool) -> int:
 
 
 def _of_one_grid(keys: Form, values: Form) -> bool:
-    """Whether keys and values may be points of one grid."""
+    """Return whether keys and values may be points of one grid."""
     alike = keys.bits == values.bits and keys.in_bytes == values.in_bytes
     return alike and bool(keys.vector) and bool(values.vector)
 
@@ -66,9 +68,9 @@ def _of_one_grid(keys: Form, values: Form) -> bool:
 def settings(
     keys: Form, values: Form, heads: int, ratio: int, queries: int, warps: int, same: bool = True, pairs: int = 0
 ) -> dict[str, Any]:
-    """Compile-time constants of attend_kernel that follow from the shapes and the warps. None follows from the batch,
-    the length or the splits, so that a model's decode steps share one compiled kernel, or two (`chosen`). same: keys
-    and values of one bit width are of one grid. pairs: Rope.pairs of keys before RoPE.
+    """Return the compile-time constants of attend_kernel that follow from the shapes and the warps. None follows from
+    the batch, the length or the splits, so that a model's decode steps share one compiled kernel, or two (`chosen`).
+    same: keys and values of one bit width are of one grid. pairs: Rope.pairs of keys before RoPE.
     """
     rows = ratio * queries
     in_bytes = takes_int8_mma(keys, values, rows, warps, pairs)
@@ -120,8 +122,9 @@ ALONE = 1 << 20  # `less` of exact tokens with programs of their own
 
 
 class Plan(NamedTuple):
-    """How a group's tokens are shared out. parts: programs, the last `exact` of which have `share` tokens of sink or
-    window each, and `less` turns over packed tokens fewer than the others, or none (ALONE).
+    """How a group's tokens are split over programs. splits: programs. tail: how many of the last ones have exact
+    tokens, `tail_tokens` of the sink or the window each. tail_cost: blocks of packed tokens that a split of the tail
+    has fewer than the others; ALONE where it has none.
     """
 
     splits: int
@@ -130,7 +133,7 @@ class Plan(NamedTuple):
     tail_cost: int
 
     def numbers(self) -> tuple[int, int, int, int]:
-        """The kernel's splits, early, less and extra."""
+        """Return the kernel's packed_splits, tail_start, tail_cost and tail_total."""
         tail_start = self.splits - self.tail
         if self.tail_cost == ALONE:
             return tail_start, tail_start, ALONE, 0
@@ -141,33 +144,34 @@ class Plan(NamedTuple):
 def plan(
     groups: int, blocks: int, windows: tuple[int, int], warps: int, slots: int, carried: bool, launch: Launch
 ) -> Plan:
-    """For `groups` of query rows on a GPU that runs `slots` programs at a time. All take about equally long, so that it
-    counts in how many rounds they run, the last of which takes as long as the others, however few programs it has.
-    carried: whether programs of packed tokens may have exact ones, too.
+    """Return the fastest plan for `groups` of query rows on a GPU that runs `slots` programs at a time. All programs
+    take about equally long, so it counts in how many rounds they run. The last round takes as long as the others,
+    however few programs it has. carried: whether programs of packed tokens may have exact ones, too.
 
-    A multiprocessor gives programs of one warp to its four schedulers in turn, and waits for the one whose turn it is:
-    short programs among long ones leave room that nobody takes (10.2 of 12 programs at a time in the mean, Base at 32 x
-    32768). So programs of a round begin together (all groups' first parts, then their second ones) and take equally
-    long. H200, us, with 11 parts and exact tokens' programs between them, with 6 and those behind, with 6 that have
-    exact tokens, too: Base 239, 233, 229; 2/2 183, 172, 168; KIVI at G = 32 245, 229, 228, G = 128 190, 171, 172.
+    A multiprocessor gives programs of one warp to its four schedulers alternately, and waits for the one that is next.
+    Short programs among long ones therefore leave slots that no program takes. So programs of a round begin together
+    (the first splits of all groups, then their second ones) and take equally long
+    (docs/benchmarks/decode_attention.md).
     """
     several = warps > 1
     start, merge_rate = (24, launch.merge_rate or 4) if several else (10, launch.merge_rate or 15)
     tile, iterations = 16 * warps, max(1, -(-blocks // warps))
 
     def carrying(count: int) -> tuple[int, int, int]:
-        """Programs that have exact tokens, how many, and turns that they have fewer: a tile takes about four."""
+        """Return the splits of the tail, tokens of each, and iterations that they have fewer: a tile takes about four.
+        """
         tiles = max(1, -(-sum(windows) // (tile * count)))
         while (tail := sum(-(-window // (tile * tiles)) for window in windows)) > count:
             tiles += 1
         return tail, tile * tiles, 4 * tiles if launch.tail_cost is None else launch.tail_cost // warps
 
     def apart(count: int) -> tuple[int, int]:
+        """Return tokens of a split with exact tokens alone, and how many such splits there are."""
         tail_tokens, tail = tail_splits(windows, False, warps)
         return tail_splits(windows, True, warps) if groups * (count + tail) > slots else (tail_tokens, tail)
 
     def time(count: int, alone: bool) -> float:
-        """In turns."""
+        """Return the time of a launch with `count` splits, in iterations of a warp over one block."""
         rounds = -(-groups * count // slots)
         if not alone:
             tail, tail_tokens, tail_cost = carrying(count)
@@ -202,11 +206,12 @@ def plan(
 
 @functools.lru_cache(4096)
 def merge_width_of(splits: int, at_once: int) -> int:
-    """How many parts are merged first; all of them where a second round takes longer: reading `at_once` parts is a wait
-    for memory, another round, which writes and counts, about two.
+    """Return how many splits are merged first. It is all of them where a second round takes longer: reading `at_once`
+    splits is a wait for memory, and a second round, which also writes and counts, costs about two more.
     """
 
     def waits(merge_width: int) -> int:
+        """Return the waits for memory where so many splits are merged first."""
         each = math.ceil(merge_width / at_once)
         return each if merge_width >= splits else each + 2 + math.ceil(math.ceil(splits / merge_width) / at_once)
 
@@ -215,9 +220,9 @@ def merge_width_of(splits: int, at_once: int) -> int:
 
 
 def tail_splits(windows: tuple[int, int], crowded: bool, warps: int = 1) -> tuple[int, int]:
-    """Sink or recent tokens of a program, and how many programs windows of so many tokens take, at most about 16: few
-    where multiprocessors have enough to do, else as many as finish before those of packed tokens, a turn of a warp if
-    one is alone.
+    """Return the sink or recent tokens of a program, and how many programs windows of so many tokens take, at most
+    about 16. Few programs are best where multiprocessors have enough to do (`crowded`). Otherwise there are as many as
+    finish before those of packed tokens, or one iteration of a warp where it is alone in its program.
     """
     least = 128 if crowded else 16 if warps == 1 else 32
     tail_tokens = max(1, -(-sum(windows) // (16 * least))) * least
@@ -226,10 +231,10 @@ def tail_splits(windows: tuple[int, int], crowded: bool, warps: int = 1) -> tupl
 
 @dataclass(frozen=True)
 class Launch:
-    """warps: blocks at a time a program. stages: of the loads in flight that do not go through the ring. registers: a
-    thread at most, 0: as the compiler likes. In the place of what `plan` chooses, 0 or None: its own: length: turns of
-    a program at most; parts: programs of packed tokens; less: `Plan.less`. fan: of `fan_of`. merging: parts that are
-    merged in a turn.
+    """Options of a launch. warps: blocks that a program takes at a time. stages: of the loads in flight that do not go
+    through the ring. registers: of a thread at most; 0: the compiler's choice. The others replace what `plan` chooses,
+    0 or None leaves it the choice. iterations: of a program at most. splits: programs of packed tokens. merge_width: of
+    `merge_width_of`. tail_cost: `Plan.tail_cost`. merge_rate: splits that are merged in the time of an iteration.
     """
 
     warps: int = 1
@@ -243,10 +248,10 @@ class Launch:
 
 
 def usual(keys: Form, values: Form, rows: int = 1, before_rope: bool = False) -> Launch:
-    """For so many query rows a kv head; turned: keys before RoPE. A warp alone waits for no other: 2/2 took 257 us in
-    place of 318 with four (H200). Tables of grids lie in shared memory once a program, so that there four warps share
-    one. At 168 registers a multiprocessor runs 12 warps and nothing is spilled; at 144 it is, and 2/2 took 258 us in
-    place of 232.
+    """Return the launch for `rows` query rows of a kv head where blocks are many. before_rope: keys are stored before
+    RoPE. A warp alone in its program waits for no other. Tables of grids lie in shared memory once a program, so that
+    there four warps share one. With 168 registers a multiprocessor runs 12 warps and nothing is spilled
+    (docs/benchmarks/decode_attention.md).
     """
     # outputs of values without pairs, or of more rows, are as many more, and spill with 128 registers
     if looked_up(keys, values):
@@ -263,8 +268,8 @@ def usual(keys: Form, values: Form, rows: int = 1, before_rope: bool = False) ->
 
 
 def launches(keys: Form, values: Form, rows: int = 1, before_rope: bool = False) -> tuple[Launch, ...]:
-    """All that `chosen` takes: the usual one and, of integers that are multiplied as bytes, one of four warps a
-    program.
+    """Return all launches that `chosen` takes: the usual one and, for integers that are multiplied as bytes, one of
+    four warps a program.
     """
     launch = usual(keys, values, rows, before_rope)
     other = before_rope or keys.vector or values.vector or keys.dim > 128
@@ -277,7 +282,7 @@ def launches(keys: Form, values: Form, rows: int = 1, before_rope: bool = False)
 
 
 def ring_bytes(constants: dict[str, Any]) -> int:
-    """Bytes of a ring that lies behind what Triton manages, see `ring_address`."""
+    """Return the bytes of a ring that lies behind the shared memory that Triton manages; see `ring_address`."""
     keys, values = constants["KEYS"], constants["VALUES"]
     slots, tables = int((keys.slot + values.slot) * constants["SLOTS"]), int(keys.entries + values.entries)
     return slots * int(constants["NW"]) if ring_follows_triton(constants["NW"], tables, slots) else 0

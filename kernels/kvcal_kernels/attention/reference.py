@@ -1,4 +1,4 @@
-"""What decode attention over packed blocks gives, by torch."""
+"""Decode attention over packed blocks in plain PyTorch: what the kernels are held to."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def attend(
     ring: bool = False,
     rope: Rope | None = None,
 ) -> Tensor:
-    """Attention of the newest tokens over a row's sink, packed blocks and recent tokens: the first two wholly, the last
-    up to the query itself. The newest tokens are the last of `recent`, or of sink and recent together where nothing is
-    packed. packed_q: queries for the packed keys, where these are stored divided by a factor of their channel.
+    """Return the attention of the newest tokens over a row's sink, packed blocks and recent tokens: the first two
+    wholly, the last up to the query itself. The newest tokens are the last of `recent`, or of sink and recent together
+    where nothing is packed. packed_q: queries for the packed keys, where these are stored divided by a factor of their
+    channel.
 
     q (B, Hq, Q, D), Hq a multiple of H, Q <= the recent tokens of each row with packed blocks. blocks (B,) int32: how
-    many count. sink, recent: keys (B, H, room, D), values alike, and counts (B,) int32. -> (B, Hq, Q, D) of q's dtype;
-    computed in float32. ring: token j of `recent` is in slot (32 * blocks + j) mod room, as quantise.append puts it.
-    rope: what turns keys that are all stored before RoPE; queries are after it.
+    many count. sink, recent: keys (B, H, capacity, D), values alike, and counts (B,) int32. -> (B, Hq, Q, D) of q's
+    dtype; computed in float32. ring: token j of `recent` is in slot (32 * blocks + j) mod capacity, as quantise.append
+    puts it. rope: the rotation of keys that are all stored before RoPE; queries are after it.
     """
     if ring:
         index = ring_slots(blocks, recent[0].shape[2])[:, None, :, None].expand_as(recent[0])
@@ -56,7 +57,7 @@ def attend(
 
 
 def _places(keys: Blocks, blocks: Tensor, sink: tuple[Tensor, ...], recent: tuple[Tensor, ...]) -> list[Tensor]:
-    """Where sink, packed and recent tokens are in a row's runs: (1 or B, T) each."""
+    """Return where sink, packed and recent tokens are in a row's runs: (1 or B, T) each."""
     capacity, device = sink[0].shape[2], blocks.device
     packed = torch.arange(keys.words.shape[2] * BLOCK, device=device) + -(-capacity // BLOCK) * BLOCK
     runs = torch.arange(capacity, device=device)[None], packed[None]
@@ -64,10 +65,12 @@ def _places(keys: Blocks, blocks: Tensor, sink: tuple[Tensor, ...], recent: tupl
 
 
 def ring_slots(blocks: Tensor, capacity: int) -> Tensor:
-    """Where token j of a row's recent window lies in a ring: blocks (B,), its packed ones -> (B, room) int64."""
+    """Return where token j of a row's recent window lies in a ring: blocks (B,), its packed ones -> (B, capacity)
+    int64.
+    """
     return (torch.arange(capacity, device=blocks.device) + blocks[:, None] * BLOCK) % capacity
 
 
 def _visible_slots(capacity: int, limit: Tensor) -> Tensor:
-    """(B, Q) -> (B, Q, room)."""
+    """Return which slots are below a limit: (B, Q) -> (B, Q, capacity) bool."""
     return torch.arange(capacity, device=limit.device) < limit[..., None]

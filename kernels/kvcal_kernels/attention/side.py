@@ -1,4 +1,4 @@
-"""What the attention kernel must know of keys, or of values, when it is compiled: one constant for each of the two."""
+"""What the attention kernel knows of keys, or of values, when it is compiled: one constant for each of the two."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from ..layout.grids import ENTRIES
 
 @dataclass(frozen=True)
 class Side:
-    """bits: of a code. mode: of layout.form.mode_of. group: numbers that share a scale; of a grid in bytes, numbers
-    that a code stands for. pieces: of half a block, 16 x 16 numbers each; of tiers, fields. tiles, words: of a block.
-    scales: float16 of the blocks that share them; scale_blocks: how many do. slot: bytes of a block in the ring, 0
-    where codes do not go through it. full, four: pieces of 16 channels in the two upper tiers. order: bytes of a
-    group's order of channels. quads: a code of a grid stands for four channels. shared_norm: a token's norm is that of
-    all kv heads. entries, pairs: of the grid's table, and pairs of float16 of an entry; first: byte at which it lies in
-    shared memory. factor: odd factor of head_dim that the rotation mixes.
+    """The compile-time constants of keys or of values. bits: of a code. mode: of layout.form.mode_of. group: numbers
+    that share a scale; of a grid in bytes, numbers that a code stands for. pieces: of half a block, 16 x 16 numbers
+    each; of tiers, fields. tiles, words: of a block. scales: float16 of the blocks that share them; scale_blocks: how
+    many do. slot: bytes of a block in the ring, 0 where codes do not go through it. full, four: pieces of 16 channels
+    in the two upper tiers. order: bytes of a group's order of channels. quads: a code of a grid stands for four
+    channels. shared_norm: a token's norm is that of all kv heads. entries, pairs: of the grid's table, and pairs of
+    float16 of an entry; first: byte at which it lies in shared memory. factor: odd factor of head_dim that the rotation
+    mixes.
 
-    A frozen dataclass, not a NamedTuple: the interpreter of Triton 3.6 hands tuples on as plain ones.
+    This is a frozen dataclass, not a NamedTuple: the interpreter of Triton 3.6 hands tuples on as plain ones.
     """
 
     bits: int
@@ -68,6 +69,7 @@ class Side:
 
     @property
     def tiers(self) -> bool:
+        """Three tiers of precision."""
         return self.mode == TIERS
 
     @property
@@ -77,7 +79,7 @@ class Side:
 
     @property
     def columns(self) -> int:
-        """Of a group of an inner form: a scale, or a scale and a zero point."""
+        """Columns of a group of an inner form: a scale, or a scale and a zero point."""
         return 1 + self.mode
 
     @property
@@ -87,6 +89,7 @@ class Side:
 
 
 def side_of(form: Form) -> Side:
+    """Return the constants of a form."""
     entries, numbers = ENTRIES[form.bits] if form.vector and not form.in_bytes else (0, 2)
     return Side(
         form.bits,

@@ -1,8 +1,8 @@
 """`attend` of reference.py for NVIDIA GPUs: one launch that reads packed codes and nothing else.
 
-From the ground up, each room knows only those named before it: numbers, tiles, ring, scales, softmax, rotation; the
-decoders integers, grids, tiers and before_rope; int8, products of 8-bit integers; exact and merge; the kernel; its
-launch.
+Each module knows only those before it in this list: numbers, tiles, ring, scales, softmax, rotation; the decoders
+integers, grids, tiers and before_rope; int8, which multiplies 8-bit integers on tensor cores; exact and merge; the
+kernel; its launch.
 """
 
 from __future__ import annotations

@@ -17,25 +17,26 @@ from .scales import loaded_pairs, token_scales
 
 @triton.constexpr_function
 def _bit(m, bits):
-    """The bit at which unpacking leaves field number m."""
+    """Return the bit at which unpacking leaves field number m."""
     return {8: 0, 4: 4 * (m % 2)}.get(bits, 2 * (m % 4))
 
 
 @triton.constexpr_function
 def _bias(bit, zero):
-    """Bits of 2^(10 - bit) + zero in float16: below them a code at `bit` counts ones."""
+    """Return the bits of 2^(10 - bit) + zero in float16, below which a code at `bit` counts ones."""
     return (25 - bit << 10) | zero << bit
 
 
 @triton.constexpr_function
 def _counting(bit, zero):
+    """Return assembly of `_number`."""
     bias = _bias(bit, zero) * 0x10001
     return f"{{ .reg .b32 t, b; or.b32 t, $1, kvcal_one{bit}; mov.b32 b, {bias}; sub.f16x2 $0, t, b; }}"
 
 
 @triton.jit
 def _number(part, BIT: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
-    """Codes at bit BIT of a subnormal -> code - ZERO, exactly."""
+    """Return code - ZERO, exactly, from codes at bit BIT of a subnormal."""
     if ASM:
         number = tl.inline_asm_elementwise(_counting(BIT, ZERO), "=r,r", [part], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -45,7 +46,9 @@ def _number(part, BIT: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
 
 @triton.constexpr_function
 def _rotation_text(half, pair, pairs):
-    """Assembly: four registers of a piece and of its partner, turned by the table's entries for half block `half`."""
+    """Return assembly that rotates four registers of a piece and of its partner by the table's entries for half block
+    `half`.
+    """
     text, base = ["{ .reg .b32 c<4>, s<4>, t, n;"], (half * pairs + pair) * 1024
     for name, at in (("c", base), ("s", base + 512)):
         text += [f"ld.global.nc.v4.b32 {{{name}0, {name}1, {name}2, {name}3}}, [kvcal_near + {at}];"]
@@ -58,6 +61,7 @@ def _rotation_text(half, pair, pairs):
 
 @triton.constexpr_function
 def _naming(bits):
+    """Return assembly of `_names`."""
     text = ".reg .b32 kvcal_lane, kvcal_odd; .reg .b64 kvcal_near, kvcal_top; mov.u32 kvcal_lane, %laneid; "
     text += "mad.wide.u32 kvcal_near, kvcal_lane, 16, $1; "
     text += "shr.u64 kvcal_top, kvcal_near, 63; cvt.u32.u64 kvcal_odd, kvcal_top; "
@@ -68,16 +72,17 @@ def _naming(bits):
 
 @triton.jit
 def _names(p_near, BITS: tl.constexpr):
-    """Registers that assembly knows by name: where a lane's part of the table begins; what makes fields of BITS bits
-    numbers, which the compiler must not see to be constant: one operand of an instruction may be, and the mask is.
+    """Declare the registers that assembly knows by name: where a lane's part of the table begins, and what makes fields
+    of BITS bits numbers. The compiler must not see that the latter are constant: one operand of an instruction may be,
+    and the mask is.
     """
     tl.inline_asm_elementwise(_naming(BITS), "=r,l", [p_near.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def near_offset(token, channel, PAIRS: tl.constexpr):
-    """Where the cosine of a block's token and a channel below PAIRS * 16 lies in the table; the sine is 256 behind. In
-    the order in which a lane holds pieces: [half][pair][cosine, sine][lane][row / 8][column % 4].
+    """Return where the cosine of a block's token and a channel below PAIRS * 16 lies in the table; the sine is 256
+    behind. The order is that in which a lane holds pieces: [half][pair][cosine, sine][lane][row / 8][column % 4].
     """
     row, column = token % 16, channel % 16
     return (token // 16 * PAIRS + channel // 16) * 512 + (row % 8 * 4 + column // 4) * 8 + row // 8 * 4 + column % 4
@@ -85,15 +90,16 @@ def near_offset(token, channel, PAIRS: tl.constexpr):
 
 @triton.jit
 def _by_angle(x, y, cos, sin, SIGN: tl.constexpr):
-    """x cos + SIGN y sin, rounded as assembly rounds it, for the interpreter: its float16 has no multiply-add."""
+    """Return x cos + SIGN y sin, rounded as assembly rounds it, for the interpreter: its float16 has no multiply-add.
+    """
     first = (x.to(tl.float32) * cos.to(tl.float32)).to(tl.float16)
     return (first.to(tl.float32) + SIGN * (y.to(tl.float32) * sin.to(tl.float32))).to(tl.float16)
 
 
 @triton.jit
 def _rotated_pair(low, high, p_near, HALF: tl.constexpr, PAIR: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr):
-    """Pieces of channels and of their partners, turned by as many positions as each token is behind its block's first.
-    Counts on the order of a lane's numbers in a product's first operand (`check_layouts`).
+    """Return pieces of channels and of their partners, rotated by as many positions as each token is behind its block's
+    first. This counts on the order of a lane's numbers in a product's first operand (`check_layouts`).
     """
     if ASM:
         halves = tl.inline_asm_elementwise(
@@ -110,9 +116,9 @@ def _rotated_pair(low, high, p_near, HALF: tl.constexpr, PAIR: tl.constexpr, PAI
 
 @triton.jit
 def _joined_queries(p, live, N: tl.constexpr):
-    """16 channels of the query, [16, N], in pairs that are joined as the cosines of those are which are turned. Triton
-    takes four numbers at a time of whatever meets what was joined, two of others, and finds no layout for one word of
-    both.
+    """Load 16 channels of the query, [16, N], in pairs that are joined like the cosines by which keys are rotated.
+    Triton takes four numbers at a time of whatever meets what was joined, two of others, and finds no layout for one
+    word of both.
     """
     pair = 2 * tl.arange(0, 8)[:, None]
     joined = tl.join(tl.load(p + pair, mask=live, other=0.0), tl.load(p + pair + 1, mask=live, other=0.0))
@@ -121,7 +127,7 @@ def _joined_queries(p, live, N: tl.constexpr):
 
 @triton.jit
 def _rotated_back(low, high, p_run, live, NW: tl.constexpr):
-    """A piece of queries [NW, 16, N] and its partner, as the first positions of runs see them."""
+    """Return a piece of queries [NW, 16, N] and its partner, as the first positions of runs see them."""
     cos, sin = loaded_pairs(p_run, tl.zeros([NW, 1], tl.int64), live, NW)
     cos, sin = cos[:, :, None], sin[:, :, None]
     return low * cos + high * sin, high * cos - low * sin
@@ -131,7 +137,9 @@ def _rotated_back(low, high, p_run, live, NW: tl.constexpr):
 def _value(
     part, scale, zero, BIT: tl.constexpr, KEYS: tl.constexpr, ASM: tl.constexpr
 ):
-    """A piece of numbers from codes at bit BIT. scale, zero: float16, as wide as the piece; MODE 0 has no zero."""
+    """Return a piece of numbers from codes at bit BIT. scale, zero: float16, as wide as the piece; symmetric keys have
+    no zero.
+    """
     ZERO: tl.constexpr = (1 << KEYS.bits - 1) if KEYS.symmetric else 0
     x = _number(part, BIT, ZERO, ASM) * scale
     if not KEYS.symmetric:
@@ -144,8 +152,8 @@ def _both_halves(
     parts, p_scale, tokens, live, PIECE: tl.constexpr, KEYS: tl.constexpr, EACH: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Numbers of piece PIECE of both half blocks. Their scales: of MODE 2 at p_scale, else `token_scales` of each half,
-    of EACH pieces.
+    """Return numbers of piece PIECE of both half blocks. Scales of outer groups are loaded from p_scale, others are
+    `token_scales` of each half, of EACH pieces.
     """
     BIT_0: tl.constexpr = _bit(field_number(0, PIECE, KEYS.bits, KEYS.pieces, KEYS.inner, False), KEYS.bits)
     BIT_1: tl.constexpr = _bit(field_number(1, PIECE, KEYS.bits, KEYS.pieces, KEYS.inner, False), KEYS.bits)
@@ -164,8 +172,8 @@ def scores_of(
     p_k, p_ks, p_first, p_near, i_head, b_block, b_run, b_live, q, capacity, KEYS: tl.constexpr, SLICES: tl.constexpr,
     PAIRS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """As `scores_of` of integers stored before RoPE, in units of the query's. b_run: number of each block's first
-    position in p_first. PAIRS: pairs of pieces that are turned, the others are as they are.
+    """Return `integers.scores_of` for keys stored before RoPE, in units of the query's. b_run: number of each block's
+    first position in p_first. PAIRS: pairs of pieces that are rotated; the others are as they are.
     """
     at = (i_head * capacity + b_block)[:, None]
     live = b_live[:, None]
@@ -206,7 +214,7 @@ def query_of(
     p_q, p_near, o_q, b_row, b_down, KEYS: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, NW: tl.constexpr,
     N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Queries for `scores_of`: SLICES of [NW, 16, N] float16."""
+    """Return queries for `scores_of`: SLICES of [NW, 16, N] float16."""
     r = tl.arange(0, 16)
     q = ()
     for i in tl.static_range(SLICES):

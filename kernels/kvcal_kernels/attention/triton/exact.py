@@ -1,4 +1,4 @@
-"""Attention over tokens that are kept as they are: the sink and the most recent ones."""
+"""Attention over exact tokens, which are not packed: the sink and the most recent ones."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .softmax import by_parity
 
 @triton.jit
 def _slot(token, first, capacity, RING: tl.constexpr):
+    """Return the slot of a token; with RING, token 0 is in slot `first` and others follow, wrapping at the capacity."""
     if RING:
         token = tl.where(first + token >= capacity, first + token - capacity, first + token)
     return token
@@ -23,7 +24,9 @@ def _exact_rotated(
     p_k, o_token, live, place, p_first, p_near, PAIR: tl.constexpr, PAIRS: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Piece PAIR of keys and its partner [NW, 16, 16], turned in float32, in the dtype in which they are stored."""
+    """Load piece PAIR of keys and its partner [NW, 16, 16] and rotate them in float32; the result has the dtype in
+    which they are stored.
+    """
     r = tl.arange(0, 16)
     channel = (PAIR * 16 + r)[None, None, :]
     place = place[:, :, None]
@@ -46,9 +49,9 @@ def _window_tokens(
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
     p_first, p_near, run, gap, shift, PAIRS: tl.constexpr,
 ):
-    """Tokens `begin` to `end` as they are; token 0 is in slot 0, with RING in slot `first`, others behind it and
-    around. limit (N,): the first token that a row does not see. run: of the tokens behind the first `gap` ones, these
-    being `shift` places further from there, where PAIRS says that keys are turned.
+    """Attend to exact tokens `begin` to `end`. Token 0 is in slot 0, with RING in slot `first`, and others follow,
+    wrapping at the capacity. limit (N,): the first token that a row does not see. Where PAIRS says that keys are
+    rotated: run is that of the tokens behind the first `gap` ones, which are `shift` places further from there.
     """
     D: tl.constexpr = SLICES * 16
     r = tl.arange(0, 16)
@@ -105,9 +108,9 @@ def exact_tokens(
     QUERIES: tl.constexpr, PAIRS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
     RING: tl.constexpr,
 ):
-    """A program's `share` of the sink, in the first `sink_parts` programs, or of the recent tokens. begin: the first of
-    them. n [N]: the query rows. PAIRED 2: outputs are of int8, slices of one parity each, in whose columns of the other
-    lies what is not read.
+    """Attend to a program's `tail_tokens` of the sink, in the first `sink_splits` programs, or of the recent tokens.
+    begin: the first of them. n [N]: the query rows. PAIRED 2: outputs are of int8, slices of one parity each; columns
+    of the other parity hold numbers that nobody reads.
     """
     behind = QUERIES - 1 - n // RATIO
     exact = out

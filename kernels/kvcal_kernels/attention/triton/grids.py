@@ -18,9 +18,10 @@ from .tiles import ends_with_half, half_unit_tile, tile, upper_tile
 
 @triton.constexpr_function
 def _look_up(bits, step, first, pack=2):
-    """Assembly of a look-up: the units of `pack` words (times three at 3 bits) as operands, pairs of numbers as
-    results, piece by piece. grids.py says where codes lie. first: byte of kvcal_table at which the table begins. It is
-    known by name: an address as an operand keeps Triton from loading words in the layout that a product wants.
+    """Return assembly of a look-up: the units of `pack` words (times three at 3 bits) are operands, pairs of numbers
+    are results, piece by piece. layout/grids.py says where codes lie. first: byte of kvcal_table at which the table
+    begins. The table is known by name: an address as an operand keeps Triton from loading words in the layout that a
+    product wants.
     """
     pieces, units, codes = {2: (8, pack // 2, 4), 3: (16, 3, 5), 4: (4, 1, 4)}[bits]
     outputs = pieces * pack // 2
@@ -51,7 +52,9 @@ def _look_up(bits, step, first, pack=2):
 
 @triton.constexpr_function
 def _look_up_eight(step, first):
-    """As `_look_up` of 3 bits, of the 8 pieces of a unit and half of one: two words of each are the operands."""
+    """Return assembly of a look-up of 3 bits, for the 8 pieces of a unit and half of one: two words of each are the
+    operands.
+    """
     text = ["{ .reg .b32 lane, at, turned, table;", "mov.u32 table, kvcal_table;"]
     text += [f"and.b32 lane, kvcal_place, {(1 << step) // 4 - 1};", "shl.b32 lane, lane, 2;"]
     for piece in range(7):
@@ -68,7 +71,7 @@ def _look_up_eight(step, first):
 
 @triton.constexpr_function
 def _targets(bits, pack, unit, code):
-    """Results that a code's pairs are."""
+    """Return the result registers of a code's pairs."""
     if bits != 2:
         return [unit * {3: 5, 4: 4}[bits] + code]
     if pack == 2:  # of two pieces
@@ -78,14 +81,15 @@ def _targets(bits, pack, unit, code):
 
 @triton.constexpr_function
 def _reserve(size):
-    """Without braces: the name holds for the whole kernel."""
+    """Return assembly that declares the table. It has no braces, so that the name holds for the whole kernel."""
     table = f".shared .align 128 .b8 kvcal_table[{size}]; mov.u32 $0, kvcal_table; "
     return table + ".reg .b32 kvcal_place; mov.u32 kvcal_place, %laneid;"
 
 
 @triton.jit
 def _table(p_table, base, ENTRIES: tl.constexpr, PAIRS: tl.constexpr, STEP: tl.constexpr):
-    """ENTRIES of PAIRS pairs of float16 into shared memory at `base`, as often as 2^STEP bytes an entry hold them."""
+    """Store ENTRIES of PAIRS pairs of float16 in shared memory at `base`, as often as 2^STEP bytes an entry hold them.
+    """
     p_pairs = p_table.to(tl.pointer_type(tl.int32))
     for first in range(0, ENTRIES << (STEP - 2), 1024):
         i = first + tl.arange(0, 1024)
@@ -104,7 +108,7 @@ def _table(p_table, base, ENTRIES: tl.constexpr, PAIRS: tl.constexpr, STEP: tl.c
 def load_tables(
     p_kt, p_vt, zero, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, STEP: tl.constexpr
 ):
-    """Tables of keys and of values into shared memory, where all threads see them afterwards. zero: 0."""
+    """Load the tables of keys and of values into shared memory, where all threads see them afterwards. zero: 0."""
     VALUE_ENTRIES: tl.constexpr = 0 if SAME else VALUES.entries
     base = tl.inline_asm_elementwise(
         _reserve((KEYS.entries + VALUE_ENTRIES) << STEP), "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1
@@ -116,7 +120,7 @@ def load_tables(
 
 @triton.jit
 def _units(w, NW: tl.constexpr):
-    """Words [NW, 16, 16] -> units [NW, 16, 8], twice one behind the other as int64."""
+    """Return the units [NW, 16, 8] of words [NW, 16, 16], twice one behind the other as int64."""
     low, high = tl.split(tl.reshape(w.to(tl.int64) & 0xFFFF, [NW, 16, 8, 2]))
     unit = low | (high << 16)
     return unit | (unit << 32)
@@ -124,13 +128,15 @@ def _units(w, NW: tl.constexpr):
 
 @triton.jit
 def _entry(p_table, index, PAIR: tl.constexpr, PAIRS: tl.constexpr, NW: tl.constexpr):
+    """Load pair PAIR of the table's entries at `index`."""
     p = p_table + index * (2 * PAIRS) + 2 * PAIR
     return tl.reshape(tl.join(tl.load(p), tl.load(p + 1)), [NW, 16, 16])
 
 
 @triton.jit
 def look2(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
-    """p_table: read without assembly. FIRST: byte of the table in shared memory. Here as below.
+    """Return the points of a tile of 2-bit codes. p_table: read without assembly. FIRST: byte of the table in shared
+    memory; both as in the functions below.
 
     A byte is of rows r and r + 8, registers side by side, as a load of 8 bytes writes them. So this counts on the order
     of a thread's numbers of a piece, that of a product's result (`check_layouts`): (r, k), (r, k + 1), (r + 8, k), (r +
@@ -160,7 +166,7 @@ def look2(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr,
 
 @triton.jit
 def look2_four(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
-    """Keys of which a code stands for four channels: a byte is of two pieces."""
+    """Return the points of a tile of keys of which a code stands for four channels: a byte is of two pieces."""
     if ASM:
         parts = tl.inline_asm_elementwise(
             _look_up(2, STEP, FIRST), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [w],
@@ -178,6 +184,7 @@ def look2_four(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.const
 
 @triton.jit
 def look4(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
+    """Return the points of a tile of 4-bit codes."""
     if ASM:
         parts = tl.inline_asm_elementwise(
             _look_up(4, STEP, FIRST), "=&r,=&r,=&r,=&r,r", [w],
@@ -193,6 +200,7 @@ def look4(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr,
 
 @triton.jit
 def look3(w, u, v, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
+    """Return the points of three tiles of 3-bit codes."""
     if ASM:
         parts = tl.inline_asm_elementwise(
             _look_up(3, STEP, FIRST),
@@ -213,7 +221,7 @@ def look3(w, u, v, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.cons
 
 @triton.jit
 def look3_half(w, u, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
-    """Eight pieces of a tile and of half a tile, as `half_unit_tile` gives it."""
+    """Return eight pieces of a tile and of half a tile, as `half_unit_tile` gives it."""
     if ASM:
         parts = tl.inline_asm_elementwise(
             _look_up_eight(STEP, FIRST), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w, u],
@@ -236,8 +244,8 @@ def _points(
     p_words, b_at, b_live, ring, SIDE: tl.constexpr, BYTE: tl.constexpr, p_table, STEP: tl.constexpr,
     FOUR: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):
-    """As `codes_of`, of a grid: the points that codes stand for. HALVED: the last tile is half of one. FOUR: keys of
-    which a code stands for four channels. MIXED: rows as `interleaved_row` says.
+    """Return the points that a grid's codes stand for, in the order of `codes_of`. HALVED: the last tile is half of
+    one. FOUR: keys of which a code stands for four channels. MIXED: rows are in the order of `interleaved_row`.
     """
     HALVED: tl.constexpr = ends_with_half(SIDE.words)
     TILES: tl.constexpr = SIDE.tiles
@@ -272,7 +280,8 @@ def scores_of(
     p_k, p_ks, i_head, b_block, b_live, ring, q, capacity, p_table, i_norm, KEYS: tl.constexpr, SLICES: tl.constexpr,
     STEP: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """As `scores_of`, of points of a grid, with a norm for each token. MIXED: tokens in the order of `interleaved_row`.
+    """Return scores of both halves of NW blocks whose keys are points of a grid, with a norm for each token. MIXED:
+    tokens in the order of `interleaved_row`.
     """
     live = b_live[:, None]
     at = (i_head * capacity + b_block)[:, None] * KEYS.words
@@ -293,7 +302,9 @@ def add_values(
     BYTE: tl.constexpr, SLICES: tl.constexpr, STEP: tl.constexpr, PAIRED: tl.constexpr, MIXED: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """As `add_values`, of points of a grid; b_0 and b_1 are float32, MIXED in the order of `interleaved_row`."""
+    """Return acc plus probabilities times values that are points of a grid. b_0 and b_1 are float32, with MIXED in the
+    order of `interleaved_row`.
+    """
     live = b_live[:, None]
     at = (i_head * capacity + b_block)[:, None] * VALUES.words
     parts = _points(p_v, at, live, ring, VALUES, BYTE, p_table, STEP, False, False, NW, ASM)
@@ -321,7 +332,7 @@ def query_of(
     p_q, p_sign, o_q, b_row, b_down, i_kv, KEYS: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr,
 ):
-    """Rotated queries for `scores_of`: SLICES of [NW, 16, N] float16."""
+    """Return rotated queries for `scores_of`: SLICES of [NW, 16, N] float16."""
     plain = rotated_queries(
         p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES, SLICES * 16, WIDTH, KEYS.factor, KEYS.quads, NW, N
     )
@@ -336,8 +347,8 @@ def output_of(
     out, p_sign, i_kv, unit, VALUES: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, PAIRED: tl.constexpr,
     LAID: tl.constexpr, D: tl.constexpr, EACH: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):
-    """Outputs of rotated values, rotated back, with their signs and times `unit`. LAID: how channels lie in them, of
-    `value_channels`.
+    """Return outputs of rotated values, rotated back, with their signs and times `unit`. LAID: how channels lie in
+    them, of `value_channels`.
     """
     rotated = ()
     for i in tl.static_range(WIDE):

@@ -77,7 +77,9 @@ def unpack2(w, ASM: tl.constexpr):
 
 @triton.constexpr_function
 def _third_bits(odd):
-    """Assembly that joins two-bit fields ($8) and their third bits ($9); third bits of an odd tile lie one bit further up."""
+    """Return assembly that joins two-bit fields ($8) and their third bits ($9), which lie one bit further up for an odd
+    tile.
+    """
     up, down = (1, 7) if odd else (2, 6)
     return f"""{{
             .reg .b32 t, a, b, e;
@@ -101,7 +103,9 @@ def _third_bits(odd):
 
 @triton.jit
 def unpack3(w, u, ODD: tl.constexpr, ASM: tl.constexpr):
-    """w: a tile of two-bit fields. u: the tile of third bits; ODD: whether it holds w's at odd places."""
+    """Unpack a tile of 3-bit codes. w: a tile of two-bit fields. u: the tile of third bits; ODD: whether it holds w's
+    at odd places.
+    """
     if ASM:
         return tl.inline_asm_elementwise(
             _third_bits(ODD), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w, u],
@@ -126,8 +130,8 @@ def codes_of(
     p_words, b_at, b_live, ring, SIDE: tl.constexpr, BYTE: tl.constexpr, VALUE: tl.constexpr, NW: tl.constexpr,
     IN_RING: tl.constexpr, ASM: tl.constexpr,
 ):
-    """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block of STRIDE; see `tile`. TILES:
-    tiles of the first plane. INNER, VALUE: whose order of fields it is. HELD: whether the ring has them.
+    """Return the 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block; see `tile`. VALUE: the
+    order of fields is that of values. IN_RING: whether the ring has the words.
     """
     FURTHER: tl.constexpr = half_tile_shift(SIDE.words, SIDE.bits, 0)
     TILES: tl.constexpr = SIDE.tiles
@@ -160,7 +164,7 @@ def codes_of(
 
 @triton.constexpr_function
 def bit_weight(m, bits):
-    """2^p of field number m, p the bit at which unpacking leaves it."""
+    """Return 2^p of field number m, p being the bit at which unpacking leaves it."""
     if bits == 8:
         return 1.0
     return 16.0 ** (m % 2) if bits == 4 else 4.0 ** (m % 4)
@@ -168,19 +172,21 @@ def bit_weight(m, bits):
 
 @triton.constexpr_function
 def key_bit_weight(half, i, bits, mode, stride):
-    """`bit_weight` of piece i of a half block of keys."""
+    """Return `bit_weight` of piece i of a half block of keys."""
     return bit_weight(field_number(half, i, bits, stride, mode < 2, False), bits)
 
 
 @triton.constexpr_function
 def _ahead(bits, mode, stride):
-    """How many times its place in the first half block a piece's in the second is, of keys."""
+    """Return the weight of a key's piece in the second half block over that in the first."""
     return key_bit_weight(1, 0, bits, mode, stride) / key_bit_weight(0, 0, bits, mode, stride)
 
 
 @triton.constexpr_function
 def group_unit(bits, mode):
-    """What a group adds to each of its codes: symmetric codes are stored without their sign; else its zero point."""
+    """Return what a group adds to each of its codes: symmetric codes are stored without their sign, others have a zero
+    point.
+    """
     return -(2.0 ** (bits - 1)) if mode == 0 else 1.0
 
 
@@ -189,7 +195,9 @@ def scores_of(
     p_k, p_ks, i_head, b_block, b_live, ring, q, plain, sums, capacity, KEYS: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Scores of both halves of NW blocks, [NW, 16, N] float32 each, of integers in units of 2^-24 of the query's."""
+    """Return scores of both halves of NW blocks, [NW, 16, N] float32 each, of integers in units of 2^-24 of the
+    query's.
+    """
     at = (i_head * capacity + b_block)[:, None]
     live = b_live[:, None]
     parts = codes_of(p_k, at * KEYS.words, live, ring, KEYS, 0, False, NW, True, ASM)
@@ -241,8 +249,8 @@ def add_values(
     p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc, capacity, VALUES: tl.constexpr, BYTE: tl.constexpr,
     SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """acc plus probabilities b_0, b_1 (halves of NW blocks) times values; b_sum: the sum of the probabilities [NW, 16,
-    N], every row the same. BYTE: of a slot of the ring at which values begin.
+    """Return acc plus probabilities b_0, b_1 (halves of NW blocks) times values. b_sum: the sum of the probabilities
+    [NW, 16, N], every row the same. BYTE: of a slot of the ring at which values begin.
     """
     at = (i_head * capacity + b_block)[:, None]
     live = b_live[:, None]
@@ -292,8 +300,8 @@ def query_of(
     LOWEST: tl.constexpr, EACH: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, NW: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Queries for `scores_of`: slices that meet codes, of outer groups by rows (see `transposed`); of outer groups
-    slices that meet zero points; of inner groups what a group's sum adds. EACH: columns of a query row.
+    """Return queries for `scores_of`: slices that meet codes, by rows for outer groups (see `transposed`); slices that
+    meet zero points of outer groups; what a group's sum adds for inner groups. EACH: columns of a query row.
     """
     r = tl.arange(0, 16)
     q, plain, sums = (), (), ()
@@ -337,7 +345,9 @@ def query_of(
 
 @triton.jit
 def output_of(acc, b_l, VALUES: tl.constexpr, SLICES: tl.constexpr):
-    """Outputs of `add_values`'s acc in units of the values', a slice each, and the sums of probabilities [NW, N]."""
+    """Return the outputs of `add_values`'s acc in units of the values', a slice each, and the sums of probabilities
+    [NW, N].
+    """
     b_l = tl.max(b_l, 1)
     out = ()
     for i in tl.static_range(SLICES):
