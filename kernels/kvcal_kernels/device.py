@@ -9,8 +9,8 @@ import torch
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a CUDA device the current one meanwhile. Triton launches there, and CUDA's events, streams and graphs are
-    of it, wherever the tensors are: a model on cuda:1, or spread over several GPUs, does not change it.
+    """Make a CUDA device the current one for a while. Triton launches there, and CUDA's events, streams and graphs
+    belong to it, wherever the tensors are: a model on cuda:1, or spread over several GPUs, does not change it.
     """
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _THERE
@@ -21,6 +21,6 @@ _THERE = nullcontext()
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being recorded on this thread's stream: nothing may be read from the device."""
+    """Return whether a CUDA graph is being recorded on this thread's stream: nothing may be read from the device."""
     # torch.cuda.is_available() would ask the environment.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""What several families' kernels share."""
+"""Functions that the kernels of several families share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def constexpr_function(function: F) -> F:
-    """Triton's, with the function's types: it may be called as kernels are compiled, and calls others of its kind only.
+    """Mark a function as Triton's constexpr_function and keep its types. It may be called as kernels are compiled, and
+    calls others of its kind only.
     """
     compiled: F = triton.constexpr_function(function)
     return compiled
@@ -28,20 +29,20 @@ def constexpr_function(function: F) -> F:
 
 @functools.cache
 def interpreted() -> bool:
-    """Whether TRITON_INTERPRET=1 held when kernels were imported, which then have no inline assembly."""
+    """Return whether TRITON_INTERPRET=1 held when kernels were imported, which then have no inline assembly."""
     return bool(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def half(x, J: tl.constexpr):
-    """Bits 16 J to 16 J + 15 as float16."""
+    """Return bits 16 J to 16 J + 15 as float16."""
     return (x >> (16 * J)).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def rounded_product(x, y, ASM: tl.constexpr):
-    """Lanes add what the others have to what they have: were a product of their own not rounded before, as when it is
-    one instruction with the sum, their sums would differ in the last bit, and they write them to one place.
+    """Round the product before it is added. A fused multiply-add would give lanes different last bits, and all lanes
+    write to the same address.
     """
     if ASM:
         product = tl.inline_asm_elementwise(
@@ -54,13 +55,13 @@ def rounded_product(x, y, ASM: tl.constexpr):
 
 class Ready:
     """Launches of a kernel whose grid, compile-time constants and numbers are settled: they start the compiled kernel
-    itself. Triton's own way binds and specialises every argument each time: 44 us of the host's for 80 of them, in
-    place of 5.
+    itself. Triton's own way binds and specialises every argument each time, which takes about ten times as long on the
+    host (docs/benchmarks/decode_attention.md).
 
     kernel: its tensors come first, then numbers, then constants. options: the constants by name, and num_warps and the
-    like. examine: called once with each compiled kernel before it is launched. Made for tensors of one device, one
-    dtype each, and for numbers of one specialisation (Triton's: 1, a multiple of 16, or neither); who calls it answers
-    for that. It launches on the tensors' device, whichever is the current one.
+    like. examine: called once with each compiled kernel before it is launched. A Ready is made for tensors of one
+    device, one dtype each, and for numbers of one specialisation (Triton's: 1, a multiple of 16, or neither); its
+    caller answers for that. It launches on the tensors' device, whichever is the current one.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Ready:
             self._run(*pointers, *numbers, *self._constants)  # an address stands for a tensor, as Triton takes either
 
     def compiled(self, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> Any:
-        """The compiled kernel, loaded and examined."""
+        """Return the compiled kernel, loaded and examined."""
         with on(tensors[0].device), _FIRST:
             kernel = self.kernel.warmup(*tensors, *numbers, grid=self.grid, **self.options)
             if self._examine is not None and id(kernel) not in _EXAMINED:
@@ -98,7 +99,7 @@ class Ready:
 
 
 def examined() -> list[Any]:
-    """Compiled kernels of which launches by `Ready` have begun in this process, first ones first."""
+    """Return the compiled kernels of which launches by `Ready` have begun in this process, first ones first."""
     return list(_EXAMINED.values())
 
 
@@ -108,7 +109,9 @@ _FIRST = RLock()  # a thread's first launch: Triton hands the same compiled kern
 
 
 class Prepared(dict[Any, Any]):
-    """What launches need, by what it follows from: emptied when it has MOST entries, as rooms grow with a sequence."""
+    """A cache of what launches need, by what it follows from. It is emptied when it has MOST entries, as capacities
+    grow with a sequence.
+    """
 
     MOST = 4096
 

@@ -158,8 +158,7 @@ def plan(
     tile, iterations = 16 * warps, max(1, -(-blocks // warps))
 
     def carrying(count: int) -> tuple[int, int, int]:
-        """Return the splits of the tail, tokens of each, and iterations that they have fewer: a tile takes about four.
-        """
+        """Return the splits of the tail, tokens of each, and iterations that they have fewer: a tile takes about four."""
         tiles = max(1, -(-sum(windows) // (tile * count)))
         while (tail := sum(-(-window // (tile * tiles)) for window in windows)) > count:
             tiles += 1

@@ -10,7 +10,7 @@ from .reference import Coded, Rotation, decode, dequantise, place
 
 @functools.cache
 def fast() -> ModuleType:
-    """The Triton module, which does the same on a GPU; ImportError without triton."""
+    """Return the Triton module, which does the same on a GPU. ImportError where Triton is not installed."""
     from . import triton
 
     return triton

@@ -1,7 +1,7 @@
-"""Keys or values of one layer from what is stored: HIGGS codes, and what a linear predictor says (AQUA-KV, Algorithm
-3).
+"""Keys or values of one layer from what is stored: HIGGS codes, and the prediction of a linear predictor (AQUA-KV,
+Algorithm 3).
 
-out = f * Q^-1(codes) + inputs W + bias;  Q^-1(codes) = sign * Hadamard(norm * grid[codes]) / sqrt(width)
+out = f * Q^-1(codes) + inputs W + bias; Q^-1(codes) = sign * Hadamard(norm * grid[codes]) / sqrt(width)
 
 Letters: B rows, H kv heads, N blocks of b tokens, T = N b, D head_dim, C = H D; a grid of n points in d dimensions.
 """
@@ -60,8 +60,8 @@ class Coded:
 
 @dataclass(frozen=True)
 class Rotation:
-    """RoPE by halves, as Llama has it: channels i and i + r/2 of a head are a pair, the last D - r are left alone.
-    cos, sin: (B or 1, T, r) of the packed tokens.
+    """RoPE by halves, as Llama has it: channels i and i + r/2 of a head are a pair, the last D - r are left alone. cos,
+    sin: (B or 1, T, r) of the packed tokens.
     """
 
     cos: Tensor
@@ -69,12 +69,12 @@ class Rotation:
 
     @cached_property
     def table(self) -> Tensor:
-        """int32 (B or 1, T, r/2): cosine in the lower half, sine in the upper, float16; made once for all layers."""
+        """int32 (B or 1, T, r/2): cosine in the lower half, sine in the upper, float16. It is made once for all layers."""
         pair = torch.stack([t[..., : t.shape[-1] // 2] for t in (self.cos, self.sin)], -1)
         return pair.half().contiguous().view(torch.int32)[..., 0]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x (B, H, T, D) turned, in its dtype."""
+        """Rotate x (B, H, T, D) in its dtype."""
         r = self.cos.shape[-1]
         cos, sin = (t[:, None, :, : r // 2].to(x.dtype) for t in (self.cos, self.sin))
         low, high, rest = x.split([r // 2, r // 2, x.shape[-1] - r], -1)
@@ -89,9 +89,10 @@ def place(
     behind: int,
     rotation: Rotation | None = None,
 ) -> None:
-    """The exact tokens of [keys, values] around the packed ones: whole (B, H, room, D) gets `sink` (B, H, S, D) first,
-    `window` (B, H, W, D) and `new` (B, H, Q, D) from slot `behind` on. turn: RoPE of the keys of sink and window, S + W
-    tokens in this order, computed as models do: in the dtype of keys, cosines and sines together. New keys have it.
+    """Put the exact tokens of [keys, values] around the packed ones: whole (B, H, capacity, D) gets `sink` (B, H, S, D)
+    first, `window` (B, H, W, D) and `new` (B, H, Q, D) from slot `behind` on. rotation: RoPE of the keys of sink and
+    window, S + W tokens in this order, computed as models do: in the dtype of keys, cosines and sines together. New
+    keys are already rotated.
     """
     for role, (out, first, ring, fresh) in enumerate(zip(whole, sink, window, new, strict=True)):
         exact, start = torch.cat([first, ring], 2), first.shape[2]
@@ -110,7 +111,7 @@ def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def decode(coded: Coded, dtype: torch.dtype = torch.float32) -> Tensor:
-    """f * Q^-1(codes): (B, H, T, D), computed in `dtype`."""
+    """Return f * Q^-1(codes), (B, H, T, D), computed in `dtype`."""
     codes = unpack(coded.codes, coded.bits, coded.packed_count)
     codes = codes if coded.key else codes.transpose(-1, -2)
     points = lookup(codes.movedim(1, 3).flatten(3), coded.grid).to(dtype)  # (B, N, b, C)
@@ -130,10 +131,10 @@ def dequantise(
     rotation: Rotation | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:
-    """out (B, H, T, D), and out turned where `turn` is given; both computed in `dtype`.
+    """Return out (B, H, T, D), and out rotated where `rotation` is given; both computed in `dtype`.
 
-    inputs: reconstructions (B, H, T, D) that feed the predictor, concatenated in this order; weight (len(inputs) C, C),
-    bias (C,).
+    inputs: dequantised tensors (B, H, T, D) that feed the predictor, concatenated in this order; weight (len(inputs) C,
+    C), bias (C,).
     """
     out = decode(coded, torch.float64 if dtype == torch.float64 else torch.float32).to(dtype)
     if weight is not None:

@@ -20,20 +20,21 @@ from torch import Tensor
 
 
 def largest_power_of_two(n: int) -> int:
-    """Largest power of two dividing n: 96 -> 32."""
+    """Return the largest power of two that divides n: 96 -> 32."""
     return n & -n
 
 
 def signs(width: int, seed: int) -> Tensor:
-    """int8 (width,) of +1 and -1, the same on every machine: from a CPU generator of its own."""
+    """Return int8 (width,) of +1 and -1, the same on every machine: they come from a CPU generator of their own."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randint(0, 2, (width,), generator=generator) * 2 - 1).to(torch.int8)
 
 
 def hadamard(x: Tensor, width: int) -> Tensor:
-    """Orthonormal Walsh-Hadamard transform of every `width` consecutive elements of the last dimension (float32).
+    """Return the orthonormal Walsh-Hadamard transform of every `width` consecutive elements of the last dimension
+    (float32).
 
-    width a power of two dividing x.shape[-1]. Its own inverse. Sylvester order.
+    width is a power of two that divides x.shape[-1]. The transform is its own inverse. Sylvester order.
     """
     step, scratch = 1, torch.empty_like(x, memory_format=torch.contiguous_format)
     x = (x * width**-0.5).contiguous()
@@ -48,11 +49,11 @@ def hadamard(x: Tensor, width: int) -> Tensor:
 
 
 def rotate(x: Tensor, sign: Tensor, width: int, factor: int = 1, interleaved: bool = False) -> Tensor:
-    """Randomised rotation of every `width * factor` consecutive elements of the last dimension: sign flips, Hadamard
+    """Rotate every `width * factor` consecutive elements of the last dimension at random: sign flips, Hadamard
     transforms of `width`, a cosine transform of `factor` across them. x (..., n) float32, sign (n,) -> (..., n).
 
-    width: a power of two; width * factor divides n. interleaved: Hadamard block j takes elements b * width + r with
-    (r * factor + b) // width = j instead of b = j.
+    width: a power of two; width * factor divides n. interleaved: Hadamard block j takes elements b * width + r with (r
+    * factor + b) // width = j instead of b = j.
     """
     if factor == 1:
         return hadamard(x * sign, width)
@@ -63,7 +64,7 @@ def rotate(x: Tensor, sign: Tensor, width: int, factor: int = 1, interleaved: bo
 
 
 def unrotate(x: Tensor, sign: Tensor, width: int, factor: int = 1, interleaved: bool = False) -> Tensor:
-    """The inverse of `rotate`."""
+    """Invert `rotate`."""
     if factor == 1:
         return hadamard(x, width) * sign
     columns = tuple(zip(*cosines(factor), strict=True))
@@ -75,13 +76,15 @@ def unrotate(x: Tensor, sign: Tensor, width: int, factor: int = 1, interleaved: 
 
 @cache
 def cosines(count: int) -> tuple[tuple[float, ...], ...]:
-    """Rows of the orthonormal cosine transform (DCT-II) of `count` numbers, float64."""
+    """Return the rows of the orthonormal cosine transform (DCT-II) of `count` numbers, float64."""
     rows = [[math.cos(math.pi * (2 * i + 1) * j / (2 * count)) for i in range(count)] for j in range(count)]
     return tuple(tuple(x * math.sqrt((2 if j else 1) / count) for x in row) for j, row in enumerate(rows))
 
 
 def _across(blocks: Tensor, matrix: tuple[tuple[float, ...], ...]) -> Tensor:
-    """blocks (..., m, width) times matrix (m, m) over the next to last dimension, products added one after another."""
+    """Return blocks (..., m, width) times matrix (m, m) over the next to last dimension, products added one after
+    another.
+    """
     mixed = torch.empty_like(blocks)
     parts = blocks.unbind(-2)
     for row, out in zip(matrix, mixed.unbind(-2), strict=True):
@@ -93,7 +96,7 @@ def _across(blocks: Tensor, matrix: tuple[tuple[float, ...], ...]) -> Tensor:
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension by repeated halving: (..., n) -> (...)."""
+    """Return the sum over the last dimension by repeated halving: (..., n) -> (...)."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         folded = x[..., :half] + x[..., half : 2 * half]
@@ -102,7 +105,7 @@ def tree_sum(x: Tensor) -> Tensor:
 
 
 def root(x: Tensor) -> Tensor:
-    """Square root of float32 x, correctly rounded as CUDA's and Triton's are. torch's on a CPU with MKL is one unit in
-    the last place off in 17 of 100 numbers (torch 2.13, AVX-512), which moves a stored norm now and then.
+    """Return the square root of float32 x, correctly rounded as CUDA's and Triton's are. torch's on a CPU with MKL is
+    one unit in the last place off in 17 of 100 numbers (torch 2.13, AVX-512), which moves a stored norm now and then.
     """
     return x.double().sqrt().float()

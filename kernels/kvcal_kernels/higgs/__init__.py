@@ -1,4 +1,4 @@
-"""Rotated numbers to codes of a grid and norms (HIGGS, TurboQuant)."""
+"""Numbers rotated, then coded as points of a grid and norms (HIGGS, TurboQuant)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .reference import Rotated, encode
 
 
 def fast() -> ModuleType:
-    """The Triton kernel's `encode`; ImportError without triton."""
+    """Return the Triton module, whose `encode` does the same on a GPU. ImportError where Triton is not installed."""
     from . import triton
 
     return triton

@@ -24,9 +24,9 @@ LEAST = 1e-30  # a norm of nothing is taken for this
 
 @dataclass(frozen=True)
 class Rotated:
-    """points (n, d) float32, n <= 256; sign (H * D,) int8. norms: 1 a token, or one a kv head, H. gain: the stored norm
-    is that much larger than what numbers are divided by. width: of the rotation, a power of two; 0: as far as
-    one divides head_dim.
+    """How numbers are rotated and coded. points (n, d) float32, n <= 256; sign (H * D,) int8. norms: 1 a token, or one
+    a kv head, H. gain: the stored norm is that much larger than what numbers are divided by. width: of the rotation, a
+    power of two; 0: as far as one divides head_dim.
     """
 
     points: Tensor
@@ -41,9 +41,9 @@ class Rotated:
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """What kernels find the nearest point by, float32: |g|^2 / 2 (n,) as lattice.nearest has it on a CPU, points
-        (d, n); of a raster also its reach and the bits of its words. Made once, as a CUDA graph must find it where it
-        was.
+        """The numbers by which kernels find the nearest point, float32: |g|^2 / 2 (n,) as lattice.nearest has it on a
+        CPU, points (d, n); for a raster also its reach and the bits of its words. It is made once, as a CUDA graph must
+        find it where it was.
         """
         points = self.points.cpu()
         parts = [0.5 * (points * points).sum(-1), points.T.flatten()]
@@ -56,9 +56,9 @@ class Rotated:
 
 
 def encode(x: Tensor, how: Rotated, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """x (B, H, T, D) float16, bfloat16 or float32 -> codes uint8 (B, H, T, D / d), norms float16 (B, how.norms, T), and
-    flags int32 (H,), with one norm a token the same for all heads. out: (B, H, T, D) float32 takes what these decode
-    to.
+    """Encode x (B, H, T, D) float16, bfloat16 or float32 -> codes uint8 (B, H, T, D / d), norms float16 (B, how.norms,
+    T), and flags int32 (H,), with one norm a token the same for all heads. out: (B, H, T, D) float32 takes what these
+    decode to.
     """
     heads, dim = x.shape[1], x.shape[3]
     vectors = x.float().movedim(1, 2).flatten(2)

@@ -1,9 +1,9 @@
 """`encode` of reference.py for NVIDIA GPUs: rotation, norm and nearest point in one launch; a program takes a few whole
-tokens. `pack` lays their codes out for attention. Their parts are also what quantise packs grids by.
+tokens. `pack` lays their codes out for attention. quantise packs grids by the same functions.
 
-Nothing is fused but what the reference's addcmul fuses (enable_fp_fusion=False): scores are half |g|^2 - x_0 g_0, then
-one fused operation for each further number, and the first of the lowest is taken. Where a raster has been made for the
-grid (lattice/raster.py) the few points that can be nearest in a vector's cell are looked at in place of all: gathered
+Nothing is fused except for what the reference's addcmul fuses (enable_fp_fusion=False): scores are half |g|^2 - x_0
+g_0, then one fused operation for each further number, and the first of the lowest is taken. Where a raster has been
+made for the grid (lattice/raster.py) only the few points that can be nearest in a vector's cell are looked at: gathered
 one by one, as lanes have different cells.
 """
 
@@ -39,9 +39,9 @@ def _butterfly(x, ROWS: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def _tree(x, ROWS: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr):
-    """tree_sum of [ROWS, N], N = 2^LOG -> [ROWS]. Halves that several warps may share are split, so that a thread has
-    both: `tl.sum` across warps puts all numbers into two banks of shared memory (an append of HIGGS 2: 7 times as many
-    cycles).
+    """Return tree_sum of [ROWS, N], N = 2^LOG -> [ROWS]. Halves that several warps may share are split, so that a
+    thread has both: `tl.sum` across warps puts all numbers into two banks of shared memory (an append of HIGGS 2: 7
+    times as many cycles).
     """
     for i in tl.static_range(LOG):
         if (N >> i) > 32:
@@ -54,7 +54,7 @@ def _tree(x, ROWS: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr):
 
 @triton.jit
 def _nearer(parts, code, best, nearest, p_table, POINTS: tl.constexpr, D: tl.constexpr, ASM: tl.constexpr):
-    """best, nearest: the lowest score so far and its code, those of point `code` where it scores lower."""
+    """Return best and nearest, the lowest score so far and its code; those of point `code` where it scores lower."""
     score = tl.load(p_table + code) - parts[0] * tl.load(p_table + POINTS + code)
     for axis in tl.static_range(1, D):
         g = tl.load(p_table + (1 + axis) * POINTS + code)
@@ -77,7 +77,9 @@ def _nearest_of_all(parts, p_table, POINTS: tl.constexpr, D: tl.constexpr, ASM: 
 
 @triton.jit
 def _cell(x, SIDE: tl.constexpr):
-    """Of a raster's axis. The product is exact, the sum rounds to whole numbers and leaves them in the lowest bits."""
+    """Return the cell of x along a raster's axis. The product is exact, the sum rounds to whole numbers and leaves them
+    in the lowest bits.
+    """
     PER: tl.constexpr = SIDE / (2 * SPAN)
     inside = tl.minimum(tl.maximum(x, -SPAN), SPAN - 1 / PER)
     return tl.fma(inside, PER, WHOLE + SIDE // 2).to(tl.int32, bitcast=True)
@@ -85,7 +87,7 @@ def _cell(x, SIDE: tl.constexpr):
 
 @triton.jit
 def _place(parts, D: tl.constexpr, SIDE: tl.constexpr):
-    """Number of a vector's cell."""
+    """Return the number of a vector's cell."""
     cell = _cell(parts[0], SIDE)
     for axis in tl.static_range(1, D):
         cell = cell * SIDE + _cell(parts[axis], SIDE)
@@ -94,7 +96,7 @@ def _place(parts, D: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.constexpr_function
 def _gathering(points, d):
-    """Assembly of `_nearer` for one vector: $0, $1 new, $4, $5 old best and nearest; $2 code, $3 table, then the
+    """Return assembly of `_nearer` for one vector: $0, $1 new, $4, $5 old best and nearest; $2 code, $3 table, then the
     vector.
     """
     text = "{ .reg .b64 p; .reg .f32 s, g, x; .reg .pred q; mad.wide.u32 p, $2, 4, $3; ld.global.nc.f32 s, [p];"
@@ -109,8 +111,8 @@ def _gathering(points, d):
 
 @triton.jit
 def _nearer_there(parts, code, best, nearest, p_table, POINTS: tl.constexpr, D: tl.constexpr, ASM: tl.constexpr):
-    """`_nearer` of codes that differ. In assembly one vector follows another; Triton has the loads of all before the
-    first is used, whose addresses alone would take two registers a vector.
+    """Apply `_nearer` to codes that differ. In assembly one vector follows another; Triton has the loads of all before
+    the first is used, whose addresses alone would take two registers a vector.
     """
     if ASM:
         KINDS: tl.constexpr = "=f,=r,r,l,f,r,f" + (D - 1) * ",f"
@@ -127,7 +129,9 @@ def _nearest_of_cells(
     parts, p_table, POINTS: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Of the candidates of a vector's cell (lattice/raster.py): a word has the first four, which most cells do with."""
+    """Return the nearest of the candidates of a vector's cell (lattice/raster.py): a word has the first four, which are
+    enough for most cells.
+    """
     p_reach = p_table + POINTS * (1 + D)
     p_words = (p_reach + 1).to(tl.pointer_type(tl.uint32), bitcast=True)
     word = tl.load(p_words + _place(parts, D, SIDE))
@@ -148,7 +152,7 @@ def _nearest_of_cells(
 
 @triton.jit
 def rotate_rows(x, sign, scale, ROWS: tl.constexpr, N: tl.constexpr, LOG_WIDTH: tl.constexpr):
-    """`rotate` of [ROWS, N] float32 by signs [N]; scale: width^-0.5."""
+    """Return `rotate` of [ROWS, N] float32 by signs [N]; scale: width^-0.5."""
     x = x * sign.to(tl.float32)[None, :] * scale
     for i in tl.static_range(LOG_WIDTH):
         x = _butterfly(x, ROWS, N, 1 << i)
@@ -157,14 +161,14 @@ def rotate_rows(x, sign, scale, ROWS: tl.constexpr, N: tl.constexpr, LOG_WIDTH: 
 
 @triton.jit
 def norms_of(x, gain, ROWS: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr, ASM: tl.constexpr):
-    """Root mean squares of [ROWS, N], N = 2^LOG, times gain: [ROWS]."""
+    """Return the root mean squares of [ROWS, N], N = 2^LOG, times gain: [ROWS]."""
     norm = _tree(x * x, ROWS, N, LOG) * (1.0 / N)
     return (tl.sqrt_rn(norm) if ASM else tl.sqrt(norm)) * gain
 
 
 @triton.jit
 def units_of(stored, gain, ROWS: tl.constexpr, ASM: tl.constexpr):
-    """What numbers are multiplied by, of stored norms [ROWS] float16."""
+    """Return the factors by which numbers are multiplied, from stored norms [ROWS] float16."""
     size = tl.maximum(stored.to(tl.float32), LEAST)
     return (tl.div_rn(tl.full([ROWS], 1.0, tl.float32), size) if ASM else 1.0 / size) * gain
 
@@ -174,8 +178,8 @@ def nearest_points(
     x, p_table, ROWS: tl.constexpr, N: tl.constexpr, POINTS: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr,
     FEW: tl.constexpr, MOST: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Codes int32 [ROWS, N / D] of [ROWS, N]: the first of the nearest points. p_table: Rotated.table; SIDE, FEW, MOST:
-    of its raster, 0 without.
+    """Return codes int32 [ROWS, N / D] of [ROWS, N]: the first of the nearest points. p_table: Rotated.table; SIDE,
+    FEW, MOST: of its raster, 0 without.
     """
     if D == 1:
         parts = (x,)
@@ -198,7 +202,7 @@ def nearest_points(
 
 @triton.jit
 def _pairs(code, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr):
-    """grids.pairs of codes int32 [32, DIM / D]: 16 * DIM of them."""
+    """Return grids.pairs of codes int32 [32, DIM / D]: 16 * DIM of them."""
     if D == 4:
         return tl.join(code & 15, code >> 4)
     elif D == 2:  # noqa: RET505 (all are compiled otherwise)
@@ -213,7 +217,7 @@ def _pairs(code, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: 
 
 @triton.jit
 def _pieces(code, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr):
-    """Pairs in the order of grids.order: [DIM / 8, 16, 8]."""
+    """Return pairs in the order of grids.order: [DIM / 8, 16, 8]."""
     pair = _pairs(code, DIM, BITS, D, VALUE)
     if VALUE and D == 1:
         pieces = tl.permute(tl.reshape(pair, [2, 8, DIM // 16, 16]), (0, 2, 3, 1))
@@ -232,13 +236,13 @@ def _pieces(code, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE:
 
 @triton.jit
 def _rotated_words(words):
-    """As grids.units turns them."""
+    """Rotate the bits of words as grids.units does."""
     return words << ALIGNED | words >> OVER & LOW
 
 
 @triton.jit
 def _store_tiles(p_words, words, tile, live, GROUPS: tl.constexpr, EACH: tl.constexpr):
-    """Units [GROUPS, 16, 8], tiles `tile` of every EACH; words as int32."""
+    """Store units [GROUPS, 16, 8] in tiles `tile` of every EACH; words as int32."""
     group = tl.arange(0, GROUPS)[:, None, None] * EACH + tile
     place = tl.arange(0, 16)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     tl.store(p_words + group * 128 + place, words, mask=live)
@@ -246,7 +250,7 @@ def _store_tiles(p_words, words, tile, live, GROUPS: tl.constexpr, EACH: tl.cons
 
 @triton.jit
 def _store_half(p_words, words, live):
-    """Half a tile behind the first: units [1, 16, 8] of which columns c and c + 4 have other bits of one."""
+    """Store half a tile behind the first: units [1, 16, 8] of which columns c and c + 4 have other bits of one."""
     low, high = tl.split(tl.permute(tl.reshape(words, [16, 2, 4]), (0, 2, 1)))
     place = 128 + tl.arange(0, 16)[:, None] * 4 + tl.arange(0, 4)[None, :]
     tl.store(p_words + place, low | high, mask=live)
@@ -254,7 +258,7 @@ def _store_half(p_words, words, live):
 
 @triton.jit
 def _sets(code, DIM: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr):
-    """Codes [32, DIM / D] in the order of grids.byte_order, a word's four first: [DIM / 16 / D, 4, 16, 8]."""
+    """Return codes [32, DIM / D] in the order of grids.byte_order, a word's four first: [DIM / 16 / D, 4, 16, 8]."""
     if VALUE:
         apart = tl.reshape(code, [2, 2, 4, 2, DIM // D // 16, 16])
         sets = tl.permute(apart, [4, 3, 0, 5, 1, 2])
@@ -269,8 +273,9 @@ def _sets(code, DIM: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr):
 
 @triton.jit
 def _together(x, GROUPS: tl.constexpr, COUNT: tl.constexpr, LOG: tl.constexpr):
-    """Bits of [GROUPS, COUNT, 16, 8], COUNT = 2^LOG, in one: [GROUPS, 16, 8]. Not `tl.sum`, by which warps wrote
-    different numbers to one place where numbers of a sum lie in lanes apart (Triton 3.6 and 3.7.1, values of 4 bits).
+    """Join the bits of [GROUPS, COUNT, 16, 8], COUNT = 2^LOG, in one: [GROUPS, 16, 8]. `tl.sum` would not do: with it
+    warps wrote different numbers to one place where numbers of a sum lie in lanes apart (Triton 3.6 and 3.7.1, values
+    of 4 bits).
     """
     for i in tl.static_range(LOG):
         low, high = tl.split(tl.permute(tl.reshape(x, [GROUPS, 2, COUNT >> (i + 1), 128]), (0, 2, 3, 1)))
@@ -282,7 +287,7 @@ def _together(x, GROUPS: tl.constexpr, COUNT: tl.constexpr, LOG: tl.constexpr):
 def _store_byte_words(
     p_words, code, live, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr
 ):
-    """As `store_words`, grids.byte_words of a grid in bytes."""
+    """Store `grids.byte_words` for a grid in bytes; see `store_words`."""
     CODE: tl.constexpr = BITS * D
     TOGETHER: tl.constexpr = min(8, DIM // 16 // D) if CODE == 3 else 8 // CODE  # sets of as many tiles as they fill
     GROUPS: tl.constexpr = DIM // 16 // D // TOGETHER
@@ -311,7 +316,9 @@ def store_words(
     p_words, code, live, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr,
     IN_BYTES: tl.constexpr,
 ):
-    """The words of layout.pack for codes int32 [32, DIM / D] of a block, where `live`. p_words: int32, of the block."""
+    """Store the words of layout.pack for codes int32 [32, DIM / D] of a block, where `live`. p_words: int32, of the
+    block.
+    """
     if IN_BYTES:
         _store_byte_words(p_words, code, live, DIM, BITS, D, VALUE)
     else:
@@ -322,7 +329,7 @@ def store_words(
 def _store_units(
     p_words, code, live, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr
 ):
-    """As `store_words`, grids.units of a grid that is looked up."""
+    """Store `grids.units` for a grid that is looked up; see `store_words`."""
     TOGETHER: tl.constexpr = 16 if BITS == 3 else 16 // BITS
     EACH: tl.constexpr = min(TOGETHER, DIM // 8)  # pieces of a unit; of 3 bits of three
     GROUPS: tl.constexpr = DIM // 8 // EACH
@@ -350,7 +357,7 @@ def _decoded(
     ROWS: tl.constexpr, N: tl.constexpr, NORMS: tl.constexpr, POINTS: tl.constexpr, D: tl.constexpr,
     LOG_WIDTH: tl.constexpr,
 ):
-    """[ROWS, N] float32 of codes [ROWS, N / D] and norms [ROWS * NORMS] float16, as the codec decodes them."""
+    """Decode codes [ROWS, N / D] and norms [ROWS * NORMS] float16 as the codec does: [ROWS, N] float32."""
     p_point = p_table + POINTS + code
     x = tl.load(p_point)
     if D == 2:
@@ -372,7 +379,8 @@ def encode_kernel(
     D: tl.constexpr, SIDE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
     LOG_WIDTH: tl.constexpr, LOG_NORM: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Grid (tokens / ROWS, batch). scale: WIDTH^-0.5. DECODE: p_made takes what is decoded."""
+    """Encode with a grid (tokens / ROWS, batch). scale: WIDTH^-0.5. DECODE: p_decoded takes what the codes decode to.
+    """
     N: tl.constexpr = HEADS * DIM
     i_batch = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -412,8 +420,8 @@ def encode_kernel(
 def encode(
     x: Tensor, how: Rotated, flags: Tensor | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As reference.encode, for any strides but that of channels, which is 1; kv heads and head_dim powers of two. Given
-    flags are added to. out: contiguous.
+    """Do what `reference.encode` does, for any strides except for that of channels, which is 1; kv heads and head_dim
+    are powers of two. Given flags are added to. out: contiguous.
     """
     batch, heads, tokens, dim = x.shape
     n, d = how.points.shape
@@ -454,7 +462,7 @@ def pack_kernel(
     DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr, VALUE: tl.constexpr,
     IN_BYTES: tl.constexpr,
 ):
-    """Grid (blocks, rows * heads)."""
+    """Pack with a grid (blocks, rows * heads)."""
     block = tl.program_id(1).to(tl.int64) * blocks + tl.program_id(0)
     o = tl.arange(0, 32)[:, None] * (DIM // D) + tl.arange(0, DIM // D)[None, :]
     code = tl.load(p_codes + block * (32 * DIM // D) + o).to(tl.int32)
@@ -462,8 +470,8 @@ def pack_kernel(
 
 
 def pack(codes: Tensor, form: Form) -> Tensor:
-    """Codes uint8 (B, H, T, D / d), T whole blocks, as `encode` gives them -> the words of layout.pack, int16
-    (B, H, N, form.words).
+    """Pack codes uint8 (B, H, T, D / d), T whole blocks, as `encode` gives them -> the words of layout.pack, int16 (B,
+    H, N, form.words).
     """
     batch, heads, tokens, count = codes.shape
     if codes.dtype != torch.uint8 or not codes.is_contiguous() or tokens % BLOCK or count * form.vector != form.dim:
@@ -485,7 +493,7 @@ def pack(codes: Tensor, form: Form) -> Tensor:
 
 
 def settings(how: Rotated, heads: int, dim: int) -> dict[str, int]:
-    """Compile-time constants of encode_kernel."""
+    """Return the compile-time constants of encode_kernel."""
     width = how.rotation(dim)
     constants = {"HEADS": heads, "DIM": dim, "WIDTH": width, "NORMS": how.norms, "D": how.points.shape[1]}
     constants |= {"ROWS": max(1, NUMBERS // (heads * dim)), "LOG_WIDTH": width.bit_length() - 1}
@@ -494,7 +502,7 @@ def settings(how: Rotated, heads: int, dim: int) -> dict[str, int]:
 
 
 def searched(how: Rotated) -> dict[str, int]:
-    """Compile-time constants of `nearest_points` that follow from the points."""
+    """Return the compile-time constants of `nearest_points` that follow from the points."""
     raster = how.raster
     sizes = {"SIDE": raster.side, "FEW": raster.few, "MOST": raster.most} if raster else NO_RASTER
     return {"POINTS": how.points.shape[0], **sizes}

@@ -1,4 +1,4 @@
-"""Which points of a grid can be nearest in each cell of a raster: a search then looks at these few in place of all.
+"""The points of a grid that can be nearest in each cell of a raster: a search looks at these few instead of all.
 
 Cells are squares (intervals, d = 1) of side 2 SPAN / side about multiples of it, those at the border without an end. A
 point is left out of a cell where one other is nearer by more than rounding all over the cell, so that `nearest` finds
@@ -24,9 +24,9 @@ ROUNDING = 2.0**-20  # three roundings of 2^-24 in each of two scores, and more 
 
 @dataclass(frozen=True)
 class Raster:
-    """words int32 (1 or 2, side^d): the codes of a cell's candidates, ascending, the last one repeated, a byte each
-    from the lowest on. A cell has at most `most` of them, and at most `few` where a coordinate's magnitude is below
-    `reach`.
+    """Candidates of each cell. words int32 (1 or 2, side^d): the codes of a cell's candidates, ascending, the last one
+    repeated, a byte each from the lowest on. A cell has at most `most` of them, and at most `few` where a coordinate's
+    magnitude is below `reach`.
     """
 
     side: int
@@ -37,8 +37,8 @@ class Raster:
 
 
 def raster_of(points: Tensor) -> Raster | None:
-    """Of a grid (n, d) float32, n <= 256; None where all points are to be looked at. One for all that have these
-    points.
+    """Return the raster of a grid (n, d) float32, n <= 256; None where all points are to be looked at. Grids with the
+    same points share one.
     """
     return _raster(tuple(points.flatten().tolist()), points.shape[1])
 
@@ -77,7 +77,9 @@ def _of_side(points: Tensor, side: int) -> Raster | None:
 
 
 def _candidates(points: Tensor, side: int) -> Tensor | None:
-    """bool (side^d, n); None where the point nearest to the middle of some cell leaves more than 4 MOST others."""
+    """Return the candidates of each cell, bool (side^d, n); None where the point nearest to the middle of some cell
+    leaves more than 4 MOST others.
+    """
     g = points.double()
     n, d = g.shape
     half = 0.5 * (points * points).sum(-1).double()  # rounded, as `nearest` has it
@@ -104,7 +106,7 @@ def _candidates(points: Tensor, side: int) -> Tensor | None:
 
 
 def _further(half: Tensor, g: Tensor, one: Tensor, other: Tensor, cells: Tensor) -> Tensor:
-    """Whether points `one` are further than `other` everywhere in `cells` (..., d, 2), by more than rounding."""
+    """Return whether points `one` are further than `other` everywhere in `cells` (..., d, 2), by more than rounding."""
     least = half[one] - half[other] - ROUNDING * half.max()
     for axis in range(g.shape[1]):
         slope = -(g[one, axis] - g[other, axis])

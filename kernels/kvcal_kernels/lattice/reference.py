@@ -1,4 +1,4 @@
-"""Nearest point of a small grid: distance and arg-min in one pass over slices, never the whole distance matrix."""
+"""Nearest point of a small grid: distance and arg-min in one pass over slices, without the whole distance matrix."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ SLICE_CUDA = 1 << 28
 
 
 def nearest(x: Tensor, grid: Tensor) -> Tensor:
-    """Index of the grid point nearest to each vector; the lowest index on a tie.
+    """Return the index of the grid point nearest to each vector; the lowest index on a tie.
 
-    x (M, d) float32, grid (n, d) float32 with n <= 256 -> uint8 (M,). Element-wise arithmetic only, so that a
-    vector's code does not depend on the others in the call.
+    x (M, d) float32, grid (n, d) float32 with n <= 256 -> uint8 (M,). Element-wise arithmetic only, so that a vector's
+    code does not depend on the others in the call.
     """
     if grid.shape[0] > 256:
         raise ValueError(f"grid of {grid.shape[0]} points: codes are one byte, 256 points at most")
@@ -31,5 +31,5 @@ def nearest(x: Tensor, grid: Tensor) -> Tensor:
 
 
 def lookup(codes: Tensor, grid: Tensor) -> Tensor:
-    """codes uint8 (..., m) -> grid vectors laid out (..., m * d) float32."""
+    """Return the grid vectors of codes uint8 (..., m), laid out (..., m * d) float32."""
     return grid[codes.int()].flatten(-2)

@@ -17,9 +17,9 @@ from .grids import Grid
 
 @dataclass(frozen=True)
 class Blocks:
-    """words (B, H, N, form.words) int16; scale (B, H, N / form.scale_blocks, form.scales) float16, of grids (B, H /
-    form.norm_heads, N, 32); grid of forms that have one; order uint8 (B, H, N / form.scale_blocks, D) of tiers: the
-    channels, tier by tier.
+    """Packed blocks of a layer. words (B, H, N, form.words) int16; scale (B, H, N / form.scale_blocks, form.scales)
+    float16, of grids (B, H / form.norm_heads, N, 32); grid of forms that have one; order uint8 (B, H, N /
+    form.scale_blocks, D) of tiers: the channels, tier by tier.
     """
 
     form: Form
@@ -30,7 +30,7 @@ class Blocks:
 
     @cached_property
     def launch_key(self) -> tuple[Any, ...]:
-        """All that a kernel takes for granted of them but their numbers; see `launch_key`."""
+        """All that a kernel takes for granted of the blocks, without their numbers; see `launch_key`."""
         grid = (
             None if self.grid is None else (self.grid.vector, launch_key(self.grid.table), launch_key(self.grid.sign))
         )
@@ -45,7 +45,7 @@ class Blocks:
 
 
 def _field_numbers(form: Form, device: torch.device) -> Tensor:
-    """Which field has each piece: int64 (2 * form.pieces,)."""
+    """Return which field has each piece: int64 (2 * form.pieces,)."""
     piece = torch.arange(2 * form.pieces, device=device)  # made there: a list would be copied from the host
     rest = form.bits, form.pieces, form.inner, form.role == "value"
     numbers: Tensor = field_number(piece // form.pieces, piece % form.pieces, *rest)
@@ -53,15 +53,16 @@ def _field_numbers(form: Form, device: torch.device) -> Tensor:
 
 
 def launch_key(x: Tensor) -> tuple[Any, ...]:
-    """Shape, strides, dtype and device: what checks of a tensor look at, to tell one that was checked before."""
+    """Return shape, strides, dtype and device: what checks of a tensor look at, to tell one that was checked before."""
     return x.shape, x.stride(), x.dtype, x.device
 
 
 def pack_tiers(
     full: Tensor, four: Tensor, two: Tensor, scale: Tensor, zero: Tensor, order: Tensor, form: Form
 ) -> Blocks:
-    """full (B, H, T, form.full) float16; four, two: codes (B, H, T, channels) of their tiers; scale, zero float16
-    (B, H, T / group, D - form.full); all with channels in the order of `order` (B, H, T / group, D).
+    """Pack keys in tiers. full (B, H, T, form.full) float16; four, two: codes (B, H, T, channels) of their tiers;
+    scale, zero float16 (B, H, T / group, D - form.full); all with channels in the order of `order` (B, H, T / group,
+    D).
     """
     exact = full.unflatten(2, (-1, 2, PIECE)).unflatten(-1, (-1, PIECE)).transpose(4, 5).flatten(3)
     wide = four.unflatten(-1, (-1, PIECE))
@@ -90,10 +91,10 @@ def _decode_tiers(blocks: Blocks) -> Tensor:
 
 
 def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, form: Form, grid: Grid | None = None) -> Blocks:
-    """codes (B, H, T, D) integers in [0, 2^bits), T whole blocks. scale, zero float16: (B, H, T, D / group) where
+    """Pack codes (B, H, T, D), integers in [0, 2^bits), T whole blocks. scale, zero float16: (B, H, T, D / group) where
     groups lie along channels, (B, H, T / group, D) along tokens; zero None where symmetric.
 
-    Of a grid: codes (B, H, T, D / vector) in [0, n), scale (B, H / norm_heads, T, 1) the norms, zero None.
+    Grids: codes (B, H, T, D / vector) in [0, n), scale (B, H / norm_heads, T, 1) the norms, zero None.
     """
     if form.vector:
         return _pack_grid(codes, scale, form, grid)
@@ -159,13 +160,13 @@ def _pairs_of_tokens(form: Form) -> bool:
 
 
 def _gather(fields: Tensor, width: int) -> Tensor:
-    """(..., tiles, fields, 16, 16) -> (..., tiles, 16, 16): field f at bit f * width."""
+    """Join fields (..., tiles, fields, 16, 16) -> (..., tiles, 16, 16): field f at bit f * width."""
     shifts = torch.arange(fields.shape[-3], device=fields.device, dtype=torch.int32) * width
     return (fields << shifts[:, None, None]).sum(-3, dtype=torch.int32)
 
 
 def _folded(words: Tensor, shift: int) -> Tensor:
-    """Words (..., n) of which the last tile becomes half of one: columns from 8 on, `beyond` bits further, in the
+    """Return words (..., n) whose last tile becomes half of one: columns from 8 on, `shift` bits further, in the
     others.
     """
     whole, last = words.tensor_split((-2 * HALF_TILE,), -1)
@@ -174,7 +175,7 @@ def _folded(words: Tensor, shift: int) -> Tensor:
 
 
 def _unfolded(words: Tensor, shift: int) -> Tensor:
-    """The other way round; bits of fields that are none may be anything."""
+    """Invert `_folded`; bits of fields that do not exist may be anything."""
     whole, half = words.tensor_split((-HALF_TILE,), -1)
     half = half.unflatten(-1, (PIECE, -1))
     return torch.cat([whole, torch.cat([half, half >> shift], -1).flatten(-2)], -1)
@@ -185,7 +186,7 @@ def _int16(words: Tensor) -> Tensor:
 
 
 def _laid_out(columns: Tensor, form: Form) -> Tensor:
-    """(..., C, 16) -> as stored (..., C * 16)."""
+    """Return columns (..., C, 16) as they are stored (..., C * 16)."""
     stored: Tensor
     if form.inner:
         stored = columns.unflatten(-2, (-1, together(form.columns))).transpose(-1, -2).flatten(-3)
@@ -195,7 +196,7 @@ def _laid_out(columns: Tensor, form: Form) -> Tensor:
 
 
 def _columns(stored: Tensor, form: Form) -> Tensor:
-    """The other way round."""
+    """Invert `_laid_out`."""
     columns: Tensor
     if form.inner:
         columns = stored.unflatten(-1, (-1, PIECE, together(form.columns))).transpose(-1, -2).flatten(-3, -2)
@@ -205,7 +206,9 @@ def _columns(stored: Tensor, form: Form) -> Tensor:
 
 
 def pack_scales(scale: Tensor, zero: Tensor | None, form: Form) -> Tensor:
-    """scale, zero as `pack` takes them -> (B, H, N / form.scale_blocks, form.scales), in the order of Blocks.scale."""
+    """Pack scale and zero as `pack` takes them -> (B, H, N / form.scale_blocks, form.scales), in the order of
+    Blocks.scale.
+    """
     parts = [scale] if zero is None else [scale, zero]
     if form.along_tokens:  # (B, H, blocks, D): columns are pieces of 16 channels
         columns = torch.stack([x.unflatten(-1, (-1, PIECE)) for x in parts], 4).flatten(3, 4)
@@ -215,7 +218,7 @@ def pack_scales(scale: Tensor, zero: Tensor | None, form: Form) -> Tensor:
 
 
 def unpack(blocks: Blocks) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes (B, H, T, D) int32, scale and zero float16: the three that `pack` was given. Not of tiers: ValueError."""
+    """Return codes (B, H, T, D) int32, scale and zero float16: the three that `pack` was given. ValueError for tiers."""
     if blocks.form.tiered:
         raise ValueError("keys in tiers are more than codes, scales and zero points: decode gives their numbers")
     if blocks.form.vector:
@@ -244,7 +247,7 @@ def _scatter(words: Tensor, width: int) -> Tensor:
 
 
 def unpack_scales(packed: Tensor, form: Form) -> tuple[Tensor, Tensor | None]:
-    """Blocks.scale -> scale and zero, as `pack` takes them."""
+    """Return scale and zero of Blocks.scale, as `pack` takes them."""
     kinds = 1 if form.symmetric else 2
     if form.along_tokens:
         columns = _columns(packed, form).unflatten(3, (-1, kinds))
@@ -256,7 +259,7 @@ def unpack_scales(packed: Tensor, form: Form) -> tuple[Tensor, Tensor | None]:
 
 
 def decode(blocks: Blocks) -> Tensor:
-    """-> (B, H, N * 32, D) float32."""
+    """Return the numbers of blocks, (B, H, N * 32, D) float32."""
     form = blocks.form
     if form.tiered:
         return _decode_tiers(blocks)

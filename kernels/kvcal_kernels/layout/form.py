@@ -55,7 +55,7 @@ class Form:
 
     vector: 0, or how many numbers a code of a grid stands for; group, inner and symmetric then do not count: a token
     has one norm, over `norm_heads` kv heads, which is 1 or all of them. in_bytes: points are bytes times one step, and
-    codes lie as products of bytes take them (grids.py). mixed: of a head_dim that is no power of two, the rotation ends
+    codes lie as 8-bit products take them (grids.py). mixed: for a head_dim that is no power of two, the rotation ends
     with a cosine transform of its odd factor (hadamard.rotate), so that it mixes all channels of the head.
 
     full, four: channels of a key in the tiers above its 2 bits, multiples of 16, the same in every block; outer groups
@@ -115,11 +115,12 @@ class Form:
 
     @property
     def factor(self) -> int:
-        """Numbers that the rotation's cosine transform takes; 1: there is none."""
+        """Numbers that the rotation's cosine transform takes; 1 where there is none."""
         return self.dim // grids.rotation_width(self.dim) if self.mixed else 1
 
     @property
     def tiered(self) -> bool:
+        """Keys in three tiers of precision."""
         return self.full + self.four > 0
 
     def _check_grid(self) -> None:
@@ -133,7 +134,7 @@ class Form:
 
     @property
     def paired(self) -> bool:
-        """Whether a register holds two channels of a token's value, not two tokens of a channel's."""
+        """A register holds two channels of a token's value, not two tokens of a channel's."""
         return self.role == "value" and self.vector > 1
 
     @property
@@ -162,7 +163,7 @@ class Form:
 
     @property
     def halved(self) -> bool:
-        """Whether the last tile is half of one."""
+        """The last tile is half of one."""
         if self.in_bytes:
             return grids.byte_halved(self.dim // PIECE // self.vector, self.bits * self.vector)
         if self.vector:
@@ -179,7 +180,7 @@ class Form:
 
     @property
     def pieces_in_pairs(self) -> bool:
-        """Whether pieces lie in pairs (`field_number`), not as they are counted."""
+        """Pieces lie in pairs (`field_number`), not as they are counted."""
         return self.inner or self.role == "value" or (self.bits == 2 and self.halved)
 
     @property
@@ -189,7 +190,7 @@ class Form:
 
     @property
     def along_tokens(self) -> bool:
-        """Whether a group is of tokens of one channel."""
+        """A group is of tokens of one channel."""
         return not self.vector and self.inner == (self.role == "value")
 
     @property
@@ -208,24 +209,26 @@ class Form:
 
     @property
     def stored_bits(self) -> float:
-        """Bits a number."""
+        """Stored bits for each number."""
         order = 8 / self.group if self.tiered else 0.0
         return 16 * (self.words + self.scales / self.scale_blocks / self.norm_heads) / (BLOCK * self.dim) + order
 
     @property
     def plane_bits(self) -> int:
+        """Bits of a code in the first plane."""
         return 2 if self.bits == 3 else self.bits
 
 
 def looked_up(keys: Form, values: Form) -> bool:
-    """Whether either is a grid whose points are looked up."""
+    """Return whether either is a grid whose points are looked up."""
     return any(form.vector and not form.in_bytes for form in (keys, values))
 
 
 def fits_int8_mma(keys: Form, values: Form) -> bool:
-    """Whether products of 8-bit integers (attention/triton/int8) take both: integers in inner groups (16 key channels
-    are half of what one contracts), in outer ones of four blocks and more of keys, as queries are rounded anew for
-    each, and of all channels of values, as probabilities have one power of two; grids in bytes.
+    """Return whether products of 8-bit integers (attention/triton/int8) take both keys and values: integers in inner
+    groups (16 key channels are half of what one contracts); integers in outer groups of keys of four blocks and more,
+    as queries are rounded again for each, and of values of all channels, as probabilities have one power of two; grids
+    in bytes.
     """
     if keys.tiered or looked_up(keys, values):
         return False
@@ -257,8 +260,8 @@ class TierFields(Form):
 
 
 def field_number(half: Any, piece: Any, bits: int, pieces: int, inner: bool, value: bool) -> Any:
-    """tile * W + field of piece number `piece` of half block `half` (int, or a tensor of them) of integers, whose half
-    blocks have `pieces`. Kernels compute it, too, as they are compiled.
+    """Return tile * W + field of piece number `piece` of half block `half` (int, or a tensor of them) of integers,
+    whose half blocks have `pieces`. Kernels compute it as well when they are compiled.
     """
     across = 8 // (2 if bits == 3 else bits)  # pairs of a tile
     if not (inner or value) and (bits >= 4 or pieces // 2 % across % 2 == 0):
@@ -273,7 +276,9 @@ def field_number(half: Any, piece: Any, bits: int, pieces: int, inner: bool, val
 
 
 def together(count: int) -> int:
-    """How many of `count` columns of float16 lie side by side, so that one load of 64, 32 or 16 bits brings them."""
+    """Return how many of `count` columns of float16 lie side by side, so that one load of 64, 32 or 16 bits brings
+    them.
+    """
     return 4 if count % 4 == 0 else 2 if count % 2 == 0 else 1
 
 
@@ -283,6 +288,7 @@ INNER_SYMMETRIC, INNER, OUTER, GRID, TIERS, POINTS = range(6)
 
 
 def mode_of(form: Form) -> int:
+    """Return how a kernel reads the codes of a form."""
     if form.vector:
         return POINTS if form.in_bytes else GRID
     if form.tiered:
@@ -293,8 +299,8 @@ def mode_of(form: Form) -> int:
 
 
 def half_tile_shift(words: int, bits: int, mode: int) -> int:
-    """How many bits columns from 8 on lie beyond the others in the half tile with which words end; 0 where the last one
-    is whole.
+    """Return how many bits columns from 8 on lie beyond the others in the half tile with which words end; 0 where the
+    last one is whole.
     """
     if words % 256 == 0:
         return 0

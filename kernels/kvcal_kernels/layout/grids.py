@@ -53,10 +53,11 @@ ALIGNED = 7  # bit at which a code is a multiple of 128, the bytes that an entry
 
 @dataclass(frozen=True)
 class Grid:
-    """points (n, d) float32: numbers are points times norm. sign (H, D) int8, +1 or -1: a head's numbers are multiplied
-    by it, then rotated by Hadamard transforms of `rotation_width(D)` neighbours. table, unit: what `table_of` makes of
-    points, on their device; share one Grid's table between keys and values of the same grid, and the kernel keeps it
-    once. Of a grid in bytes they are of `byte_table`: int32, and the step.
+    """The points of a grid and the signs of its rotation. points (n, d) float32: numbers are points times norm. sign
+    (H, D) int8, +1 or -1: a head's numbers are multiplied by it, then rotated by Hadamard transforms of
+    `rotation_width(D)` neighbours. table, unit: what `table_of` makes of points, on their device; share one Grid's
+    table between keys and values of the same grid, and the kernel keeps it once. A grid in bytes has those of
+    `byte_table`: int32, and the step.
     """
 
     points: Tensor
@@ -73,13 +74,13 @@ class Grid:
 
 
 def rotation_width(dim: int) -> int:
-    """Per head, the largest power of two that divides it."""
+    """Return the channels that a head's rotation mixes: the largest power of two that divides `dim`."""
     return largest_power_of_two(dim)
 
 
 def grid_of(points: Tensor, sign: Tensor, bits: int, twin: Grid | None = None, in_bytes: bool = False) -> Grid:
-    """points (n, d), sign (H, D). twin: another Grid that has the same table, if it does: the tensor is shared then.
-    in_bytes: for blocks in bytes.
+    """Return the grid of points (n, d) with signs (H, D). twin: another Grid; where it has the same table, the tensor
+    is shared. in_bytes: for blocks in bytes.
     """
     table, unit = byte_table(points, bits) if in_bytes else table_of(points, bits)
     if (
@@ -93,8 +94,8 @@ def grid_of(points: Tensor, sign: Tensor, bits: int, twin: Grid | None = None, i
 
 
 def table_of(points: Tensor, bits: int) -> tuple[Tensor, float]:
-    """Numbers by a byte (2 and 4 bits) or 6 bits (3 bits) of code: float16 (256, 4), (64, 2), (256, 2). Times the unit
-    beside it they are the points. ValueError where points (n, d) are not 2^(bits * d).
+    """Return numbers by a byte (2 and 4 bits) or 6 bits (3 bits) of code: float16 (256, 4), (64, 2), (256, 2), and the
+    unit by which they must be multiplied to be the points. ValueError where points (n, d) are not 2^(bits * d).
     """
     n, d = points.shape
     if (bits, d) not in GRIDS or n != 1 << bits * d:
@@ -110,7 +111,9 @@ def table_of(points: Tensor, bits: int) -> tuple[Tensor, float]:
 
 
 def _step(points: Tensor) -> float | None:
-    """The step of which points (n, d) float32 are multiples, the largest LARGEST times it; None where they are not."""
+    """Return the step of which points (n, d) float32 are multiples, the largest LARGEST times it; None where they are
+    not.
+    """
     exact = points.cpu().float()
     step = float(exact.abs().max() / LARGEST)
     whole = (exact.double() / max(step, 1e-30)).round()
@@ -118,16 +121,16 @@ def _step(points: Tensor) -> float | None:
 
 
 def are_bytes(points: Tensor, bits: int) -> bool:
-    """Whether points (n, d) float32 of so many bits a number are of a grid in bytes."""
+    """Return whether points (n, d) float32 of so many bits a number are of a grid in bytes."""
     return (bits, points.shape[1]) in IN_BYTES and _step(points) is not None
 
 
 def byte_table(points: Tensor, bits: int) -> tuple[Tensor, float]:
-    """What `prmt` selects points (n, d) by: int32 (4 d,), of each number of a point its entries' bytes in four
-    registers, those of codes below 8 first; and the step that they are multiples of. ValueError where they are not, or
-    not 2^(bits * d).
+    """Return the table by which `prmt` selects points (n, d): int32 (4 d,), for each number of a point its entries'
+    bytes in four registers, those of codes below 8 first; and the step that they are multiples of. ValueError where
+    they are not, or not 2^(bits * d).
 
-    Of 16 points both halves are selected from and what they give is added up: a code of the other half gives there the
+    With 16 points both halves are selected from and the results are added: a code of the other half gives there the
     sign of the entry with the same lower bits, 0 or -1, by which the entry that counts is stored larger.
     """
     n, d = points.shape
@@ -155,8 +158,8 @@ def byte_table(points: Tensor, bits: int) -> tuple[Tensor, float]:
 
 
 def in_bytes(points: Tensor) -> Tensor:
-    """Points (n, d) float32 of a grid for Gaussian numbers, rounded to multiples of a step: the one, of those that put
-    the largest at LARGEST of it, by which points move least, weighed by how many numbers each stands for.
+    """Return points (n, d) float32 of a grid for Gaussian numbers, rounded to multiples of a step. Of the steps that
+    put the largest at LARGEST, it is the one by which points move least, weighed by how many numbers each stands for.
     """
     exact = points.cpu().double()
     numbers = torch.randn(1 << 16, points.shape[1], generator=torch.Generator().manual_seed(0))
@@ -172,9 +175,9 @@ def in_bytes(points: Tensor) -> Tensor:
 
 
 def _times(points: Tensor) -> float:
-    """Factor in [1, 2) with which float16 rounds the points best. A point's rounding is the same in every token, so
-    that it does not average out: what counts is its mean over Gaussian numbers. Over 32000 tokens of one weight 64
-    points of 2 numbers as they are are off by 4.8e-3 of the output, times this factor by 2.4e-4.
+    """Return the factor in [1, 2) with which float16 rounds the points best. A point's rounding is the same in every
+    token, so that it does not average out: what counts is its mean over Gaussian numbers. Over 32000 tokens of one
+    weight 64 points of 2 numbers as they are are off by 4.8e-3 of the output, times this factor by 2.4e-4.
     """
     steps = 1 + torch.arange(1024, dtype=torch.float64)[:, None, None] / 1024
     error = (points * steps).half().double() / steps - points
@@ -188,7 +191,7 @@ def _times(points: Tensor) -> float:
 
 
 def pairs(codes: Tensor, bits: int, vector: int, along_tokens: bool) -> Tensor:
-    """Codes (..., T, D / d) -> pair codes: (..., T / 2, D) of d = 1 along tokens, else (..., T, D / 2)."""
+    """Return pair codes of codes (..., T, D / d): (..., T / 2, D) for d = 1 along tokens, else (..., T, D / 2)."""
     if vector == 2:
         return codes
     if vector == 4:
@@ -199,7 +202,7 @@ def pairs(codes: Tensor, bits: int, vector: int, along_tokens: bool) -> Tensor:
 
 
 def unpairs(joined: Tensor, bits: int, vector: int, along_tokens: bool) -> Tensor:
-    """The other way round."""
+    """Invert `pairs`."""
     if vector == 2:
         return joined
     if vector == 1:
@@ -211,8 +214,8 @@ def unpairs(joined: Tensor, bits: int, vector: int, along_tokens: bool) -> Tenso
 
 @functools.cache
 def order(role: str, dim: int, bits: int, vector: int, device: torch.device | str = "cpu") -> Tensor:
-    """Which pair of a block of 32 tokens, counted as `pairs` lays them out, lies at which place of `units`: int64
-    (pieces, 16, 8), 16 * dim where none does.
+    """Return which pair of a block of 32 tokens, counted as `pairs` lays them out, lies at which place of `units`:
+    int64 (pieces, 16, 8), 16 * dim where none does.
     """
     index = torch.arange(16 * dim, device=device)
     if role == "value" and vector == 1:  # (2 halves, 8 pairs of tokens, D)
@@ -235,8 +238,9 @@ def order(role: str, dim: int, bits: int, vector: int, device: torch.device | st
 
 @functools.cache
 def byte_order(role: str, dim: int, vector: int, device: torch.device | str = "cpu") -> Tensor:
-    """Which code of a block of 32 tokens, (32, D / d) flattened, lies where, of a grid in bytes: int64 (sets, 16 rows,
-    2 registers, 4 lanes, 4 codes). Tokens of values as probabilities lie in registers, channels of keys as queries.
+    """Return which code of a block of 32 tokens, (32, D / d) flattened, lies where in a grid in bytes: int64 (sets, 16
+    rows, 2 registers, 4 lanes, 4 codes). Tokens of values lie in registers as probabilities do, channels of keys as
+    queries do.
     """
     sets = torch.arange(dim // 16 // vector, device=device)[:, None, None, None, None]
     row, register, lane, code = (
@@ -255,19 +259,19 @@ def byte_order(role: str, dim: int, vector: int, device: torch.device | str = "c
 
 
 def byte_tiles(sets: int, bits: int) -> int:
-    """Tiles of 16 x 16 words for so many sets of codes of so many bits."""
+    """Return the tiles of 16 x 16 words for so many sets of codes of so many bits."""
     if bits == 3:
         return sets // 8 * 3 + min(-(-(sets % 8) // 2), 3)
     return -(-sets * bits // 8)
 
 
 def byte_halved(sets: int, bits: int) -> bool:
-    """Whether the last of `byte_tiles` is half of one."""
+    """Return whether the last of `byte_tiles` is half of one."""
     return bits == 3 and sets == 4
 
 
 def byte_words(codes: Tensor, bits: int) -> Tensor:
-    """Codes of `bits` bits (..., sets, 16, 2, 4, 4) -> int16 words (..., n), tile after tile."""
+    """Return int16 words (..., n), tile after tile, of codes of `bits` bits (..., sets, 16, 2, 4, 4)."""
     sets = codes.shape[-5]
     if byte_halved(sets, bits):
         two, other = codes.int().unflatten(-5, (2, 2)).unbind(-6)
@@ -289,7 +293,7 @@ def byte_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def _fours(codes: Tensor) -> Tensor:
-    """(..., 4) of 4 bits -> words (...)."""
+    """Return words (...) of (..., 4) codes of 4 bits."""
     shifts = torch.arange(0, 16, 4, device=codes.device, dtype=torch.int32)
     return (codes << shifts).sum(-1, dtype=torch.int32)
 
@@ -299,7 +303,7 @@ def _short(words: Tensor) -> Tensor:
 
 
 def byte_codes(words: Tensor, sets: int, bits: int) -> Tensor:
-    """int16 words (..., n) -> codes int32 (..., sets, 16, 2, 4, 4)."""
+    """Return codes int32 (..., sets, 16, 2, 4, 4) of int16 words (..., n)."""
     wide = words.int() & 0xFFFF
     if byte_halved(sets, bits):
         return _codes_of_four_sets(wide)
@@ -321,7 +325,7 @@ def byte_codes(words: Tensor, sets: int, bits: int) -> Tensor:
 
 
 def _codes_of_four_sets(wide: Tensor) -> Tensor:
-    """As `byte_codes` of words int32 where `byte_halved`."""
+    """Return `byte_codes` of words int32 where `byte_halved`."""
     shifts = torch.arange(0, 16, 4, device=wide.device, dtype=torch.int32)
     whole = wide[..., :256].unflatten(-1, (16, 2, 4, 2)).movedim(-1, -4)[..., None] >> shifts & 15
     half = wide[..., 256:].unflatten(-1, (16, 4, 2)).movedim(-1, -3)[..., None] >> shifts & 15  # (..., 2, 16, 4, 4)
@@ -330,19 +334,19 @@ def _codes_of_four_sets(wide: Tensor) -> Tensor:
 
 
 def halved(pieces: int, bits: int) -> bool:
-    """Whether the last of `tiles` is half of one."""
+    """Return whether the last of `tiles` is half of one."""
     return bits == 3 and pieces == 8
 
 
 def tiles(pieces: int, bits: int) -> int:
-    """Tiles of 16 x 8 units for so many pieces."""
+    """Return the tiles of 16 x 8 units for so many pieces."""
     if bits == 3:
         return pieces // 16 * 3 + min(-(-(pieces % 16) // 5), 3)
     return -(-pieces * bits // 16)
 
 
 def units(codes: Tensor, bits: int) -> Tensor:
-    """Pair codes (..., pieces, 16, 8) -> int16 words (..., n), tile after tile."""
+    """Return int16 words (..., n), tile after tile, of pair codes (..., pieces, 16, 8)."""
     pieces = codes.shape[-3]
     if halved(pieces, bits):
         first, sixth, seventh, eighth = codes.int().split((5, 1, 1, 1), -3)
@@ -364,11 +368,12 @@ def units(codes: Tensor, bits: int) -> Tensor:
 
 
 def _rotated_words(units: Tensor) -> Tensor:
+    """Rotate the bits of units to the left by ALIGNED."""
     return units << ALIGNED | units >> 32 - ALIGNED & (1 << ALIGNED) - 1
 
 
 def ununits(words: Tensor, pieces: int, bits: int) -> Tensor:
-    """int16 words (..., n) -> pair codes int32 (..., pieces, 16, 8)."""
+    """Return pair codes int32 (..., pieces, 16, 8) of int16 words (..., n)."""
     width, count = 2 * bits, 32 // (2 * bits)
     rotated = words.contiguous().view(torch.int32)
     aligned = rotated << 32 - ALIGNED | rotated >> ALIGNED & (1 << 32 - ALIGNED) - 1
@@ -390,6 +395,6 @@ def ununits(words: Tensor, pieces: int, bits: int) -> Tensor:
 
 
 def _steps(count: int, width: int, device: torch.device) -> Tensor:
-    """By how many bits the pieces of a unit are shifted: int32 (count, 1, 1)."""
+    """Return by how many bits the pieces of a unit are shifted: int32 (count, 1, 1)."""
     steps = torch.arange(0, count * width, width, dtype=torch.int32, device=device)
     return steps[:, None, None]

@@ -1,4 +1,4 @@
-"""Which channels of a key block are worth more bits (MixKVQ)."""
+"""MixKVQ's choice of the channels of a key block that get more bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .reference import Tiers, refusal, select
 
 
 def fast() -> ModuleType:
-    """The Triton kernel's `select`; ImportError without triton."""
+    """Return the Triton module, whose `select` does the same on a GPU. ImportError where Triton is not installed."""
     from . import triton
 
     return triton

@@ -15,8 +15,9 @@ STEPS = 3.0  # of the lowest tier, 2 bits
 
 @dataclass(frozen=True)
 class Tiers:
-    """By thresholds over the median of the block's positive saliences (median False: over 1), counts rounded up to
-    multiples of `round_up`; or, with full and four, so many channels of each kv head.
+    """How channels are shared out over tiers: by thresholds over the median of the block's positive saliences (median
+    False: over 1), counts rounded up to multiples of `round_up`; or, with full and four, so many channels of each kv
+    head.
     """
 
     low: float = 2.0
@@ -28,8 +29,8 @@ class Tiers:
 
 
 def select(x: Tensor, importance: Tensor | None, how: Tiers, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x (B, H, T, D) floats, T whole blocks; importance float32 (B, H, N or 1, D), None: 1 -> channels tier by tier,
-    ascending in each, uint8 (B, H, N, D); where the second and the third tier begin, int32 (B, H, N).
+    """Return channels tier by tier, ascending in each, uint8 (B, H, N, D); and where the second and the third tier
+    begin, int32 (B, H, N). x (B, H, T, D) floats, T whole blocks; importance float32 (B, H, N or 1, D), None: 1.
     """
     blocks = x.float().unflatten(2, (-1, block))
     salience = (blocks.amax(3) - blocks.amin(3)) / torch.full((), STEPS, device=x.device)
@@ -51,14 +52,14 @@ def select(x: Tensor, importance: Tensor | None, how: Tiers, block: int) -> tupl
 
 
 def refusal(heads: int, dim: int) -> str | None:
-    """Why the Triton kernel does not choose channels of so many kv heads of these."""
+    """Return why the Triton kernel does not choose channels of so many kv heads of `dim` channels; None if it does."""
     if heads & (heads - 1) or dim & (dim - 1) or not 16 <= dim <= 256:
         return f"{heads} kv heads of {dim}: must be powers of two, head_dim 16 to 256"
     return None
 
 
 def _median(salience: Tensor) -> Tensor:
-    """Lower median of all kv heads' positive saliences of a block, (B, 1, N, 1); 0 where there are none."""
+    """Return the lower median of all kv heads' positive saliences of a block, (B, 1, N, 1); 0 where there are none."""
     flat = salience.transpose(1, 2).flatten(2).sort(-1).values
     zeros = (flat <= 0).sum(-1, keepdim=True)
     middle = zeros + (flat.shape[-1] - zeros - 1).clamp_min(0) // 2

@@ -25,7 +25,7 @@ def select_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr, FULL: tl.constexpr,
     FOUR: tl.constexpr, FIXED: tl.constexpr, MEDIAN: tl.constexpr, WEIGHED: tl.constexpr,
 ):
-    """Grid (blocks, batch)."""
+    """Select with a grid (blocks, batch)."""
     N: tl.constexpr = HEADS * DIM
     i_block, i_batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = tl.arange(0, N)
@@ -78,7 +78,9 @@ def select_kernel(
 
 
 def select(x: Tensor, importance: Tensor | None, how: Tiers, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As reference.select, for any strides but that of channels, which is 1; kv heads and head_dim powers of two."""
+    """Do what `reference.select` does, for any strides except for that of channels, which is 1; kv heads and head_dim
+    are powers of two.
+    """
     batch, heads, tokens, dim = x.shape
     if why := refusal(heads, dim):
         raise ValueError(why)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def planes(bits: int) -> list[int]:
-    """Widths of the planes of a code, most significant first: 6 -> [4, 2], 11 -> [8, 2, 1]."""
+    """Return the widths of the planes of a code, most significant first: 6 -> [4, 2], 11 -> [8, 2, 1]."""
     if not 1 <= bits <= 16:
         raise ValueError(f"codes of {bits} bits: 1 to 16 can be packed")
     rest = bits - 8 if bits > 8 else bits
@@ -22,22 +22,23 @@ def planes(bits: int) -> list[int]:
 
 
 def word_bits(count: int, width: int) -> int:
-    """16 where `count` fields fill 16-bit words exactly, else 8 (a `width` of 8 is a byte)."""
+    """Return 16 where `count` fields fill 16-bit words exactly, else 8 (a `width` of 8 is a byte)."""
     return 16 if width < 8 and count % (16 // width) == 0 else 8
 
 
 def plane_bytes(count: int, width: int) -> int:
+    """Return the bytes that a plane of `count` fields takes."""
     size = word_bits(count, width)
     return -(-count // (size // width)) * (size // 8)
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Bytes that `count` codes of `bits` bits take."""
+    """Return the bytes that `count` codes of `bits` bits take."""
     return sum(plane_bytes(count, width) for width in planes(bits))
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """codes (..., n) integers in [0, 2**bits) -> uint8 (..., packed_bytes(n, bits))."""
+    """Pack codes (..., n), integers in [0, 2**bits) -> uint8 (..., packed_bytes(n, bits))."""
     shift, parts = bits, []
     for width in planes(bits):
         shift -= width
@@ -46,7 +47,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """uint8 (..., packed_bytes(count, bits)) -> codes (..., count), uint8 up to 8 bits, int32 above."""
+    """Unpack uint8 (..., packed_bytes(count, bits)) -> codes (..., count), uint8 up to 8 bits, int32 above."""
     shift, start = bits, 0
     kind = torch.uint8 if bits <= 8 else torch.int32
     codes = None

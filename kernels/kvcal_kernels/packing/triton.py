@@ -1,4 +1,4 @@
-"""Single codes out of packed runs, for kernels that read them at any place: reference.py has the order."""
+"""Single codes out of packed runs, for kernels that read them anywhere: reference.py has the order."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import triton.language as tl
 
 @triton.constexpr_function
 def _word(count, width):
-    """As reference.word_bits, which compiled code cannot call."""
+    """Return reference.word_bits, which compiled code cannot call."""
     return 16 if width < 8 and count % (16 // width) == 0 else 8
 
 
 @triton.constexpr_function
 def _words(count, width):
+    """Return the words of a plane."""
     size = 16 if width < 8 and count % (16 // width) == 0 else 8
     return -(-count // (size // width))
 
 
 @triton.constexpr_function
 def _start(bits, count, width):
-    """Bytes of the planes before that of `width` (of a code's last eight bits)."""
+    """Return the bytes of the planes before that of `width` (of a code's last eight bits)."""
     start, rest = (count, bits - 8) if bits > 8 else (0, bits)
     for before in (8, 4, 2):
         if before > width and rest & before:
@@ -44,7 +45,8 @@ def _field(p, b_place, b_live, START: tl.constexpr, WIDTH: tl.constexpr, COUNT: 
 
 @triton.jit
 def code_at(p, b_place, b_live, BITS: tl.constexpr, COUNT: tl.constexpr):
-    """Codes at b_place (int32) of runs of COUNT codes of BITS bits that start at the bytes p, which broadcast: int32.
+    """Load codes at b_place (int32) of runs of COUNT codes of BITS bits that start at the bytes p, which broadcast:
+    int32.
     """
     REST: tl.constexpr = BITS - 8 if BITS > 8 else BITS
     b_code = b_place * 0
@@ -63,7 +65,7 @@ def code_at(p, b_place, b_live, BITS: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.constexpr_function
 def _power(n):
-    """The least power of two that is not below n."""
+    """Return the least power of two that is not below n."""
     return 1 << (n - 1).bit_length()
 
 
@@ -83,7 +85,7 @@ def _store_plane(p_out, p_codes, START: tl.constexpr, WIDTH: tl.constexpr, DOWN:
 
 @triton.jit
 def store_codes(p_out, p_codes, BITS: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT codes int32 of BITS bits as packed bytes, by one program: what `code_at` reads."""
+    """Store COUNT codes int32 of BITS bits as packed bytes, by one program: what `code_at` reads."""
     REST: tl.constexpr = BITS - 8 if BITS > 8 else BITS
     if BITS > 8:
         _store_plane(p_out, p_codes, 0, 8, REST, COUNT)

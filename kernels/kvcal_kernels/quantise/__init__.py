@@ -1,4 +1,4 @@
-"""Keys and values to packed blocks, and the windows in front of them."""
+"""Keys and values packed to blocks, and the windows before them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from .reference import (
 
 @cache
 def fast() -> ModuleType:
-    """The Triton kernels, named as those of `reference`; ImportError without triton."""
+    """Return the Triton module, whose functions are named as those of `reference`. ImportError where Triton is not
+    installed.
+    """
     from . import triton
 
     return triton

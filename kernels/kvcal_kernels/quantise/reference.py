@@ -1,15 +1,15 @@
-"""Keys and values to packed blocks in the order that attention reads (layout/form.py), and the windows before them.
+"""Keys and values packed to blocks in the order that attention reads (layout/form.py), and the windows before them.
 
 Numbers are those of the codec `uniform` (kvcal_artifacts/codecs/uniform.py), bit for bit as it gives them on a CPU:
 float32, halves to even, scale and minimum rounded to float16 before codes. Hybrid groups (InnerQ section 4.1.2) are
 stored as asymmetric ones: a symmetric group's zero point is what its lowest code stands for, as in layout.Blocks. Grids
-(HIGGS, TurboQuant) are those of the codec `higgs` rotated per kv head, likewise (rotated/reference.py).
+(HIGGS, TurboQuant) are those of the codec `higgs` rotated per kv head, likewise (higgs/reference.py).
 
 A kernel cannot raise: what the codec refuses becomes bits of an int32 per kv head, read when the caller likes. Flags
 are only ever set; blocks of a head with one are not to be used.
 
 A row's tokens lie, in order, in its sink, its packed blocks and its recent window, a ring: token j of the window is in
-slot (32 * blocks + j) mod room, blocks being the packed blocks of the row. So neither packing nor cropping moves
+slot (32 * blocks + j) mod capacity, blocks being the packed blocks of the row. So neither packing nor cropping moves
 anything. Counts of all rows are on the device (`Counts`); one `advance` a forward moves them, every layer then carries
 it out (`append`). Letters: docs/architecture.md.
 """
@@ -66,13 +66,14 @@ class Rule:
 
     @property
     def factors(self) -> list[tuple[float, float]]:
-        """What is tried, in the codec's order: (factor of the scale, 0) of symmetric ones, (factor of the range, part
-        of the range that is left out below) of asymmetric ones.
+        """Factors that are tried, in the codec's order: (factor of the scale, 0) of symmetric ones, (factor of the
+        range, part of the range that is left out below) of asymmetric ones.
         """
         return self.symmetric_factors + self.asymmetric_factors
 
     @property
     def symmetric_factors(self) -> list[tuple[float, float]]:
+        """The symmetric ones of `factors`."""
         if self.mode == "asymmetric":
             return []
         signs = (1, -1) if self.search and self.mode == "symmetric" else (1,)
@@ -80,6 +81,7 @@ class Rule:
 
     @property
     def asymmetric_factors(self) -> list[tuple[float, float]]:
+        """The asymmetric ones of `factors`."""
         if self.mode == "symmetric":
             return []
         return [(factor, (1 - factor) / 2) for factor in (RANGES if self.search else (1.0,))]
@@ -88,7 +90,7 @@ class Rule:
 @dataclass(frozen=True, eq=False)
 class GridRule:
     """How numbers become codes of a grid's form: rotated per kv head, divided by a norm, the nearest point. grid: the
-    signs are of each head, (H, D). gain: of rotated.Rotated. ValueError where a head, or what a norm spans, is no power
+    signs are of each head, (H, D). gain: of higgs.Rotated. ValueError where a head, or what a norm spans, is no power
     of two.
     """
 
@@ -108,7 +110,7 @@ class GridRule:
             )
 
     def __deepcopy__(self, memo: dict[int, object]) -> GridRule:
-        """Itself: copies of a cache read the same table."""
+        """Return the rule itself: copies of a cache read the same table."""
         return self
 
     @property
@@ -122,8 +124,8 @@ class GridRule:
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """What the kernel reads, float32: signs (H * D,), gain, `rotated.Rotated.table`; made once, as a CUDA graph
-        must find it where it was.
+        """The numbers that the kernel reads, float32: signs (H * D,), gain, `higgs.Rotated.table`. It is made once, as
+        a CUDA graph must find it where it was.
         """
         how = self.how
         return torch.cat([how.sign.float(), how.table.new_full((1,), self.gain), how.table])
@@ -134,7 +136,7 @@ AnyRule: TypeAlias = Rule | GridRule
 
 @dataclass(frozen=True)
 class _Coded:
-    """Groups (..., g): codes float32 in [0, 2^bits), scale and zero float16 (...), error: sum of squares (...)."""
+    """Coded groups (..., g): codes float32 in [0, 2^bits), scale and zero float16 (...), error: sum of squares (...)."""
 
     codes: Tensor
     scale: Tensor
@@ -143,8 +145,8 @@ class _Coded:
 
 
 def quantise(x: Tensor, rule: AnyRule, factor: Tensor | None = None) -> tuple[Blocks, Tensor]:
-    """x (B, H, T, D) float16, bfloat16 or float32, T whole blocks and groups -> its blocks, and flags int32 (H,), not
-    shifted.
+    """Pack x (B, H, T, D) float16, bfloat16 or float32, T whole blocks and groups -> its blocks, and flags int32 (H,),
+    not shifted.
 
     factor (H, 1, D) or (B, H, 1, D): x is divided by it first, in float32 (InnerQ section 4.3, codecs/scaled.py).
     """
@@ -166,7 +168,7 @@ def quantise(x: Tensor, rule: AnyRule, factor: Tensor | None = None) -> tuple[Bl
 
 
 def _candidates(x: Tensor, rule: Rule) -> Iterator[_Coded]:
-    """Symmetric ones first; the first is plain."""
+    """Yield coded groups, symmetric ones first; the first is plain."""
     half, top = 2.0 ** (rule.form.bits - 1), _like(x, 2.0**rule.form.bits - 1)
     plain = x.abs().amax(-1) / half
     # Hybrid: what the lowest code stands for is stored too.
@@ -187,8 +189,8 @@ def _candidates(x: Tensor, rule: Rule) -> Iterator[_Coded]:
 
 
 def _like(x: Tensor, number: float) -> Tensor:
-    """On x's device: CUDA divides by a number of the host as it multiplies with the reciprocal, which is another last
-    bit.
+    """Return a number as a tensor on x's device: CUDA divides by a number of the host by multiplying with its
+    reciprocal, which gives another last bit.
     """
     return torch.full((), number, device=x.device)
 
@@ -206,7 +208,7 @@ def _lower(best: _Coded, other: _Coded) -> _Coded:
 
 
 def _flags(x: Tensor, rule: Rule) -> Tensor:
-    """Of the plain scale: a smaller one could hide that float16 cannot hold it."""
+    """Return flags of the plain scale: a smaller one could hide that float16 cannot hold it."""
     half, top = 2.0 ** (rule.form.bits - 1), _like(x, 2.0**rule.form.bits - 1)
     low, high, peak = x.amin(-1), x.amax(-1), x.abs().amax(-1)
     faults = {NONFINITE: ~torch.isfinite(x).all(-1)}
@@ -222,8 +224,8 @@ def _flags(x: Tensor, rule: Rule) -> Tensor:
 
 
 def check(flags: Tensor, layer: int) -> str | None:
-    """What flags (H,) int32 say, in one line naming layer and head, one that is not finite before others: a norm over
-    all heads is none then; None where they say nothing. Waits for the device.
+    """Describe flags (H,) int32 in one line naming layer and head; None where none is set. A flag of numbers that are
+    not finite comes before others: a norm over all heads is not finite then. This waits for the device.
     """
     faults = [
         (not bits & NONFINITE, head, role, bits)
@@ -243,7 +245,9 @@ def check(flags: Tensor, layer: int) -> str | None:
 
 @dataclass(frozen=True)
 class Windows:
-    """Tokens: sink, recent ones that stay exact at least, and how many are packed at a time, a multiple of 32."""
+    """Numbers of tokens: sink, recent ones that stay exact at least, and how many are packed at a time, a multiple of
+    32.
+    """
 
     sink: int = 32
     recent: int = 96
@@ -254,7 +258,7 @@ class Windows:
             raise ValueError(f"{self}: none negative, and a block a multiple of {BLOCK}")
 
     def ring_capacity(self, queries: int) -> int:
-        """Slots of the ring for calls of up to so many new tokens in one launch: a multiple of 32."""
+        """Return the slots of the ring for calls of up to so many new tokens in one launch: a multiple of 32."""
         return -(-(self.recent + self.block - 1 + queries) // BLOCK) * BLOCK
 
 
@@ -262,12 +266,12 @@ FIELDS = ("sink_before", "window_before", "blocks_before", "new", "sink", "seen"
 
 
 class Counts:
-    """Of every row, int32 (B,), views of one tensor `data` (8, B): tokens of sink and window and packed blocks of 32,
-    before and after the current call; `new`: its real tokens, the last ones of its columns; `seen`: window_before and
-    the new tokens that the sink did not take, packed or not.
+    """Counts of every row, int32 (B,), views of one tensor `data` (8, B): tokens of sink and window and packed blocks
+    of 32, before and after the current call; `new`: its real tokens, the last ones of its columns; `seen`:
+    window_before and the new tokens that the sink did not take, packed or not.
 
     Attention over (sink, blocks_before, seen) gives what the cache gives, new tokens exact; (sink, blocks, window) what
-    is stored. Both may run after `append`: a ring keeps what was just packed.
+    is stored. Both may run after `append`: a ring still has what was just packed.
     """
 
     def __init__(self, batch: int, windows: Windows, device: torch.device | str = "cpu") -> None:
@@ -304,8 +308,8 @@ def advance(counts: Counts, new: Tensor) -> None:
 
 
 def observe(peak: Tensor, fixed: Tensor, counts: Counts, keys: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
-    """InnerQ's key factors (section 4.3) of a call, `counts` being those behind it: `factors_of` the largest magnitude
-    of each channel up to the token with which a row's first block is due.
+    """Update InnerQ's key factors (section 4.3) by a call; `counts` are those after it. They are `factors_of` the
+    largest magnitude of each channel up to the token with which a row's first block is due.
 
     peak (B, H, D) float32 and fixed (B,) bool, rows whose factors stay, are changed in place. keys (B, H, Q, D): of Q
     real tokens in every row. -> factors of kv heads (B, H, 1, D) and of query heads (B, ratio * H, 1, D), float32,
@@ -321,8 +325,8 @@ def observe(peak: Tensor, fixed: Tensor, counts: Counts, keys: Tensor, ratio: in
 
 
 def factors_of(peak: Tensor) -> Tensor:
-    """max |K_c| -> the factor that keys are divided by, float32: its square root in float16, 1 for channels that are
-    zero.
+    """Return the factor that keys are divided by, float32: the square root of peak, max |K_c|, in float16, 1 for
+    channels that are zero.
     """
     factor = root(peak.float()).to(torch.float16).float()
     return torch.where(factor > 0, factor, 1.0)
@@ -330,8 +334,8 @@ def factors_of(peak: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer stores. keys, values: room for N blocks. sink (2 tensors), recent (2 tensors, a ring): keys and
-    values (B, H, room, D) of the model's dtype. flags (H,) int32.
+    """The storage of a layer. keys, values: capacity for N blocks. sink (2 tensors), recent (2 tensors, a ring): keys
+    and values (B, H, capacity, D) of the model's dtype. flags (H,) int32.
     """
 
     keys: Blocks
@@ -342,7 +346,7 @@ class Layer:
 
     @functools.cached_property
     def launch_key(self) -> tuple[Any, ...]:
-        """All that a kernel takes for granted of it but numbers; see layout.launch_key."""
+        """All that a kernel takes for granted of the layer, without its numbers; see layout.launch_key."""
         return (
             self.keys.launch_key,
             self.values.launch_key,
@@ -364,7 +368,9 @@ def blocks_for(
     device: torch.device | str,
     make: Callable[..., Tensor] = torch.zeros,
 ) -> Blocks:
-    """Room for `count` blocks of 32 tokens a row; make: torch.empty where all of them are written next."""
+    """Return empty blocks with capacity for `count` blocks of 32 tokens a row; make: torch.empty where all of them are
+    written next.
+    """
     form = rule.form
     words = make(batch, heads, count, form.words, dtype=torch.int16, device=device)
     scale_shape = batch, heads // form.norm_heads, count // form.scale_blocks, form.scales
@@ -373,8 +379,8 @@ def blocks_for(
 
 
 def keep(sink: tuple[Tensor, Tensor], ring: tuple[Tensor, Tensor], counts: Counts, new: tuple[Tensor, Tensor]) -> None:
-    """What `append` does with new tokens (B, H, Q, D) before any is packed, in operations of fixed shape. What the sink
-    takes lands in slots of the ring behind the window, too, as pads do, which nobody reads.
+    """Do with new tokens (B, H, Q, D) what `append` does before any is packed, in operations of fixed shape. Tokens
+    that the sink takes land in slots of the ring behind the window as well, as pads do; nobody reads them there.
     """
     queries, device = new[0].shape[2], counts.data.device
     pads = (queries - counts.new)[:, None].long()
@@ -403,10 +409,9 @@ def append(
     factor: Tensor | None = None,
     due: Tensor | None = None,
 ) -> None:
-    """Carry out in one layer what `advance` found: k, v (B, H, Q, D), a row's real tokens last, go to its sink and its
-    window, and the window's oldest blocks, if they are due, are packed behind the row's others. factor: of keys, as of
-    `quantise`. due (B, H, block, D) float32, contiguous: in the place of these keys, as they are rounded
-    (compensated.due).
+    """Carry out in one layer what `advance` counted. k, v (B, H, Q, D), a row's real tokens last, go to its sink and
+    its window, and the window's oldest blocks, if they are due, are packed behind the row's others. factor: of keys,
+    see `quantise`. due (B, H, block, D) float32, contiguous: replaces these keys, as they are rounded (squat.due).
     """
     if due is not None:
         check_due(counts, k, key, due, factor)
@@ -421,7 +426,7 @@ def append(
 
 
 def check_due(counts: Counts, k: Tensor, key: AnyRule, due: Tensor, factor: Tensor | None) -> None:
-    """Raises ValueError unless `due` is what keys of the one block that a call can pack are rounded from."""
+    """Raise ValueError unless `due` is what keys of the one block that a call can pack are rounded from."""
     block, shape = counts.windows.block, (*k.shape[:2], counts.windows.block, k.shape[3])
     if due.shape != shape or due.dtype != torch.float32 or not due.is_contiguous() or due.device != k.device:
         got = f"{tuple(due.shape)} {due.dtype} on {due.device}"
@@ -445,7 +450,7 @@ def _append_row(
     factor: Tensor | None,
     due: Tensor | None,
 ) -> Tensor:
-    """x (H, Q, D) -> flags (H,)."""
+    """Append x (H, Q, D) to one row and return its flags (H,)."""
     sink, ring = layer.sink[role][row], layer.recent[role][row]
     real = x[:, x.shape[1] - here["new"] :]
     bits = (~torch.isfinite(real.float())).flatten(1).any(1).int() * NONFINITE

@@ -1,4 +1,4 @@
-"""What the append kernel must know of keys, or of values, when it is compiled: one constant for each of the two."""
+"""What the append kernel knows of keys, or of values, when it is compiled: one constant for each of the two."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Side:
-    """bits: of a code. mode: of integers 0 symmetric, 1 asymmetric, 2 hybrid; of a grid 1 where it lies in bytes, else
-    0. along: groups lie along tokens. inner: along what attention contracts. group, pieces, tiles, words, columns: of
-    layout.Form. together: columns of scales side by side. symmetric, candidates: how many factors of scales are tried
-    of symmetric groups, and of all. vector: numbers that a code of a grid stands for, 0 of integers. norm_heads: kv
-    heads that share a norm. points, cells, few, most: of the grid's raster (rotated.searched).
+    """The compile-time constants of keys or of values. bits: of a code. mode: of integers 0 symmetric, 1 asymmetric, 2
+    hybrid; of a grid 1 where it lies in bytes, else 0. along: groups lie along tokens. inner: along what attention
+    contracts. group, pieces, tiles, words, columns: of layout.Form. together: columns of scales side by side.
+    symmetric, candidates: how many factors of scales are tried of symmetric groups, and of all. vector: numbers that a
+    code of a grid stands for, 0 of integers. norm_heads: kv heads that share a norm. points, cells, few, most: of the
+    grid's raster (higgs.triton.searched).
     """
 
     bits: int

@@ -8,7 +8,9 @@ from .reference import Digits, Moves, corrected, due, moves, refusal
 
 
 def fast() -> ModuleType:
-    """The Triton kernels' `corrected` and `due`; ImportError without triton."""
+    """Return the Triton module, whose `corrected` and `due` do the same on a GPU. ImportError where Triton is not
+    installed.
+    """
     from . import triton
 
     return triton

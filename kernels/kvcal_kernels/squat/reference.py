@@ -1,9 +1,9 @@
 """SQuat's rounding (Wang et al. 2025, Lemma 2 and 3): channels of a key are rounded some at a time, and those behind
-take back what rounding did, in the directions that queries look at. Numbers are those of the codec `squat`
+make up for the error of rounding, in the directions that queries look at. Numbers are those of the codec `squat`
 (kvcal_artifacts/codecs/squat.py), bit for bit as it gives them on a CPU: products are sums of integers that float64
 holds exactly.
 
-What comes out is rounded to nearest by `quantise`, which gives the packed blocks.
+The result is rounded to nearest by `quantise`, which gives the packed blocks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Moves:
-    """What the error of `channels` channels moves those behind them by, step by step: weight float64 (B or 1, H,
-    channels, D - stop), integers of at most 2^23 or so, and the unit of each head float64 (B or 1, H).
+    """How the error of `channels` channels moves those behind them, step by step: weight float64 (B or 1, H, channels,
+    D - stop), integers of at most 2^23 or so, and the unit of each head float64 (B or 1, H).
     """
 
     channels: int
@@ -33,7 +33,9 @@ class Moves:
 
     @functools.cached_property
     def digits(self) -> list[Tensor]:
-        """Weights as three float16 digits (3, B or 1, H, channels, D - stop), w = d0 + 2^8 d1 + 2^16 d2; made once."""
+        """Weights as three float16 digits (3, B or 1, H, channels, D - stop), w = d0 + 2^8 d1 + 2^16 d2. They are made
+        once.
+        """
         digits = []
         for weight in self.weights:
             rest, parts = weight.to(torch.int32), []
@@ -54,10 +56,11 @@ class Digits:
 
     @classmethod
     def of(cls, moves: Moves) -> Digits:
+        """Return a copy of `moves` in storage of its own."""
         return cls(moves.channels, [x.clone() for x in moves.digits], [x.clone() for x in moves.units])
 
     def renew(self, moves: Moves) -> bool:
-        """Hold these instead. False, and nothing is done, where they are of another shape or device."""
+        """Copy `moves` into this storage. Return False, and do nothing, where they are of another shape or device."""
         new, before = [*moves.digits, *moves.units], self.tensors
         if [(x.shape, x.device) for x in new] != [(x.shape, x.device) for x in before]:
             return False
@@ -71,21 +74,21 @@ class Digits:
 
     @property
     def weights(self) -> list[Tensor]:
-        """As of `Moves`."""
+        """The weights of `Moves`, float64, put together from the digits."""
         return [x[0].double() + 256 * x[1].double() + 65536 * x[2].double() for x in self.digits]
 
 
 def moves(responses: list[Tensor], channels: int) -> Moves:
-    """responses: M_br M_rr^-1 of each step (B or 1, H, channels, D - stop) float64, as codecs.squat.responses makes
-    them.
+    """Return the moves of responses: M_br M_rr^-1 of each step (B or 1, H, channels, D - stop) float64, as
+    codecs.squat.responses makes them.
     """
     integers = [_integers(response, factor_bits(channels)) for response in responses]
     return Moves(channels, [weight for weight, _ in integers], [unit.flatten(1) for _, unit in integers])
 
 
 def corrected(x: Tensor, moves: Moves | Digits, bits: int, group: int, block: int) -> Tensor:
-    """x (B, H, T, D), T whole blocks of `block` tokens -> keys as they are rounded in the end, float32. bits, group: of
-    the rounding, asymmetric, groups of tokens of one channel.
+    """Return keys as they are rounded in the end, float32. x (B, H, T, D), T whole blocks of `block` tokens. bits,
+    group: of the rounding, asymmetric, groups of tokens of one channel.
     """
     keys: Tensor = torch.unflatten(x.float(), 2, (-1, block)).clone()
     for i, (weight, unit) in enumerate(zip(moves.weights, moves.units, strict=True)):
@@ -101,11 +104,12 @@ def corrected(x: Tensor, moves: Moves | Digits, bits: int, group: int, block: in
 def due(
     ring: Tensor, counts: Counts, new: Tensor, moves: Moves | Digits, bits: int, group: int, out: Tensor | None = None
 ) -> Tensor:
-    """`corrected` of the one block of counts.windows.block tokens that a call of at most as many packs, before `append`
-    puts its tokens away; operations of fixed shape, no value is looked at.
+    """Return `corrected` of the one block of counts.windows.block tokens that a call of at most as many packs, before
+    `append` puts its tokens away. Operations have fixed shapes, and no value is read on the host.
 
-    ring (B, H, room, D): keys of the window, as of quantise.Layer.recent. new (B, H, Q, D), a row's real tokens last;
-    counts: behind the call. -> (B, H, block, D) float32, anything in rows of which no block is due; out: where to.
+    ring (B, H, capacity, D): keys of the window, as of quantise.Layer.recent. new (B, H, Q, D), a row's real tokens
+    last; counts: after the call. -> (B, H, block, D) float32, anything in rows of which no block is due; out: takes the
+    result.
     """
     block, queries, capacity = counts.windows.block, new.shape[2], ring.shape[2]
     check_due(ring, counts, new)
@@ -123,7 +127,7 @@ def due(
 
 
 def check_due(ring: Tensor, counts: Counts, new: Tensor) -> None:
-    """Raises ValueError: `due` knows of one block a row."""
+    """Raise ValueError unless a call packs at most one block of each row."""
     batch, heads, queries, dim = new.shape
     if queries > counts.windows.block:
         raise ValueError(f"{queries} new tokens, blocks of {counts.windows.block}: must be at most one block")
@@ -135,7 +139,9 @@ def check_due(ring: Tensor, counts: Counts, new: Tensor) -> None:
 
 
 def refusal(dim: int, channels: int, group: int, block: int) -> str | None:
-    """Why the Triton kernel does not correct keys of these channels at a time, groups and blocks of tokens."""
+    """Return why the Triton kernel does not correct keys of so many channels at a time, with these groups and blocks of
+    tokens; None if it does.
+    """
     if not 16 <= block <= 128 or block & (block - 1) or group & (group - 1) or block % group:
         return f"blocks of {block} tokens, groups of {group}: must be powers of two, blocks of 16 to 128, whole groups"
     for behind in range(dim - channels, 0, -channels):
@@ -145,12 +151,12 @@ def refusal(dim: int, channels: int, group: int, block: int) -> str | None:
 
 
 def factor_bits(channels: int) -> int:
-    """Of each factor: the sum of `channels` products stays below 2^53."""
+    """Return the bits of each factor with which the sum of `channels` products stays below 2^53."""
     return (53 - (channels - 1).bit_length()) // 2
 
 
 def _error(part: Tensor, bits: int, group: int) -> Tensor:
-    """What rounding adds to keys (B, H, N, b, g): as quantise.reference's plain asymmetric scale."""
+    """Return the error of rounding keys (B, H, N, b, g) with quantise.reference's plain asymmetric scale."""
     x, top = part.transpose(-1, -2).unflatten(-1, (-1, group)), torch.full((), 2.0**bits - 1, device=part.device)
     low = x.amin(-1, keepdim=True)
     scale = ((x.amax(-1, keepdim=True) - low) / top).clamp(2.0**-24, 65504.0).half().float()
@@ -161,7 +167,7 @@ def _error(part: Tensor, bits: int, group: int) -> Tensor:
 
 
 def _integers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """x as float64 integers of at most 2^bits and their power-of-two unit, one for the last two dimensions."""
+    """Return x as float64 integers of at most 2^bits and their power-of-two unit, one for the last two dimensions."""
     largest = x.abs().flatten(-2).amax(-1)[..., None, None].double()
     unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent.to(torch.int32) - bits)
     return (x.double() / unit).round_(), unit

@@ -33,7 +33,7 @@ ROWS = 32  # tokens of a program, or one block
 def _error(
     x, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, TOP: tl.constexpr
 ):
-    """What rounding adds to [BLOCKS * GROUPS * GROUP, CHANNELS], groups of tokens."""
+    """Return the error of rounding [BLOCKS * GROUPS * GROUP, CHANNELS] in groups of tokens."""
     x = tl.reshape(x, [BLOCKS * GROUPS, GROUP, CHANNELS])
     low = tl.min(x, 1)
     scale = tl.div_rn(tl.max(x, 1) - low, tl.zeros_like(low) + TOP)
@@ -46,7 +46,7 @@ def _error(
 
 @triton.jit
 def _unit(largest, BITS: tl.constexpr):
-    """2^(exponent - BITS) of float32 numbers, their exponent that of frexp; float64."""
+    """Return 2^(exponent - BITS) of float32 numbers, with frexp's exponent; float64."""
     bits = largest.to(tl.float64).to(tl.int64, bitcast=True)
     exponent = tl.where(largest > 0, (bits >> 52) - 1022, 0)
     return ((exponent - BITS + 1023) << 52).to(tl.float64, bitcast=True)
@@ -54,7 +54,7 @@ def _unit(largest, BITS: tl.constexpr):
 
 @triton.jit
 def _digits(x):
-    """int32 -> three float16, -128 to 127, the last up to 2^9: x = d0 + 2^8 d1 + 2^16 d2."""
+    """Return three float16 of int32 x, -128 to 127, the last up to 2^9: x = d0 + 2^8 d1 + 2^16 d2."""
     low = ((x + 128) & 255) - 128
     x = (x - low) >> 8
     middle = ((x + 128) & 255) - 128
@@ -104,7 +104,7 @@ def correct_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr,
 ):
-    """Grid (tokens / (BLOCK * BLOCKS), HEADS, batch). Rounds channels from START on; with START 0 `p_out` gets all
+    """Round channels from START on with a grid (tokens / (BLOCK * BLOCKS), HEADS, batch). With START 0 `p_out` gets all
     channels, else it is `p_x` and those behind change. plane: numbers of a digit of all weights. batch_of_weights: 0 if
     all rows share them, else 1.
     """
@@ -128,8 +128,8 @@ def due_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr,
 ):
-    """correct_kernel of the block that a row packs now; grid (HEADS, batch). With START 0 keys come from the ring or
-    are new, else from p_out. BLOCKS: 1.
+    """Round the block that a row packs now as correct_kernel does, with a grid (HEADS, batch). With START 0 keys come
+    from the ring or are new, else from p_out. BLOCKS: 1.
     """
     i_kv, i_batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     p_row = p_counts + i_batch
@@ -159,7 +159,9 @@ def due_kernel(
 
 
 def corrected(x: Tensor, moves: Moves | Digits, bits: int, group: int, block: int) -> Tensor:
-    """As reference.corrected, for any strides but that of channels, which is 1. One launch for each of `own.digits`."""
+    """Do what `reference.corrected` does, for any strides except for that of channels, which is 1. There is one launch
+    for each of `moves.digits`.
+    """
     batch, heads, tokens, dim = x.shape
     _check(x, moves, group, block)
     if tokens % block:
@@ -180,7 +182,9 @@ def corrected(x: Tensor, moves: Moves | Digits, bits: int, group: int, block: in
 def due(
     ring: Tensor, counts: Counts, new: Tensor, moves: Moves | Digits, bits: int, group: int, out: Tensor | None = None
 ) -> Tensor:
-    """As reference.due; one launch for each of `own.digits`, which ends at once in rows of which no block is due."""
+    """Do what `reference.due` does, in one launch for each of `moves.digits`, which ends at once in rows of which no
+    block is due.
+    """
     batch, heads, queries, dim = new.shape
     block = counts.windows.block
     _check(new, moves, group, block)
@@ -210,7 +214,7 @@ _PREPARED = Prepared()
 
 
 def _check(x: Tensor, moves: Moves | Digits, group: int, block: int) -> None:
-    """What the kernels rely on and cannot see."""
+    """Check shapes, dtypes and strides: the kernels get pointers."""
     batch, heads, _, dim = x.shape
     if why := refusal(dim, moves.channels, group, block):
         raise ValueError(why)
@@ -229,7 +233,7 @@ def _check(x: Tensor, moves: Moves | Digits, group: int, block: int) -> None:
 
 
 def settings(step: int, channels: int, heads: int, dim: int, bits: int, group: int, block: int) -> dict[str, Any]:
-    """Compile-time constants of correct_kernel."""
+    """Return the compile-time constants of correct_kernel."""
     rest = dim - (step + 1) * channels
     chunk = min(64, rest & -rest)
     constants: dict[str, Any] = {
@@ -244,5 +248,5 @@ def settings(step: int, channels: int, heads: int, dim: int, bits: int, group: i
 
 
 def warps(block: int) -> int:
-    """Of a program: 128 tokens with 4 warps would spill."""
+    """Return the warps of a program: 128 tokens with 4 warps would spill."""
     return 8 if block > 64 else 4

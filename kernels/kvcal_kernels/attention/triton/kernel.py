@@ -2,7 +2,7 @@
 
 A warp takes a block of 32 tokens; a program NW consecutive ones, every warp with a softmax of its own until the end.
 All query rows of a kv head are the N = 8, 16 or 32 columns of one tensor-core product, whose 16 rows are tokens (keys)
-or channels (values): that order of storage (see reference.py) makes a 32-bit register hold the same field of two
+or channels (values). That order of storage (see layout/form.py) makes a 32-bit register hold the same field of two
 neighbours along the contracted dimension, so one AND unpacks two codes.
 
 Queries enter as float16 whatever their dtype: each row is scaled by a power of two. Scales along the contracted
@@ -12,9 +12,11 @@ outputs before they are merged. Where a code stands for channels, the pair in a 
 rows of the product are then pairs of channels, what is contracted is (token, parity), and every query row takes two
 columns, one of which meets the even channels, the other the odd ones (PAIRED).
 
-Keys before RoPE are decoded and turned in registers (`scores_of`), sink and recent ones where they are read.
+Keys before RoPE are decoded and rotated in registers (`before_rope.scores_of`), sink and recent ones where they are
+read.
 
-Sink and recent tokens are the last program of a kv head; the program that arrives last at a counter merges all of them.
+Sink and recent tokens are attended to by the last programs of a kv head (the tail of `plan`); the program that arrives
+last at a counter merges the results of all.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def _step(
     PAIRS: tl.constexpr, SLICES: tl.constexpr, STEP: tl.constexpr, PAIRED: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, MASK: tl.constexpr,
 ):
-    """NW blocks more: the new maxima, sums and outputs of each warp. MASK: some lie beyond `stop`."""
+    """Attend to NW more blocks: return the new maxima, sums and outputs of each warp. MASK: some blocks lie beyond
+    `stop`.
+    """
     MIXED: tl.constexpr = ASM and PAIRED and KEYS.grid
     b_block = first + tl.arange(0, NW)
     b_live = b_block < (stop if MASK else 0x7FFFFFFF)
@@ -93,7 +97,7 @@ def _step(
 
 @triton.jit
 def _norm_head(i_batch, i_head, SIDE: tl.constexpr):
-    """Whose scales a kv head reads: its own, or those that all of the row's heads share."""
+    """Return whose scales a kv head reads: its own, or those that all of the row's heads share."""
     return i_batch.to(tl.int64) if SIDE.shared_norm else i_head
 
 
@@ -104,8 +108,8 @@ def _query_of(
     PAIRS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Queries as the decoder of keys takes them: what meets codes, what meets zero points, sums of groups, queries that
-    are renewed; and b_up, by which a row is larger.
+    """Return queries as the decoder of keys takes them: what meets codes, what meets zero points, sums of groups,
+    queries that are renewed; and b_up, by which a row is larger.
     """
     q, plain, sums, plain_q = (), (), (), ()
     if KEYS.points:
@@ -135,7 +139,7 @@ def _output_of(
     acc, b_m, b_l, p_sign, i_kv, v_unit, VALUES: tl.constexpr, SLICES: tl.constexpr, WIDE: tl.constexpr,
     WIDTH: tl.constexpr, PAIRED: tl.constexpr, LAID: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """What the decoder of values has added up, as numbers: outputs, and maxima and sums of each warp [NW, N]."""
+    """Return what the decoder of values has added up, as numbers: outputs, and maxima and sums of each warp [NW, N]."""
     if PAIRED == 2:
         out, b_m, b_l = int8_step.output_of(acc, b_m, b_l, VALUES, WIDE, N, ASM)
     else:
@@ -159,8 +163,8 @@ def _all_blocks(
     STEP: tl.constexpr, PAIRED: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """A program's blocks, NW at a time, each warp its own. origins, base: of the ring, where FETCH. queries: of
-    `_query_of`; prepared: what decoders need besides.
+    """Attend to a program's blocks, NW at a time, one for each warp. origins, base: of the ring, where FETCH. queries:
+    of `_query_of`; prepared: what else the decoders need.
     """
     p_k, p_ks, p_v, p_vs, p_kt, p_vt, p_order, p_fit, p_first, p_near = pointers
     q, plain, sums, plain_q = queries
@@ -233,14 +237,15 @@ def attend_kernel(
     SLOTS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
     LONG: tl.constexpr, PAIRS: tl.constexpr,
 ):
-    """Grid (batch, HEADS * CHUNKS, parts): programs of one part begin together, see `plan`. A row's blocks and `extra`
-    ones are divided by `splits`; parts from `early` on have `less` of them fewer than the others, or none, and behind
-    them `share` exact tokens each, `sink_parts` of the sink, the rest of recent ones. The last program of each `fan`
-    parts merges them, the last of those `fans` what they merged (docs/benchmarks/decode_attention.md). factor: softmax
-    scale times log2(e). p_exact_q: of sink and recent. k_unit, v_unit: of tables. LONG: of `floor_divide`.
+    """Attend with a grid (batch, HEADS * CHUNKS, splits): programs of one split begin together, see `plan`. A row's
+    blocks and `tail_total` ones are divided by `packed_splits`. Splits from `tail_start` on have `tail_cost` of them
+    fewer than the others, or none, and then `tail_tokens` exact tokens each, `sink_splits` of the sink, the rest of
+    recent ones. The last program of each `merge_width` splits merges them, the last of those `merges` what they merged
+    (docs/benchmarks/decode_attention.md). factor: softmax scale times log2(e). p_exact_q: of sink and recent. k_unit,
+    v_unit: of tables. LONG: of `floor_divide`.
 
-    Keys before RoPE, PAIRS pairs of pieces of which it turns: p_first, p_near are `Rope.first_words` and `near_words`,
-    runs how many runs of positions a row has in p_first, 0 where all rows share them.
+    Keys before RoPE, of which PAIRS pairs of pieces are rotated: p_first, p_near are `Rope.first_words` and
+    `near_words`, runs how many runs of positions a row has in p_first, 0 where all rows share them.
     """
     SLICES: tl.constexpr = D // 16
     WIDE: tl.constexpr = D // 32 if PAIRED else SLICES  # slices of outputs

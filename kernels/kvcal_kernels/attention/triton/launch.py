@@ -38,14 +38,11 @@ from .kernel import attend_kernel
 def chosen(
     keys: Form, values: Form, rows: int, before_rope: bool, groups: int, capacity: int, device: torch.device
 ) -> Launch:
-    """For `groups` of query rows with room for so many blocks each. Few blocks leave most of the time to what comes
-    before and behind them: four warps leave their program one part, and those of a group are merged in one wait for
-    memory in place of two or three. Many groups have few parts anyway. H200, us with programs of 1 and of 4 warps,
-    uniform 4/4 (2/2): 1 x 512 8.7, 9.2; 1 x 4096 10.9, 10.0 (10.2, 9.5); 1 x 32768 22.3, 20.4 (16.7, 15.3); 1 x 65536
-    33.5, 32.6; 2 x 32768 32.6, 31.6; 1 x 131072 52.1, 51.8; 8 x 4096 21.8, 22.3; 32 x 512 19.8, 26.9. Points in bytes:
-    TurboQuant 4/3 at 1 x 4096 18.2, 19.0, HIGGS 2 at 1 x 32768 21.4, 21.6. Limits of other GPUs follow by their count
-    of multiprocessors, untimed. A room that grows into these limits, or out of them, takes another compiled kernel from
-    there on.
+    """Return the launch for `groups` of query rows with capacity for so many blocks each. Where blocks are few, most of
+    the time goes to what comes before and after them: four warps leave their program one split, and those of a group
+    are merged in one wait for memory instead of two or three. Many groups have few splits anyway. The limits were timed
+    on an H200 (docs/benchmarks/decode_attention.md); those of other GPUs follow by their count of multiprocessors,
+    untimed. A capacity that grows into these limits, or out of them, takes another compiled kernel from there on.
     """
     choices, processors = launches(keys, values, rows, before_rope), _processors(device)
     few = 4 * groups <= processors and capacity >= 64 and groups * capacity < FEW * processors
@@ -66,9 +63,9 @@ def attend(
     ring: bool = False,
     rope: Rope | None = None,
 ) -> Tensor:
-    """As reference.attend, for q, sink and recent of one dtype, float16 or bfloat16, and every tensor contiguous:
-    ValueError says what is not. The room of blocks must be whole groups of tokens; scales of values in outer groups are
-    not negative. A `workspace` of its own is needed where launches overlap, and under a CUDA graph.
+    """Compute `reference.attend` for q, sink and recent of one dtype, float16 or bfloat16, and every tensor contiguous:
+    ValueError says what is not. The capacity of blocks must be whole groups of tokens; scales of values in outer groups
+    are not negative. A `workspace` of its own is needed where launches overlap, and under a CUDA graph.
     """
     packed_q = q if packed_q is None else packed_q
     if packed_q.data_ptr() % 4:  # two numbers are read at a time
@@ -114,8 +111,8 @@ def _prepared(
     q: Tensor, keys: Blocks, values: Blocks, sink: Exact, recent: Exact, launch: Launch | None, same: bool, ring: bool,
     rope: Rope | None, before: tuple[Tensor, ...], behind: tuple[Tensor, ...],
 ) -> tuple[Ready, tuple[int, ...], tuple[int, ...]]:
-    """All of a launch that follows from shapes: what starts it, what it takes of a workspace, and whole numbers.
-    before, behind: the launch's tensors but for the workspace's; the kernel is compiled for them, as only then it is
+    """Return all of a launch that follows from shapes: what starts it, what it takes of a workspace, and whole numbers.
+    before, behind: the launch's tensors except for the workspace's. The kernel is compiled for them, as only then it is
     known how many programs run at a time.
     """
     batch, heads, capacity = keys.words.shape[:3]
@@ -154,13 +151,13 @@ def _prepared(
 
 
 def _by_registers(launch: Launch) -> int:
-    """Programs that a multiprocessor of 65536 registers runs at a time."""
+    """Return how many programs a multiprocessor of 65536 registers runs at a time."""
     return max(1, 2048 // (launch.registers or 168) // launch.warps)
 
 
 def programs_at_once(kernel: Any) -> int:
-    """Of a compiled and loaded kernel, a multiprocessor's, by the driver's count; for a thread that has the kernel's
-    context: one that launched nothing yet has none.
+    """Return how many programs of a compiled and loaded kernel a multiprocessor runs at a time, by the driver's count.
+    The calling thread must have the kernel's context: one that launched nothing yet has none.
     """
     count, threads = ctypes.c_int(), 32 * kernel.metadata.num_warps
     error = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor(
@@ -189,9 +186,8 @@ def _plan(
 
 
 def _carried(constants: dict[str, Any]) -> bool:
-    """Whether packed tokens' programs may have exact tokens, too: not where outputs' channels lie otherwise. Before
-    RoPE and of tiers they could, but take longer (H200, MixKVQ at G = 128, 32 x 32768: 268 in place of 263 us; KIVI 413
-    of 412).
+    """Return whether programs of packed tokens may have exact tokens, too. They may not where the channels of outputs
+    lie otherwise. Before RoPE and with tiers they could, but take longer (docs/benchmarks/decode_attention.md).
     """
     keys, values = constants["KEYS"], constants["VALUES"]
     mixed = values.points and values.group > 1
@@ -202,9 +198,9 @@ def reserve(
     space: Workspace, keys: Form, values: Form, batch: int, heads: int, ratio: int, capacity: int,
     windows: tuple[int, int], queries: int = 1, pairs: int = 0,
 ) -> None:
-    """Let `space` have what a launch over exactly so many blocks of room needs, however many programs run at a time:
-    under a CUDA graph it must not grow. A smaller room may need more (`chosen`). windows: rooms of sink and recent
-    tokens. pairs: `Rope.pairs` of keys before RoPE.
+    """Let `space` have what a launch over exactly so many blocks of capacity needs, however many programs run at a
+    time: under a CUDA graph it must not grow. A smaller capacity may need more (`chosen`). windows: capacities of sink
+    and recent tokens. pairs: `Rope.pairs` of keys before RoPE.
     """
     launch = chosen(keys, values, ratio * queries, pairs > 0, batch * heads, capacity, space.counter.device)
     constants = settings(keys, values, heads, ratio, queries, launch.warps, pairs=pairs)
@@ -218,9 +214,9 @@ def reserve(
 
 
 def _examine(ring: int, kernel: Any) -> None:
-    """Of each compiled kernel its layouts are checked, and a ring behind what Triton manages gets its room: launches of
+    """Check a compiled kernel's layouts, and give it its ring behind the shared memory that Triton manages: launches of
     the kernel, not yet loaded, have so many bytes of shared memory more. What assembly declares is limited to 48 KB, in
-    which tables of grids leave no room for a ring.
+    which tables of grids leave no space for a ring.
     """
     check_layouts(kernel.asm["ttgir"])
     before = kernel.metadata, kernel.packed_metadata
@@ -240,9 +236,9 @@ def _examine(ring: int, kernel: Any) -> None:
 
 
 def _allow(kernel: Any) -> None:
-    """The driver must allow more than 48 KB. Triton asks it where what Triton counts is that much; it does not count
-    what assembly declares. And of a multiprocessor's memory as much as can be is to be shared: what is cached beside it
-    is read once.
+    """Allow the kernel more than 48 KB of shared memory. Triton asks the driver where what Triton counts is that much;
+    it does not count what assembly declares. As much as can be of a multiprocessor's memory is to be shared: what the
+    rest caches is read once.
     """
     cuda, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(kernel.function)
     declared, dynamic = ctypes.c_int(), kernel.metadata.shared
@@ -257,7 +253,7 @@ def _allow(kernel: Any) -> None:
 
 
 def _of_grid(blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """Table and signs; of integers what is never read."""
+    """Return the table and the signs of blocks; for integers tensors that are never read."""
     return (blocks.scale, blocks.words) if blocks.grid is None else (blocks.grid.table, blocks.grid.sign)
 
 
@@ -267,8 +263,8 @@ def _processors(device: torch.device) -> int:
 
 
 class Workspace:
-    """Memory in which programs of one launch leave what they found; grows, and every launch leaves its counters at
-    zero.
+    """The memory in which programs of one launch leave partial results. It grows, and every launch leaves its counters
+    at zero.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -277,8 +273,8 @@ class Workspace:
         self.counter = torch.zeros(0, dtype=torch.int32, device=device)
 
     def take(self, groups: int, splits: int, rows: int, dim: int, merge_width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs (groups, parts, rows, dim) and statistics (groups, parts, 2, rows) float32; counters int32 of a group
-        and of each `fan` of its parts, (groups, 1 + parts / fan).
+        """Return partial outputs (groups, splits, rows, dim) and statistics (groups, splits, 2, rows) float32; counters
+        int32 of a group and of each `merge_width` of its splits, (groups, 1 + splits / merge_width).
         """
         counters = groups * (1 + -(-splits // merge_width))
         if self.partial.numel() < groups * splits * rows * dim:

@@ -1,4 +1,4 @@
-"""How programs share out blocks, and how the last ones to arrive merge what the others found."""
+"""How programs split the blocks, and how the last ones to arrive merge the results of the others."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .rotation import value_channels
 
 @triton.constexpr_function
 def _at_a_time(count, columns):
-    """Slices of outputs that warps add up together: each time costs three barriers, and shared memory as large as they
-    are.
+    """Return how many slices of outputs warps add up together. Each time costs three barriers, and shared memory as
+    large as the slices are.
     """
     most = 32 // columns
     return 4 if most >= 4 and count % 4 == 0 else 2 if most >= 2 and count % 2 == 0 else 1
@@ -21,14 +21,14 @@ def _at_a_time(count, columns):
 
 @triton.jit
 def _numbers(COUNT: tl.constexpr):
-    """Of the tensors of `_joined`, where they lie there: [1, 1, inner, outer]."""
+    """Return where the tensors of `_joined` lie in it: [1, 1, inner, outer]."""
     inner = tl.arange(0, min(COUNT, 2))[None, None, :, None]
     return inner + 2 * tl.arange(0, max(COUNT // 2, 1))[None, None, None, :]
 
 
 @triton.jit
 def _joined(x, FIRST: tl.constexpr, COUNT: tl.constexpr, factor):
-    """COUNT (1, 2 or 4) tensors of a tuple, times factor: [NW, 16, N, inner, outer]."""
+    """Join COUNT (1, 2 or 4) tensors of a tuple, times factor: [NW, 16, N, inner, outer]."""
     if COUNT == 1:
         joined = (x[FIRST] * factor)[:, :, :, None, None]
     else:
@@ -47,8 +47,9 @@ def _log2(count):
 
 @triton.jit
 def _over_warps(x, NW: tl.constexpr):
-    """Sum over the first of five dimensions, the program's warps: numbers go to threads that have them of two warps.
-    `tl.sum` would write them 64 bytes apart, into two banks of shared memory: 8 to 16 times as long.
+    """Return the sum over the first of five dimensions, the program's warps: numbers go to threads that have them of
+    two warps. `tl.sum` would write them 64 bytes apart, into two banks of shared memory, which takes 8 to 16 times as
+    long.
     """
     if NW > 1:
         x = tl.permute(x, (1, 2, 3, 4, 0))
@@ -67,7 +68,7 @@ def _over_warps(x, NW: tl.constexpr):
 def blocks_of_split(
     i_split, blocks, packed_splits, tail_start, tail_cost, tail_total, NW: tl.constexpr, LONG: tl.constexpr
 ):
-    """A part's first block and the one behind its last."""
+    """Return a split's first block and the one behind its last."""
     each = tl.cdiv(floor_divide(blocks + tail_total + packed_splits - 1, packed_splits, LONG), NW) * NW
     cut = tl.minimum(tail_cost, each)
     stop = tl.minimum((i_split + 1) * each - tl.maximum(i_split + 1 - tail_start, 0) * cut, blocks)
@@ -77,7 +78,8 @@ def blocks_of_split(
 
 @triton.jit
 def floor_divide(a, b, LONG: tl.constexpr = False):
-    """a // b, exact: LONG for any a, else for those below SHORT: 9 instructions, of which 4 wait for a, in place of 25.
+    """Return a // b, exactly: with LONG for any a, else for those below SHORT, in 9 instructions instead of 25, of
+    which 4 wait for a.
     """
     if LONG:
         out = a // b
@@ -92,7 +94,9 @@ def merge_splits(
     RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """What the last programs to arrive do. Counters of a group: of its fans, and of the parts of each; left at zero."""
+    """Merge the results of a group in the last programs to arrive. Counters of a group: of its merges, and of the
+    splits of each; they are left at zero.
+    """
     i_merge = floor_divide(i_split, merge_width)
     p_arrived = p_count + i_group * (merges + 1)
     p_merge = p_arrived + 1 + i_merge
@@ -132,9 +136,9 @@ def _merged_splits(
     p_partial, p_stat, first, stride, count,
     D: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Maxima and sums [ROWS], outputs [ROWS, D] of `count` parts, each `stride` behind the one before. Rows that no
-    query has are what lies in memory. Parts behind the last are it once more, and copies share its weight: a mask would
-    be an instruction for each number, and no weight NaN where its output is infinite.
+    """Return maxima and sums [ROWS] and outputs [ROWS, D] of `count` splits, each `stride` behind the one before. Rows
+    that no query has hold what lies in memory. Splits behind the last are copies of it that share its weight: a mask
+    would be an instruction for each number, and a weight of zero would be NaN where its output is infinite.
     """
     WIDE: tl.constexpr = triton.next_power_of_2(D)
     row, number = tl.arange(0, ROWS), tl.arange(0, ROWS * WIDE)
@@ -173,8 +177,8 @@ def store_split(
     p_partial, p_stat, out, b_m, b_l, i_split, b_row, is_exact, VALUES: tl.constexpr, WIDE: tl.constexpr,
     PAIRED: tl.constexpr, LAID: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):
-    """The program's warps into one, then to memory: outputs and statistics of part i_part. LAID: how channels lie in
-    outputs of packed tokens, of `value_channels`; is_exact: whether the part is of exact tokens alone.
+    """Merge the program's warps into one, then store outputs and statistics of split i_split. LAID: how channels lie in
+    outputs of packed tokens, of `value_channels`; is_exact: whether the split is of exact tokens alone.
     """
     ROWS: tl.constexpr = N // EACH
     r, column = tl.arange(0, 16), tl.arange(0, N)

@@ -1,4 +1,4 @@
-"""Numbers, constants and casts that every room of the attention kernel shares."""
+"""Numbers, constants and casts that every module of the attention kernel shares."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ field_number, side_by_side = triton.constexpr_function(form.field_number), trito
 
 @triton.constexpr_function
 def word_type(width):
-    """Integer of so many float16."""
+    """Return the integer type of so many float16."""
     return {4: tl.int64, 2: tl.int32, 1: tl.int16}[width]
 
 
 @triton.jit
 def four_floats(x, ASM: tl.constexpr):
-    """int64 -> its four float16 as float32."""
+    """Return the four float16 of an int64 as float32."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{
@@ -42,6 +42,7 @@ def four_floats(x, ASM: tl.constexpr):
 
 @triton.jit
 def two_floats(x, ASM: tl.constexpr):
+    """Return the two float16 of an int32 as float32."""
     if ASM:
         return tl.inline_asm_elementwise(
             "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
@@ -52,7 +53,8 @@ def two_floats(x, ASM: tl.constexpr):
 
 @triton.jit
 def transposed(x, NW: tl.constexpr, N: tl.constexpr):
-    """[NW, ROWS, 16] -> the transpose of its first N rows [NW, 16, N]: no moves, it is how a lane has a second operand.
+    """Return the transpose of the first N rows of [NW, ROWS, 16]: [NW, 16, N]. It moves nothing: it is how a lane has a
+    second operand.
     """
     if N == 8:
         x, _ = tl.split(tl.permute(tl.reshape(x, [NW, 2, 8, 16]), [0, 2, 3, 1]))
@@ -61,7 +63,7 @@ def transposed(x, NW: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def padded_rows(x, NW: tl.constexpr, N: tl.constexpr):
-    """[NW, 16, 16], every row alike, as at least N rows."""
+    """Return [NW, 16, 16], every row alike, as at least N rows."""
     if N == 32:
         x = tl.reshape(tl.broadcast_to(x[:, None, :, :], [NW, 2, 16, 16]), [NW, 32, 16])
     return x
@@ -69,7 +71,9 @@ def padded_rows(x, NW: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def cast(x, TYPE: tl.constexpr, ASM: tl.constexpr):
-    """float32 -> TYPE, to nearest, ties to even: the interpreter cuts bfloat16 off, so it is given what is exact."""
+    """Round float32 to TYPE, to nearest, ties to even. The interpreter truncates bfloat16, so it is given what is
+    exact.
+    """
     if TYPE == tl.bfloat16 and not ASM:  # noqa: SIM300
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -79,7 +83,7 @@ def cast(x, TYPE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def multiply_add(a, b, c, ASM: tl.constexpr):
-    """c + a b: the interpreter's products of bfloat16 are wrong."""
+    """Return c + a b: the interpreter's products of bfloat16 are wrong."""
     if ASM:
         return tl.dot(a, b, c)
     return tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision="ieee")
@@ -87,7 +91,7 @@ def multiply_add(a, b, c, ASM: tl.constexpr):
 
 @triton.jit
 def zeros(COUNT: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
-    """A tuple of COUNT tensors [NW, 16, N] float32 of zeros."""
+    """Return a tuple of COUNT tensors [NW, 16, N] float32 of zeros."""
     acc = ()
     for _ in tl.static_range(COUNT):
         acc = acc + (tl.zeros([NW, 16, N], tl.float32),)

@@ -8,13 +8,14 @@ import triton.language as tl
 
 @triton.jit
 def row_offset(i_head, n, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr):
-    """Where query row n of a kv head begins: rows of one token of all the head's query heads follow one another."""
+    """Return where query row n of a kv head begins: rows of one token of all the head's query heads follow one another.
+    """
     return ((i_head * RATIO + n % RATIO) * QUERIES + n // RATIO) * D
 
 
 @triton.jit
 def whole_rows(p_q, i_head, i_chunk, ROWS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr):
-    """All numbers of a program's query rows, [ROWS, D rounded up to a power of two]."""
+    """Load all numbers of a program's query rows, [ROWS, D rounded up to a power of two]."""
     n_4 = i_chunk * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, triton.next_power_of_2(D))
     o_4 = row_offset(i_head, n_4, RATIO, QUERIES, D)
@@ -27,8 +28,8 @@ def powers(
     p_q, o_q, b_row, KEYS: tl.constexpr, SLICES: tl.constexpr, PEAK: tl.constexpr, LOWEST: tl.constexpr,
     INT8: tl.constexpr, N: tl.constexpr,
 ):
-    """What each row's query is multiplied by, a power of two that brings its largest element into [PEAK, 2 PEAK), and
-    one over it. LOWEST: the least exponent, in a float32's place.
+    """Return the power of two by which each row's query is multiplied, which brings its largest element into [PEAK, 2
+    PEAK), and one over it. LOWEST: the least exponent, in a float32's place.
     """
     r = tl.arange(0, 16)
     b_peak = tl.zeros([N], tl.float32)

@@ -15,17 +15,18 @@ from ..plan import ring_follows_triton
 
 @triton.constexpr_function
 def _width(size):
-    """Bytes that a lane copies at a time of a piece of this size: what is left of it after whole warps of 16 bytes,
-    without a branch where it is 256 or 128 bytes.
+    """Return the bytes that a lane copies at a time of a piece of this size: what is left of it after whole warps of 16
+    bytes, without a branch where it is 256 or 128 bytes.
     """
     return {256: 8, 128: 4}.get(size, 16)
 
 
 @triton.constexpr_function
 def _copies(pieces):
-    """Assembly that copies pieces (bytes, whether they are tiles of words) one behind the other. Of words the halves of
-    rows are swapped in every other four rows, so that `ldmatrix` meets every bank once. Operands: shared address, lane,
-    the lane's place of words, then of each piece its block's number and the lane's pointer into the first block.
+    """Return assembly that copies pieces (bytes, whether they are tiles of words) one behind the other. The halves of
+    rows of words are swapped in every other four rows, so that `ldmatrix` meets every bank once. Operands: shared
+    address, lane, the lane's place of words, then for each piece its block's number and the lane's pointer into the
+    first block.
     """
     text, at = ["{ .reg .b32 d; .reg .b64 a; .reg .pred q;"], 0
     for i in range(len(pieces)):
@@ -56,8 +57,8 @@ _follows_triton = triton.constexpr_function(ring_follows_triton)
 
 @triton.constexpr_function
 def ring_address(size, beyond):
-    """Where the ring begins. beyond: behind what Triton manages, see `_examine`; of several warps, or beside tables, it
-    would not fit the 48 KB of shared memory that assembly may declare.
+    """Return assembly for where the ring begins. beyond: behind the shared memory that Triton manages, see `_examine`;
+    with several warps, or next to tables, it would not fit the 48 KB of shared memory that assembly may declare.
     """
     if beyond:
         text = f"{{ .reg .b32 t; mov.u32 t, %dynamic_smem_size; add.u32 t, t, -{size};"
@@ -72,9 +73,9 @@ def _arrived(pending):
 
 @triton.jit
 def wait_for_blocks(PENDING: tl.constexpr, OWN_BLOCKS: tl.constexpr, NW: tl.constexpr):
-    """Wait until at most PENDING of a warp's fetches are on their way. OWN: each warp reads its own blocks only; else
-    all wait for one another, as Triton may read scales of integers in a layout in which a warp has those of others'
-    blocks.
+    """Wait until at most PENDING of a warp's fetches are on their way. OWN_BLOCKS: each warp reads its own blocks only.
+    Otherwise all wait for one another, as Triton may read scales of integers in a layout in which a warp has those of
+    others' blocks.
     """
     tl.inline_asm_elementwise(_arrived(PENDING), "=r,r", [tl.arange(0, 32 * NW)], dtype=tl.int32, is_pure=False, pack=1)
     if not OWN_BLOCKS:
@@ -85,8 +86,8 @@ def wait_for_blocks(PENDING: tl.constexpr, OWN_BLOCKS: tl.constexpr, NW: tl.cons
 def _origins(
     p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, capacity, lane, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):
-    """Where each lane copies from in a head's first block: int64 [32 NW] for each piece that goes through the ring.
-    i_scales: the heads of keys' and of values' scales, which may be of all heads.
+    """Return where each lane copies from in a head's first block: int64 [32 NW] for each piece that goes through the
+    ring. i_scales: the heads of keys' and of values' scales, which may be of all heads.
     """
     origins = ()
     if KEYS.slot > 0:
@@ -109,7 +110,7 @@ def _origins(
 
 @triton.constexpr_function
 def _pieces(keys, values):
-    """(bytes, whether tiles of words) of what goes through the ring."""
+    """Return (bytes, whether tiles of words) for each piece that goes through the ring."""
     of_keys = ((2 * keys.words, True), (2 * keys.scales, False), *(((keys.order, False),) if keys.order else ()))
     of_values = ((2 * values.words, True), (2 * values.scales, False))
     return (of_keys if keys.slot else ()) + (of_values if values.slot else ())
@@ -119,8 +120,8 @@ def _pieces(keys, values):
 def fetch_blocks(
     origins, first, last, slot, lane, swapped, KEYS: tl.constexpr, VALUES: tl.constexpr, NW: tl.constexpr,
 ):
-    """Begin to copy the blocks from `first` on, one a warp, none behind `last`, to a slot of the ring. slot, lane,
-    swapped: int32 [32 NW].
+    """Begin to copy the blocks from `first` on, one for each warp, none behind `last`, to a slot of the ring. slot,
+    lane, swapped: int32 [32 NW].
     """
     PIECES: tl.constexpr = _pieces(KEYS, VALUES)
     block = tl.minimum(first + tl.arange(0, 32 * NW) // 32, last)
@@ -140,7 +141,7 @@ def open_ring(
     p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, capacity, lane, zero, start, last, swapped, KEYS: tl.constexpr,
     VALUES: tl.constexpr, SLOTS: tl.constexpr, NW: tl.constexpr,
 ):
-    """`_origins`, and where the ring lies; all of its slots but one begin to fill."""
+    """Return `_origins`, and where the ring lies; all of its slots except for one begin to fill."""
     SLOT: tl.constexpr = KEYS.slot + VALUES.slot
     origins = _origins(
         p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, capacity, lane, KEYS, VALUES,

@@ -10,9 +10,9 @@ import triton.language as tl
 
 @triton.jit
 def sign_at(p_sign, at):
-    """Number `at` of int8 as float32. Not loaded as a byte: Triton lays out a product's operands by the narrowest load
-    that they come from, and with bytes takes kWidth 4 or, behind a join, 8, which contracts 32 numbers, not 16
-    (`check_layouts`).
+    """Return number `at` of int8 as float32. It is not loaded as a byte: Triton lays out a product's operands by the
+    narrowest load that they come from, and with bytes takes kWidth 4 or, behind a join, 8, which contracts 32 numbers,
+    not 16 (`check_layouts`).
     """
     both = tl.load(p_sign.to(tl.pointer_type(tl.int16)) + at // 2).to(tl.int32)
     return (both << 24 - at % 2 * 8 >> 24).to(tl.float32)
@@ -20,6 +20,7 @@ def sign_at(p_sign, at):
 
 @triton.jit
 def hadamard_tile(NW: tl.constexpr, TYPE: tl.constexpr):
+    """Return the 16 x 16 Hadamard matrix of +1 and -1, once for each warp."""
     r = tl.arange(0, 16)
     v = r[:, None] & r[None, :]
     v = v ^ (v >> 2)
@@ -37,7 +38,7 @@ def _butterfly(x, COUNT: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def butterflies(x, COUNT: tl.constexpr, SPAN: tl.constexpr):
-    """Of every SPAN of a tuple's COUNT tensors."""
+    """Apply the Hadamard transform across every SPAN of a tuple's COUNT tensors."""
     if SPAN > 1:
         x = _butterfly(x, COUNT, 1)
     if SPAN > 2:
@@ -51,8 +52,8 @@ def butterflies(x, COUNT: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.constexpr_function
 def _across_weight(row, column, back):
-    """Of the orthonormal cosine transform of three numbers, the odd factor of head_dim 96: hadamard.cosines(3), which
-    Triton 3.6 lets no compiled function call. back: of its transpose.
+    """Return an entry of the orthonormal cosine transform of three numbers, the odd factor of head_dim 96:
+    hadamard.cosines(3), which Triton 3.6 lets no compiled function call. back: of its transpose.
     """
     row, column = (column, row) if back else (row, column)
     if row == 0:
@@ -62,8 +63,8 @@ def _across_weight(row, column, back):
 
 @triton.jit
 def across_factor(x, COUNT: tl.constexpr, SPAN: tl.constexpr, FACTOR: tl.constexpr, BACK: tl.constexpr):
-    """Cosine transforms of FACTOR across spans of SPAN of a tuple's COUNT tensors, as `hadamard.rotate` has them; BACK:
-    the inverse.
+    """Apply cosine transforms of FACTOR numbers across spans of SPAN of a tuple's COUNT tensors, as `hadamard.rotate`
+    has them; BACK: the inverse.
     """
     if FACTOR == 1:
         return x
@@ -80,7 +81,7 @@ def across_factor(x, COUNT: tl.constexpr, SPAN: tl.constexpr, FACTOR: tl.constex
 
 @triton.jit
 def parity_step(x, NW: tl.constexpr, N: tl.constexpr):
-    """The step between even and odd channels, which are neighbouring columns."""
+    """Apply the step between even and odd channels, which are neighbouring columns."""
     even, odd = tl.split(tl.reshape(x, [NW, 16, N // 2, 2]))
     return tl.reshape(tl.join(even + odd, even - odd), [NW, 16, N])
 
@@ -90,7 +91,9 @@ def rotated_queries(
     p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     FACTOR: tl.constexpr, FOUR: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):
-    """Queries times b_down [N] and their head's signs, rotated but for WIDTH^-0.5: SLICES of [NW, 16, N] float32."""
+    """Return queries times b_down [N] and their head's signs, rotated except for the factor WIDTH^-0.5: SLICES of [NW,
+    16, N] float32.
+    """
     rotated = ()
     for i in tl.static_range(SLICES):
         channel = query_channels(i, FOUR)
@@ -103,15 +106,15 @@ def rotated_queries(
 
 @triton.jit
 def query_channels(i: tl.constexpr, FOUR: tl.constexpr):
-    """Channels of slice i of queries (16,). FOUR: a code stands for four of them."""
+    """Return the channels of slice i of queries (16,). FOUR: a code stands for four of them."""
     r = tl.arange(0, 16)
     return i // 2 * 32 + r // 2 * 4 + i % 2 * 2 + r % 2 if FOUR else i * 16 + r
 
 
 @triton.jit
 def value_channels(i: tl.constexpr, r, odd, PAIRED: tl.constexpr, FOUR: tl.constexpr):
-    """Channels of rows r of slice i of values. odd: which one of a pair, of neighbours or, PAIRED 2, of slices; other
-    layouts have none.
+    """Return the channels of rows r of slice i of values. odd: which one of a pair, of neighbours or, with PAIRED 2, of
+    slices; other layouts have no pairs.
     """
     if PAIRED == 0:
         return i * 16 + r + odd * 0

@@ -1,4 +1,4 @@
-"""Scales, zero points and norms, from shared or global memory, in the layouts in which products take them."""
+"""Scales, zero points and norms from shared or global memory, in the layouts in which products take them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .tiles import interleaved_row, lane_zeros
 
 @triton.jit
 def loaded_pairs(p, b_at, b_live, NW: tl.constexpr):
-    """Scales and zero points of 16 neighbours along the contracted dimension, [NW, 16] float16 each, stored as
+    """Load scales and zero points of 16 neighbours along the contracted dimension, [NW, 16] float16 each, stored as
     [8][scale, scale, zero, zero]: as a register of an operand holds them.
     """
     x = tl.load((p + b_at).to(tl.pointer_type(tl.int64)) + tl.arange(0, 8)[None, :], mask=b_live, other=0)
@@ -24,12 +24,15 @@ def loaded_pairs(p, b_at, b_live, NW: tl.constexpr):
 
 @triton.constexpr_function
 def _shared(bits, byte):
+    """Return assembly that loads so many bits from shared memory, and its constraints."""
     return f"ld.shared.b{bits} $0, [$1+{byte}];", {64: "=l,r", 32: "=r,r", 16: "=h,r"}[bits]
 
 
 @triton.constexpr_function
 def _pair(byte):
-    """Scales and zero points of a lane's columns 2c, 2c + 1, 2c + 8, 2c + 9, for both of its rows."""
+    """Return assembly that loads scales and zero points of a lane's columns 2c, 2c + 1, 2c + 8, 2c + 9, for both of its
+    rows.
+    """
     return f"""{{ .reg .b32 a, b, c, d;
     ld.shared.v2.b32 {{a, b}}, [$8+{byte}]; ld.shared.v2.b32 {{c, d}}, [$8+{byte + 32}];
     mov.b32 $0, a; mov.b32 $1, a; mov.b32 $2, c; mov.b32 $3, c;
@@ -38,7 +41,7 @@ def _pair(byte):
 
 @triton.jit
 def _from_shared(at, BITS: tl.constexpr, BYTE: tl.constexpr):
-    """Integers of so many bits at shared addresses `at` + BYTE."""
+    """Load integers of so many bits at shared addresses `at` + BYTE."""
     TEXT: tl.constexpr = _shared(BITS, BYTE)
     if BITS == 64:
         x = tl.inline_asm_elementwise(TEXT[0], TEXT[1], [at], dtype=tl.int64, is_pure=False, pack=1)
@@ -51,8 +54,8 @@ def _from_shared(at, BITS: tl.constexpr, BYTE: tl.constexpr):
 
 @triton.jit
 def scale_columns(p, b_at, b_live, ring, BYTE: tl.constexpr, COUNT: tl.constexpr, ASM: tl.constexpr):
-    """COUNT columns of float16 as float32 [NW, 16], stored [COUNT / w][16][w], w = side_by_side(COUNT), from byte BYTE
-    of a slot of the ring on; or in memory at b_at [NW, 1] int64.
+    """Load COUNT columns of float16 as float32 [NW, 16], stored [COUNT / w][16][w], w = side_by_side(COUNT), from byte
+    BYTE of a slot of the ring on; or in memory at b_at [NW, 1] int64.
     """
     WIDTH: tl.constexpr = side_by_side(COUNT)
     r = tl.arange(0, 16)[None, :]
@@ -74,7 +77,7 @@ def scale_columns(p, b_at, b_live, ring, BYTE: tl.constexpr, COUNT: tl.constexpr
 
 @triton.jit
 def scale_pairs(p, b_at, b_live, ring, BYTE: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
-    """Scales and zero points of 16 neighbours along the contracted dimension, [NW, 16, 16] float16 each, every row
+    """Load scales and zero points of 16 neighbours along the contracted dimension, [NW, 16, 16] float16 each, every row
     alike, stored as [8][scale, scale, zero, zero].
     """
     r = tl.arange(0, 16)[None, None, :]
@@ -93,7 +96,7 @@ def scale_pairs(p, b_at, b_live, ring, BYTE: tl.constexpr, NW: tl.constexpr, ASM
 
 @triton.jit
 def row_scales(p, b_at, b_live, ring, BYTE: tl.constexpr, ASM: tl.constexpr):
-    """The scales of `scale_pairs` by rows: [NW, 16, 1] float16."""
+    """Load the scales of `scale_pairs` by rows: [NW, 16, 1] float16."""
     r = tl.arange(0, 16)[None, :]
     if ASM:
         scale = _from_shared(ring + (r // 2 * 8 + r % 2 * 2), 16, BYTE).to(tl.float16, bitcast=True)
@@ -106,8 +109,8 @@ def row_scales(p, b_at, b_live, ring, BYTE: tl.constexpr, ASM: tl.constexpr):
 def token_scales(
     p_scale, live, COUNT: tl.constexpr, SIDE: tl.constexpr
 ):
-    """Scales and zero points of a half block's tokens, group after group, [NW, 16, 1] float16 each; where MODE has no
-    zero points, scales in their place. Stored as `scale_columns` has them.
+    """Load scales and zero points of a half block's tokens, group after group, [NW, 16, 1] float16 each; symmetric
+    forms have scales instead of zero points. They are stored as `scale_columns` has them.
     """
     WIDTH: tl.constexpr = side_by_side(COUNT * SIDE.columns)
     kind: tl.constexpr = tl.int64 if WIDTH == 4 else tl.int32 if WIDTH == 2 else tl.int16
@@ -126,13 +129,13 @@ def token_scales(
 
 @triton.jit
 def scaled_queries(q, scale, NW: tl.constexpr, N: tl.constexpr):
-    """Queries by rows [NW, 16 or 32, 16] times scales of channels, as a second operand [NW, 16, N]."""
+    """Return queries by rows [NW, 16 or 32, 16] times scales of channels, as a second operand [NW, 16, N]."""
     return transposed(q * padded_rows(scale, NW, N), NW, N)
 
 
 @triton.constexpr_function
 def _rows_of_halves(byte):
-    """A lane's two rows of a product's result, from addresses of each number."""
+    """Return assembly for a lane's two rows of a product's result, from addresses of each number."""
     return f"""{{ .reg .b16 a, b;
     ld.shared.b16 a, [$4+{byte}]; ld.shared.b16 b, [$6+{byte}];
     cvt.f32.f16 $0, a; mov.b32 $1, $0; cvt.f32.f16 $2, b; mov.b32 $3, $2; }}"""
@@ -142,8 +145,8 @@ def _rows_of_halves(byte):
 def token_norms(
     p, b_at, b_live, ring, BYTE: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr
 ):
-    """Norms of 16 tokens, [NW, 16, N] float32 in the layout of a product, every column alike, from byte BYTE of a slot
-    of the ring on; or [NW, 16, 1] in memory at b_at [NW, 1].
+    """Load norms of 16 tokens, [NW, 16, N] float32 in the layout of a product, every column alike, from byte BYTE of a
+    slot of the ring on; or [NW, 16, 1] in memory at b_at [NW, 1].
     """
     r = tl.arange(0, 16)[None, :]
     if ASM:

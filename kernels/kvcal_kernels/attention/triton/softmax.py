@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def by_parity(b_p, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
-    """Probabilities of 16 tokens [NW, 16, N] as operands of 8 tokens each, row 2 token + parity: 0 in columns of the
-    other. MIXED: tokens are in the order of `interleaved_row`.
+    """Return probabilities of 16 tokens [NW, 16, N] as operands of 8 tokens each, row 2 token + parity: 0 in columns of
+    the other parity. MIXED: tokens are in the order of `interleaved_row`.
     """
     if MIXED:
         first, second = tl.inline_asm_elementwise(
@@ -25,8 +25,8 @@ def by_parity(b_p, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
 
 @triton.constexpr_function
 def _movmatrix(mixed):
-    """Transposes of the 8 x 8 parts of a product's result; mixed: each as operands of 8 tokens, row 2 token + parity, 0
-    in columns of the other parity.
+    """Return assembly that transposes the 8 x 8 parts of a product's result; mixed: each as operands of 8 tokens, row 2
+    token + parity, 0 in columns of the other parity.
     """
     if not mixed:
         return "movmatrix.sync.aligned.m8n8.trans.b16 $0, $2; movmatrix.sync.aligned.m8n8.trans.b16 $1, $3;"
@@ -39,7 +39,9 @@ def _movmatrix(mixed):
 
 @triton.jit
 def declare_parities():
-    """Registers that `_movmatrix` knows by name: where a lane's column takes numbers of even or of odd channels."""
+    """Declare registers that `_movmatrix` knows by name: where a lane's column takes numbers of even or of odd
+    channels.
+    """
     tl.inline_asm_elementwise(
         """.reg .b32 kvcal_low, kvcal_high; .reg .pred kvcal_parity;
         mov.u32 kvcal_low, %laneid; and.b32 kvcal_low, kvcal_low, 4; setp.ne.u32 kvcal_parity, kvcal_low, 0;
@@ -51,14 +53,14 @@ def declare_parities():
 
 @triton.jit
 def _second(x, NW: tl.constexpr, N: tl.constexpr):
-    """What `_movmatrix` made of [NW, 16, N], as a second operand."""
+    """Return `_movmatrix`'s result, [NW, 16, N], as a second operand."""
     return tl.reshape(tl.permute(tl.reshape(x, [NW, 2, 8, N // 8, 8]), [0, 1, 4, 3, 2]), [NW, 16, N])
 
 
 @triton.jit
 def second_operand(b_p, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr):
-    """Probabilities of 16 tokens [NW, 16, N] float16 as a second operand. Triton's own way takes two shuffles and
-    twelve instructions where this takes two.
+    """Return probabilities of 16 tokens [NW, 16, N] float16 as a second operand. Triton's own way takes two shuffles
+    and twelve instructions where this takes two.
     """
     if ASM:
         transposed = tl.inline_asm_elementwise(
@@ -70,9 +72,9 @@ def second_operand(b_p, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr):
 
 @triton.constexpr_function
 def _rising(count, slack, headroom):
-    """Assembly for one product's numbers of a lane (two rows of two columns): scores of both halves, unit, then what is
-    changed: the maximum, and `count` products beside it. Nothing is where no lane of the warp has a score by more than
-    `slack` above; else the maximum is that of the scores and so much headroom.
+    """Return assembly for one product's numbers of a lane (two rows of two columns): scores of both halves, unit, then
+    what is changed: the maximum, and `count` products with it. Nothing changes where no lane of the warp has a score
+    that is more than `slack` above; else the maximum becomes that of the scores plus `headroom`.
     """
     inputs = [f"${4 * (1 + count) + i}" for i in range(12)]  # inputs behind outputs
     text = ["{ .reg .pred p; .reg .f32 a, b, x, y, f, g;"]
@@ -108,7 +110,7 @@ def dtypes(kind, count):
 
 @triton.jit
 def faded(acc, fade):
-    """Every tensor of a tuple times fade."""
+    """Return every tensor of a tuple times fade."""
     scaled = ()
     for i in tl.static_range(len(acc)):
         scaled = scaled + (acc[i] * fade,)
@@ -117,17 +119,17 @@ def faded(acc, fade):
 
 @triton.constexpr_function
 def _slack(values):
-    """Powers of two by which scores may pass the maximum that is subtracted from them; by which it is above the scores
-    when it rises. Probabilities alone are float16 up to 2^15. Times a scale or a norm, which may be 65504, they must
-    not pass 1.
+    """Return the powers of two by which scores may pass the maximum that is subtracted from them, and by which it is
+    above the scores when it rises. Probabilities alone are float16 up to 2^15. Times a scale or a norm, which may be
+    65504, they must not pass 1.
     """
     return (0.0, 3.0) if not values.inner else (8.0, 0.0)
 
 
 @triton.jit
 def raised(b_0, b_1, b_m, b_l, unit, acc, VALUES: tl.constexpr, ASM: tl.constexpr):
-    """Maxima b_m [NW, 16, N], rows alike, and sums and outputs of them, after scores b_0, b_1 times unit: as they were
-    while no score of a warp passes its column's maximum by more than `_slack` says.
+    """Return maxima b_m [NW, 16, N], rows alike, and sums and outputs relative to them, after scores b_0, b_1 times
+    unit. They stay as they are while no score of a warp passes its column's maximum by more than `_slack` allows.
     """
     SLACK: tl.constexpr = _slack(VALUES)
     if ASM:

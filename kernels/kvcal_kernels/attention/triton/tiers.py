@@ -18,7 +18,7 @@ def _field(shift, mask):
 
 @triton.jit
 def unpack_field(w, FIELD: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr):
-    """WIDTH bits of a code from 2-bit field FIELD of 8 on, left at bit 2 FIELD % 8."""
+    """Return WIDTH bits of a code from 2-bit field FIELD of 8 on, left at bit 2 FIELD % 8."""
     SHIFT: tl.constexpr = FIELD // 4 * 8
     MASK: tl.constexpr = (1 << WIDTH) - 1 << FIELD % 4 * 2
     if ASM:
@@ -30,7 +30,7 @@ def unpack_field(w, FIELD: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr)
 
 @triton.constexpr_function
 def _first(m, four):
-    """First field of piece m of the lower tiers, `four` of which take two."""
+    """Return the first field of piece m of the lower tiers, `four` of which take two."""
     return m + min(m, four)
 
 
@@ -44,9 +44,9 @@ def scores_of(
     p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit, capacity, KEYS: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """As `scores_of` for keys in tiers, FULL and FOUR pieces of the first two: queries are read in each group's channel
-    order from float16 [D][N], in shared memory at the register kvcal_fit or at p_fit. fit: 2 n for row n, see
-    `_gathered`.
+    """Return scores of both halves of NW blocks for keys in tiers, FULL and FOUR pieces of the first two: queries are
+    read in each group's channel order from float16 [D][N], in shared memory at the register kvcal_fit or at p_fit. fit:
+    2 n for row n, see `_gathered`.
     """
     EACH: tl.constexpr = KEYS.group // 32
     at = (i_head * capacity + b_block)[:, None] * KEYS.words
@@ -90,7 +90,8 @@ def scores_of(
 
 @triton.constexpr_function
 def _gathering(byte, columns):
-    """Two numbers of rows n and n + 8 of the query for each of two pairs of channels, whose bytes lie in shared memory.
+    """Return assembly that loads two numbers of rows n and n + 8 of the query for each of two pairs of channels, whose
+    bytes lie in shared memory.
     """
     size = 2 * columns
     text = ["{ .reg .b16 a, b; .reg .b32 o, x, y, f; add.u32 f, kvcal_fit, $12;"]
@@ -109,8 +110,9 @@ def _gathering(byte, columns):
 def _gathered(
     p_order, p_fit, live, ring, BYTE: tl.constexpr, fit, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr
 ):
-    """The query's 16 channels in the order that 16 bytes say, by rows [NW, 16 or 32, 16] float16 as `transposed` takes
-    it. The bytes are from byte BYTE of a slot of the ring on, or at p_order [NW, 1]. fit: int32 [NW, 16 or 32, 16].
+    """Return the query's 16 channels in the order that 16 bytes say, by rows [NW, 16 or 32, 16] float16 as `transposed`
+    takes it. The bytes are from byte BYTE of a slot of the ring on, or at p_order [NW, 1]. fit: int32 [NW, 16 or 32,
+    16].
     """
     TALL: tl.constexpr = max(N, 16)
     k = tl.arange(0, 16)[None, None, :]
@@ -129,8 +131,8 @@ def _gathered(
 
 @triton.jit
 def _fit_table(p_fit, b_q, at, inside, SIZE: tl.constexpr, ASM: tl.constexpr):
-    """Numbers b_q at places `at` of the table from which `_gathered` reads, of SIZE bytes; in memory those that are
-    inside.
+    """Store numbers b_q at places `at` of the table from which `_gathered` reads, of SIZE bytes; in memory those that
+    are inside.
     """
     if ASM:
         base = tl.inline_asm_elementwise(
@@ -150,14 +152,14 @@ def _fit_table(p_fit, b_q, at, inside, SIZE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.constexpr_function
 def _fitting(size):
-    """Without braces: names hold for the whole kernel."""
+    """Return assembly that declares the table. It has no braces, so that the names hold for the whole kernel."""
     text = f".shared .align 16 .b8 kvcal_query[{size}]; .reg .b32 kvcal_fit;"
     return f"{text} mov.u32 kvcal_fit, kvcal_query; mov.u32 $0, kvcal_query;"
 
 
 @triton.jit
 def query_of(p_q, p_fit, o_q, b_row, b_down, D: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr):
-    """Queries into the table from which `scores_of` reads them: float16 [D][N]."""
+    """Store queries in the table from which `scores_of` reads them: float16 [D][N]."""
     channel, column = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, N)
     b_q = tl.load(p_q + o_q[None, :] + channel[:, None], mask=b_row[None, :] & (channel < D)[:, None], other=0.0)
     b_q = (b_q.to(tl.float32) * b_down[None, :]).to(tl.float16)
@@ -168,6 +170,8 @@ def query_of(p_q, p_fit, o_q, b_row, b_down, D: tl.constexpr, N: tl.constexpr, A
 
 @triton.jit
 def row_bytes(NW: tl.constexpr, N: tl.constexpr):
-    """Of `_gathered`'s rows, [1, 16 or 32, 1] in the layout of a product: 2 n for row n, in a table of float16."""
+    """Return the bytes at which `_gathered`'s rows begin in a table of float16, 2 n for row n: [1, 16 or 32, 1] in the
+    layout of a product.
+    """
     TALL: tl.constexpr = max(N, 16)
     return tl.arange(0, TALL)[None, :, None] * 2 + lane_zeros(NW, 16, TALL)

@@ -13,8 +13,9 @@ from .numbers import TILE
 
 @triton.jit
 def word_offsets(b_at):
-    """Where the 16 x 16 words of a tile lie, [NW, 16, 16]; b_at [NW, 1] int64. Rows follow one another in memory, which
-    Triton does not see: without the hint a warp loads four rows of each of four blocks, and their places share banks.
+    """Return where the 16 x 16 words of a tile lie, [NW, 16, 16]; b_at [NW, 1] int64. Rows follow one another in
+    memory, which Triton does not see: without the hint a warp loads four rows of each of four blocks, and their places
+    share banks.
     """
     r = tl.arange(0, 16)
     return tl.max_contiguous(b_at[:, :, None] + (r[None, :, None] * 16 + r[None, None, :]), [1, 2, 16])
@@ -22,38 +23,41 @@ def word_offsets(b_at):
 
 @triton.constexpr_function
 def _matrix(byte):
+    """Return assembly that loads a tile."""
     return f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0, $1, $2, $3}}, [$4+{byte}];"
 
 
 @triton.constexpr_function
 def ends_with_half(words):
-    """Whether a block's words end with half a tile."""
+    """Return whether a block's words end with half a tile."""
     return words % 256 > 0
 
 
 @triton.constexpr_function
 def _half_matrix(byte, further):
-    """What `_matrix` gives of a tile of which there is half, as far as its fields count."""
+    """Return assembly that loads what `_matrix` gives of a tile of which there is half, as far as its fields count."""
     load = f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{$0, $1}}, [$4+{byte}];"
     return f"{load} shr.u32 $2, $0, {further}; shr.u32 $3, $1, {further};"
 
 
 @triton.constexpr_function
 def _upper_matrix(byte):
-    """What `_matrix` gives of a tile's first 8 rows, and nothing of the others."""
+    """Return assembly that loads what `_matrix` gives of a tile's first 8 rows, and zeros for the others."""
     return f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{$0, $2}}, [$4+{byte}]; mov.b32 $1, 0; mov.b32 $3, 0;"
 
 
 @triton.constexpr_function
 def _half_units(byte):
-    """What `_matrix` gives of a tile of units of which there is half: in the lower half of each what is its own."""
+    """Return assembly that loads what `_matrix` gives of a tile of units of which there is half: the lower half of each
+    register is its own.
+    """
     load = f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{$0, $1}}, [$4+{byte}];"
     return f"{load} prmt.b32 $2, $0, $0, 0x1032; prmt.b32 $3, $1, $1, 0x1032;"
 
 
 @triton.jit
 def lane_zeros(NW: tl.constexpr, N: tl.constexpr = 16, ROWS: tl.constexpr = 16):
-    """Zeros int32 [NW, ROWS, N] in the layout of a product, in which a lane has of a tile what it has of a first
+    """Return zeros int32 [NW, ROWS, N] in the layout of a product, in which a lane has of a tile what it has of a first
     operand.
     """
     return tl.dot(tl.zeros([NW, ROWS, 16], tl.float16), tl.zeros([NW, 16, N], tl.float16)).to(tl.int32)
@@ -61,7 +65,9 @@ def lane_zeros(NW: tl.constexpr, N: tl.constexpr = 16, ROWS: tl.constexpr = 16):
 
 @triton.jit
 def interleaved_row(row):
-    """Rows 0, 4, 1, 5, 2, 6, 3, 7 of each eight. Scores in this order are, once transposed, what `by_parity` needs."""
+    """Return rows 0, 4, 1, 5, 2, 6, 3, 7 of each eight. Scores in this order are, once transposed, what `by_parity`
+    needs.
+    """
     return row & 8 | row >> 1 & 3 | (row & 1) << 2
 
 
@@ -70,8 +76,8 @@ def tile(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Tile U of NW blocks, [NW, 16, 16] int16: words that begin at byte BYTE of a slot of the ring, `ring` [NW, 1]
-    int32, MIXED with rows as `interleaved_row` says; or in memory at b_at [NW, 1] int64.
+    """Load tile U of NW blocks, [NW, 16, 16] int16: words that begin at byte BYTE of a slot of the ring, `ring` [NW, 1]
+    int32, with MIXED in the row order of `interleaved_row`; or in memory at b_at [NW, 1] int64.
     """
     r = tl.arange(0, 16)
     if ASM:
@@ -88,7 +94,8 @@ def tile(
 
 @triton.jit
 def half_row_addresses(ring, MIXED: tl.constexpr, NW: tl.constexpr):
-    """Where a lane's row of half a tile lies in a slot of the ring: `_copies` swaps halves of 32 bytes, two rows here.
+    """Return where a lane's row of half a tile lies in a slot of the ring: `_copies` swaps halves of 32 bytes, two rows
+    here.
     """
     r = tl.arange(0, 16)
     lane = r[None, :, None] % 8 * 4 + r[None, None, :] % 8 // 2 + lane_zeros(NW)
@@ -101,8 +108,8 @@ def half_tile(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, FURTHER: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """As `tile` of which there is half: columns from 8 on lie FURTHER bits beyond the others. Bits of no field may be
-    anything.
+    """Load a `tile` of which there is half: columns from 8 on lie FURTHER bits beyond the others. Bits of no field may
+    be anything.
     """
     if ASM:
         w = tl.inline_asm_elementwise(
@@ -124,7 +131,7 @@ def half_unit_tile(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """As `tile` of units of which there is half a tile: what is a unit's own is its lower half, not turned."""
+    """Load a `tile` of units of which there is half a tile: what is a unit's own is its lower half, not rotated."""
     if ASM:
         w = tl.inline_asm_elementwise(
             _half_units(BYTE + U * 512), "=&r,=&r,=r,=r,r,r,r,r,r,r,r,r", [half_row_addresses(ring, MIXED, NW)],
@@ -143,7 +150,7 @@ def upper_tile(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """As `tile` of which there are the first 8 rows."""
+    """Load a `tile` of which there are the first 8 rows."""
     r = tl.arange(0, 16)
     if ASM:
         lane = r[None, :, None] % 8 * 4 + r[None, None, :] % 8 // 2 + lane_zeros(NW)

@@ -1,4 +1,6 @@
-"""`reconstruct` and `place` of reference.py for NVIDIA GPUs. Rooms: points, kernel, prepare, launch; exact, apart."""
+"""`dequantise` and `place` of reference.py for NVIDIA GPUs. Modules, lowest first: points, kernel, prepare, launch;
+exact stands alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sink, window and new tokens put around the decoded ones in one launch, keys rotated by RoPE."""
+"""Sink, window and new tokens put around the decoded ones in one launch, with keys rotated by RoPE."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..reference import Rotation
 
 @triton.jit
 def _exact(p_sink, p_window, p_new, token, channel, live, sink, window, s_token, D: tl.constexpr):
-    """[tokens, channels] of a head's exact tokens: sink, then window, then new ones."""
+    """Load [tokens, channels] of a head's exact tokens: sink, then window, then new ones."""
     token, channel = token[:, None], channel[None, :]
     is_sink, is_new = token < sink, token >= sink + window
     x = tl.load(p_sink + token * D + channel, mask=live & is_sink, other=0.0)
@@ -36,8 +36,8 @@ def place_kernel(
     s_rotation, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, BT: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Grid (tiles of tokens, rows * heads, keys and values). s_row, s_head: of p_key and p_value. DP: a power of two >=
-    D.
+    """Place tokens with a grid (tiles of tokens, rows * heads, keys and values). s_row, s_head: of p_key and p_value.
+    DP: a power of two >= D.
     """
     i_head = tl.program_id(1).to(tl.int64)
     row, head = i_head // H, i_head % H
@@ -91,6 +91,7 @@ def _check(
     whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], counts: Sequence[int], behind: int,
     rotation: Rotation | None,
 ) -> None:
+    """Check shapes, dtypes, devices and strides: the kernel gets pointers."""
     keys, values = whole
     batch, heads, capacity, dim = keys.shape
     total = sum(counts)
@@ -117,8 +118,9 @@ def place(
     behind: int,
     rotation: Rotation | None = None,
 ) -> None:
-    """As reference.place, in one launch and bit by bit. All but turn of one dtype, float16 or bfloat16; whole: strides
-    alike, tokens and channels of a head contiguous; new: channels contiguous.
+    """Do what `reference.place` does, in one launch and bit by bit. All tensors except for those of rotation have one
+    dtype, float16 or bfloat16; whole: strides alike, tokens and channels of a head contiguous; new: channels
+    contiguous.
     """
     keys = whole[0]
     batch, heads, _, dim = keys.shape

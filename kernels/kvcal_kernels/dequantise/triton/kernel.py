@@ -1,13 +1,13 @@
-"""`reconstruct` of reference.py for NVIDIA GPUs: one kernel for keys or values of a layer.
+"""`dequantise` of reference.py for NVIDIA GPUs: one kernel for keys or values of a layer.
 
 A program makes BM tokens of BN channels. Its accumulator begins as Q^-1(codes): grid points, read by code, times a
 matrix of +1 and -1 on tensor cores (the rotation of BN channels with the signs in it), times the norm, plus the bias;
-then come the predictor's products. So rotating costs BN / Cin of the predictor's work (6 to 12 % at C = 1024, BN =
-128), nothing is written in between, and the predictor's weights stay those of the bundle. A rotation of more than BN
-channels is a sum of width / BN blocks' points with signs of the small Hadamard matrix, then the same product: it needs
-every block's codes once a program, which is less than a pass over the tokens to rotate them. Rotating the weights
-offline instead (the sum then happens in the rotated basis) saves the small product, but keys must come back before
-RoPE, which takes it again or, over the whole token, another pass.
+then come the predictor's products. So rotating costs BN / Cin of the predictor's work, nothing is written in between,
+and the predictor's weights stay those of the bundle. A rotation of more than BN channels is a sum of width / BN blocks'
+points with signs of the small Hadamard matrix, then the same product: it needs every block's codes once a program,
+which is less than a pass over the tokens to rotate them. Rotating the weights offline instead (the sum then happens in
+the rotated basis) saves the small product, but keys must come back before RoPE, which takes it again or, over the whole
+token, another pass.
 
 For RoPE the columns of weights, bias and matrix are laid so that the channels of a pair are neighbours: both are then
 in one thread's registers.
@@ -42,7 +42,7 @@ def _parity(x):
 def _multiply(p_x, p_weight, o_row, b_live, columns, b_known, acc, s_head, first, steps,
               H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, FULL: tl.constexpr,
               STAGES: tl.constexpr, ASM: tl.constexpr):
-    """acc plus one input's share of the predictor; `first`: its first row of the weights."""
+    """Return acc plus one input's part of the prediction; `first`: its first row of the weights."""
     k = tl.arange(0, BK)
     for step in tl.range(0, steps, num_stages=STAGES):  # known at compile time, all would be unrolled
         head, start = step * BK // D, tl.multiple_of(step * BK % D, 16)
@@ -62,7 +62,7 @@ def _store_rotated(
     p_out, p_rotated, p_table, acc, o_out, o_rotation, b_live, i_n, s_head,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr,
 ):
-    """BM rows stored as they are and turned by RoPE."""
+    """Store BM rows as they are, and rotated by RoPE."""
     TYPE: tl.constexpr = p_out.dtype.element_ty
     low, high = tl.split(tl.reshape(acc, [BM, BN // 2, 2]))
     low, high = cast(low, TYPE, ASM), cast(high, TYPE, ASM)  # half the registers, and what the model itself would turn
@@ -86,8 +86,8 @@ def _store_rotated(
 
 @triton.jit
 def _places_of(i_m, rows, tokens, s_code_row, CODES: tl.constexpr, BM: tl.constexpr):
-    """Of a tile of tokens: each row's batch row and token; then where its codes begin, their number within a run, and
-    whether there are any, word by word where values are read so.
+    """Return for a tile of tokens each row's batch row and token; then where its codes begin, their number within a
+    run, and whether there are any, word by word where values are read so.
     """
     PER: tl.constexpr = fields(CODES.bits, CODES.count)
     RUNS: tl.constexpr = CODES.dim // CODES.vector * CODES.bytes  # bytes of a block of values
@@ -120,7 +120,7 @@ def _decoded(
     p_codes, p_grid, p_matrix, o_code, b_place, b_some, s_code_head, i_n, CODES: tl.constexpr, INPUTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Q^-1(codes) but for the norm: [BM, BN] float32."""
+    """Return Q^-1(codes) without the norm: [BM, BN] float32."""
     TILES: tl.constexpr = triton.cdiv(CODES.heads * CODES.dim, BN)
     MIX: tl.constexpr = CODES.width // BN if CODES.width > BN else 1
     base, i_mix = 0 if CODES.dense else i_n // MIX * MIX, i_n % MIX
@@ -155,8 +155,9 @@ def dequantise_kernel(
     s_rotation, CODES: tl.constexpr, INPUTS: tl.constexpr, R: tl.constexpr, FULL: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Grid (tiles of channels * tiles of tokens,). s_..._row: of a batch row. R: channels that RoPE turns, 0: no RoPE.
-    FULL: BM divides the tokens of all rows, BN divides C. Where CODES.dense, p_matrix is (tiles, tiles, BN, BN).
+    """Dequantise with a grid (tiles of channels * tiles of tokens,). s_..._row: of a batch row. R: channels that RoPE
+    rotates, 0: no RoPE. FULL: BM divides the tokens of all rows, BN divides C. Where CODES.dense, p_matrix is (tiles,
+    tiles, BN, BN).
     """
     H: tl.constexpr = CODES.heads
     D: tl.constexpr = CODES.dim

@@ -24,10 +24,10 @@ def dequantise(
     dtype: torch.dtype = torch.float16,
     launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As reference.reconstruct, rounded to float16 or bfloat16: of `out` if given, else `dtype`.
+    """Do what `reference.dequantise` does, rounded to float16 or bfloat16: of `out` if given, else `dtype`.
 
-    inputs, out, turned (B, H, T or more, D): one dtype, and tokens and channels of a head contiguous; inputs alike in
-    strides. `out` and `turned` are written up to T and may be views of larger buffers, but not of an input.
+    inputs, out, rotated (B, H, T or more, D): one dtype, and tokens and channels of a head contiguous; inputs alike in
+    strides. `out` and `rotated` are written up to T and may be views of larger buffers, but not of an input.
     """
     batch, heads, tokens, dim = coded.codes.shape[0], coded.heads, coded.tokens, coded.dim
     shape = (batch, heads, tokens, dim)
@@ -77,7 +77,7 @@ def _check(
     rotated: Tensor | None,
     shape: tuple[int, int, int, int],
 ) -> None:
-    """What the kernel relies on and cannot see."""
+    """Check shapes, dtypes and strides: the kernel gets pointers."""
     if out.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"dequantise into {out.dtype}: must be float16 or bfloat16")
     features = 0 if prepared.weight is None else prepared.weight.shape[0] // prepared.weight.shape[1]

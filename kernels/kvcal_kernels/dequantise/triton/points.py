@@ -11,7 +11,8 @@ from ...triton import half
 
 @triton.jit
 def _joined(t, COUNT: tl.constexpr):
-    """COUNT tensors (1, 2, 4 or 8) side by side in last dimensions of 2 each, in order: no thread gives anything away.
+    """Join COUNT tensors (1, 2, 4 or 8) side by side in last dimensions of 2 each, in order: no thread gives anything
+    away.
     """
     joined = t[0]
     if COUNT == 2:
@@ -27,13 +28,13 @@ def _joined(t, COUNT: tl.constexpr):
 
 @triton.constexpr_function
 def _first(bits):
-    """Width of a code's first plane, of codes up to 8 bits."""
+    """Return the width of a code's first plane, for codes up to 8 bits."""
     return 8 if bits == 8 else 4 if bits >= 4 else 2 if bits >= 2 else 1
 
 
 @triton.constexpr_function
 def fields(bits, count):
-    """Codes that one word of a first plane holds; 0: runs of `count` codes are not all words of 16 bits."""
+    """Return the codes that one word of a first plane holds; 0: runs of `count` codes are not all words of 16 bits."""
     if bits == 8:
         return 1
     lowest = bits & -bits
@@ -45,7 +46,7 @@ def fields(bits, count):
 def _lower(
     codes, p_word, b_word, b_live, PER: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr
 ):
-    """codes with the fields of a plane below, WIDTH bits wide, behind them."""
+    """Append to codes the fields of a plane below, WIDTH bits wide."""
     u = tl.load(p_word + b_word % WORDS, mask=b_live, other=0).to(tl.int32) & 0xFFFF
     u = u >> (b_word // WORDS * WIDTH)
     more = ()
@@ -56,7 +57,9 @@ def _lower(
 
 @triton.jit
 def _fields(p, b_word, b_live, BITS: tl.constexpr, COUNT: tl.constexpr):
-    """All codes of the words b_word of the runs at p: `fields` tensors int32, number j of place j * words + b_word."""
+    """Load all codes of the words b_word of the runs at p: `fields` tensors int32, number j of place j * words +
+    b_word.
+    """
     FIRST: tl.constexpr = _first(BITS)
     PER: tl.constexpr = fields(BITS, COUNT)
     WORDS: tl.constexpr = COUNT // PER
@@ -78,7 +81,7 @@ def _fields(p, b_word, b_live, BITS: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _gather(p_grid, b_code, d: tl.constexpr):
-    """Grid points by code: d tensors float16."""
+    """Load grid points by code: d tensors float16."""
     points = ()
     if d == 1:
         points = points + (tl.load(p_grid + b_code),)
@@ -93,9 +96,9 @@ def _gather(p_grid, b_code, d: tl.constexpr):
 def points_of(
     p_codes, p_grid, o_code, b_place, b_live, first, s_head, CODES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
-    """Grid points [BM, BN] float16 of BN channels from `first` on, channels in the order of `places`. o_code: where
-    codes of a token (keys) or a block (values) begin, b_place, b_live: which code of a run it is, whether it exists;
-    for values word by word, for each word instead.
+    """Load grid points [BM, BN] float16 of BN channels from `first` on, channels in the order of `places`. o_code:
+    where codes of a token (keys) or a block (values) begin, b_place, b_live: which code of a run it is, whether it
+    exists; for values word by word, for each word instead.
     """
     d: tl.constexpr = CODES.vector
     PER: tl.constexpr = fields(CODES.bits, CODES.count)

@@ -1,4 +1,6 @@
-"""What a layer's launches share: its rotation as a matrix, weights and biases in the kernel's order of channels."""
+"""Constants that a layer's launches share: its rotation as a matrix, weights and biases in the kernel's order of
+channels.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class Launch:
 
 @functools.cache
 def launch_for(device: torch.device) -> Launch:
-    """On Hopper 256 tokens: 85 operations for a byte that comes through L2 (128 tokens: 64), 176 KiB of shared memory.
+    """Return the launch for a device. On Hopper a program has 256 tokens: 85 operations for a byte that comes through
+    L2 (128 tokens: 64), and 176 KiB of shared memory.
     """
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
     return Launch(256) if hopper else Launch(128, 32)
@@ -38,10 +41,10 @@ def launch_for(device: torch.device) -> Launch:
 
 @dataclass(frozen=True)
 class Codes:
-    """What the kernel must know of stored codes when it is compiled. heads, dim; vector: channels of a grid point;
-    bits: of a code; count: codes of a packed run. key: runs go along channels. block: tokens. bytes: of a run. width:
-    channels that a rotation mixes; norms: of a token. wordwise: codes are read a word at a time. dense: the rotation
-    ends with a cosine transform. factors: channels are multiplied by factors.
+    """The compile-time constants of stored codes. heads, dim; vector: channels of a grid point; bits: of a code; count:
+    codes of a packed run. key: runs go along channels. block: tokens. bytes: of a run. width: channels that a rotation
+    mixes; norms: of a token. wordwise: codes are read a word at a time. dense: the rotation ends with a cosine
+    transform. factors: channels are multiplied by factors.
     """
 
     heads: int
@@ -62,9 +65,9 @@ class Codes:
 @dataclass(frozen=True)
 class Prepared:
     """Constants of a layer's keys or values as the kernel reads them. grid: int32 words of two float16, or float16.
-    matrix: (tiles, channels, channels) float16, the rotation and the signs; of one with a cosine transform (tiles of
-    columns, tiles of codes, channels, channels). factors: (C,) float32, in the order of columns. turned: channels of a
-    head that RoPE turns. launches: of the kernel, by what they are made for.
+    matrix: (tiles, channels, channels) float16, the rotation and the signs; with a cosine transform (tiles of columns,
+    tiles of codes, channels, channels). factors: (C,) float32, in the order of columns. rotary_dim: channels of a head
+    that RoPE rotates. launches: of the kernel, by what they are made for.
     """
 
     grid: Tensor
@@ -83,7 +86,7 @@ class Prepared:
 def refuses(
     dim: int, d: int, width: int, norms: int, inputs: int, rotary_dim: int, channels: int = CHANNELS
 ) -> str | None:
-    """Why there is no kernel for this shape; None if there is one. width: channels that the rotation mixes."""
+    """Return why there is no kernel for this shape; None if there is one. width: channels that the rotation mixes."""
     if inputs > MOST_INPUTS:
         return f"{inputs} predictor inputs: {MOST_INPUTS} at most"
     if inputs and dim % 16:
@@ -98,7 +101,7 @@ def refuses(
 
 
 def columns_of(heads: int, dim: int, rotary_dim: int) -> Tensor:
-    """Channel of each column of the product, int64 (C,): pairs of RoPE are neighbours."""
+    """Return the channel of each column of the product, int64 (C,): pairs of RoPE are neighbours."""
     every = torch.arange(heads * dim)
     if not rotary_dim:
         return every
@@ -116,7 +119,8 @@ def prepare(
     dtype: torch.dtype = torch.float16,
     channels: int = CHANNELS,
 ) -> Prepared:
-    """For inputs and outputs of `dtype`; weight (inputs * C, C), bias (C,) of any float dtype. Once a layer and side.
+    """Return the constants of a layer's keys or values for inputs and outputs of `dtype`, to be made once. weight
+    (inputs * C, C), bias (C,) of any float dtype.
     """
     inputs = 0 if weight is None else weight.shape[0] // weight.shape[1]
     heads, dim, d = coded.heads, coded.dim, coded.grid.shape[1]
@@ -135,7 +139,7 @@ def prepare(
 
 
 def _wordwise(coded: Coded, channels: int) -> bool:
-    """Whether programs can take codes a word at a time."""
+    """Return whether programs can take codes a word at a time."""
     per = fields(coded.bits, coded.packed_count)
     if not per or not coded.key:
         return bool(per)
@@ -144,7 +148,7 @@ def _wordwise(coded: Coded, channels: int) -> bool:
 
 
 def places(coded: Coded, channels: int) -> Tensor:
-    """Channel of each of the columns of `_points` within its program's, int64 (channels,)."""
+    """Return the channel of each of the columns of `points_of` within its program's, int64 (channels,)."""
     every = torch.arange(channels)
     if not (coded.key and _wordwise(coded, channels)):
         return every
@@ -156,7 +160,9 @@ def places(coded: Coded, channels: int) -> Tensor:
 
 
 def _matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
-    """What points of `channels` channels are multiplied by, for each tile of columns: +1, -1 and 0, so exact."""
+    """Return the matrix by which points of `channels` channels are multiplied, for each tile of columns: +1, -1 and 0,
+    so exact.
+    """
     device, count = coded.grid.device, coded.sign.numel()
     tiles, width = -(-count // channels), min(coded.width, channels)
     matrix = torch.zeros(tiles, channels, channels, dtype=torch.float16, device=device)
@@ -170,8 +176,8 @@ def _matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
 
 
 def _dense_matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
-    """As `_matrix` of all codes of a token for each tile of columns, where a cosine transform mixes the tiles. Rounded
-    to float16.
+    """Return the matrix by which all codes of a token are multiplied for each tile of columns, where a cosine transform
+    mixes the tiles. It is rounded to float16.
     """
     device, count = coded.grid.device, coded.sign.numel()
     rows = unrotate(
@@ -185,8 +191,8 @@ def _dense_matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
 
 
 def settings(coded: Coded, prepared: Prepared, inputs: int, rows: int, launch: Launch) -> dict[str, Any]:
-    """Compile-time constants of reconstruct_kernel but ASM; none follows from the number of tokens, except that BM
-    divides it.
+    """Return the compile-time constants of dequantise_kernel except for ASM. None follows from the number of tokens,
+    except that BM divides it.
     """
     channels, whole = prepared.channels, coded.heads * coded.dim % prepared.channels == 0
     depth = min(launch.depth, coded.dim & -coded.dim)

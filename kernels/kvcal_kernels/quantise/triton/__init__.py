@@ -1,5 +1,5 @@
 """`quantise`, `append` and their like of reference.py for NVIDIA GPUs: one read of keys and values, one write of words
-and scales, one launch. Rooms from the ground up: rounding, words, rows, kernel, launch.
+and scales, one launch. Modules, lowest first: rounding, words, rows, kernel, launch.
 """
 
 from __future__ import annotations

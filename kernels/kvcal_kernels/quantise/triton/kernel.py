@@ -22,8 +22,8 @@ def _role(
     SLICES: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr, VALUE: tl.constexpr,
     FACTOR: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):
-    """All that one program does for keys or values. DUE: tokens of a row's part of p_due, of which all that it packs
-    is; 0: it packs what the ring has.
+    """Do all that one program does for keys or values. DUE: tokens of a row's part of p_due, from which everything that
+    it packs comes; 0: it packs what the ring has.
     """
     i_head = (i_batch * HEADS + i_kv).to(tl.int64)
     p_row = p_counts + i_batch
@@ -85,9 +85,9 @@ def append_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr,
     FACTOR: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Grid (programs, HEADS, 2 * batch): keys of every row, then values. WRITE: new tokens to sink and ring. PACK: what
-    is due. STORED: there is a ring. DUE: keys of the block of so many tokens that is due are those of p_due (batch,
-    HEADS, DUE, D); 0: the ring's.
+    """Append with a grid (programs, HEADS, 2 * batch): keys of every row, then values. WRITE: new tokens to sink and
+    ring. PACK: what is due. STORED: there is a ring. DUE: keys of the block of so many tokens that is due are those of
+    p_due (batch, HEADS, DUE, D); 0: the ring's.
     """
     i_program, i_kv = tl.program_id(0), tl.program_id(1)
     i_batch = tl.program_id(2) // 2
@@ -111,6 +111,7 @@ def append_kernel(
 def advance_kernel(
     p_counts, p_new, batch, SINK: tl.constexpr, RECENT: tl.constexpr, BLOCK_: tl.constexpr, WIDE: tl.constexpr
 ):
+    """Move the counts of all rows in one program."""
     row = tl.arange(0, WIDE)
     live = row < batch
     p_row = p_counts + row
@@ -136,7 +137,9 @@ def observe_kernel(
     p_k, p_peak, p_fixed, p_counts, p_factor, p_wide, batch, queries, until,
     HEADS: tl.constexpr, RATIO: tl.constexpr, D: tl.constexpr, H_WIDE: tl.constexpr, D_WIDE: tl.constexpr,
 ):
-    """Grid (batch,): a program takes all heads of its row, so that none reads `fixed` behind another's store."""
+    """Observe keys with a grid (batch,): a program takes all heads of its row, so that none reads `fixed` after
+    another's store.
+    """
     i_row = tl.program_id(0).to(tl.int64)
     head, channel = tl.arange(0, H_WIDE)[:, None], tl.arange(0, D_WIDE)[None, :]
     inside = (head < HEADS) & (channel < D)

@@ -29,8 +29,8 @@ PROGRAMS = 8  # that write the windows of a long call
 
 @dataclass(frozen=True)
 class Launch:
-    """warps: units at a time of a program; of a grid it takes one at a time. registers: a thread at most, 0: as the
-    compiler likes.
+    """Options of a launch. warps: units at a time of a program; with a grid it takes one at a time. registers: of a
+    thread at most; 0: the compiler's choice.
     """
 
     warps: int = 4
@@ -49,24 +49,27 @@ GRID, GRID_STEP = 240, 128
 
 
 def launch_of(key: AnyRule, value: AnyRule, step: bool) -> Launch:
-    """step: of a decode step. A grid's unit of 32 * D numbers takes a whole program, 32 numbers a thread."""
+    """Return the launch for rules. step: of a decode step. A grid's unit of 32 * D numbers takes a whole program, 32
+    numbers a thread.
+    """
     if isinstance(key, GridRule) or isinstance(value, GridRule):
         return Launch(max(4, key.form.dim // 32), GRID_STEP if step else GRID)
     return Launch() if not step and (key.search or value.search) else STEP
 
 
 def _programs(units: int, key: AnyRule, value: AnyRule, launch: Launch) -> int:
-    """For so many units of each head."""
+    """Return the programs for so many units of each head."""
     one = isinstance(key, GridRule) or isinstance(value, GridRule)
     return units if one else -(-units // launch.warps)
 
 
 def settings(key: AnyRule, value: AnyRule) -> dict[str, Any]:
-    """Compile-time constants of append_kernel that follow from the rules."""
+    """Return the compile-time constants of append_kernel that follow from the rules."""
     return {"D": key.form.dim, "KEYS": side_of(key), "VALUES": side_of(value)}
 
 
 def side_of(rule: AnyRule) -> Side:
+    """Return the constants of a rule."""
     form = rule.form
     if isinstance(rule, GridRule):
         mode, symmetric, candidates, raster = int(form.in_bytes), 0, 0, higgs.searched(rule.how)
@@ -97,7 +100,7 @@ def side_of(rule: AnyRule) -> Side:
 
 @functools.cache
 def _factors(rule: Rule, device: torch.device) -> Tensor:
-    """(n, 2) float32: made once, as a CUDA graph must find them where they were."""
+    """Return a rule's factors, (n, 2) float32. They are made once, as a CUDA graph must find them where they were."""
     return torch.tensor(rule.factors, dtype=torch.float32).to(device)
 
 
@@ -106,7 +109,7 @@ def _table(rule: AnyRule, device: torch.device) -> Tensor:
 
 
 def advance(counts: Counts, new: Tensor) -> None:
-    """As reference.advance, in one launch of one program: once a forward, before its first layer."""
+    """Do what `reference.advance` does, in one launch of one program: once a forward, before its first layer."""
     batch, windows = counts.data.shape[1], counts.windows
     if new.shape != (batch,) or new.dtype != torch.int32:
         raise ValueError(f"new tokens {tuple(new.shape)} {new.dtype}: must be ({batch},) torch.int32")
@@ -124,7 +127,8 @@ def advance(counts: Counts, new: Tensor) -> None:
 
 
 def observe(peak: Tensor, fixed: Tensor, counts: Counts, keys: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
-    """As reference.observe, in one launch, where that takes about twenty: of each layer in every step of a CUDA graph.
+    """Do what `reference.observe` does, in one launch instead of about twenty: every layer runs it in every step of a
+    CUDA graph.
     """
     batch, heads, queries, dim = keys.shape
     expected = ((batch, heads, dim), torch.float32), ((batch,), torch.bool)
@@ -154,9 +158,9 @@ def append(
     factor: Tensor | None = None,
     due: Tensor | None = None,
 ) -> None:
-    """As reference.append, for k, v, sink and recent of one dtype. The grid follows from shapes alone, so a CUDA graph
-    of a decode step can be replayed. One launch; two where a call brings more than the ring takes beside what it may
-    hold.
+    """Do what `reference.append` does, for k, v, sink and recent of one dtype. The grid follows from shapes alone, so a
+    CUDA graph of a decode step can be replayed. There is one launch, or two where a call brings more than the ring
+    takes in addition to what it may hold.
     """
     shapes = (layer.launch_key, counts.windows, launch_key(counts.data), launch_key(k), launch_key(v))
     name = (*shapes, key, value, *(None if x is None else launch_key(x) for x in (factor, due)))
@@ -186,7 +190,7 @@ def _steps(
     factor: Tensor | None,
     due: Tensor | None,
 ) -> Iterator[tuple[Ready, tuple[int, ...]]]:
-    """The launches of an `append`."""
+    """Yield the launches of an `append`."""
     queries, windows, capacity = k.shape[2], counts.windows, layer.recent[0].shape[2]
     prepare = functools.partial(_prepared, layer, k, v, key, value, factor, due=due)
     if queries <= capacity - (windows.recent + windows.block - 1):
@@ -206,10 +210,10 @@ def quantise(
     flags: Tensor | None = None,
     launch: Launch | None = None,
 ) -> tuple[Blocks, Blocks, Tensor]:
-    """reference.quantise of keys and of values (B, H, T, D) in one launch -> blocks of both, and flags int32 (H,),
-    those of values shifted by VALUES; given ones are added to. Any strides but that of channels, which is 1, and any
-    two dtypes. Two grids of which one has norms over all heads take two launches a side, so that each number is rotated
-    once.
+    """Do what `reference.quantise` does for keys and for values (B, H, T, D) in one launch -> blocks of both, and flags
+    int32 (H,), those of values shifted by VALUES; given ones are added to. Any strides except for that of channels,
+    which is 1, and any two dtypes. Two grids of which one has norms over all heads take two launches a side, so that
+    each number is rotated once.
     """
     batch, heads, tokens = k.shape[:3]
     for name, x, rule in (("keys", k, key), ("values", v, value)):
@@ -239,7 +243,7 @@ def quantise(
 
 
 def _in_two_launches(x: Tensor, rule: GridRule, factor: Tensor | None, flags: Tensor, shift: int) -> Blocks:
-    """Codes in one launch, their words in another."""
+    """Make codes in one launch, their words in another."""
     codes, norm, encode_flags = higgs.encode(x if factor is None else x.float() / factor.float(), rule.how)
     flags.bitwise_or_(encode_flags << shift)
     return Blocks(rule.form, higgs.pack(codes, rule.form), norm.unflatten(2, (-1, BLOCK)), rule.grid)
@@ -271,7 +275,7 @@ def _prepared(
     stored: bool = True,
     due: Tensor | None = None,
 ) -> tuple[Ready, tuple[int, ...]]:
-    """What starts a launch, and its numbers: all that follows from shapes and strides."""
+    """Return what starts a launch, and its numbers: all that follows from shapes and strides."""
     batch, heads, queries, dim = k.shape
     if factor is not None:
         shapes = [(heads, 1, dim), (batch, heads, 1, dim)]
@@ -304,7 +308,7 @@ def _check_input(name: str, x: Tensor, k: Tensor, rule: AnyRule) -> None:
 
 
 def _check_layer(layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: AnyRule, value: AnyRule) -> None:
-    """What the kernel relies on and cannot see."""
+    """Check shapes, dtypes and devices: the kernel gets pointers."""
     batch, heads, _, dim = k.shape
     windows, capacity = counts.windows, layer.keys.words.shape[2]
     for name, x, rule, packed in (("keys", k, key, layer.keys), ("values", v, value, layer.values)):

@@ -1,4 +1,4 @@
-"""From numbers to codes and scales of integers, rounded as the codec rounds.
+"""Numbers rounded to codes and scales of integers, as the codec rounds.
 
 x / s to nearest is q = x / s within 2 units of its last place, then q + (x - q s) / s in two fused operations. As s has
 11 bits, no quotient of a 24-bit x lies within 2^-12 units of a tie, so this is the IEEE quotient (Markstein 1990).
@@ -21,7 +21,7 @@ ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23
 
 @triton.jit
 def _divide(y, s, inverse, ASM: tl.constexpr):
-    """IEEE y / s for s of at most 11 bits; inverse: 1 / s within 2 units of its last place."""
+    """Return IEEE y / s for s of at most 11 bits; inverse: 1 / s within 2 units of its last place."""
     if ASM:
         q = y * inverse
         return tl.fma(tl.fma(-q, s, y), inverse, q)
@@ -31,7 +31,7 @@ def _divide(y, s, inverse, ASM: tl.constexpr):
 
 @triton.jit
 def _reciprocal(s, ASM: tl.constexpr):
-    """1 / s of a scale, within one unit of its last place."""
+    """Return 1 / s of a scale, within one unit of its last place."""
     if ASM:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [s], tl.float32, is_pure=True, pack=1)
     else:  # noqa: RET505
@@ -40,19 +40,20 @@ def _reciprocal(s, ASM: tl.constexpr):
 
 @triton.jit
 def _fit(x, LIMIT: tl.constexpr):
-    """A scale as float16 holds it, as float32; never zero, never infinite."""
+    """Return a scale as float16 holds it, as float32; never zero, never infinite."""
     return tl.minimum(tl.maximum(x, HALF_FLOOR), LIMIT).to(tl.float16).to(tl.float32)
 
 
 @triton.jit
 def _along(x, ALONG: tl.constexpr):
-    """Numbers of groups [NW, 16] against pieces [NW, 16 tokens, 16 channels]; ALONG: groups lie along tokens."""
+    """Broadcast numbers of groups [NW, 16] against pieces [NW, 16 tokens, 16 channels]; ALONG: groups lie along tokens.
+    """
     return x[:, None, :] if ALONG else x[:, :, None]
 
 
 @triton.jit
 def _tree(x, NW: tl.constexpr, ALONG: tl.constexpr):
-    """tree_sum over tokens or channels of a piece: [NW, 16, 16] -> [NW, 16]."""
+    """Return tree_sum over tokens or channels of a piece: [NW, 16, 16] -> [NW, 16]."""
     if ALONG:
         x = tl.sum(tl.reshape(x, [NW, 2, 8, 16]), 1)
         x = tl.sum(tl.reshape(x, [NW, 2, 4, 16]), 1)
@@ -68,7 +69,7 @@ def _tree(x, NW: tl.constexpr, ALONG: tl.constexpr):
 
 @triton.jit
 def _rounded(x, base, scale, inverse, low, high, SHIFTED: tl.constexpr, ASM: tl.constexpr):
-    """(x - base) / scale, cut to [low, high], before it is rounded."""
+    """Return (x - base) / scale, cut to [low, high], before it is rounded."""
     y = x - base if SHIFTED else x
     q = _divide(y, scale, inverse, ASM)
     return tl.minimum(tl.maximum(q, low), high)
@@ -76,7 +77,7 @@ def _rounded(x, base, scale, inverse, low, high, SHIFTED: tl.constexpr, ASM: tl.
 
 @triton.jit
 def _fold(parts):
-    """One halving of tree_sum, of pieces; one piece stays as it is."""
+    """Apply one halving of tree_sum to pieces; one piece stays as it is."""
     sums = ()
     for i in tl.static_range(len(parts) // 2):
         sums = sums + (parts[i] + parts[i + len(parts) // 2],)
@@ -88,7 +89,7 @@ def _error(
     xs, scale, base, low, high,
     NW: tl.constexpr, ALONG: tl.constexpr, SHIFTED: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Squared error of a group [NW, 16]; low, high: of its integers."""
+    """Return the squared error of a group [NW, 16]; low, high: of its integers."""
     b_s, b_base = _along(scale, ALONG), _along(base, ALONG)
     inverse = _along(_reciprocal(scale, ASM), ALONG)
     squares = ()
@@ -107,10 +108,11 @@ def _error(
 def choose_scales(
     xs, p_table, worst, lows, SIDE: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr
 ):
-    """Scale, zero point, whether it is asymmetric, of a group of pieces, [NW, 16] each, and its codes (see _coded);
-    then what must fit float16, the largest so far: plain scales, magnitudes of minima.
+    """Return scale, zero point, whether it is asymmetric, of a group of pieces, [NW, 16] each, and its codes (see
+    _coded); then what must fit float16, the largest so far: plain scales, magnitudes of minima.
 
-    MODE 0 symmetric, 1 asymmetric, 2 hybrid. p_table (ALL, 2): factors, the first FIRST of them of symmetric scales.
+    SIDE.mode is 0 symmetric, 1 asymmetric, 2 hybrid. p_table (SIDE.candidates, 2): factors, the first SIDE.symmetric of
+    them of symmetric scales.
     """
     HALF: tl.constexpr = 2.0 ** (SIDE.bits - 1)
     TOP: tl.constexpr = 2.0**SIDE.bits - 1
@@ -180,7 +182,7 @@ def choose_scales(
 def _coded(
     xs, best, base, shifted, SIDE: tl.constexpr, ASM: tl.constexpr
 ):
-    """Codes of a group's pieces plus ROUND: float32 [NW, 16, 16], the code in the low 16 bits."""
+    """Return the codes of a group's pieces plus ROUND: float32 [NW, 16, 16], the code in the low 16 bits."""
     HALF: tl.constexpr = 2.0 ** (SIDE.bits - 1)
     TOP: tl.constexpr = 2.0**SIDE.bits - 1
     if SIDE.mode == 2:

@@ -1,7 +1,7 @@
-"""New tokens of a decode step: written to the windows, and blocks of a grid that come due.
+"""New tokens of a decode step written to the windows, and blocks of a grid that come due.
 
-Of a grid a program takes a head's block. Where norms span all heads it rotates those of the others too, which it needs
-for nothing else: H rotations in the place of one, in the steps in which a block is due, and no second launch.
+A program takes one head's block of a grid. Where norms span all heads it rotates those of the others as well, which it
+needs for nothing else: H rotations instead of one, in the steps in which a block is due, and no second launch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def write_windows(
     p_new, p_sink, p_ring, o_new, i_head, start, sink_before, taken, sink_capacity, window, waiting, new, first,
     ring_capacity, token_stride, SLICES: tl.constexpr, NW: tl.constexpr,
 ):
-    """16 * NW new tokens from number `start` on to sink and ring; 1 where one is not finite, [NW, 16, 16]."""
+    """Write 16 * NW new tokens from number `start` on to sink and ring; return 1 where one is not finite, [NW, 16, 16].
+    """
     r = tl.arange(0, 16)
     token = start + tl.arange(0, NW)[:, None] * 16 + r[None, :]
     into_sink = token < taken
@@ -45,7 +46,7 @@ def _log(n):
 
 @triton.constexpr_function
 def _rows(width):
-    """Tokens of `width` numbers whose norms are taken at a time."""
+    """Return the tokens of `width` numbers whose norms are taken at a time."""
     return min(32, max(1, NUMBERS // width))
 
 
@@ -54,8 +55,8 @@ def _waiting(
     p_new, p_ring, p_factor, o_new, i_row, first_head, token, live, window, before, ring_capacity, head_stride,
     token_stride, N: tl.constexpr, DIM: tl.constexpr, FACTOR: tl.constexpr, STORED: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Numbers [tokens, N] float32 of N / DIM heads from `first_head` on, of `token`s that a row packs now; divided by
-    the factor. o_new: of the first new token that waits, in head 0. i_row: heads of the rows before.
+    """Load numbers [tokens, N] float32 of N / DIM heads from `first_head` on, of `token`s that a row packs now; divided
+    by the factor. o_new: of the first new token that waits, in head 0. i_row: heads of the rows before.
     """
     at = tl.arange(0, N)
     head, channel = first_head + at // DIM, at % DIM
@@ -78,7 +79,9 @@ def encode_block(
     ring_capacity, head_stride, token_stride, SIDE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     VALUE: tl.constexpr, FACTOR: tl.constexpr, STORED: tl.constexpr, ASM: tl.constexpr,
 ):
-    """_pack of a grid: block `unit` of those that a row packs now; its flags. p_table: GridRule.table."""
+    """Pack block `unit` of a grid, of those that a row packs now, and return its flags; see `pack_units`. p_table:
+    GridRule.table.
+    """
     LOG: tl.constexpr = _log(DIM)
     SIGNS: tl.constexpr = HEADS * DIM
     r = tl.arange(0, 32)

@@ -30,8 +30,8 @@ def _field_of(half, piece, side, value):
 
 @triton.constexpr_function
 def _bits(block, number, i, tiles, extra, bits):
-    """(lowest bit of the code, mask or 0, shift, shift more a field further) of what a piece, whose `field_number` it
-    is, adds to tile i of a unit's words; None where it adds nothing.
+    """Return (lowest bit of the code, mask or 0, shift, shift more a field further) of what a piece, whose
+    `field_number` it is, adds to tile i of a unit's words; None where it adds nothing.
     """
     plane = 2 if bits == 3 else bits
     tile, field = divmod(number, 16 // plane)
@@ -48,8 +48,8 @@ def _put(
     words, code, further, BLOCK_: tl.constexpr, NUMBER: tl.constexpr, TILES: tl.constexpr, EXTRA: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Words of a unit with the code of a piece put into its fields (layout/form.py): `further` fields beyond field
-    NUMBER.
+    """Return the words of a unit with the code of a piece put into its fields (layout/form.py): `further` fields beyond
+    field NUMBER.
     """
     changed = ()
     for i in tl.static_range(len(words)):
@@ -70,7 +70,7 @@ def _field(code, further, BITS: tl.constexpr):
 
 @triton.constexpr_function
 def _across(bits):
-    """Pairs of pieces that share a tile."""
+    """Return the pairs of pieces that share a tile."""
     return 8 // (2 if bits == 3 else bits)
 
 
@@ -78,8 +78,8 @@ def _across(bits):
 def _further(
     done, FIRST: tl.constexpr, EACH: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr, VALUE: tl.constexpr
 ):
-    """Fields from that of the slice FIRST behind an even one to that of the slice `done` behind it in the same tile.
-    done: a multiple of EACH. PAIRED: keys whose slices are pairs.
+    """Return the fields from that of the slice FIRST behind an even one to that of the slice `done` behind it in the
+    same tile. done: a multiple of EACH. PAIRED: keys whose slices are pairs.
     """
     if VALUE or not PAIRED:
         further = done
@@ -93,13 +93,15 @@ def _further(
 
 @triton.constexpr_function
 def _alternates(pieces, bits):
-    """Whether half blocks of keys take turns in outer groups, too (`field_number`)."""
+    """Return whether half blocks of keys alternate in outer groups, too (`field_number`)."""
     return _field_number(1, 0, bits, pieces, False, False) != pieces
 
 
 @triton.constexpr_function
 def _span(pieces, each, bits, paired, value):
-    """Slices handled before words are stored: words fill up while a runtime loop runs over fields of one tile."""
+    """Return the slices handled before words are stored: words fill up while a runtime loop runs over fields of one
+    tile.
+    """
     across = _across(bits)
     if value:
         whole = math.gcd(pieces, across)
@@ -113,7 +115,7 @@ def _span(pieces, each, bits, paired, value):
 def _store_scales(
     p_scale, o_unit, live, scale, zero, column, TOGETHER: tl.constexpr, INNER: tl.constexpr, BOTH: tl.constexpr
 ):
-    """A group's scale and, with BOTH, its zero point, [NW, 16] float16, as columns `column` and the next one."""
+    """Store a group's scale and, with BOTH, its zero point, [NW, 16] float16, as columns `column` and the next one."""
     r = tl.arange(0, 16)[None, :]
     if INNER:
         first = o_unit[:, None] + column // TOGETHER * (16 * TOGETHER) + r * TOGETHER + column % TOGETHER
@@ -131,7 +133,7 @@ def _load(
     p_new, p_ring, news, rings, olds, live, piece,
     HALVES: tl.constexpr, EACH: tl.constexpr, SLICES: tl.constexpr, STORED: tl.constexpr,
 ):
-    """Slices `piece` to piece + EACH - 1 of every half block, half after half; nothing beyond the last."""
+    """Load slices `piece` to piece + EACH - 1 of every half block, half after half; nothing beyond the last."""
     r = tl.arange(0, 16)
     inside = live[:, :, None] & (piece < SLICES)
     pieces = ()
@@ -150,8 +152,8 @@ def _divided(
     raw, nothing, p_factor, HALVES: tl.constexpr, EACH: tl.constexpr, FACTOR: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Slices of every half block as float32, divided by their channels' factors; and `nothing` plus 0 times all of
-    them, a NaN where any is not finite.
+    """Return slices of every half block as float32, divided by their channels' factors; and `nothing` plus 0 times all
+    of them, a NaN where any is not finite.
     """
     r = tl.arange(0, 16)
     xs = ()
@@ -172,7 +174,7 @@ def pack_units(
     ring_capacity, token_stride, SIDE: tl.constexpr, SLICES: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr,
     STORED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Units first to first + NW - 1 of the blocks that a row packs now; flags [NW, 16].
+    """Pack units first to first + NW - 1 of the blocks that a row packs now; return flags [NW, 16].
 
     o_new: of the first new token that waits. before: how many wait in the ring. slot: of the first block packed now.
     """
@@ -244,7 +246,7 @@ def _store_words(
     p_words, words, o_unit, fits, START: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr,
     ALL_TILES: tl.constexpr, SIDE: tl.constexpr, VALUE: tl.constexpr,
 ):
-    """Those tiles that are complete after the slices from START on."""
+    """Store those tiles that are complete after the slices from START on."""
     SHIFT: tl.constexpr = _half_tile_shift(SIDE.words, SIDE.bits, 0)
     r = tl.arange(0, 16)
     for i in tl.static_range(len(words)):
@@ -264,8 +266,8 @@ def _store_words(
 
 @triton.constexpr_function
 def _complete(tile, start, span, slices, pieces, tiles, bits, inner, value):
-    """Whether a block's tile has its last code by the slices from `start` on. A tile of third bits belongs to two
-    others.
+    """Return whether a block's tile has its last code by the slices from `start` on. A tile of third bits belongs to
+    two others.
     """
     fields, last = 2 * _across(bits), 0
     for half in range(2):

@@ -1,4 +1,6 @@
-"""New tokens of a step to sink and ring, and the block that leaves the ring to residual vector codes, if one is due."""
+"""New tokens of a step appended to sink and ring, and the block that leaves the ring coded as residual vector codes, if
+one is due.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from .reference import append
 
 
 def fast() -> ModuleType:
-    """The Triton module, which does the same on a GPU; ImportError without triton."""
+    """Return the Triton module, which does the same on a GPU. ImportError where Triton is not installed."""
     from . import triton
 
     return triton

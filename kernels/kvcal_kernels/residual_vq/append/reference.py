@@ -1,5 +1,5 @@
 """`append` of residual vector codes in plain PyTorch, in operations of fixed shape: every step searches for a block of
-tokens, and keeps what it finds in rows where one is due. Letters: docs/architecture.md; bands as of vq_attention.
+tokens, and stores the codes in rows where one is due. Letters: docs/architecture.md; bands: residual_vq/attention.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Pair = tuple[Tensor, Tensor]
 def append(
     keys: Coded, values: Coded, sink: Pair, ring: Pair, counts: Counts, flags: Tensor, k: Tensor, v: Tensor
 ) -> None:
-    """Carry out in one layer what quantise.advance found, as quantise.append does: a call brings at most one block.
-    Codes are those of vq.residual_codes, except where two codewords are equally near in float64.
+    """Carry out in one layer what quantise.advance counted, as quantise.append does: a call brings at most one block.
+    Codes are those of nearest.residual_codes, except where two codewords are equally near in float64.
 
-    keys, values: of N blocks, a multiple of 32 tokens each, in place. sink, ring: keys and values (B, H, room, D).
+    keys, values: of N blocks, a multiple of 32 tokens each, in place. sink, ring: keys and values (B, H, capacity, D).
     flags (H,) int32. k, v (B, H, Q, D) of the ring's dtype, a row's real tokens last.
     """
     keep(sink, ring, counts, (k, v))
@@ -45,7 +45,7 @@ def append(
 
 
 def _codes(x: Tensor, books: Tensor) -> Tensor:
-    """Greedy residual codes of x (..., d) float32 -> int32 (S, ...), no value looked at on the host."""
+    """Return greedy residual codes of x (..., d) float32 -> int32 (S, ...), with no value read on the host."""
     codes = []
     for book in books.float():
         wide = book.double()

@@ -1,9 +1,10 @@
 """`append` of reference.py for NVIDIA GPUs. The grid follows from shapes alone, programs read on the device whether a
 block is due and return at once where none is: one launch for the windows, two for each band.
 
-A code depends on nothing but its vector. So a program takes as many vectors of a band as a step of vq/triton.py's
-search and runs all stages, with that search's numbers: what is left of the vectors lies in a workspace in between, a
-program's own part. Codes of a block are packed by a second launch, as bytes hold codes of tokens that lie far apart.
+A code depends on nothing but its vector. So a program takes as many vectors of a band as a step of the search in
+residual_vq/nearest/triton.py and runs all stages, with that search's numbers: the residuals of the vectors lie in a
+workspace in between, a program's own part. Codes of a block are packed by a second launch, as bytes hold codes of
+tokens that lie far apart.
 
 Once in `block` steps a row has a block due; 26 GFLOP a layer and row for 1024 tokens of 8 heads, 3 stages of 4096
 codewords.
@@ -39,7 +40,7 @@ def _moved(
     p_new, p_sink, p_ring, i_head, o_row, new, token, before, taken, sink_before, window, sink_capacity, ring_capacity,
     token_stride, D: tl.constexpr, BD: tl.constexpr,
 ):
-    """Real token number `token` of a call to its place in sink or ring."""
+    """Move real token number `token` of a call to its place in sink or ring."""
     cols = tl.arange(0, BD)
     inside = (cols < D) & (token >= 0) & (token < new)
     b_x = tl.load(p_new + o_row + token * token_stride + cols, mask=inside, other=0.0)
@@ -55,7 +56,7 @@ def windows_kernel(
     p_k, p_v, p_sink_k, p_sink_v, p_ring_k, p_ring_v, p_counts, batch, queries, sink_capacity, ring_capacity,
     k_batch, k_head, k_token, v_batch, v_head, v_token, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):
-    """Grid (queries, H, batch): a new token's key and value."""
+    """Store a new token's key and value with a grid (queries, H, batch)."""
     i_kv, i_row = tl.program_id(1), tl.program_id(2)
     i_head = (i_row * H + i_kv).to(tl.int64)
     p_row = p_counts + i_row
@@ -77,7 +78,7 @@ def windows_kernel(
 
 @triton.jit
 def _scaled(p_rest, o_rest, live, scale, start, d, WIDTH: tl.constexpr):
-    """A chunk of what is left of vectors, times a power of two each, as float16."""
+    """Load a chunk of the residuals of vectors, times a power of two each, as float16."""
     cols = start + tl.arange(0, WIDTH)
     inside = live[:, None] & (cols < d)[None, :]
     b_x = tl.load(p_rest + o_rest[:, None] + cols[None, :], mask=inside, other=0.0)
@@ -86,6 +87,7 @@ def _scaled(p_rest, o_rest, live, scale, start, d, WIDTH: tl.constexpr):
 
 @triton.jit
 def _tile(p, codes, in_book, start, d, WIDTH: tl.constexpr):
+    """Load a chunk of the codewords of a tile."""
     cols = start + tl.arange(0, WIDTH)
     inside = in_book[:, None] & (cols < d)[None, :]
     return tl.load(p + codes[:, None] * d + cols[None, :], mask=inside, other=0.0)
@@ -93,7 +95,7 @@ def _tile(p, codes, in_book, start, d, WIDTH: tl.constexpr):
 
 @triton.jit
 def _left(p_rest, o_rest, p_book, code, live, cols, d):
-    """Some columns of vectors less those of codewords."""
+    """Return some columns of vectors less those of codewords."""
     inside = live[:, None] & (cols < d)[None, :]
     b_c = tl.load(p_book + code[:, None] * d + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     return tl.load(p_rest + o_rest[:, None] + cols[None, :], mask=inside, other=0.0) - b_c
@@ -104,8 +106,8 @@ def _nearest_of(
     p_rest, o_rest, p_book, b_best, live, K: tl.constexpr, d: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BEST: tl.constexpr, FOLD: tl.constexpr, INDEX: tl.constexpr, CANDIDATES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """The nearest codeword of each of BM vectors, int32, in float32 and of equals the first, among CANDIDATES of the
-    columns' best, whose numbers lie in the low bits of b_best [BM, KEPT].
+    """Return the nearest codeword of each of BM vectors, int32, in float32 and of equals the first, among CANDIDATES of
+    the columns' best, whose numbers lie in the low bits of b_best [BM, BEST].
     """
     places, cols = tl.arange(0, BEST), tl.arange(0, AT_ONCE)
     b_code = tl.full([BM], 0, tl.int32)
@@ -136,8 +138,9 @@ def encode_kernel(
     BM: tl.constexpr, BN: tl.constexpr, FOLD: tl.constexpr, TILES: tl.constexpr, INDEX: tl.constexpr,
     EVEN: tl.constexpr, CANDIDATES: tl.constexpr,
 ):
-    """Grid (tiles of BM tokens, H, batch). A band's codes (B, H, S, BLOCK) int32 of the oldest block in the ring, where
-    due. rest (B, H, BLOCK, d) float32: what stages left. The search is vq/triton.py's propose_kernel and settle_kernel.
+    """Encode with a grid (tiles of BM tokens, H, batch): a band's codes (B, H, S, BLOCK) int32 of the oldest block in
+    the ring, where due. rest (B, H, BLOCK, d) float32: the residuals of the stages. The search is that of
+    propose_kernel and settle_kernel in residual_vq/nearest/triton.py.
     """
     i_kv, i_row = tl.program_id(1), tl.program_id(2)
     before = tl.load(p_counts + 2 * batch + i_row)
@@ -217,7 +220,9 @@ def pack_kernel(
     p_codes, p_packed, p_counts, batch, capacity,
     H: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
 ):
-    """Grid (S, H, batch). Codes (B, H, S, BLOCK) to the slot (B, H, N, S, BYTES) of the block that is due."""
+    """Pack with a grid (S, H, batch): codes (B, H, S, BLOCK) go to the slot (B, H, N, S, BYTES) of the block that is
+    due.
+    """
     i_stage, i_row = tl.program_id(0), tl.program_id(2)
     before = tl.load(p_counts + 2 * batch + i_row)
     slot = before // (BLOCK // 32)
@@ -241,8 +246,8 @@ def append(
     v: Tensor,
     workspace: Workspace | None = None,
 ) -> None:
-    """As reference.append; codes as near as vq/triton.py says. A `workspace` of its own is needed where launches
-    overlap, and under a CUDA graph.
+    """Do what `reference.append` does; codes are as near as residual_vq/nearest/triton.py says. A `workspace` of its
+    own is needed where launches overlap, and under a CUDA graph.
     """
     _check(keys, values, sink, ring, counts, flags, k, v)
     batch, heads, queries, dim = k.shape
@@ -264,7 +269,7 @@ _PREPARED = Prepared()
 
 
 def settings(band: Band, block: int, hopper: bool) -> dict[str, Any]:
-    """Compile-time constants of encode_kernel that follow from a band, and its launch."""
+    """Return the compile-time constants of encode_kernel that follow from a band, and its launch."""
     stages, size, width = band.books.shape
     launch = launch_for(width, hopper)
     rows = min(launch.rows, max(16, triton.next_power_of_2(block)))
@@ -274,14 +279,14 @@ def settings(band: Band, block: int, hopper: bool) -> dict[str, Any]:
 
 
 def _scratch(coded: Coded, band: Band, space: Workspace) -> tuple[Tensor, Tensor]:
-    """What is left of a block's vectors float32, and their codes int32."""
+    """Return memory for the residuals of a block's vectors, float32, and for their codes, int32."""
     (batch, heads), (stages, _, width) = band.codes.shape[:2], band.books.shape
     tokens = batch * heads * coded.block
     return space.take("rest", tokens * width, torch.float32), space.take("codes", tokens * stages, torch.int32)
 
 
 def reserve(keys: Coded, values: Coded, space: Workspace) -> None:
-    """Have the memory of any `append` to these codes."""
+    """Reserve the memory of any `append` to these codes."""
     for coded in (keys, values):
         for band in coded.bands:
             _scratch(coded, band, space)
@@ -315,7 +320,7 @@ def _encode(
 def _check(
     keys: Coded, values: Coded, sink: Pair, ring: Pair, counts: Counts, flags: Tensor, k: Tensor, v: Tensor
 ) -> None:
-    """What the kernels rely on and cannot see."""
+    """Check shapes, dtypes and strides: the kernels get pointers."""
     batch, heads, queries, dim = k.shape
     windows = counts.windows
     if queries > windows.block:

@@ -8,7 +8,7 @@ from .reference import Band, Coded, attend, attend_exact, decode, halves, longes
 
 
 def fast() -> ModuleType:
-    """The Triton module, which does the same on a GPU; ImportError without triton."""
+    """Return the Triton module, which does the same on a GPU. ImportError where Triton is not installed."""
     from . import triton
 
     return triton

@@ -18,19 +18,20 @@ from ..nearest import residual_sum
 
 
 def longest(books: Tensor) -> Tensor:
-    """Length of each stage's longest codeword: books (S, k, d) -> float32 (S,), positive."""
+    """Return the length of each stage's longest codeword: books (S, k, d) -> float32 (S,), positive."""
     return torch.stack([book.float().norm(dim=-1).amax() for book in books]).clamp_min(1e-30)
 
 
 def halves(books: Tensor) -> Tensor:
-    """Half of each codeword's square: books (S, k, d) -> float32 (S, k)."""
+    """Return half of each codeword's square: books (S, k, d) -> float32 (S, k)."""
     return torch.stack([0.5 * book.float().square().sum(-1) for book in books])
 
 
 @dataclass(frozen=True)
 class Band:
-    """codes: uint8 (B, H, N, S, bytes), packed along a block's tokens. books (S, k, d) float16, k a power of two. dims:
-    int (d,), the channels of a head that the band has. lengths: longest(books), half: halves(books), if they are known.
+    """Codes and codebooks of some of a head's channels. codes: uint8 (B, H, N, S, bytes), packed along a block's
+    tokens. books (S, k, d) float16, k a power of two. dims: int (d,), the channels of a head that the band has.
+    lengths: longest(books), half: halves(books), if they are known.
     """
 
     codes: Tensor
@@ -41,7 +42,7 @@ class Band:
 
     @cached_property
     def reach(self) -> Tensor:
-        """Length of each stage's longest codeword, float32 (S,): `lengths` where given, which saves reading all of
+        """The length of each stage's longest codeword, float32 (S,): `lengths` where given, which saves reading all of
         them.
         """
         if self.lengths is not None:
@@ -50,7 +51,7 @@ class Band:
 
     @cached_property
     def halves(self) -> Tensor:
-        """`half` where given, which saves reading all codewords."""
+        """Half of each codeword's square: `half` where given, which saves reading all codewords."""
         return halves(self.books) if self.half is None else self.half
 
     @property
@@ -78,7 +79,7 @@ class Coded:
 
 
 def decode(coded: Coded) -> Tensor:
-    """Every token, (B, H, N * b, D) float32."""
+    """Return every token, (B, H, N * b, D) float32."""
     batch, heads = coded.bands[0].codes.shape[:2]
     device = coded.bands[0].codes.device
     out = torch.empty(batch, heads, coded.tokens, coded.dim, dtype=torch.float32, device=device)
@@ -90,12 +91,12 @@ def decode(coded: Coded) -> Tensor:
 
 
 def attend(q: Tensor, keys: Coded, values: Coded, blocks: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Attention of every query to all packed tokens of its row; keys, values and weights rounded to q's dtype, which is
-    also that of the output, sums at least float32.
+    """Return the attention of every query to all packed tokens of its row; keys, values and weights are rounded to q's
+    dtype, which is also that of the output, sums are at least float32.
 
-    q (B, H * ratio, Q, D); blocks int (B,): blocks that a row has, the rest of N is room.
-    -> out (B, H * ratio, Q, D) and the natural logarithm of the softmax's sum (B, H * ratio, Q): `merge` joins it with
-    attention to other tokens. A row without blocks: zeros, and a logarithm below all others.
+    q (B, H * ratio, Q, D); blocks int (B,): blocks that a row has, the rest of the capacity N is unused. -> out (B, H *
+    ratio, Q, D) and the natural logarithm of the softmax's sum (B, H * ratio, Q): `merge` joins it with attention to
+    other tokens. A row without blocks: zeros, and a logarithm below all others.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     k, v = (decode(x).to(q.dtype).to(wide) for x in (keys, values))
@@ -116,11 +117,11 @@ def attend_exact(
     scaling: float,
     first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to a row's sink, wholly, and its recent tokens up to the query itself, which are as attention.reference
-    has them: keys, values (B, H, room, D), counts (B,) int32; the newest tokens are the last of `recent`. first (B,):
-    where these lie in a ring, token j of a row in slot (first + j) mod room; None: in slot j.
+    """Return the attention to a row's sink, wholly, and its recent tokens up to the query itself, in the arguments of
+    attention.reference: keys, values (B, H, capacity, D), counts (B,) int32; the newest tokens are the last of
+    `recent`. first (B,): where these lie in a ring, token j of a row in slot (first + j) mod capacity; None: in slot j.
 
-    q (B, Hq, Q, D) -> out (B, Hq, Q, D) and logarithms (B, Hq, Q), float32, as of `attend`.
+    q (B, Hq, Q, D) -> out (B, Hq, Q, D) and logarithms (B, Hq, Q), float32, as `attend` gives them.
     """
     queries, ratio = q.shape[2], q.shape[1] // sink[0].shape[1]
     reach = recent[2][:, None] - (queries - 1 - torch.arange(queries, device=q.device))
@@ -143,7 +144,7 @@ def attend_exact(
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention to several sets of tokens, each (out, logarithm of its sum), as attention to all of them."""
+    """Return the attention to several sets of tokens, each (out, logarithm of its sum), as attention to all of them."""
     out, total = parts[0]
     for more, sum_ in parts[1:]:
         both = torch.logaddexp(total, sum_)

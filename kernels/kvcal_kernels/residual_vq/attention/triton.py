@@ -1,15 +1,17 @@
-"""`attend` and `decode` of reference.py for NVIDIA GPUs. No key and no value is ever made: attention needs only what a
-query gives with each codeword, and how much probability falls on each.
+"""`attend` and `decode` of reference.py for NVIDIA GPUs. No key and no value is ever decoded: attention needs only the
+product of a query with each codeword, and how much probability falls on each.
 
-1. tables: query times every codeword of every stage; 2. scores: a token's is a sum of look-ups, one a stage, of R
-  numbers side by side; 3. the softmax's sum; 4. probabilities are added up by code, as integers in units of 2^-30, so
-  the order of adding does not show and the same input gives the same bits; 5. one product of those sums with the
-  codebooks.
+1. tables: query times every codeword of every stage;
+2. scores: a token's is a sum of look-ups, one a stage, of R numbers side by side;
+3. the softmax's sum;
+4. probabilities are added up by code, as integers in units of 2^-30, so the order of adding does not show and the same
+   input gives the same bits;
+5. one product of those sums with the codebooks.
 
 A token and kv head reads S tables' entries of 2 R bytes where decoding reads S codewords of 2 d: at R = 4, 80 + 48
-dimensions, 8 bytes instead of 128 for each code. What is paid for it does not depend on the length: tables of S k R
-numbers a row and kv head are written and read. Tables are int16 in units of a stage and a query: of what float16 has,
-five bits more for the largest scores, which count most. reference.py's letters.
+dimensions, 8 bytes instead of 128 for each code. The price does not depend on the length: tables of S k R numbers a row
+and kv head are written and read. Tables are int16 in units of a stage and a query: compared with float16, five bits
+more for the largest scores, which count most. Letters: reference.py.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ def tables_kernel(
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, d: tl.constexpr, K: tl.constexpr, SCALED: tl.constexpr,
     BD: tl.constexpr, RP: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, ITERATIONS: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Grid (tiles of codewords, groups of G kv heads). Table (B H, S k, RP) int16: scores to base two, in units
-    of what |query| times the stage's longest codeword makes 32767; unit (B H, RP): of a codeword of length 1.
+    """Make tables with a grid (tiles of codewords, groups of G kv heads). Table (B H, S k, RP) int16: scores to base
+    two, in units of what |query| times the stage's longest codeword makes 32767; unit (B H, RP): of a codeword of
+    length 1.
     """
     n = tl.arange(0, G * RP)
     i_head = tl.program_id(1) * G + n // RP
@@ -83,8 +86,8 @@ def _looked_up(
     S: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr,
     RP: tl.constexpr, UNROLL: tl.constexpr, SHARED: tl.constexpr,
 ):
-    """b_sum [BT, RP] plus a band's entries of its codes. SHARED: a stage's table goes through shared memory, where 32
-    lanes read 32 places in a few cycles; it must have no more than four rows.
+    """Return b_sum [BT, RP] plus a band's entries of its codes. SHARED: a stage's table goes through shared memory,
+    where 32 lanes read 32 places in a few cycles; it must have no more than four rows.
     """
     p = p_codes + (i_head * capacity + b_block) * (S * BYTES)
     r = tl.arange(0, RP)
@@ -114,7 +117,7 @@ def _looked_up(
 
 @triton.jit
 def _number(x):
-    """int16 -> float32 as the last bits of one, which is four times as fast as converting."""
+    """Return int16 as float32, as the last bits of one, which is four times as fast as converting."""
     bits = ((x.to(tl.int32) & 0xFFFF) ^ 0x8000) | 0x4B000000
     return bits.to(tl.float32, bitcast=True) - 8421376.0  # 2^23 + 2^15
 
@@ -131,7 +134,8 @@ def scores_kernel(
     BYTES0: tl.constexpr, SHARED0: tl.constexpr, S1: tl.constexpr, K1: tl.constexpr, BITS1: tl.constexpr,
     BYTES1: tl.constexpr, SHARED1: tl.constexpr, RP: tl.constexpr, BT: tl.constexpr, UNROLL: tl.constexpr,
 ):
-    """Grid (tiles of BT tokens, B H). Scores (B H, tokens, RP), their maximum and sum of each tile (B H, tiles, 2, RP).
+    """Make scores with a grid (tiles of BT tokens, B H): scores (B H, tokens, RP), their maximum and sum of each tile
+    (B H, tiles, 2, RP).
     """
     i_head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -165,7 +169,7 @@ def scores_kernel(
 
 @triton.jit(do_not_specialize=["tiles"])
 def total_kernel(p_stat, p_total, p_log, tiles, R: tl.constexpr, RP: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Grid (B H,). The softmax's sum as its logarithm: to base two (B H, RP) and natural (B H, R)."""
+    """Sum the softmax with a grid (B H,): the sum's logarithm to base two (B H, RP) and natural (B H, R)."""
     i_head = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, RP)
     b_most = tl.full([RP], LOW, tl.float32)
@@ -191,8 +195,9 @@ def scatter_kernel(
     H: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
     R: tl.constexpr, RP: tl.constexpr, BT: tl.constexpr, UNROLL: tl.constexpr,
 ):
-    """Grid (tiles of BT tokens, B H). weights (B H, S k, RP) int32 plus the probabilities of each code's tokens.
-    Neighbouring lanes take the rows of one token, so that a warp's additions meet in a quarter of the sectors (RP = 4).
+    """Add probabilities by code with a grid (tiles of BT tokens, B H): weights (B H, S k, RP) int32 plus the
+    probabilities of each code's tokens. Neighbouring lanes take the rows of one token, so that a warp's additions meet
+    in a quarter of the sectors (RP = 4).
     """
     i_head = tl.program_id(1).to(tl.int64)
     f = tl.arange(0, BT * RP)
@@ -218,8 +223,8 @@ def product_kernel(
     p_weights, p_book, p_partial, groups, count, steps,
     d: tl.constexpr, BD: tl.constexpr, RP: tl.constexpr, G: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Grid (splits, groups of G kv heads). part (splits, B H, RP, d): weights times codewords, over 2^-15; weights are
-    left at zero for the next call.
+    """Multiply with a grid (splits, groups of G kv heads): partial sums (splits, B H, RP, d) of weights times
+    codewords, over 2^-15. Weights are left at zero for the next call.
     """
     b_group = tl.program_id(1) * G + tl.arange(0, G)
     j, r = tl.arange(0, BD), tl.arange(0, RP)
@@ -248,7 +253,7 @@ def finish_kernel(
     H: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, d: tl.constexpr, SCALED: tl.constexpr,
     BD: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Grid (B H * R,). Splits added up in their order, put where the band's channels lie."""
+    """Add up splits in their order with a grid (B H * R,), and store the sums where the band's channels lie."""
     i_head, i_row = tl.program_id(0).to(tl.int64) // R, tl.program_id(0) % R
     j = tl.arange(0, BD)
     b_sum = tl.zeros([BD], tl.float32)
@@ -268,7 +273,7 @@ def decode_kernel(
     D: tl.constexpr, d: tl.constexpr, SCALED: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, UNROLL: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Grid (tiles of BT tokens, B H). A band's channels of out (B, H, tokens, D)."""
+    """Decode with a grid (tiles of BT tokens, B H): a band's channels of out (B, H, tokens, D)."""
     i_head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     b_live = token < capacity * BLOCK
@@ -289,8 +294,9 @@ def decode_kernel(
 
 @dataclass(frozen=True)
 class Launch:
-    """tokens: of a program that looks up through shared memory, of one that looks up in L2, of one that adds up by
-    code. unroll: stages in flight of the last two. shared: bytes of a stage's table that go through shared memory.
+    """Options of a launch. tokens: of a program that looks up through shared memory; few: of one that looks up in L2;
+    scattered: of one that adds up by code. unroll: stages in flight of the last two. shared: bytes of a stage's table
+    that go through shared memory.
     """
 
     tokens: int = 2048
@@ -301,8 +307,8 @@ class Launch:
 
 
 class Workspace:
-    """Memory of one call, reused by the next: tables, scores, and weights, which every call leaves at zero. keeps: what
-    was outgrown stays, as graphs recorded with it read and write it.
+    """Memory of one call, reused by the next: tables, scores, and weights, which every call leaves at zero. keeps:
+    outgrown tensors are not freed, as graphs recorded with them read and write them.
     """
 
     def __init__(self, device: torch.device, keeps: bool = False) -> None:
@@ -311,8 +317,8 @@ class Workspace:
         self._outgrown: list[Tensor] = []
 
     def take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        """`size` numbers; of weights zeros. RuntimeError where a graph that is recorded asks for more than there is:
-        zeros would be written by its replays only.
+        """Return `size` numbers; zeros for weights. RuntimeError where a graph that is recorded asks for more than
+        there is: zeros would be written by its replays only.
         """
         tensor = self._tensors.get(name)
         if tensor is None or tensor.numel() < size:
@@ -335,7 +341,7 @@ class Workspace:
 
 
 def refuses(keys: Coded, values: Coded, rows: int) -> str | None:
-    """Why there is no kernel for these codes and so many query rows a kv head; None if there is one."""
+    """Return why there is no kernel for these codes and so many query rows a kv head; None if there is one."""
     if rows > MOST_ROWS:
         return f"{rows} query rows a kv head: {MOST_ROWS} at most"
     if len(keys.bands) > 2:
@@ -353,7 +359,9 @@ def attend(
     workspace: Workspace | None = None,
     launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As reference.attend, for q float16 or bfloat16 and contiguous codes: out of q's dtype, the logarithm float32."""
+    """Do what `reference.attend` does, for q float16 or bfloat16 and contiguous codes: out of q's dtype, the logarithm
+    float32.
+    """
     batch, query_heads, queries = q.shape[:3]
     heads, capacity = keys.bands[0].codes.shape[1:3]
     rows = query_heads // heads * queries
@@ -391,18 +399,19 @@ def attend(
 
 
 def band_settings(band: Band) -> dict[str, int]:
+    """Return the compile-time constants of a band."""
     return {"S": band.books.shape[0], "K": band.books.shape[1], "BITS": band.bits, "BYTES": band.codes.shape[-1]}
 
 
 def _columns(wide: int) -> int:
-    """kv heads that share a read of the codebooks: 32 columns of the products, or all rows of one."""
+    """Return the kv heads that share a read of the codebooks: 32 columns of the products, or all rows of one."""
     return max(1, 32 // wide)
 
 
 def _table(
     q: Tensor, keys: Coded, band: Band, groups: int, rows: int, wide: int, scaling: float, space: Workspace, number: int
 ) -> tuple[Tensor, Tensor]:
-    """The band's table and its rows' units."""
+    """Make the band's table and its rows' units."""
     stages, size, width = band.books.shape
     table = space.take(f"table {number}", groups * stages * size * wide, torch.int16)
     unit = space.take(f"unit {number}", groups * wide, torch.float32)
@@ -430,7 +439,7 @@ def _weighted(
     space: Workspace,
     number: int,
 ) -> None:
-    """The band's channels of out."""
+    """Store the band's channels of out."""
     groups, rows, wide = sizes
     heads, capacity = band.codes.shape[1:3]
     stages, size, width = band.books.shape
@@ -460,7 +469,9 @@ def _weighted(
 
 
 def decode(coded: Coded, dtype: torch.dtype = torch.float16, out: Tensor | None = None) -> Tensor:
-    """As reference.decode, in one pass, rounded to float16 or bfloat16; into `out` (B, H, N * b, D) where given."""
+    """Do what `reference.decode` does, in one pass, rounded to float16 or bfloat16; into `out` (B, H, N * b, D) where
+    given.
+    """
     batch, heads, capacity = coded.bands[0].codes.shape[:3]
     decoded = torch.empty(batch, heads, coded.tokens, coded.dim, dtype=dtype, device=coded.bands[0].codes.device)
     out = decoded if out is None else out
@@ -478,7 +489,7 @@ def decode(coded: Coded, dtype: torch.dtype = torch.float16, out: Tensor | None 
 
 
 def _check(q: Tensor, keys: Coded, values: Coded, blocks: Tensor) -> None:
-    """What the kernels rely on and cannot see."""
+    """Check shapes, dtypes and strides: the kernels get pointers."""
     batch, heads, capacity = keys.bands[0].codes.shape[:3]
     rows = q.shape[1] // heads * q.shape[2]
     if why := refuses(keys, values, rows):

@@ -16,11 +16,11 @@ PAIRS = 1 << 14  # candidates compared in float64 at a time
 
 
 def nearest(x: Tensor, codebook: Tensor) -> Tensor:
-    """Index of the codeword nearest to each vector in float64 arithmetic; the lowest index on a tie.
+    """Return the index of the codeword nearest to each vector in float64 arithmetic; the lowest index on a tie.
 
-    x (n, d) any float dtype, codebook (k, d) float16 or float32, both finite -> int32 (n,).
-    A matrix product in float32 proposes, and every codeword that its rounding could have hidden is compared again in
-    float64: so a vector's code depends neither on the other vectors of the call nor on how the product was summed.
+    x (n, d) any float dtype, codebook (k, d) float16 or float32, both finite -> int32 (n,). A matrix product in float32
+    proposes, and every codeword that its rounding could have hidden is compared again in float64: so a vector's code
+    depends neither on the other vectors of the call nor on how the product was summed.
     """
     book = codebook.float()
     half = 0.5 * book.square().sum(-1)
@@ -41,14 +41,18 @@ def nearest(x: Tensor, codebook: Tensor) -> Tensor:
 
 
 def _rounding(x: Tensor, reach: Tensor) -> Tensor:
-    """Bound of a score's error (n, 1): float32 products of d terms summed in any order; reach: the longest codeword."""
+    """Return a bound of a score's error (n, 1): float32 products of d terms summed in any order; reach: the longest
+    codeword.
+    """
     unit = 2.0**-24 if torch.get_float32_matmul_precision() == "highest" else 2.0**-8  # bfloat16 may be used else
     length = x.square().sum(-1, keepdim=True).sqrt()
     return (x.shape[1] + 8) * unit * reach * (0.5 * reach + length)
 
 
 def _settle(x: Tensor, book: Tensor, near: Tensor) -> Tensor:
-    """Among the candidates near (n, k) bool: lowest distance in float64, then lowest index; int32 (n,)."""
+    """Return the nearest of the candidates near (n, k) bool by lowest distance in float64, then lowest index; int32
+    (n,).
+    """
     row, code = near.nonzero().unbind(1)
     parts = [
         tree_sum((x[i].double() - book[j].double()).square())
@@ -63,7 +67,8 @@ def _settle(x: Tensor, book: Tensor, near: Tensor) -> Tensor:
 
 
 def sums(x: Tensor, codes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Vectors by code: how many, and their sum. x (n, d), codes (n,) integers below k -> int64 (k,), float32 (k, d).
+    """Return how many vectors have each code, and their sum. x (n, d), codes (n,) integers below k -> int64 (k,),
+    float32 (k, d).
 
     Each sum runs in the order of the vectors, so the same input gives the same bits.
     """
@@ -73,7 +78,9 @@ def sums(x: Tensor, codes: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def by_code(codes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Vector numbers sorted by code, in their order within a code (n,), and where each code begins (k + 1,); int64."""
+    """Return vector numbers sorted by code, in their order within a code (n,), and where each code begins (k + 1,);
+    int64.
+    """
     sorted_codes, order = codes.sort(stable=True)
     edges = torch.arange(k + 1, dtype=sorted_codes.dtype, device=codes.device)
     return order, torch.searchsorted(sorted_codes, edges)

@@ -1,4 +1,4 @@
-"""Which implementation runs, and residual quantisation on top of it: codes stage by stage, codewords summed."""
+"""The choice of an implementation, and residual quantisation with it: codes stage by stage, codewords summed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ TRITON_WIDEST = 256  # dimensions that triton.py takes
 
 
 def backend(x: Tensor, codebook: Tensor) -> Literal["triton", "reference"]:
-    """Triton for float16 codebooks of up to 256 dimensions on a GPU, the reference elsewhere."""
+    """Return the implementation: Triton for float16 codebooks of up to 256 dimensions on a GPU, the reference
+    elsewhere.
+    """
     fits = codebook.dtype == torch.float16 and codebook.shape[-1] <= TRITON_WIDEST
     return "triton" if x.is_cuda and fits and find_spec("triton") else "reference"
 
 
 def nearest(x: Tensor, codebook: Tensor) -> Tensor:
-    """Index of the nearest codeword of each vector: x (n, d) float, codebook (k, d) float16 or float32 -> int32 (n,).
+    """Return the index of the nearest codeword of each vector: x (n, d) float, codebook (k, d) float16 or float32 ->
+    int32 (n,).
 
     A vector's code depends on nothing but the vector; triton.py says how far it may differ from the reference.
     """
@@ -32,8 +35,8 @@ def nearest(x: Tensor, codebook: Tensor) -> Tensor:
 
 
 def sums(x: Tensor, codes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Vectors by code: counts int64 (k,) and sums float32 (k, d) of x (n, d) float, codes (n,); the same bits every
-    time.
+    """Return counts int64 (k,) and sums float32 (k, d) of vectors by code, for x (n, d) float, codes (n,); the same
+    bits every time.
     """
     if x.is_cuda and find_spec("triton"):
         from .triton import sums as fused
@@ -43,7 +46,7 @@ def sums(x: Tensor, codes: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def residual_codes(x: Tensor, codebooks: Tensor) -> Tensor:
-    """Greedy residual codes (VQKV Eq. 1 and 2): x (n, d) float, codebooks (S, k, d) -> int32 (S, n)."""
+    """Return greedy residual codes (VQKV Eq. 1 and 2): x (n, d) float, codebooks (S, k, d) -> int32 (S, n)."""
     rest = x.float()
     codes = torch.empty(codebooks.shape[0], x.shape[0], dtype=torch.int32, device=x.device)
     for stage, book in enumerate(codebooks):
@@ -53,8 +56,8 @@ def residual_codes(x: Tensor, codebooks: Tensor) -> Tensor:
 
 
 def residual_sum(codes: Tensor, codebooks: Tensor) -> Tensor:
-    """Sum of the codewords (VQKV Eq. 3), stage after stage: codes (S, n) integers, codebooks (S, k, d) -> float32 (n,
-    d).
+    """Return the sum of the codewords (VQKV Eq. 3), stage after stage: codes (S, n) integers, codebooks (S, k, d) ->
+    float32 (n, d).
     """
     out = codebooks.new_zeros(codes.shape[1], codebooks.shape[2], dtype=torch.float32)
     for part, book in zip(codes, codebooks, strict=True):

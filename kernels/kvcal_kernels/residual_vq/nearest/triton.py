@@ -32,7 +32,7 @@ FAR = tl.constexpr(1e38)  # a score above all others; its bits are of a finite n
 
 
 def chunks(d: int) -> tuple[int, int, int, int]:
-    """d, rounded up to a multiple of 16, as powers of two, which block shapes must be: 80 -> (64, 16, 0, 0)."""
+    """Return d, rounded up to a multiple of 16, as powers of two, which block shapes must be: 80 -> (64, 16, 0, 0)."""
     rest = -(-d // 16) * 16
     widths = [width for width in (256, 128, 64, 32, 16) if rest & width]
     return tuple(widths + [0] * (4 - len(widths)))  # type: ignore[return-value]
@@ -40,7 +40,8 @@ def chunks(d: int) -> tuple[int, int, int, int]:
 
 @triton.jit
 def scale_kernel(p_x, p_half, p_unit, n, d: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):
-    """Vectors times a power of two each, which brings the largest element into [1, 2), as float16; one over that power.
+    """Store vectors times a power of two each, which brings the largest element into [1, 2), as float16; and one over
+    that power.
     """
     i_rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     cols = tl.arange(0, BD)
@@ -68,9 +69,9 @@ def propose_kernel(
     BM: tl.constexpr, BN: tl.constexpr, FOLD: tl.constexpr, TILES: tl.constexpr, INDEX: tl.constexpr,
     EVEN: tl.constexpr, CANDIDATES: tl.constexpr,
 ):
-    """The CANDIDATES best codes of BM vectors, best first, vectors as scale_kernel leaves them. D0 to D3: chunks of d.
-    TILES of BN codewords; columns j, j + BN / FOLD, … share what is kept of them. INDEX: ones where a score's bits hold
-    tile and part; EVEN: BN divides k.
+    """Store the CANDIDATES best codes of BM vectors, best first, vectors as scale_kernel leaves them. D0 to D3: chunks
+    of d. TILES of BN codewords; columns j, j + BN / FOLD, … share one best codeword. INDEX: ones where a score's bits
+    hold tile and part; EVEN: BN divides k.
     """
     i_rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     live = i_rows < n
@@ -116,7 +117,7 @@ def settle_kernel(
     p_x, p_book, p_candidates, p_codes, n, k,
     d: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, CANDIDATES: tl.constexpr,
 ):
-    """Of each vector's candidates the one with the smallest |x - c|^2 in float32, the lowest code on a tie."""
+    """Store for each vector the candidate with the smallest |x - c|^2 in float32, the lowest code on a tie."""
     i_rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     live, cols = i_rows < n, tl.arange(0, BD)
     inside = live[:, None] & (cols < d)[None, :]
@@ -137,7 +138,7 @@ def settle_kernel(
 
 @triton.jit
 def sums_kernel(p_x, p_order, p_offsets, p_sums, d: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """One program a code: its vectors in their order, BR at a time."""
+    """Sum the vectors of one code in one program, in their order, BR at a time."""
     code = tl.program_id(0).to(tl.int64)
     start, stop = tl.load(p_offsets + code), tl.load(p_offsets + code + 1)
     cols = tl.arange(0, BD)
@@ -152,7 +153,8 @@ def sums_kernel(p_x, p_order, p_offsets, p_sums, d: tl.constexpr, BR: tl.constex
 
 @dataclass(frozen=True)
 class Launch:
-    """rows, columns: vectors and codewords of a step. fold: columns that share what is kept of them."""
+    """Options of a launch. rows, columns: vectors and codewords of a step. fold: columns that share one best codeword.
+    """
 
     rows: int = 128
     columns: int = 128
@@ -162,14 +164,14 @@ class Launch:
 
 
 def launch_for(d: int, hopper: bool = True) -> Launch:
-    """What does not spill registers: 128 vectors of more than 128 dimensions would."""
+    """Return a launch that does not spill registers: 128 vectors of more than 128 dimensions would."""
     if d > 128:
         return Launch(64, 64, 1, 4, 3)
     return Launch() if hopper else Launch(64, 128, 4, 4, 2)
 
 
 def propose_settings(d: int, k: int, launch: Launch) -> dict[str, int | bool]:
-    """Compile-time constants of propose_kernel."""
+    """Return the compile-time constants of propose_kernel."""
     tiles = -(-k // launch.columns)
     return {
         "d": d,
@@ -185,7 +187,7 @@ def propose_settings(d: int, k: int, launch: Launch) -> dict[str, int | bool]:
 
 
 def nearest(x: Tensor, codebook: Tensor, launch: Launch | None = None) -> Tensor:
-    """As reference.nearest up to the accuracy stated above; codebook float16, d at most 256."""
+    """Do what `reference.nearest` does, up to the accuracy stated above; codebook float16, d at most 256."""
     if codebook.dtype != torch.float16 or x.shape[1] > WIDEST:
         raise ValueError(f"codebook {codebook.dtype} of dimension {x.shape[1]}: needs float16, at most {WIDEST}")
     k, d = codebook.shape
@@ -217,7 +219,7 @@ def _nearest(
 
 
 def sums(x: Tensor, codes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As reference.sums; the same bits on every run."""
+    """Do what `reference.sums` does; the same bits on every run."""
     order, offsets = by_code(codes, k)
     added = torch.empty(k, x.shape[1], dtype=torch.float32, device=x.device)
     wide = triton.next_power_of_2(x.shape[1])

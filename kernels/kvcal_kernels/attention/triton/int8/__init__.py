@@ -1,1 +1,1 @@
-"""Products of 8-bit integers: PTX of a block, and what the interpreter computes instead."""
+"""Products of 8-bit integers on tensor cores: PTX of a block, and what the interpreter computes instead."""

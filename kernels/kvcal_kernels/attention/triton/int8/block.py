@@ -13,7 +13,8 @@ from .values import added_values, constants, prepared_values, probabilities
 
 @constexpr_function
 def _fallen(scaled: list[str]) -> list[str]:
-    """Sums and outputs, `scaled`, in the block's power of two where that of some lane is more than SLACK above theirs.
+    """Return assembly that brings sums and outputs, `scaled`, to the block's power of two where that of some lane is
+    more than SLACK above theirs.
     """
     text = ["vote.sync.any.pred rise, rise, 0xffffffff; @!rise bra KVCAL_BELOW;"]
     text += ["max.f32 x, e, $0; sub.f32 d, $0, x; ex2.approx.ftz.f32 f, d; mov.f32 $0, x;"]
@@ -24,7 +25,7 @@ def _fallen(scaled: list[str]) -> list[str]:
 def _operands(
     slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: bool, same: bool = False
 ) -> list[tuple[str, int, str]]:
-    """Tensors of `block`: name, how many, their registers' kind, those that are changed first."""
+    """Return the tensors of `block`: name, how many, their registers' kind. Those that are changed come first."""
     pieces, _, _, bits, mode, group, _ = keys
     _, v_tiles, _, v_bits, v_mode, v_group, _ = values
     queries, fixed = -(-slices // 4), len(constants(slices, v_tiles, v_bits, v_mode))
@@ -45,14 +46,14 @@ def _operands(
 
 @constexpr_function
 def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: bool = False, same: bool = False) -> str:
-    """Assembly of a block. keys, values: (pieces, tiles, words, bits, mode, group, bytes of a slot); modes 0 and 1 are
-    inner groups without and with zero points, 2 outer ones, of values all channels of a token; POINTS. same: values are
-    points of the keys' grid.
+    """Return assembly of a block. keys, values: (pieces, tiles, words, bits, mode, group, bytes of a slot). Modes 0 and
+    1 are inner groups without and with zero points, 2 outer ones, for values all channels of a token; POINTS. same:
+    values are points of the keys' grid.
 
-    Operands, see `_operands`: changed are state, acc and of mode 2 keys queries and about (their unit, what zero points
-    add); given slot (the byte of the ring's slot), places, then queries, begins, constants, or renew (whether the block
-    is the first of its group), constants, plain and base (see `_renewed`); points of keys, of values; masked: live, 0
-    where the warp has no block left.
+    Operands, see `_operands`: changed are state, acc and for keys of mode 2 queries and about (their unit, what zero
+    points add). Inputs are slot (the byte of the ring's slot), places, then queries, begins, constants, or renew
+    (whether the block is the first of its group), constants, plain and base (see `renewed_queries`); points of keys, of
+    values; masked: live, 0 where the warp has no block left.
     """
     pieces, tiles, words, bits, mode, group, slot = keys
     _, v_tiles, v_words, v_bits, v_mode, v_group, _ = values
@@ -88,6 +89,7 @@ def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: b
 def block_constraints(
     slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: bool = False, same: bool = False
 ) -> str:
+    """Return the constraints of `block`'s operands."""
     outputs: list[str] = []
     inputs: list[str] = []
     for name, count, kind in _operands(slices, keys, values, masked, same):

@@ -1,4 +1,4 @@
-"""For Triton's interpreter: what the assembly of a block of 8-bit products computes, with its roundings."""
+"""What the assembly of a block of 8-bit products computes, with its roundings, for Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def emulated_scores(
     p_k, p_ks, i_head, i_norm, block_at, queries, unit, p_table, capacity, KEYS: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr,
 ):
-    """For the interpreter: scores of both halves in powers of two, of queries that are rounded as ptx.py does."""
+    """Return scores of both halves in powers of two, of queries that are rounded as ptx.py does."""
     at = (i_head * capacity + block_at)[:, None]
     live = at >= 0
     scores = ()
@@ -70,9 +70,8 @@ def _byte_points(
     p_words, row, k, p_table, HALF: tl.constexpr, SLICE: tl.constexpr, VALUE: tl.constexpr, SLICES: tl.constexpr,
     BITS: tl.constexpr, VECTOR: tl.constexpr,
 ):
-    """For the interpreter: points of a grid in bytes in steps, as float32. Of half block HALF token `row` and channel
-    `k` of slice SLICE of keys, or VALUE: row `row` and token `k` of slice SLICE as outputs have it, of d = 2 even or
-    odd channels of 32.
+    """Return points of a grid in bytes in steps, as float32. Keys: of half block HALF token `row` and channel `k` of
+    slice SLICE. VALUE: row `row` and token `k` of slice SLICE as outputs have it, of d = 2 even or odd channels of 32.
     """
     CODE: tl.constexpr = BITS * VECTOR
     if VALUE:
@@ -109,13 +108,13 @@ def _byte_points(
 
 @triton.jit
 def _nibble(p, which):
-    """Bits 4 which and up of a word."""
+    """Return a word from bit 4 `which` on."""
     return (tl.load(p).to(tl.int32) & 0xFFFF) >> which * 4
 
 
 @triton.jit
 def _byte_entry(p_table, code, number, BITS: tl.constexpr):
-    """What `byte_table` holds for a code, as assembly adds it up."""
+    """Return what `byte_table` holds for a code, as assembly adds it up."""
     p = p_table.to(tl.pointer_type(tl.int8)) + number * 16
     x = tl.load(p + code).to(tl.float32)
     if BITS == 4:
@@ -127,8 +126,8 @@ def _byte_entry(p_table, code, number, BITS: tl.constexpr):
 def value_exponents(
     p_vs, at, HALF: tl.constexpr, VALUES: tl.constexpr, NW: tl.constexpr
 ):
-    """Powers of two of the scales of half a block's values, [NW, 16, 1], of outer groups of all channels and grids;
-    else 0.
+    """Return the powers of two of the scales of half a block's values, [NW, 16, 1], for outer groups of all channels
+    and grids; else 0.
     """
     size = tl.zeros([NW, 16], tl.float32)
     if VALUES.points:
@@ -146,8 +145,8 @@ def emulated_added(
     p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc, p_table, capacity, VALUES: tl.constexpr,
     SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):
-    """For the interpreter: acc, and times fade what a block adds, of probabilities 2^b_0 and 2^b_1, rounded as
-    ptx.py does. s_0, s_1: `value_exponents`.
+    """Return acc plus fade times what a block adds, of probabilities 2^b_0 and 2^b_1, rounded as ptx.py does. s_0, s_1:
+    `value_exponents`.
     """
     at = (i_head * capacity + block_at)[:, None]
     live = at >= 0
@@ -196,7 +195,7 @@ def emulated_added(
 def _counted(
     part, PLACE: tl.constexpr, SIDE: tl.constexpr
 ):
-    """Codes as `codes_of` leaves them -> numbers, of symmetric forms with their sign."""
+    """Return numbers from codes as `codes_of` leaves them, of symmetric forms with their sign."""
     x = part.to(tl.float32) * (2.0**24 / PLACE)
     if SIDE.symmetric:
         x -= 2.0 ** (SIDE.bits - 1)

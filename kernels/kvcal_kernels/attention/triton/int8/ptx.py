@@ -53,25 +53,26 @@ _together, half_tile_shift = constexpr_function(form.together), constexpr_functi
 
 @constexpr_function
 def pairs_of_word(bits: int) -> int:
-    """Pairs of pieces that a word of 16 bits holds."""
+    """Return the pairs of pieces that a word of 16 bits holds."""
     return {2: 4, 3: 4, 4: 2, 8: 1}[bits]
 
 
 @constexpr_function
 def field_place(pair: int, bits: int) -> int:
-    """What a code in field `pair` of a byte counts, once separated."""
+    """Return what a code in field `pair` of a byte counts, once separated."""
     counts: int = 16 ** (pair // 2) if bits == 3 else {2: 4, 4: 16, 8: 1}[bits] ** pair
     return counts
 
 
 @constexpr_function
 def decimal(x: float) -> str:
+    """Return a float as PTX writes it."""
     return repr(float(x))
 
 
 @constexpr_function
 def separated_fields(bits: int, pair: int, into: list[str], words: list[str]) -> list[str]:
-    """Field `pair` of four registers; of 3 bits `words` are what `_thirds` made."""
+    """Return assembly that separates field `pair` of four registers; `words` of 3 bits come from `_thirds`."""
     if bits == 8:
         return [f"mov.b32 {a}, {w};" for a, w in zip(into, words, strict=True)]
     mask = {2: 0x03030303 << 2 * pair, 3: 0x07070707 << 4 * (pair // 2), 4: 0x0F0F0F0F << 4 * pair}[bits]
@@ -80,7 +81,9 @@ def separated_fields(bits: int, pair: int, into: list[str], words: list[str]) ->
 
 @constexpr_function
 def _thirds(name: str, third: str, odd: bool) -> list[str]:
-    """Of words {name}0..3 and their third bits: {name}e0..3 with fields 0 and 2, {name}o0..3 with fields 1 and 3."""
+    """Return assembly that joins words {name}0..3 and their third bits: {name}e0..3 with fields 0 and 2, {name}o0..3
+    with fields 1 and 3.
+    """
     text = []
     for i in range(4):
         text += [f"shl.b32 t, {third}{i}, {1 if odd else 2}; lop3.b32 {name}e{i}, {name}{i}, t, 0x33333333, 0xE4;"]
@@ -95,7 +98,9 @@ def _thirds(name: str, third: str, odd: bool) -> list[str]:
 
 @constexpr_function
 def loaded_tiles(name: str, byte: int, bits: int, tiles: int, behind: int) -> list[str]:
-    """Registers {name}{tile}_ 0..3 of each tile (of 3 bits with e and o, see `_thirds`). behind: where words end."""
+    """Return assembly that loads registers {name}{tile}_ 0..3 of each tile (3 bits: with e and o, see `_thirds`).
+    behind: where words end.
+    """
     text, further = [], half_tile_shift((behind - byte) // 2, bits, 0)
     for u in range(tiles):
         text += [
@@ -118,13 +123,14 @@ def loaded_tiles(name: str, byte: int, bits: int, tiles: int, behind: int) -> li
 
 @constexpr_function
 def _matrix(name: str, byte: int) -> str:
+    """Return assembly that loads a tile."""
     return f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{name}0, {name}1, {name}2, {name}3}}, [words+{byte}];"
 
 
 @constexpr_function
 def _half_matrix(name: str, byte: int, further: int) -> str:
-    """As `_matrix` of half a tile, whose columns from 8 on lie `further` bits beyond the others. Other bits are
-    anything.
+    """Return assembly that loads half a tile, whose columns from 8 on lie `further` bits beyond the others. Other bits
+    are anything.
     """
     load = f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{{name}0, {name}1}}, [halves+{byte}];"
     return f"{load} shr.u32 {name}2, {name}0, {further}; shr.u32 {name}3, {name}1, {further};"
@@ -135,6 +141,7 @@ def _half_matrix(name: str, byte: int, further: int) -> str:
 
 @constexpr_function
 def _codes_of_four_bits(name: str, tiles: int) -> tuple[list[str], list[tuple[str, int, list[str]]]]:
+    """Return assembly and registers of 4-bit codes, and of these codes with their highest bit inverted."""
     text = [f".reg .b32 {name}{u}_n<4>;" for u in range(tiles)]
     text += [f"xor.b32 {name}{u}_n{i}, {name}{u}_{i}, 0x88888888;" for u in range(tiles) for i in range(4)]
     codes = [
@@ -147,7 +154,7 @@ def _codes_of_four_bits(name: str, tiles: int) -> tuple[list[str], list[tuple[st
 
 @constexpr_function
 def _codes_of_half_tiles(name: str) -> tuple[list[str], list[tuple[str, int, list[str]]]]:
-    """Of 3 bits at 64 channels."""
+    """Return assembly and registers of 3-bit codes at 64 channels."""
     text = [f".reg .b32 {name}0_l<4>, {name}1_l<4>;"]
     for i in range(4):
         text += [f"and.b32 {name}0_l{i}, {name}0_{i}, 0x77777777;"]
@@ -158,6 +165,7 @@ def _codes_of_half_tiles(name: str) -> tuple[list[str], list[tuple[str, int, lis
 
 @constexpr_function
 def _codes_of_three_bits(name: str, tiles: int) -> tuple[list[str], list[tuple[str, int, list[str]]]]:
+    """Return assembly and registers of 3-bit codes."""
     text, codes = list[str](), list[tuple[str, int, list[str]]]()
     for u in range(tiles):
         text += [f".reg .b32 {name}{u}_l<4>;"]
@@ -176,6 +184,7 @@ def _codes_of_three_bits(name: str, tiles: int) -> tuple[list[str], list[tuple[s
 
 @constexpr_function
 def _codes_of_two_bits(name: str, tiles: int) -> tuple[list[str], list[tuple[str, int, list[str]]]]:
+    """Return assembly and registers of 2-bit codes."""
     text, codes = list[str](), list[tuple[str, int, list[str]]]()
     for u in range(tiles):
         text += [f".reg .b32 {name}{u}_l<4>, {name}{u}_h<4>;"]
@@ -188,8 +197,8 @@ def _codes_of_two_bits(name: str, tiles: int) -> tuple[list[str], list[tuple[str
 
 @constexpr_function
 def grid_codes(name: str, byte: int, tiles: int, bits: int, behind: int) -> list[str]:
-    """Registers {name}s{set}_ 0..3 of each set of codes of `bits` bits, whose lower 16 bits are four codes; of 4 bits
-    {name}n{set}_ with their highest bit turned over. behind: the byte at which words end.
+    """Return assembly for registers {name}s{set}_ 0..3 of each set of codes of `bits` bits, whose lower 16 bits are
+    four codes; for 4 bits also {name}n{set}_ with their highest bit inverted. behind: the byte at which words end.
     """
     text, further = [], half_tile_shift((behind - byte) // 2, bits, POINTS)
     for u in range(tiles):
@@ -215,7 +224,8 @@ def grid_codes(name: str, byte: int, tiles: int, bits: int, behind: int) -> list
 
 @constexpr_function
 def selected_points(into: str, name: str, which: int, bits: int, points: list[str]) -> list[str]:
-    """Registers {into}{part}_ 0..3: points of set `which` as first operands, of 4 bits in two parts that are added up.
+    """Return assembly for registers {into}{part}_ 0..3: points of set `which` as first operands. Points of 4 bits have
+    two parts that are added up.
     """
     text = []
     for part in range(products_of(bits)):
@@ -227,25 +237,27 @@ def selected_points(into: str, name: str, which: int, bits: int, points: list[st
 
 @constexpr_function
 def products_of(bits: int) -> int:
-    """Products that points of codes of so many bits take."""
+    """Return how many products points of codes of so many bits take."""
     return 2 if bits == 4 else 1
 
 
 @constexpr_function
 def points_tensors(mode: int, group: int) -> int:
+    """Return how many tensors the points of a grid take."""
     return group if mode == POINTS else 0
 
 
 @constexpr_function
 def tile_words(name: str, tile: int, pair: int, bits: int) -> list[str]:
+    """Return the registers of a tile that hold field `pair`."""
     kind = "" if bits != 3 else "eo"[pair % 2]
     return [f"{name}{tile}_{kind}{i}" for i in range(4)]
 
 
 @constexpr_function
 def loaded_scales(name: str, address: str, byte: int, count: int) -> list[str]:
-    """Registers {name}{column}_{0, 1}w of rows r and r + 8: columns of float16, stored [count / w][16][w], w to a
-    register.
+    """Return assembly for registers {name}{column}_{0, 1}w of rows r and r + 8: columns of float16, stored [count /
+    w][16][w], w to a register.
     """
     width, text = _together(count), []
     for first in range(0, count, width):
@@ -258,7 +270,7 @@ def loaded_scales(name: str, address: str, byte: int, count: int) -> list[str]:
 
 @constexpr_function
 def as_floats(name: str, count: int) -> list[str]:
-    """What `_stored` holds as floats {name}{column}_{0, 1}."""
+    """Return assembly that converts the registers of `loaded_scales` to floats {name}{column}_{0, 1}."""
     width, text = _together(count), []
     halves = ", ".join(f"h{i}" for i in range(width))
     for first in range(0, count, width):
@@ -275,13 +287,14 @@ def as_floats(name: str, count: int) -> list[str]:
 
 @constexpr_function
 def int8_mma(out: str, a: list[str], b: list[str], begin: list[str], kinds: str) -> str:
+    """Return one product of 8-bit integers, m16n8k32."""
     operands = ", ".join("{" + ", ".join(x) + "}" for x in ([f"{out}{i}" for i in range(4)], a, b, begin))
     return f"mma.sync.aligned.m16n8k32.row.col.s32.{kinds}.s32 {operands};"
 
 
 @constexpr_function
 def key_pair(pair: int, pieces: int, bits: int) -> tuple[int, int]:
-    """(half block, group of 32 channels) of a pair of keys; see layout/form.py."""
+    """Return (half block, group of 32 channels) of a pair of keys; see layout/form.py."""
     if pieces // 2 % pairs_of_word(bits) % 2:
         return pair % 2, pair // 2
     return pair // (pieces // 2), pair % (pieces // 2)

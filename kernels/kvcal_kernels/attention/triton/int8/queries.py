@@ -1,6 +1,4 @@
-"""Operands of products of 8-bit integers that are made once a program: queries in bytes, constants, states and
-addresses.
-"""
+"""Operands of 8-bit products that are made once a program: queries in bytes, constants, states and addresses."""
 
 from __future__ import annotations
 
@@ -22,18 +20,20 @@ BLOCK_SLACK, BLOCK_JUMP = tl.constexpr(SLACK), tl.constexpr(JUMP)
 
 @triton.constexpr_function
 def slice_weight(i, bits, mode):
+    """Return what a code of slice i counts."""
     return 1.0 if mode == POINTS else float(field_place(i % pairs_of_word(bits), bits))
 
 
 @triton.jit
 def _two_numbers(word, TYPE: tl.constexpr):
-    """Two numbers of TYPE, 16 bits, of a word int32, the first in its low half, as float32."""
+    """Return two numbers of TYPE, 16 bits each, of a word int32 as float32, the first from its low half."""
     low = word.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
     return low, (word >> 16).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _bytes_of(one, two, which):
+    """Select bytes of two registers by `which`."""
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [one, two, which], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -41,15 +41,15 @@ def _bytes_of(one, two, which):
 
 @triton.jit
 def _fixed(x, inverse, rounded):
-    """Bits of x times its row's factor, as integers in the low bits of a float of the size of `rounded`."""
+    """Return the bits of x times its row's factor, as integers in the low bits of a float of the size of `rounded`."""
     factor = tl.broadcast_to(inverse[:, None], x.shape)
     return tl.fma(x, factor, tl.broadcast_to(rounded, x.shape)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _bytes_of_queries(p_q, o_t, there, inverse, D: tl.constexpr, NW: tl.constexpr):
-    """Queries as ptx.py has them, int32 [NW, 16, 8] for every two groups of channels. o_t, there, inverse (16,):
-    of row n % 8 where the row begins, whether it is one, and by what it is multiplied. Compiled code alone.
+    """Return queries as ptx.py has them, int32 [NW, 16, 8] for every two groups of channels. o_t, there, inverse (16,):
+    of row n % 8 where the row begins, whether it exists, and by what it is multiplied. Compiled code only.
     """
     r, column = tl.arange(0, 16)[:, None], tl.arange(0, 8)[None, :]
     p_pair = p_q.to(tl.pointer_type(tl.int32))
@@ -74,8 +74,9 @@ def _bytes_of_queries(p_q, o_t, there, inverse, D: tl.constexpr, NW: tl.constexp
 
 @triton.jit
 def _rotated_bytes(plain, inverse, SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
-    """As `_bytes_of_queries` of rotated queries plain, SLICES of [NW, 16, N] float32, times inverse [NW, N]: a byte of
-    the register is of a slice, even channels of 64 neighbours come before odd ones. Compiled code alone.
+    """Return rotated queries plain, SLICES of [NW, 16, N] float32, times inverse [NW, N] in the registers of
+    `_bytes_of_queries`: a byte of the register is of a slice, even channels of 64 neighbours come before odd ones.
+    Compiled code only.
     """
     high = (tl.arange(0, N) % 2 == 0)[None, None, :]
     factor = tl.broadcast_to(inverse[:, None, :], [NW, 16, N])
@@ -103,7 +104,7 @@ def _rotated_bytes(plain, inverse, SLICES: tl.constexpr, NW: tl.constexpr, N: tl
 
 @triton.jit
 def byte_tables(p_table, COUNT: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
-    """COUNT tensors of `Grid.table` of a grid in bytes, four registers each."""
+    """Load COUNT tensors of `Grid.table` of a grid in bytes, four registers each."""
     number, _ = _lanes(NW, N)
     tables = ()
     for i in tl.static_range(COUNT):
@@ -113,6 +114,7 @@ def byte_tables(p_table, COUNT: tl.constexpr, NW: tl.constexpr, N: tl.constexpr)
 
 @triton.jit
 def accumulator_starts(queries, SLICES: tl.constexpr, PIECES: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr):
+    """Return what products begin with, of queries in bytes (`beginning`)."""
     COUNT: tl.constexpr = beginning_tensors(SLICES, PIECES, BITS, MODE)
     KIND: tl.constexpr = tl.int32 if MODE == 0 else tl.float32
     return tl.inline_asm_elementwise(
@@ -123,6 +125,7 @@ def accumulator_starts(queries, SLICES: tl.constexpr, PIECES: tl.constexpr, BITS
 
 @triton.jit
 def spread_state(state, WHICH: tl.constexpr):
+    """Return a lane's registers of the state in the order of WHICH."""
     return tl.inline_asm_elementwise(
         spreading(WHICH), "=&f,=&f,=&f,=&f,f,f,f,f", [state], dtype=tl.float32, is_pure=True, pack=4
     )
@@ -130,7 +133,7 @@ def spread_state(state, WHICH: tl.constexpr):
 
 @triton.jit
 def _lanes(NW: tl.constexpr, N: tl.constexpr):
-    """Of the four numbers that a lane has of a product's result [NW, 16, N]: which one it is, the lane."""
+    """Return for each number of a product's result [NW, 16, N] which of its lane's four numbers it is, and the lane."""
     b_none = lane_zeros(NW, N)
     r, column = tl.arange(0, 16)[None, :, None] + b_none, tl.arange(0, N)[None, None, :] + b_none
     return r // 8 * 2 + column % 2, r % 8 * 4 + column // 2
@@ -141,7 +144,7 @@ def first_state(
     unit, at, KEYS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr,
 ):
-    """State and places of ptx.py. unit [NW, N]; at [NW]: where each warp's ring begins. HALVES: whether keys or
+    """Return state and places of ptx.py. unit [NW, N]; at [NW]: where each warp's ring begins. HALVES: whether keys or
     values have half tiles.
     """
     number, lane = _lanes(NW, N)
@@ -165,7 +168,7 @@ def first_state(
 
 @triton.jit
 def first_base(unit, NW: tl.constexpr, N: tl.constexpr):
-    """`base` of ptx.py, int32."""
+    """Return `base` of ptx.py, int32."""
     number, lane = _lanes(NW, N)
     low = lane // 4 % 2
     rounded = tl.where(low == 1, ROUND, ROUND + 128.0)
@@ -175,8 +178,8 @@ def first_base(unit, NW: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def float16_queries(p_q, o_t, there, shrink, D: tl.constexpr, NW: tl.constexpr):
-    """Queries times shrink as registers of second operands of 16 float16, int32 [NW, 16, 8] for every two slices. o_t,
-    there, shrink as `_bytes_of_queries` has them.
+    """Return queries times shrink as registers of second operands of 16 float16, int32 [NW, 16, 8] for every two
+    slices. o_t, there, shrink: as `_bytes_of_queries` has them.
     """
     r, column = tl.arange(0, 16)[:, None], tl.arange(0, 8)[None, :]
     registers = ()
@@ -193,8 +196,9 @@ def float16_queries(p_q, o_t, there, shrink, D: tl.constexpr, NW: tl.constexpr):
 
 @triton.jit
 def hidden_constants(capacity, NUMBERS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
-    """Tensors of a number each, in registers that the compiler does not know to be constant: it would move each anew
-    for every product, whose operands are four neighbouring registers. room: not negative, which is unknown to it too.
+    """Return tensors of one number each, in registers that the compiler does not know to be constant: it would move
+    each again for every product, whose operands are four neighbouring registers. capacity: not negative, which the
+    compiler does not know either.
     """
     b_none = lane_zeros(NW, N)
     number = tl.arange(0, 16)[None, :, None] * N + tl.arange(0, N)[None, None, :]  # of lanes too: no uniform registers
@@ -210,8 +214,8 @@ def query_of_points(
     p_q, p_sign, o_q, b_row, b_down, b_up, i_kv, SLICES: tl.constexpr, WIDTH: tl.constexpr, NW: tl.constexpr,
     N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Rotated queries for keys of points in bytes, as `_rotated_bytes` or, interpreted, as integers; and b_up times a
-    step.
+    """Return rotated queries for keys of points in bytes, as `_rotated_bytes` or, interpreted, as integers; and b_up
+    times a step.
     """
     plain = rotated_queries(p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES, SLICES * 16, WIDTH, 1, False, NW, N)
     b_high = tl.full([NW, 16, N], 2.0**-24, tl.float32)
@@ -233,9 +237,9 @@ def query_of(
     p_q, b_q, i_head, i_chunk, o_q, b_row, KEYS: tl.constexpr, SLICES: tl.constexpr, RATIO: tl.constexpr,
     QUERIES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Queries for keys of integers: q in two bytes, of outer groups what the assembly renews; sums with which products
-    begin; plain_q, of outer groups, in float16; and b_up, by which a row is larger than what is multiplied. b_q:
-    `whole_rows`.
+    """Return queries for keys of integers: q in two bytes, for outer groups what the assembly renews; sums with which
+    products begin; plain_q, for outer groups, in float16; and b_up, by which a row is larger than what is multiplied.
+    b_q: `whole_rows`.
     """
     r = tl.arange(0, 16)
     q, sums, plain_q = (), (), ()

@@ -26,7 +26,7 @@ from .ptx import (
 
 @constexpr_function
 def groups_begun(slices: int, pieces: int, bits: int) -> list[tuple[int, int]]:
-    """(group of 32 channels, place) of keys, each combination once, in the order of `begins`."""
+    """Return (group of 32 channels, place) of keys, each combination once, in the order of `begins`."""
     groups: list[tuple[int, int]] = []
     for pair in range(pieces):  # of both halves
         group = key_pair(pair, pieces, bits)[1], field_place(pair % pairs_of_word(bits), bits)
@@ -37,9 +37,9 @@ def groups_begun(slices: int, pieces: int, bits: int) -> list[tuple[int, int]]:
 
 @constexpr_function
 def beginning(slices: int, pieces: int, bits: int, mode: int) -> str:
-    """begins of queries: a symmetric code c counts c - 2^(bits - 1), so that accumulators begin at MAGIC minus that
-    much of the queries' sum; outputs are tensors of `groups_begun`. Asymmetric: sums of a group's queries, four groups
-    a tensor.
+    """Return assembly for `begins` of queries. A symmetric code c counts c - 2^(bits - 1), so that accumulators begin
+    at MAGIC minus that much of the queries' sum; outputs are tensors of `groups_begun`. Asymmetric: sums of a group's
+    queries, four groups a tensor.
     """
     begun = groups_begun(slices, pieces, bits) if mode == 0 else [(g, 1) for g in range(slices // 2)]
     outputs = 4 * len(begun) if mode == 0 else 4 * -(-len(begun) // 4)
@@ -74,8 +74,8 @@ def block_scores(
     begins: list[str],
     magic: list[str],
 ) -> list[str]:
-    """Scores s0..s3 of tokens r and r + 8 of both halves, before the unit. scales: byte of the slot at which they
-    begin.
+    """Return assembly for scores s0..s3 of tokens r and r + 8 of both halves, before the unit. scales: byte of the slot
+    at which they begin.
     """
     groups, each, both = slices * 16 // group, group // 32, 1 + mode
     if mode == POINTS:
@@ -121,7 +121,9 @@ def _scored_points(
     points: list[str],
     magic: list[str],
 ) -> list[str]:
-    """As `_scored`, of points of a grid: products of all channels add up as integers, below 256 * 128 * 128 = 2^22."""
+    """Return assembly of `block_scores` for points of a grid: products of all channels add up as integers, below 256 *
+    128 * 128 = 2^22.
+    """
     text = grid_codes("k", 0, tiles, bits * vector, scales)
     for h in range(2):
         text += [*loaded_scales(f"ks{h}_", "key_scales", scales + 32 * h, 1), *as_floats(f"ks{h}_", 1)]
@@ -148,7 +150,7 @@ def _scored_points(
 
 @constexpr_function
 def _key_products(slices: int, pieces: int, tiles: int, bits: int) -> list[tuple[int, int, int, int]]:
-    """(field, tile, half block, group) of products with keys, field by field."""
+    """Return (field, tile, half block, group) of products with keys, field by field."""
     in_word = pairs_of_word(bits)
     products = [(p, u, *key_pair(u * in_word + p, pieces, bits)) for p in range(in_word) for u in range(tiles)]
     return [one for one in products if one[2] < 2 and one[3] < slices // 2]
@@ -156,14 +158,16 @@ def _key_products(slices: int, pieces: int, tiles: int, bits: int) -> list[tuple
 
 @constexpr_function
 def _summed(into: str, d: str, row: int, place: int) -> list[str]:
-    """Both parts of a product's row of codes that count `place`."""
+    """Return assembly that joins both parts of a product's row of codes that count `place`."""
     text = [f"fma.rn.f32 {into}, {d}{2 * row}, {decimal(256 / place)}, {decimal(-257 * MAGIC_FLOAT / place)};"]
     return [*text, f"fma.rn.f32 {into}, {d}{2 * row + 1}, {decimal(1 / place)}, {into};"]
 
 
 @constexpr_function
 def _added_up(begun: set[tuple[int, int]]) -> list[str]:
-    """Scores of both half blocks' rows: sums over products (half, place) of codes that count differently."""
+    """Return assembly for scores of both half blocks' rows: sums over products (half, place) of codes that count
+    differently.
+    """
     text = list[str]()
     for h in range(2):
         places = sorted(place for half, place in begun if half == h)
@@ -177,9 +181,9 @@ def _added_up(begun: set[tuple[int, int]]) -> list[str]:
 
 @constexpr_function
 def _chained(slices: int, pieces: int, tiles: int, bits: int, queries: list[str], magic: list[str]) -> list[str]:
-    """Scores of outer groups, whose scales are the queries': products of all channels whose codes count alike add up as
-    integers, 4 products of 32 numbers and 255 * 128 at most: below 2^22 (`by_bytes` leaves 8 bits of 256 channels out).
-    Of 2 bits, words are shifted, so that codes count 1 or 16.
+    """Return assembly for scores of outer groups, whose scales are the queries'. Products of all channels whose codes
+    count alike add up as integers, 4 products of 32 numbers and 255 * 128 at most: below 2^22 (`fits_int8_mma` leaves 8
+    bits of 256 channels out). Words of 2 bits are shifted, so that codes count 1 or 16.
     """
     text, begun = [".reg .b32 ka<4>;"], set[tuple[int, int]]()
     if bits == 2:
@@ -211,10 +215,10 @@ def renewed_queries(
     queries: list[str],
     renewed: list[str],
 ) -> list[str]:
-    """Where `renew` is not 0: queries times their channels' scales (outer groups) as `queries`, their unit and what
-    zero points add to scores as the first two of `renewed`. plain: queries, float16 below 1; scales: byte of the slot at
-    which they begin. base: the unit of `plain`; what a lane's part of a number is rounded with, and which byte of it
-    that is.
+    """Return assembly that, where `renew` is not 0, multiplies queries by their channels' scales (outer groups) into
+    `queries`, with their unit and what zero points add to scores as the first two of `renewed`. plain: queries, float16
+    below 1; scales: byte of the slot at which they begin. base: the unit of `plain`; what a lane's part of a number is
+    rounded with, and which byte of it that is.
     """
     text = [f"{{ .reg .pred again; setp.ne.s32 again, {renew}, 0; @!again bra KVCAL_SAME;"]
     text += [f".reg .b32 q<{2 * slices}>, a<4>, w; .reg .f32 n<4>, v<4>, top, x, y; .reg .b16 h0, h1;"]
@@ -253,17 +257,18 @@ def renewed_queries(
 
 @constexpr_function
 def beginning_tensors(slices: int, pieces: int, bits: int, mode: int) -> int:
-    """How many tensors `begins` are."""
+    """Return how many tensors `begins` are."""
     return len(groups_begun(slices, pieces, bits)) if mode == 0 else -(-slices // 8)
 
 
 @constexpr_function
 def beginning_constraints(slices: int, pieces: int, bits: int, mode: int) -> str:
+    """Return the constraints of `beginning`'s operands."""
     outputs = 4 * beginning_tensors(slices, pieces, bits, mode)
     return ",".join(["=&r" if mode == 0 else "=&f"] * outputs + ["r"] * (4 * -(-slices // 4)))
 
 
 @constexpr_function
 def spreading(which: tuple[int, ...]) -> str:
-    """A lane's registers: number `which[i]` of four as the i-th, 0.0 where it is negative."""
+    """Return assembly for a lane's registers: number `which[i]` of four as the i-th, 0.0 where it is negative."""
     return " ".join(f"mov.f32 ${i}, {'0.0' if which[i] < 0 else f'${4 + which[i]}'};" for i in range(4))

@@ -1,4 +1,4 @@
-"""One step over blocks by products of 8-bit integers."""
+"""One step over blocks by 8-bit products."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .values import constants
 
 @triton.constexpr_function
 def _changed(slices, k_mode):
-    """Types of what `block` changes."""
+    """Return the types of what `block` changes."""
     queries = (tl.int32,) * -(-slices // 4) + (tl.float32,) if k_mode == 2 else ()
     return (tl.float32,) * (1 + slices // 2) + queries
 
@@ -37,8 +37,8 @@ def step(
     p_vt, unit, b_m, b_l, acc, capacity, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr,
     SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """As `_step`, by products of bytes (ptx.py): under ASM b_m is its state, and of keys in outer groups queries
-    are its queries and their unit, which change, begins its base.
+    """Attend to NW more blocks by 8-bit products (ptx.py). Under ASM b_m is its state; for keys in outer groups queries
+    are its queries and their unit, which change, and begins its base.
     """
     if ASM:
         none = tl.zeros([NW, 16, N], tl.int32)
@@ -97,7 +97,7 @@ def state_of(
     p_kt, p_vt, unit, at, sums, capacity, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr,
     SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):
-    """What `step_of_bytes` changes and reads, before the first block: its state, places, what products begin with (of
+    """Return what `step` changes and reads, before the first block: its state, places, what products begin with (for
     outer groups the base), constants and tables of grids. at [NW]: where each warp's ring begins.
     """
     HALVES: tl.constexpr = ends_with_half(KEYS.words) or ends_with_half(VALUES.words)
@@ -113,7 +113,7 @@ def state_of(
 
 @triton.jit
 def output_of(acc, b_m, b_l, VALUES: tl.constexpr, WIDE: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr):
-    """Outputs in units of the values', two slices each in columns of either parity; maxima and sums [NW, N]."""
+    """Return outputs in units of the values', two slices each in columns of either parity; maxima and sums [NW, N]."""
     if ASM:
         if VALUES.outer:
             shift = tl.sum(spread_state(b_m, (3, 3, -1, -1)), 1)

@@ -27,9 +27,9 @@ from .ptx import (
 
 @constexpr_function
 def _leveled(unit: str, shift: str, scaled: bool) -> list[str]:
-    """The power of two e above a query's scores. shift: what all of them have more, or none. scaled: scales of values
-    multiply probabilities; e then is above those products, of which t0..t3 are the powers of two. With either s0..s3
-    become theirs.
+    """Return assembly for the power of two e above a query's scores. shift: what all of them have more, or none.
+    scaled: scales of values multiply probabilities; e then is above those products, of which t0..t3 are the powers of
+    two. With either s0..s3 become theirs.
     """
     text = [".reg .f32 top, other, e, d, x, f, f_high, f_begin, t<4>; .reg .b32 p<2>, bits; .reg .pred rise;"]
     above = "t" if scaled else "s"
@@ -52,9 +52,10 @@ def _leveled(unit: str, shift: str, scaled: bool) -> list[str]:
 
 @constexpr_function
 def probabilities(unit: str, shift: str, v_mode: int) -> list[str]:
-    """Probabilities as second operands p0, p1; the block's power of two above the outputs' as floats f, f_high,
-    f_begin. $0: the outputs', $1: the sum. What lies JUMP below a block counts nothing beside it, so that its power of
-    two may rise with nothing scaled; a block above SLACK is what outputs are scaled to afterwards (`_fallen`).
+    """Return assembly for probabilities as second operands p0, p1, and the block's power of two above the outputs' as
+    floats f, f_high, f_begin. $0: the outputs', $1: the sum. What lies JUMP below a block counts nothing in comparison,
+    so that its power of two may rise with nothing scaled; a block above SLACK is what outputs are scaled to afterwards
+    (`_fallen`).
     """
     scaled = v_mode in (2, POINTS)
     text = _leveled(unit, shift, scaled)
@@ -88,7 +89,7 @@ def probabilities(unit: str, shift: str, v_mode: int) -> list[str]:
 
 @constexpr_function
 def _value_products(slices: int, tiles: int, bits: int) -> list[tuple[int, int, int]]:
-    """(field, tile, slice) of products with values, field by field."""
+    """Return (field, tile, slice) of products with values, field by field."""
     in_word = pairs_of_word(bits)
     products = [(p, u, u * in_word + p) for p in range(in_word) for u in range(tiles)]
     return [one for one in products if one[2] < slices]
@@ -96,7 +97,7 @@ def _value_products(slices: int, tiles: int, bits: int) -> list[tuple[int, int, 
 
 @constexpr_function
 def value_places(slices: int, tiles: int, bits: int) -> list[int]:
-    """What codes of values count, once separated, each number once."""
+    """Return what codes of values count, once separated, each number once."""
     places: list[int] = []
     for pair, _, _ in _value_products(slices, tiles, bits):
         places += [field_place(pair, bits)] if field_place(pair, bits) not in places else []
@@ -105,9 +106,9 @@ def value_places(slices: int, tiles: int, bits: int) -> list[int]:
 
 @constexpr_function
 def constants(slices: int, tiles: int, bits: int, mode: int) -> tuple[int, ...]:
-    """Of values of `mode`, a tensor each of what products take four registers of: the beginning of accumulators, and
-    first operands, of symmetric codes minus what they count from at each place, of asymmetric ones in inner groups
-    ones.
+    """Return the constants of values of `mode`, one for each tensor of which products take four registers: the
+    beginning of accumulators, and first operands. Those of symmetric codes are minus what they count from at each
+    place, those of asymmetric ones in inner groups are ones.
     """
     if mode in (2, POINTS):
         return (MAGIC,)
@@ -120,7 +121,7 @@ def constants(slices: int, tiles: int, bits: int, mode: int) -> tuple[int, ...]:
 def prepared_values(
     slices: int, tiles: int, bits: int, mode: int, group: int, byte: int, scales: int, points: list[str]
 ) -> list[str]:
-    """All of values that does not wait for probabilities."""
+    """Return assembly for all of values that does not wait for probabilities."""
     if mode == POINTS:
         return _prepared_points(slices, tiles, bits, group, byte, scales, points)
     text = loaded_tiles("v", byte, bits, tiles, scales)
@@ -145,6 +146,7 @@ def prepared_values(
 def _prepared_points(
     slices: int, tiles: int, bits: int, vector: int, byte: int, scales: int, points: list[str]
 ) -> list[str]:
+    """Return assembly of `prepared_values` for points of a grid."""
     text = grid_codes("v", byte, tiles, bits * vector, scales)
     text += [".reg .f32 vs<4>; .reg .b16 vh;"]
     for i in range(4):  # of a lane's four tokens
@@ -158,6 +160,7 @@ def _prepared_points(
 
 @constexpr_function
 def _added_points(slices: int, bits: int, outputs: list[str], constants: list[str]) -> list[str]:
+    """Return assembly of `added_values` for points of a grid."""
     text = []
     for i in range(slices):
         d = f"vd{i}_"
@@ -175,7 +178,7 @@ def _added_points(slices: int, bits: int, outputs: list[str], constants: list[st
 def added_values(
     slices: int, tiles: int, bits: int, mode: int, group: int, outputs: list[str], constants: list[str]
 ) -> list[str]:
-    """outputs plus probabilities times values, as `_prepared` left them."""
+    """Return assembly for outputs plus probabilities times values, as `prepared_values` left them."""
     if mode == POINTS:
         return _added_points(slices, bits * group, outputs, constants)
     text = as_floats("vs", slices * (1 + mode)) if mode < 2 else []
