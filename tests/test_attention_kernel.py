@@ -497,7 +497,7 @@ def test_what_the_kernel_would_misturn_is_refused(case: Case, change: dict[str, 
     own = made(case)
     with pytest.raises(ValueError, match=says):
         triton.attend(*own.arguments(), **{**own.named(), **{name: make(own) for name, make in change.items()}})
-    with pytest.raises(ValueError, match="RoPE of 48 channels: the fused kernel turns multiples of 32"):
+    with pytest.raises(ValueError, match="RoPE of 48 channels: the fused kernel rotates multiples of 32"):
         Rope(torch.zeros(1, 1, 2, 24), torch.zeros(32, 2, 24))
 
 

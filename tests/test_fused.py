@@ -307,7 +307,7 @@ def test_layers_say_why_they_take_the_reference_path(monkeypatch: pytest.MonkeyP
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     )
     turned = scheme(pair, narrow.config.num_hidden_layers, "pre_rope")
-    assert "RoPE of 16 channels: the fused kernel turns multiples of 32" in paths(turned, narrow)
+    assert "RoPE of 16 channels: the fused kernel rotates multiples of 32" in paths(turned, narrow)
     assert "token selection" in paths(scheme(pair).keeping(HeavyHitters()))
     plain = Preset("fp8", "fp8", "post_rope", 4, 32, 32).scheme(model())
     assert "keys: no fused kernel reads float8" in paths(plain)

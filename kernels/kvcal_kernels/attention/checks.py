@@ -14,7 +14,7 @@ from ..layout.grids import ENTRIES
 from ..layout.rope import RUN, Rope
 from ..layout.rope import runs as runs_of
 
-Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), counts (B,) int32
+Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, capacity, D), counts (B,) int32
 
 
 def check_arguments(
@@ -37,7 +37,7 @@ def check_arguments(
 def _check_rope(rope: Rope, keys: Blocks, q: Tensor, packed_q: Tensor, windows: tuple[int, int]) -> None:
     batch, _, capacity = keys.words.shape[:3]
     if keys.form.vector or keys.form.tiered:
-        raise ValueError(f"keys of {keys.form} before RoPE: only integers in one tier are turned where they are read")
+        raise ValueError(f"keys of {keys.form} before RoPE: only integers in one tier are rotated where they are read")
     if packed_q is not q:
         raise ValueError("packed_q with keys before RoPE: they are not divided by factors")
     least, width = runs_of(windows[0], capacity, windows[1]), RUN * rope.pairs
@@ -69,7 +69,7 @@ def check_layouts(ttgir: str) -> None:
         elif packed:
             operand = rf"#ttg.dot_op<\{{opIdx = 0, [^}}]*kWidth = {int(packed[1]) // 2}\}}>"
             if not re.search(rf"-> \(?tensor<[\dx]*f16, ({_aliases(operand, ttgir)})>", line):
-                raise RuntimeError(f"this Triton turns keys in an unknown layout: {line.strip()[-200:]}")
+                raise RuntimeError(f"this Triton rotates keys in an unknown layout: {line.strip()[-200:]}")
 
 
 def _aliases(layout: str, ttgir: str) -> str:

@@ -84,7 +84,7 @@ def settings(
     query_rows = min(power_of_two(rows), wide // each)
     plain = in_bytes or not (keys.vector or values.vector or keys.tiered or pairs)
     key_side, value_side = side_of(keys), side_of(values)
-    if pairs:  # codes are numbers before they meet the query: their own way from memory
+    if pairs:  # codes become numbers before they meet the query, and do not go through the ring
         key_side = replace(key_side, slot=0)
     slot, ring = key_side.slot + value_side.slot, RING_OF_FEW if in_bytes and warps > 1 else RING
     same = same and _of_one_grid(keys, values)
@@ -115,10 +115,9 @@ SHORT = 1 << 20  # what `floor_divide` divides by a product of float32
 SPARE = 1 << 14  # of that, for what is added to a row's blocks
 MOST_AT_ONCE, MOST_WARPS = 32, 64  # programs, and their warps, that a multiprocessor runs at a time
 RING = 8192  # bytes of a warp: blocks on their way are at least two, at most four
-# of several warps and products of bytes: 4/4 at 1 x 32768 took 20.1 us in place of 21.0 (H200)
-RING_OF_FEW = 16384
+RING_OF_FEW = 16384  # with several warps and 8-bit products (timed in docs/benchmarks/decode_attention.md)
 FEW = 200  # blocks a multiprocessor, below which programs may have several warps, see `chosen`
-ALONE = 1 << 20  # `less` of exact tokens with programs of their own
+ALONE = 1 << 20  # `tail_cost` where exact tokens have programs of their own
 
 
 class Plan(NamedTuple):
@@ -158,7 +157,7 @@ def plan(
     tile, iterations = 16 * warps, max(1, -(-blocks // warps))
 
     def carrying(count: int) -> tuple[int, int, int]:
-        """Return the splits of the tail, tokens of each, and iterations that they have fewer: a tile takes about four."""
+        """Return the tail's splits, tokens of each, and iterations that they have fewer: a tile takes about four."""
         tiles = max(1, -(-sum(windows) // (tile * count)))
         while (tail := sum(-(-window // (tile * tiles)) for window in windows)) > count:
             tiles += 1
@@ -178,7 +177,7 @@ def plan(
             return rounds * each + each / 64 if several else rounds * math.ceil(each)
         tail_tokens, tail = apart(count)
         each, tiles = start + iterations / count, -(-tail_tokens // tile)
-        late = groups * (count + tail) > slots * rounds  # they find no room until others end
+        late = groups * (count + tail) > slots * rounds  # they find no free slot until others end
         if several:
             behind = (each if rounds == 1 else start + 16) if late else 0
             return max(rounds * each + behind, start + 16) + each / 64
@@ -260,8 +259,7 @@ def usual(keys: Form, values: Form, rows: int = 1, before_rope: bool = False) ->
     if keys.dim > 128 or (rows > 8 and not (keys.in_bytes or values.in_bytes)):
         return Launch()
     if before_rope:
-        # At 176 and more KIVI took 505 to 528 us in place of 431 (H200); of 3 bits they spill with 192, outer ones with
-        # 208.
+        # 176 and more are slower (docs/benchmarks/decode_attention.md); 3 bits spill with 192, outer groups with 208
         return Launch(registers=168 if keys.bits != 3 else 200 if keys.inner else 216)
     return Launch(registers=176 if keys.tiered else 168)
 

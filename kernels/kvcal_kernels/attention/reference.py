@@ -38,9 +38,9 @@ def attend(
     stored = [sink[0].float(), decode(keys), recent[0].float()]
     if rope is not None:
         stored = [rope.rotate(k, place) for k, place in zip(stored, _places(keys, blocks, sink, recent), strict=True)]
-    parts = zip((q, q if packed_q is None else packed_q, q), stored, strict=True)
+    pairs = zip((q, q if packed_q is None else packed_q, q), stored, strict=True)
     products = [
-        queries_of_part.float() @ k.repeat_interleave(ratio, 1).transpose(-1, -2) for queries_of_part, k in parts
+        queries_of_part.float() @ k.repeat_interleave(ratio, 1).transpose(-1, -2) for queries_of_part, k in pairs
     ]
     v = torch.cat([sink[1].float(), decode(values), recent[1].float()], 2).repeat_interleave(ratio, 1)
     behind = queries - 1 - torch.arange(queries, device=q.device)
@@ -52,7 +52,7 @@ def attend(
     ]
     mask = torch.cat(visible, -1)[:, None]
     scores = (torch.cat(products, -1) * scaling).masked_fill(~mask, -torch.inf)
-    read = mask.any(-2).squeeze(1)[:, None, :, None]  # what lies in unused room may be anything
+    read = mask.any(-2).squeeze(1)[:, None, :, None]  # unused capacity may hold anything
     return (scores.softmax(-1) @ v.masked_fill(~read, 0)).to(q.dtype)
 
 

@@ -69,7 +69,7 @@ class Rotation:
 
     @cached_property
     def table(self) -> Tensor:
-        """int32 (B or 1, T, r/2): cosine in the lower half, sine in the upper, float16. It is made once for all layers."""
+        """int32 (B or 1, T, r/2): cosine in the lower half, sine in the upper, float16; made once for all layers."""
         pair = torch.stack([t[..., : t.shape[-1] // 2] for t in (self.cos, self.sin)], -1)
         return pair.half().contiguous().view(torch.int32)[..., 0]
 

@@ -6,8 +6,8 @@ tokens were encoded in the same call, which a matrix product or a library reduct
 A Hadamard transform mixes a power of two of numbers. Where a norm spans `width * factor` numbers with an odd factor (3
 kv heads of 64 channels: 64 * 3), transforms of `width` numbers alone leave parts of the span with variances of their
 own, and one norm fits none of them. So an orthonormal cosine transform of `factor` numbers follows, across the Hadamard
-blocks. Its rows do not weigh all blocks alike; where `interleaved`, each Hadamard block takes its numbers in turn from
-all parts of the span, which evens out heads of unequal size before it.
+blocks. Its rows do not weigh all blocks alike; where `interleaved`, each Hadamard block takes its numbers from all
+parts of the span alternately, which evens out heads of unequal size before it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from ..hadamard import largest_power_of_two, root, rotate, tree_sum, unrotate
 from ..lattice import lookup, nearest
 from ..lattice.raster import Raster, raster_of
 
-NONFINITE, SCALE = 1, 2  # flags, as of quantise.reference
+NONFINITE, SCALE = 1, 2  # flags of quantise.reference
 HALF_MAX = 65504.0
 LEAST = 1e-30  # a norm of nothing is taken for this
 

@@ -143,7 +143,7 @@ def _nearest_of_cells(
         for axis in tl.static_range(1, D):
             inner = tl.minimum(inner, tl.abs(parts[axis]))
         last = tl.where(tl.max(inner) >= tl.load(p_reach), MOST, FEW)
-        for k in range(FEW, last):  # cells anew: their numbers would take registers in the other programs
+        for k in range(FEW, last):  # cells again: their numbers would take registers in the other programs
             place = k // 4 * SIDE**D + _place(parts, D, SIDE)
             code = tl.load(p_words + place) >> k % 4 * 8 & 255
             best, nearest = _nearer_there(parts, code, best, nearest, p_table, POINTS, D, ASM)

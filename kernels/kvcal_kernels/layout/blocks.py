@@ -218,7 +218,7 @@ def pack_scales(scale: Tensor, zero: Tensor | None, form: Form) -> Tensor:
 
 
 def unpack(blocks: Blocks) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return codes (B, H, T, D) int32, scale and zero float16: the three that `pack` was given. ValueError for tiers."""
+    """Return codes (B, H, T, D) int32, scale and zero float16: the arguments of `pack`. ValueError for tiers."""
     if blocks.form.tiered:
         raise ValueError("keys in tiers are more than codes, scales and zero points: decode gives their numbers")
     if blocks.form.vector:

@@ -14,7 +14,7 @@ Keys in outer groups (not of 2 bits at 96): piece m is field m % W of tile m / W
 place of the high byte. Of a key a pair is slices 2 g and 2 g + 1 (of 16 channels) of a half block, number P = half *
 pairs + g; of a value the two half blocks of a slice, P = slice. Pair P is fields P % (W / 2) and P % (W / 2) + W / 2 of
 tile P / (W / 2). Where a key's half block has an odd number of pairs to tiles of two or four (4 and 2 bits at head_dim
-96), half blocks take turns, P = 2 g + half: fields of the second lie as many bits beyond those of the first for all g,
+96), half blocks alternate, P = 2 g + half: fields of the second lie as many bits beyond those of the first for all g,
 4 and 2 there, 4 at head_dim 64 in 2 or 3 bits too, else none.
 
 Scales and zero points are float16, x = code * scale + zero point; symmetric forms have none, their codes count from

@@ -6,8 +6,8 @@ place of several pieces:
 
 2 bits: 8 pieces, a byte two pairs; a look-up by the byte gives both (4 numbers). Byte j of row r < 8 is of rows r and r
 + 8 of piece j, of row r + 8 those of piece j + 4; only of keys with d = 4 it is of pieces 2 j and 2 j + 1. Of the last
-4 of 12 pieces (head_dim 96) there are the first 8 rows, but for such keys. 4 bits: 4 pieces, a byte a pair. Bytes of 2
-and 4 bits are rotated to the left by 7 in their unit: byte 0 lies where the kernel wants it, as a multiple of 128. 3
+4 of 12 pieces (head_dim 96) there are the first 8 rows, except for such keys. 4 bits: 4 pieces, a byte a pair. Bytes of
+2 and 4 bits are rotated to the left by 7 in their unit: byte 0 lies where the kernel wants it, as a multiple of 128. 3
 bits: 16 pieces in 3 units, five pairs of 6 bits in each from bit 7 on, around the end of the unit; the sixteenth pair
 is bits 5 and 6 of the three. 8 pieces (head_dim 64) are one unit and half of one: five pairs from bit 7 on, and the
 second unit, 16 rows of 4, has in its lower half from bit 7 on the sixth, the seventh and the higher 4 bits of the
@@ -148,8 +148,8 @@ def byte_table(points: Tensor, bits: int) -> tuple[Tensor, float]:
     whole[:n] = (points.cpu().double() / step).round().int()
     low, high = whole[:8], whole[8:]
     if n == 16:
-        # a high entry is negative, once stored, wherever it is so by itself: where it is -1, too, beside a low one that
-        # is not
+        # a high entry is negative, once stored, wherever it is so by itself: where it is -1, too, next to a low one
+        # that is not
         falls = (high < -1) | (high == -1) & (low >= 0)
         low = low + falls.int()
         high = high + (low < 0).int()

@@ -41,7 +41,7 @@ class Rope:
             raise ValueError(why)
         if self.near.shape != (RUN, 2, half) or self.first.ndim != 4 or self.first.shape[2:] != (2, half):
             raise ValueError(
-                f"turns {tuple(self.first.shape)} of runs, {tuple(self.near.shape)} within them: must be (B or 1, "
+                f"rotations {tuple(self.first.shape)} of runs, {tuple(self.near.shape)} within: must be (B or 1, "
                 "runs, 2, h) "
                 f"and ({RUN}, 2, h)"
             )
@@ -107,7 +107,7 @@ def _words(first: Tensor) -> Tensor:
 def refusal(rotary: int) -> str | None:
     """Return why the kernel does not rotate so many channels of a head; None if it does."""
     if rotary % (2 * PIECE):
-        return f"RoPE of {rotary} channels: the fused kernel turns multiples of {2 * PIECE}"
+        return f"RoPE of {rotary} channels: the fused kernel rotates multiples of {2 * PIECE}"
     return None
 
 

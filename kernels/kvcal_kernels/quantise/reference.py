@@ -136,7 +136,7 @@ AnyRule: TypeAlias = Rule | GridRule
 
 @dataclass(frozen=True)
 class _Coded:
-    """Coded groups (..., g): codes float32 in [0, 2^bits), scale and zero float16 (...), error: sum of squares (...)."""
+    """Coded groups: codes float32 (..., g) in [0, 2^bits), scale, zero float16 (...), error: sum of squares (...)."""
 
     codes: Tensor
     scale: Tensor
@@ -380,7 +380,7 @@ def blocks_for(
 
 def keep(sink: tuple[Tensor, Tensor], ring: tuple[Tensor, Tensor], counts: Counts, new: tuple[Tensor, Tensor]) -> None:
     """Do with new tokens (B, H, Q, D) what `append` does before any is packed, in operations of fixed shape. Tokens
-    that the sink takes land in slots of the ring behind the window as well, as pads do; nobody reads them there.
+    that the sink takes land in slots of the ring behind the window as well, as pads do; they are never read there.
     """
     queries, device = new[0].shape[2], counts.data.device
     pads = (queries - counts.new)[:, None].long()
@@ -430,12 +430,11 @@ def check_due(counts: Counts, k: Tensor, key: AnyRule, due: Tensor, factor: Tens
     block, shape = counts.windows.block, (*k.shape[:2], counts.windows.block, k.shape[3])
     if due.shape != shape or due.dtype != torch.float32 or not due.is_contiguous() or due.device != k.device:
         got = f"{tuple(due.shape)} {due.dtype} on {due.device}"
-        raise ValueError(f"keys due {got}: must be {shape} torch.float32 on {k.device}, contiguous")
+        raise ValueError(f"keys due: {got}; must be {shape} torch.float32 on {k.device}, contiguous")
     if k.shape[2] > block or factor is not None or isinstance(key, GridRule):
         raise ValueError(
-            f"keys due with {k.shape[2]} new tokens, {'a' if factor is not None else 'no'} factor, "
-            f"{type(key).__name__}: "
-            f"must be at most {block}, without factor, of integers"
+            f"keys due: {k.shape[2]} new tokens, {'a' if factor is not None else 'no'} factor, {type(key).__name__}; "
+            f"must be at most {block} new tokens, no factor, and a Rule of integers"
         )
 
 

@@ -9,8 +9,8 @@ from .integers import codes_of
 from .numbers import field_number
 from .scales import loaded_pairs, token_scales
 
-# Keys before RoPE. A block's 32 positions follow one another: the query is turned back to the first of them, once a
-# block, and what is left, j positions of token j, is one table for all blocks, 8 KB at 128 channels that stay in the
+# Keys before RoPE. A block's 32 positions follow one another: the query is rotated back to the first of them, once a
+# block. The rest, j positions of token j, is one table for all blocks, 8 KB at 128 channels that stay in the
 # first-level cache. Assembly reads it through a register known by name, as an address that is an operand keeps Triton
 # from loading words in the layout that a product wants.
 
@@ -193,8 +193,7 @@ def scores_of(
     BYTES: tl.constexpr = 2 if KEYS.inner else 1  # all that lies in words' low bytes first: fewer registers wait
     for byte in tl.static_range(BYTES):
         for i in tl.static_range(byte, PAIRS, BYTES):
-            # partners first: the other way KIVI of 2 and 4 bits spilled 16 and 8 bytes of bfloat16 programs (sm_90,
-            # 168)
+            # partners first: the other order spills registers (docs/benchmarks/decode_attention.md)
             y_0, y_1 = _both_halves(parts, p_scale, tokens, live, i + PAIRS, KEYS, EACH, NW, ASM)
             x_0, x_1 = _both_halves(parts, p_scale, tokens, live, i, KEYS, EACH, NW, ASM)
             x_0, y_0 = _rotated_pair(x_0, y_0, p_near, 0, i, PAIRS, ASM)

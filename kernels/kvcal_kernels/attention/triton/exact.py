@@ -110,7 +110,7 @@ def exact_tokens(
 ):
     """Attend to a program's `tail_tokens` of the sink, in the first `sink_splits` programs, or of the recent tokens.
     begin: the first of them. n [N]: the query rows. PAIRED 2: outputs are of int8, slices of one parity each; columns
-    of the other parity hold numbers that nobody reads.
+    of the other parity hold numbers that are never read.
     """
     behind = QUERIES - 1 - n // RATIO
     exact = out

@@ -267,7 +267,7 @@ def attend_kernel(
     # the ring
     SLOT: tl.constexpr = KEYS.slot + VALUES.slot
     FETCH: tl.constexpr = ASM and SLOT > 0
-    # what waits longest comes first, 0.5 to 1 us earlier (H200); not where the query is rotated meanwhile: that spills
+    # what waits longest comes first, except where the query is rotated meanwhile: that spills
     RING_FIRST: tl.constexpr = FETCH and (not (KEYS.tiers or KEYS.grid)) and PAIRS == 0
     lane, last = tl.arange(0, 32 * NW) % 32, tl.maximum(stop, 1) - 1
     swapped = lane * 16 ^ lane // 8 % 2 * 16

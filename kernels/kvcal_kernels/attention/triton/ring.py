@@ -7,10 +7,10 @@ import triton.language as tl
 
 from ..plan import ring_follows_triton
 
-# The ring. A warp copies the codes and scales of its next blocks to shared memory and, alone in a program, waits for
-# nobody. Triton's own pipeline of loads took half of the instructions around the products: it branches around lanes
-# that have nothing to copy, commits every load by itself and reads scales through three layouts (H200: 541 instructions
-# a block of 2/2, 268 us).
+# The ring. A warp copies the codes and scales of its next blocks to shared memory and, alone in a program, waits for no
+# other. Triton's own pipeline of loads took half of the instructions around the products: it branches around lanes
+# that have nothing to copy, commits every load by itself and reads scales through three layouts
+# (docs/benchmarks/decode_attention.md).
 
 
 @triton.constexpr_function

@@ -1,4 +1,4 @@
-"""Keys in three tiers of precision (MixKVQ): channels in 16, 4 and 2 bits, in an order of each group's own."""
+"""Keys in three tiers of precision (MixKVQ): channels in 16, 4 and 2 bits, in an order that each group chooses."""
 
 from __future__ import annotations
 

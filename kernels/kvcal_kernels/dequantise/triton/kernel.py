@@ -65,7 +65,7 @@ def _store_rotated(
     """Store BM rows as they are, and rotated by RoPE."""
     TYPE: tl.constexpr = p_out.dtype.element_ty
     low, high = tl.split(tl.reshape(acc, [BM, BN // 2, 2]))
-    low, high = cast(low, TYPE, ASM), cast(high, TYPE, ASM)  # half the registers, and what the model itself would turn
+    low, high = cast(low, TYPE, ASM), cast(high, TYPE, ASM)  # half the registers, and what a model would rotate
     pair = i_n * (BN // 2) + tl.arange(0, BN // 2)
     i = pair % (D // 2)
     rotates = i < R // 2
@@ -125,8 +125,8 @@ def _decoded(
     MIX: tl.constexpr = CODES.width // BN if CODES.width > BN else 1
     base, i_mix = 0 if CODES.dense else i_n // MIX * MIX, i_n % MIX
     points = points_of(p_codes, p_grid, o_code, b_place, b_some, base * BN, s_code_head, CODES, BM, BN)
-    # without a predictor, whose rounding hides it, the sum of 8 points is kept whole: in float16 it was 5.4e-4 off,
-    # 2.1e-4 is what rounding the output costs (H200)
+    # without a predictor, whose rounding hides it, the sum of 8 points is not rounded to float16, which would cost more
+    # than rounding the output (docs/benchmarks/dequantise.md)
     WHOLE: tl.constexpr = MIX > 1 and INPUTS == 0 and not CODES.dense
     if WHOLE:
         points = points.to(tl.float32)

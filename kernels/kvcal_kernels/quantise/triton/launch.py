@@ -37,14 +37,12 @@ class Launch:
     registers: int = 0
 
 
-# A row packs one unit at most: of prompts, one warp took 0.70 of four warps' time at 4/4, 0.35 hybrid (H200).
+# A row packs one unit at most, and one warp is faster than four (docs/benchmarks/quantise.md).
 STEP = Launch(warps=1)
 # Registers of programs over grids, which left to the compiler take up to 239. GRID_STEP: of a decode step, in which
-# most have nothing to pack. With 128, four of 4 warps fit a multiprocessor of 65,536, so that the 512 of 32 rows and 8
-# kv heads run at once on an H200, where 240 let two: an append takes 7.5 in place of 9.8 to 9.9 us with nothing due,
-# and one with a block in every row 16 to 28 % less (HIGGS 2 36.7 in place of 50.8); 160, which let three, 9.3. At
-# head_dim 256 the 8192 numbers of a block want 8 warps, and two programs fit: 64 registers, for four, would hold little
-# more than the numbers themselves.
+# most have nothing to pack. With 128, four programs of 4 warps fit a multiprocessor of 65,536 registers, with 240 only
+# two (docs/benchmarks/quantise.md). At head_dim 256 the 8192 numbers of a block want 8 warps, and two programs fit: 64
+# registers, for four, would hold little more than the numbers themselves.
 GRID, GRID_STEP = 240, 128
 
 
@@ -344,7 +342,7 @@ def _check_layer(layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: AnyRul
         if x.device != k.device:
             raise ValueError(f"storage or counts on {x.device}, keys on {k.device}: must be on one device")
     if layer.recent[0].shape[2] % BLOCK:
-        raise ValueError(f"recent, room for {layer.recent[0].shape[2]}: must be a multiple of {BLOCK}")
+        raise ValueError(f"recent, capacity {layer.recent[0].shape[2]}: must be a multiple of {BLOCK}")
     if counts.data.shape != (len(FIELDS), batch) or layer.flags.shape != (heads,):
         raise ValueError(
             f"counts {tuple(counts.data.shape)}, flags {tuple(layer.flags.shape)}: must be {(len(FIELDS), batch)} and "

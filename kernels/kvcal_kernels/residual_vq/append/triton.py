@@ -32,7 +32,7 @@ from .reference import LARGEST as LARGEST_
 from .reference import Pair
 
 NONFINITE, NO_SLOT, LARGEST = tl.constexpr(NONFINITE_), tl.constexpr(NO_SLOT_), tl.constexpr(LARGEST_)
-AT_ONCE = 16  # dimensions of vectors and codewords that lie in registers beside each other
+AT_ONCE = 16  # dimensions of vectors and codewords that lie in registers next to each other
 
 
 @triton.jit
@@ -170,7 +170,7 @@ def encode_kernel(
     columns = tl.arange(0, BN)
     part = columns // BEST
     for s in range(S):
-        tl.debug_barrier()  # what other threads left of the vectors
+        tl.debug_barrier()  # residuals that other threads stored
         p_stage = p_book + s * (K * d)
         b_peak = tl.zeros([BM], tl.float32)
         for start in tl.static_range(0, d, AT_ONCE):
@@ -208,7 +208,7 @@ def encode_kernel(
             p_rest, o_rest, p_stage, b_best, live, K, d, BM, BN, BEST, FOLD, INDEX, CANDIDATES, AT_ONCE
         )
         tl.store(p_codes + (i_head * S + s) * BLOCK + token, b_code, mask=live)
-        tl.debug_barrier()  # others have read what is left
+        tl.debug_barrier()  # others have read the residual
         for start in tl.static_range(0, d, AT_ONCE):
             inside = live[:, None] & (start + cols < d)[None, :]
             off = _left(p_rest, o_rest, p_stage, b_code, live, start + cols, d)
@@ -274,7 +274,7 @@ def settings(band: Band, block: int, hopper: bool) -> dict[str, Any]:
     launch = launch_for(width, hopper)
     rows = min(launch.rows, max(16, triton.next_power_of_2(block)))
     constants: dict[str, Any] = propose_settings(width, size, launch) | {"BM": rows, "S": stages, "K": size}
-    warps = launch.warps * (2 if hopper else 1)  # beside the scores of 128 vectors four warps had no registers left
+    warps = launch.warps * (2 if hopper else 1)  # with the scores of 128 vectors four warps had no registers left
     return constants | {"BLOCK": block, "AT_ONCE": AT_ONCE, "num_warps": warps, "num_stages": launch.stages}
 
 

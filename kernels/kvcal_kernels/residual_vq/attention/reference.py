@@ -134,7 +134,7 @@ def attend_exact(
         -1,
     )[:, None]
     k, v = (torch.cat([a, b], 2).float() for a, b in zip(sink[:2], recent[:2], strict=True))
-    v = v.masked_fill(~visible.any(-2)[..., None], 0)  # what lies in unused room may be anything
+    v = v.masked_fill(~visible.any(-2)[..., None], 0)  # unused capacity may hold anything
     grouped = q.float().unflatten(1, (-1, ratio)).flatten(2, 3)  # (B, H, ratio * Q, D)
     hidden = ~visible.repeat(1, 1, ratio, 1)
     scores = (grouped @ k.transpose(-1, -2) * scaling).masked_fill(hidden, -torch.inf)

@@ -140,7 +140,7 @@ def scores_kernel(
     i_head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     tokens = tl.load(p_blocks + i_head // H) * BLOCK
-    if tl.program_id(0) * BT >= tokens:  # room that is not in use
+    if tl.program_id(0) * BT >= tokens:  # unused capacity
         both = tl.arange(0, 2 * RP)
         b_none = tl.where(both < RP, LOW, 0.0)
         tl.store(p_stat + (i_head * tiles + tl.program_id(0)) * (2 * RP) + both, b_none)
@@ -243,8 +243,8 @@ def product_kernel(
         acc = tl.dot(tl.trans(b_book), b_half, acc)
     n = tl.arange(0, G * RP)
     i_head = tl.program_id(1) * G + n // RP
-    o_part = ((tl.program_id(0).to(tl.int64) * groups + i_head) * RP + n % RP) * d
-    tl.store(p_partial + o_part[None, :] + j[:, None], acc, mask=(j < d)[:, None] & (i_head < groups)[None, :])
+    o_partial = ((tl.program_id(0).to(tl.int64) * groups + i_head) * RP + n % RP) * d
+    tl.store(p_partial + o_partial[None, :] + j[:, None], acc, mask=(j < d)[:, None] & (i_head < groups)[None, :])
 
 
 @triton.jit(do_not_specialize=["groups", "splits"])
@@ -325,9 +325,8 @@ class Workspace:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 have = 0 if tensor is None else tensor.numel()
                 raise RuntimeError(
-
-                    f"vector codes: {have} numbers of {name} held, {size} needed in a CUDA graph: run such a step "
-                    "before",
+                    f"vector codes: a CUDA graph needs a workspace of {size} numbers for {name}, only {have} are "
+                    "reserved: run one step of this shape before recording"
                 )
             if tensor is not None and self._keeps:
                 self._outgrown.append(tensor)
@@ -455,14 +454,14 @@ def _weighted(
     splits = max(1, min(steps, 512 // columns))
     each = triton.cdiv(steps, splits)
     splits = triton.cdiv(steps, each)
-    part = space.take("part", splits * groups * wide * width, torch.float32)
+    partial = space.take("partial", splits * groups * wide * width, torch.float32)
     channels = max(16, triton.next_power_of_2(width))
     product_kernel[(splits, columns)](
-        weights, band.books, part, groups, stages * size, each,
+        weights, band.books, partial, groups, stages * size, each,
         d=width, BD=channels, RP=wide, G=together, BK=depth, STAGES=2, num_warps=4,
     )
     finish_kernel[(groups * rows,)](
-        part, out if values.scale is None else values.scale, band.dims, out, groups, splits,
+        partial, out if values.scale is None else values.scale, band.dims, out, groups, splits,
         H=heads, R=rows, RP=wide, D=values.dim, d=width, SCALED=values.scale is not None, BD=channels,
         ASM=not interpreted(), num_warps=1,
     )

@@ -93,7 +93,7 @@ def _byte_points(
         code = _nibble(p_words + SET // 4 * 256 + at, nibble) >> SET // 2 % 2 * 2 & 3
     else:
         p_first = p_words + SET // 8 * 768 + at
-        if SLICES == 4 and SET >= 2:  # in half a tile but for the highest bit
+        if SLICES == 4 and SET >= 2:  # in half a tile, except for the highest bit
             low = _nibble(p_words + 256 + row * 8 + place % 8 + second, nibble) >> place // 8 * 2 & 3
             code = low | (_nibble(p_words + at, nibble) >> 3 & 1) << 2
         elif SET % 8 < 6:

@@ -6,21 +6,20 @@ probabilities 256 high + low, unsigned, in steps of 1 / PROBABILITY of the power
 32. So up to four query rows fill the eight columns, and a lane has both parts of one query.
 
 Accumulators begin at MAGIC, the bits of 1.5 * 2^23: below 2^22 a sum added to them counts the last bits of that float,
-so that no integer is converted. 256 (MAGIC + high) - 257 MAGIC + (MAGIC + low) is 256 high + low, exact but for its
-last rounding.
+so that no integer is converted. 256 (MAGIC + high) - 257 MAGIC + (MAGIC + low) is 256 high + low, exact except for
+its last rounding.
 
 Groups along what is contracted (inner: InnerQ) multiply what products give. Outer ones (KIVI, SQuat) multiply queries,
-which are rounded anew for each group (`_renewed`), and probabilities, before these are rounded.
+which are rounded again for each group (`renewed_queries`), and probabilities, before these are rounded.
 
 Points of a grid (mode POINTS) are signed bytes times one step, which is part of the query's or the output's unit;
 grids.py has the order of their codes. A code of 4 bits is what `prmt` selects a byte by, so that points of four numbers
 are one instruction from a table of 8 entries in two registers. Of 16 entries its fourth bit makes it repeat the entry's
-sign instead, 0 or -1: one `prmt` has the points of the codes below 8, a second one, of codes with that bit turned over,
-those of the others, and two products add both up (`parted`). That costs less than to select. A token's norm multiplies
+sign instead, 0 or -1: one `prmt` has the points of the codes below 8, a second one, of codes with that bit inverted,
+those of the others, and two products add both up. That costs less than to select. A token's norm multiplies
 its score, and its probabilities before these are rounded.
 
-Operands are registers of tensors [warps, 16, 8] in the layout of a product's result, four a lane, with a meaning of
-their own:
+Operands are registers of tensors [warps, 16, 8] in the layout of a product's result, four a lane:
 
 - state: the power of two that outputs are in, as an exponent; the lane's part of the sum; the query's unit, by which
   products become scores in powers of two; of outer groups, what zero points add to all channels.
@@ -44,9 +43,9 @@ MAGIC = 0x4B400000
 MAGIC_FLOAT = 12582912.0
 QUERY = 32639  # 127 * 256 + 127
 PROBABILITY = 65534  # a rounding below 2^16
-SLACK = 16  # powers of two by which a block may lie above the outputs before they are scaled anew
-# by which what was before is nothing beside a block: 2^17 tokens of 2^SLACK at most are 2^-43 of it. Outputs stay below
-# 2^121: 32 probabilities of 2^16, codes of 2^8, scales of 2^16, times 2^JUMP
+SLACK = 16  # powers of two by which a block may lie above the outputs before they are scaled again
+# powers of two by which a block makes earlier tokens negligible: 2^17 tokens of 2^SLACK at most are 2^-43 of it.
+# Outputs stay below 2^121: 32 probabilities of 2^16, codes of 2^8, scales of 2^16, times 2^JUMP
 JUMP = 76
 _together, half_tile_shift = constexpr_function(form.together), constexpr_function(form.half_tile_shift)
 

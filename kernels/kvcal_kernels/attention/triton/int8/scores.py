@@ -1,4 +1,4 @@
-"""PTX of a block's scores: queries, which outer groups round anew, times codes of keys."""
+"""PTX of a block's scores: queries, which outer groups round again, times codes of keys."""
 
 from __future__ import annotations
 

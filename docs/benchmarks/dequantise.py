@@ -1,6 +1,6 @@
 """AQUA-KV reconstruction and nearest codeword on a GPU, against the rate of torch's own bfloat16 matrix product.
 
-    PYTHONPATH=.:kernels:artifacts python docs/benchmarks/reconstruct.py [--out DIR] [--seconds 90]
+    PYTHONPATH=.:kernels:artifacts python docs/benchmarks/dequantise.py [--out DIR] [--seconds 90]
 
 One layer of Llama-3.1-8B geometry (8 kv heads, D = 128, C = 1024): keys from HIGGS codes of 2 bits and the keys below
 (C x C), turned by RoPE too; values from codes, the values below and this layer's keys (2C x C). Random data, L2 flushed
@@ -287,7 +287,7 @@ def main() -> None:
             print(f"part {number}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         torch.cuda.empty_cache()
         result["ceilings"] = clock.ceilings
-        Path(chosen.out, "reconstruct.json").write_text(json.dumps(result, indent=1))
+        Path(chosen.out, "dequantise.json").write_text(json.dumps(result, indent=1))
     print(f"{time.time() - began:.0f} s", file=sys.stderr)
 
 
