@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
 
-def on(device: torch.device) -> AbstractContextManager[Any]:
+def on(device: torch.device) -> AbstractContextManager[object]:
     """Make a CUDA device the current one for a while. Triton launches there, and CUDA's events, streams and graphs
     belong to it, wherever the tensors are: a model on cuda:1, or spread over several GPUs, does not change it.
     """

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from itertools import compress
 from operator import or_
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import triton
 import triton.language as tl
@@ -16,7 +16,10 @@ from torch import Tensor
 
 from .device import on
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
+T = TypeVar("T")
+Kernel: TypeAlias = Any  # Triton's JITFunction or CompiledKernel, which have no types
+Constants: TypeAlias = Mapping[str, object]  # of a launch: compile-time constants by name, num_warps and the like
 
 
 def constexpr_function(function: F) -> F:
@@ -65,11 +68,11 @@ class Ready:
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any], examine: Callable[[Any], None] | None = None
+        self, kernel: Kernel, grid: tuple[int, ...], options: Constants, examine: Callable[[Kernel], None] | None = None
     ) -> None:
         self.kernel, self.grid, self.options = kernel, grid, options
         self._examine, self._interpreted = examine, interpreted()
-        self._run: Callable[..., Any] | None = None
+        self._run: Callable[..., object] | None = None
         names = kernel.arg_names
         self._constants = tuple(options[name] for name in names if name in options)
         self._specialised = [not p.do_not_specialize_on_alignment for p in getattr(kernel, "params", ())]
@@ -88,7 +91,7 @@ class Ready:
                 self._run = self.compiled(tensors, numbers)[(*self.grid, 1, 1)[:3]]
             self._run(*pointers, *numbers, *self._constants)  # an address stands for a tensor, as Triton takes either
 
-    def compiled(self, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> Any:
+    def compiled(self, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> Kernel:
         """Return the compiled kernel, loaded and examined."""
         with on(tensors[0].device), _FIRST:
             kernel = self.kernel.warmup(*tensors, *numbers, grid=self.grid, **self.options)
@@ -98,24 +101,24 @@ class Ready:
         return kernel
 
 
-def examined() -> list[Any]:
+def examined() -> list[Kernel]:
     """Return the compiled kernels of which launches by `Ready` have begun in this process, first ones first."""
     return list(_EXAMINED.values())
 
 
 ALIGNMENT = 16  # bytes: where pointers are multiples of it, Triton compiles for that
-_EXAMINED: dict[int, Any] = {}  # compiled kernels, which Triton keeps as long as the process
+_EXAMINED: dict[int, Kernel] = {}  # compiled kernels, which Triton keeps as long as the process
 _FIRST = RLock()  # a thread's first launch: Triton hands the same compiled kernel to a second one before it is examined
 
 
-class Prepared(dict[Any, Any]):
+class Prepared(dict[object, T]):
     """A cache of what launches need, by what it follows from. It is emptied when it has MOST entries, as capacities
     grow with a sequence.
     """
 
     MOST = 4096
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: T) -> None:
         if len(self) >= self.MOST:
             self.clear()
         super().__setitem__(key, value)

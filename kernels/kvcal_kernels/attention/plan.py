@@ -7,12 +7,12 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from ..layout import Form
 from ..layout.form import fits_int8_mma, looked_up
 from ..layout.grids import ALIGNED, rotation_width
-from .side import side_of
+from .side import Side, side_of
 
 
 def ring_follows_triton(warps: int, tables: int, slots: int) -> bool:
@@ -65,9 +65,31 @@ def _of_one_grid(keys: Form, values: Form) -> bool:
     return alike and bool(keys.vector) and bool(values.vector)
 
 
+class Settings(TypedDict):
+    """Compile-time constants of attend_kernel that follow from shapes and warps; kernel.py says what they are."""
+
+    HEADS: int
+    RATIO: int
+    QUERIES: int
+    D: int
+    N: int
+    NW: int
+    CHUNKS: int
+    ROWS: int
+    WIDTH: int
+    PAIRED: int
+    AT_ONCE: int
+    KEYS: Side
+    VALUES: Side
+    PAIRS: int
+    SLOTS: int
+    SAME: bool
+    STEP: int
+
+
 def settings(
     keys: Form, values: Form, heads: int, ratio: int, queries: int, warps: int, same: bool = True, pairs: int = 0
-) -> dict[str, Any]:
+) -> Settings:
     """Return the compile-time constants of attend_kernel that follow from the shapes and the warps. None follows from
     the batch, the length or the splits, so that a model's decode steps share one compiled kernel, or two (`chosen`).
     same: keys and values of one bit width are of one grid. pairs: Rope.pairs of keys before RoPE.
@@ -278,8 +300,8 @@ def launches(keys: Form, values: Form, rows: int = 1, before_rope: bool = False)
     return launch, Launch(warps=4, registers=168, merge_rate=3)
 
 
-def ring_bytes(constants: dict[str, Any]) -> int:
+def ring_bytes(constants: Settings) -> int:
     """Return the bytes of a ring that lies behind the shared memory that Triton manages; see `ring_address`."""
     keys, values = constants["KEYS"], constants["VALUES"]
-    slots, tables = int((keys.slot + values.slot) * constants["SLOTS"]), int(keys.entries + values.entries)
-    return slots * int(constants["NW"]) if ring_follows_triton(constants["NW"], tables, slots) else 0
+    slots, tables = (keys.slot + values.slot) * constants["SLOTS"], keys.entries + values.entries
+    return slots * constants["NW"] if ring_follows_triton(constants["NW"], tables, slots) else 0

@@ -26,4 +26,4 @@ __all__ = [
     "rope",
     "unpack",
     "unpack_scales",
-]  # fmt: skip
+]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ class Blocks:
     order: Tensor | None = None
 
     @cached_property
-    def launch_key(self) -> tuple[Any, ...]:
+    def launch_key(self) -> tuple[object, ...]:
         """All that a kernel takes for granted of the blocks, without their numbers; see `launch_key`."""
         grid = (
             None if self.grid is None else (self.grid.vector, launch_key(self.grid.table), launch_key(self.grid.sign))
@@ -48,11 +47,10 @@ def _field_numbers(form: Form, device: torch.device) -> Tensor:
     """Return which field has each piece: int64 (2 * form.pieces,)."""
     piece = torch.arange(2 * form.pieces, device=device)  # made there: a list would be copied from the host
     rest = form.bits, form.pieces, form.inner, form.role == "value"
-    numbers: Tensor = field_number(piece // form.pieces, piece % form.pieces, *rest)
-    return numbers
+    return field_number(piece // form.pieces, piece % form.pieces, *rest)
 
 
-def launch_key(x: Tensor) -> tuple[Any, ...]:
+def launch_key(x: Tensor) -> tuple[object, ...]:
     """Return shape, strides, dtype and device: what checks of a tensor look at, to tell one that was checked before."""
     return x.shape, x.stride(), x.dtype, x.device
 

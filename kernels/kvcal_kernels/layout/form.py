@@ -35,7 +35,9 @@ Letters: B batch, H kv heads, D head_dim, b = 32, N blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeVar
+
+from torch import Tensor
 
 from . import grids
 
@@ -259,7 +261,10 @@ class TierFields(Form):
         return False
 
 
-def field_number(half: Any, piece: Any, bits: int, pieces: int, inner: bool, value: bool) -> Any:
+Number = TypeVar("Number", int, Tensor)
+
+
+def field_number(half: Number, piece: Number, bits: int, pieces: int, inner: bool, value: bool) -> Number:
     """Return tile * W + field of piece number `piece` of half block `half` (int, or a tensor of them) of integers,
     whose half blocks have `pieces`. Kernels compute it as well when they are compiled.
     """

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +46,7 @@ class Rope:
             )
 
     @cached_property
-    def launch_key(self) -> tuple[Any, ...]:
+    def launch_key(self) -> tuple[object, ...]:
         """All that a kernel takes for granted of it; see layout.launch_key."""
         return self.first.shape, self.near.shape, self.first.device
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -265,6 +265,13 @@ class Windows:
 FIELDS = ("sink_before", "window_before", "blocks_before", "new", "sink", "seen", "window", "blocks")
 
 
+class CountsState(TypedDict):
+    """What a copy or a pickle of `Counts` holds."""
+
+    windows: Windows
+    data: Tensor
+
+
 class Counts:
     """Counts of every row, int32 (B,), views of one tensor `data` (8, B): tokens of sink and window and packed blocks
     of 32, before and after the current call; `new`: its real tokens, the last ones of its columns; `seen`:
@@ -278,15 +285,15 @@ class Counts:
         self.windows = windows
         self.data = torch.zeros(len(FIELDS), batch, dtype=torch.int32, device=device)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
-        if name == "data":  # views are made once: attention of every layer asks for three
+        if name == "data" and isinstance(value, Tensor):  # views are made once: attention of every layer asks for three
             vars(self).update({field: value[i] for i, field in enumerate(FIELDS)})
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> CountsState:
         return {"windows": self.windows, "data": self.data}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: CountsState) -> None:
         self.windows, self.data = state["windows"], state["data"]  # views of it again
 
     if TYPE_CHECKING:
@@ -345,7 +352,7 @@ class Layer:
     flags: Tensor
 
     @functools.cached_property
-    def launch_key(self) -> tuple[Any, ...]:
+    def launch_key(self) -> tuple[object, ...]:
         """All that a kernel takes for granted of the layer, without its numbers; see layout.launch_key."""
         return (
             self.keys.launch_key,

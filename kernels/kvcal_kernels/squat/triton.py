@@ -8,7 +8,7 @@ together.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -210,7 +210,7 @@ def due(
     return out
 
 
-_PREPARED = Prepared()
+_PREPARED: Prepared[tuple[Ready, tuple[int, ...]]] = Prepared()
 
 
 def _check(x: Tensor, moves: Moves | Digits, group: int, block: int) -> None:
@@ -232,19 +232,24 @@ def _check(x: Tensor, moves: Moves | Digits, group: int, block: int) -> None:
             )
 
 
-def settings(step: int, channels: int, heads: int, dim: int, bits: int, group: int, block: int) -> dict[str, Any]:
+def settings(
+    step: int, channels: int, heads: int, dim: int, bits: int, group: int, block: int
+) -> dict[str, int | float]:
     """Return the compile-time constants of correct_kernel."""
     rest = dim - (step + 1) * channels
     chunk = min(64, rest & -rest)
-    constants: dict[str, Any] = {
+    return {
         "HEADS": heads,
         "DIM": dim,
         "START": step * channels,
         "CHANNELS": channels,
         "CHUNK": chunk,
+        "BLOCK": block,
+        "BLOCKS": max(1, ROWS // block),
+        "GROUP": group,
+        "TOP": 2.0**bits - 1,
+        "BITS": factor_bits(channels),
     }
-    constants |= {"BLOCK": block, "BLOCKS": max(1, ROWS // block), "GROUP": group, "TOP": 2.0**bits - 1}
-    return constants | {"BITS": factor_bits(channels)}
 
 
 def warps(block: int) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from triton.compiler.compiler import make_backend
 
 from ...layout import Blocks, Form
 from ...layout.rope import Rope
-from ...triton import Prepared, Ready, interpreted
+from ...triton import Kernel, Prepared, Ready, interpreted
 from ..checks import Exact, check_arguments, check_layouts
 from ..plan import (
     ALONE,
@@ -26,6 +25,7 @@ from ..plan import (
     SPARE,
     Launch,
     Plan,
+    Settings,
     launches,
     merge_width_of,
     plan,
@@ -103,7 +103,7 @@ def attend(
 
 _ABOUT = attrgetter("shape", "dtype", "device")  # with contiguity all that is checked of a tensor
 LOG2E = 1.4426950408889634
-_PREPARED = Prepared()
+_PREPARED: Prepared[tuple[Ready, tuple[int, ...], tuple[int, ...]]] = Prepared()
 _AT_ONCE: dict[int, int] = {}  # of compiled kernels that were examined, which stay: programs of a multiprocessor
 
 
@@ -121,7 +121,7 @@ def _prepared(
         launch = chosen(keys.form, values.form, ratio * queries, rope is not None, batch * heads, capacity, q.device)
     pairs = 0 if rope is None else rope.pairs
     constants = settings(keys.form, values.form, heads, ratio, queries, launch.warps, same, pairs)
-    options = constants | {
+    options: dict[str, object] = {**constants} | {
         "STAGES": launch.stages, "ASM": not interpreted(), "RING": ring, "LONG": capacity + SPARE > SHORT
     }
     options |= {"num_warps": launch.warps, "num_stages": launch.stages}
@@ -155,7 +155,7 @@ def _by_registers(launch: Launch) -> int:
     return max(1, 2048 // (launch.registers or 168) // launch.warps)
 
 
-def programs_at_once(kernel: Any) -> int:
+def programs_at_once(kernel: Kernel) -> int:
     """Return how many programs of a compiled and loaded kernel a multiprocessor runs at a time, by the driver's count.
     The calling thread must have the kernel's context: one that launched nothing yet has none.
     """
@@ -173,7 +173,7 @@ def _rope_words(rope: Rope | None, unused: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _plan(
-    constants: dict[str, Any],
+    constants: Settings,
     batch: int,
     capacity: int,
     windows: tuple[int, int],
@@ -185,7 +185,7 @@ def _plan(
     return plan(groups, capacity, windows, launch.warps, at_once * _processors(device), _carried(constants), launch)
 
 
-def _carried(constants: dict[str, Any]) -> bool:
+def _carried(constants: Settings) -> bool:
     """Return whether programs of packed tokens may have exact tokens, too. They may not where the channels of outputs
     lie otherwise. Before RoPE and with tiers they could, but take longer (docs/benchmarks/decode_attention.md).
     """
@@ -213,7 +213,7 @@ def reserve(
         space.take(batch * heads * constants["CHUNKS"], splits, constants["N"], constants["D"], merge_width)
 
 
-def _examine(ring: int, kernel: Any) -> None:
+def _examine(ring: int, kernel: Kernel) -> None:
     """Check a compiled kernel's layouts, and give it its ring behind the shared memory that Triton manages: launches of
     the kernel, not yet loaded, have so many bytes of shared memory more. What assembly declares is limited to 48 KB, in
     which tables of grids leave no space for a ring.
@@ -235,7 +235,7 @@ def _examine(ring: int, kernel: Any) -> None:
         raise
 
 
-def _allow(kernel: Any) -> None:
+def _allow(kernel: Kernel) -> None:
     """Allow the kernel more than 48 KB of shared memory. Triton asks the driver where what Triton counts is that much;
     it does not count what assembly declares. As much as can be of a multiprocessor's memory is to be shared: what the
     rest caches is read once.

@@ -145,4 +145,4 @@ def place(
     ready((*whole, *(x.contiguous() for x in (*sink, *window)), *new, cos, sin), *counts, behind, *strides)
 
 
-_PLACES = shared.Prepared()
+_PLACES: shared.Prepared[Ready] = shared.Prepared()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from ...triton import Ready, interpreted
 from ..reference import Coded, Rotation
 from .kernel import dequantise_kernel
-from .prepare import MOST_INPUTS, Launch, Prepared, launch_for, settings
+from .prepare import MOST_INPUTS, Launch, Prepared, depth_of, launch_for, settings
 
 
 def dequantise(
@@ -51,12 +50,8 @@ def dequantise(
     kind = launch, rows, strides, out.dtype
     if (ready := prepared.launches.get(kind)) is None:
         grid = (prepared.matrix.shape[0] * -(-rows // launch.tokens),)
-        constants: dict[str, Any] = {
-            "ASM": not interpreted(),
-            "num_warps": launch.warps,
-            "num_stages": launch.stages,
-        }
-        constants |= settings(coded, prepared, len(inputs), rows, launch)
+        constants = settings(coded, prepared, len(inputs), rows, launch)
+        constants |= {"ASM": not interpreted(), "num_warps": launch.warps, "num_stages": launch.stages}
         ready = prepared.launches[kind] = Ready(dequantise_kernel, grid, constants)
     tensors = (
         out, out if rotated is None else rotated, coded.codes, coded.norm, prepared.grid, prepared.matrix,
@@ -64,7 +59,7 @@ def dequantise(
         prepared.matrix if prepared.bias is None else prepared.bias,
         prepared.matrix if prepared.weight is None else prepared.weight, *x, table,
     )
-    ready(tensors, rows, tokens, heads * dim // ready.options["BK"], *strides)
+    ready(tensors, rows, tokens, heads * dim // depth_of(coded, launch), *strides)
     return out, rotated
 
 

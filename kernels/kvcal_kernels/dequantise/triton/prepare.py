@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +75,7 @@ class Prepared:
     bias: Tensor | None
     rotary_dim: int
     factors: Tensor | None = None
-    launches: shared.Prepared = field(default_factory=shared.Prepared, compare=False, repr=False)
+    launches: shared.Prepared[shared.Ready] = field(default_factory=shared.Prepared, compare=False, repr=False)
 
     @property
     def channels(self) -> int:
@@ -190,12 +189,16 @@ def _dense_matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
     return wide[:, :, at].contiguous().to(device)
 
 
-def settings(coded: Coded, prepared: Prepared, inputs: int, rows: int, launch: Launch) -> dict[str, Any]:
+def depth_of(coded: Coded, launch: Launch) -> int:
+    """Return the rows of the weights that a program takes a step: a power of two that divides head_dim."""
+    return min(launch.depth, coded.dim & -coded.dim)
+
+
+def settings(coded: Coded, prepared: Prepared, inputs: int, rows: int, launch: Launch) -> dict[str, object]:
     """Return the compile-time constants of dequantise_kernel except for ASM. None follows from the number of tokens,
     except that BM divides it.
     """
     channels, whole = prepared.channels, coded.heads * coded.dim % prepared.channels == 0
-    depth = min(launch.depth, coded.dim & -coded.dim)
     codes = Codes(
         coded.heads,
         coded.dim,
@@ -213,5 +216,5 @@ def settings(coded: Coded, prepared: Prepared, inputs: int, rows: int, launch: L
     )
     return {
         "CODES": codes, "INPUTS": inputs, "R": prepared.rotary_dim, "FULL": rows % launch.tokens == 0 and whole,
-        "BM": launch.tokens, "BN": channels, "BK": depth, "STAGES": launch.stages,
+        "BM": launch.tokens, "BN": channels, "BK": depth_of(coded, launch), "STAGES": launch.stages,
     }

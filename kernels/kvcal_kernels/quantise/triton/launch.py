@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -61,7 +60,7 @@ def _programs(units: int, key: AnyRule, value: AnyRule, launch: Launch) -> int:
     return units if one else -(-units // launch.warps)
 
 
-def settings(key: AnyRule, value: AnyRule) -> dict[str, Any]:
+def settings(key: AnyRule, value: AnyRule) -> dict[str, object]:
     """Return the compile-time constants of append_kernel that follow from the rules."""
     return {"D": key.form.dim, "KEYS": side_of(key), "VALUES": side_of(value)}
 
@@ -175,7 +174,7 @@ def append(
         ready(tensors, *numbers)
 
 
-_PREPARED = Prepared()
+_PREPARED: Prepared[tuple[list[Tensor], list[tuple[Ready, tuple[int, ...]]]]] = Prepared()
 
 
 def _steps(

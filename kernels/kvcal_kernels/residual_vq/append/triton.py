@@ -12,8 +12,6 @@ codewords.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -257,23 +255,23 @@ def append(
     if name not in _PREPARED:
         numbers = batch, queries, sink[0].shape[2], ring[0].shape[2], *k.stride()[:3], *v.stride()[:3]
         options = {"H": heads, "D": dim, "BD": triton.next_power_of_2(dim), "num_warps": 1}
-        _PREPARED[name] = Ready(windows_kernel, (queries, heads, batch), options), numbers
-    ready, numbers = _PREPARED[name]
+        _PREPARED[name] = [(Ready(windows_kernel, (queries, heads, batch), options), numbers)]
+    [(ready, numbers)] = _PREPARED[name]
     ready(tensors, *numbers)
     for coded, recent, shift in ((keys, ring[0], 0), (values, ring[1], VALUES)):
         for band in coded.bands:
             _encode(coded, band, recent, counts, flags, shift, space)
 
 
-_PREPARED = Prepared()
+_PREPARED: Prepared[list[tuple[Ready, tuple[int, ...]]]] = Prepared()  # launches of windows; of a band's two kernels
 
 
-def settings(band: Band, block: int, hopper: bool) -> dict[str, Any]:
+def settings(band: Band, block: int, hopper: bool) -> dict[str, int]:
     """Return the compile-time constants of encode_kernel that follow from a band, and its launch."""
     stages, size, width = band.books.shape
     launch = launch_for(width, hopper)
     rows = min(launch.rows, max(16, triton.next_power_of_2(block)))
-    constants: dict[str, Any] = propose_settings(width, size, launch) | {"BM": rows, "S": stages, "K": size}
+    constants = propose_settings(width, size, launch) | {"BM": rows, "S": stages, "K": size}
     warps = launch.warps * (2 if hopper else 1)  # with the scores of 128 vectors four warps had no registers left
     return constants | {"BLOCK": block, "AT_ONCE": AT_ONCE, "num_warps": warps, "num_stages": launch.stages}
 
@@ -311,8 +309,8 @@ def _encode(
         packs = {"H": heads, "BLOCK": coded.block, "S": stages, "BITS": band.bits, "BYTES": size, "num_warps": 4}
         encode = Ready(encode_kernel, (triton.cdiv(coded.block, constants["BM"]), heads, batch), constants)
         pack = Ready(pack_kernel, (stages, heads, batch), packs)
-        _PREPARED[name] = encode, (batch, capacity, ring.shape[2]), pack, (batch, capacity)
-    encode, numbers, pack, pack_numbers = _PREPARED[name]
+        _PREPARED[name] = [(encode, (batch, capacity, ring.shape[2])), (pack, (batch, capacity))]
+    (encode, numbers), (pack, pack_numbers) = _PREPARED[name]
     encode(tensors, *numbers)
     pack((codes, band.codes, counts.data), *pack_numbers)
 

@@ -170,7 +170,7 @@ def launch_for(d: int, hopper: bool = True) -> Launch:
     return Launch() if hopper else Launch(64, 128, 4, 4, 2)
 
 
-def propose_settings(d: int, k: int, launch: Launch) -> dict[str, int | bool]:
+def propose_settings(d: int, k: int, launch: Launch) -> dict[str, int]:
     """Return the compile-time constants of propose_kernel."""
     tiles = -(-k // launch.columns)
     return {
@@ -202,7 +202,7 @@ def nearest(x: Tensor, codebook: Tensor, launch: Launch | None = None) -> Tensor
 
 
 def _nearest(
-    x: Tensor, book: Tensor, half: Tensor, codes: Tensor, settings: dict[str, int | bool], launch: Launch
+    x: Tensor, book: Tensor, half: Tensor, codes: Tensor, settings: dict[str, int], launch: Launch
 ) -> None:
     (n, d), k = x.shape, book.shape[0]
     wide = triton.next_power_of_2(d)

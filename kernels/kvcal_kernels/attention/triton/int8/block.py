@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ....layout.form import POINTS
 from ....triton import constexpr_function
 from .ptx import half_tile_shift, points_tensors
@@ -23,7 +21,7 @@ def _fallen(scaled: list[str]) -> list[str]:
 
 @constexpr_function
 def _operands(
-    slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: bool, same: bool = False
+    slices: int, keys: tuple[int, ...], values: tuple[int, ...], masked: bool, same: bool = False
 ) -> list[tuple[str, int, str]]:
     """Return the tensors of `block`: name, how many, their registers' kind. Those that are changed come first."""
     pieces, _, _, bits, mode, group, _ = keys
@@ -45,7 +43,7 @@ def _operands(
 
 
 @constexpr_function
-def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: bool = False, same: bool = False) -> str:
+def block(slices: int, keys: tuple[int, ...], values: tuple[int, ...], masked: bool = False, same: bool = False) -> str:
     """Return assembly of a block. keys, values: (pieces, tiles, words, bits, mode, group, bytes of a slot). Modes 0 and
     1 are inner groups without and with zero points, 2 outer ones, for values all channels of a token; POINTS. same:
     values are points of the keys' grid.
@@ -87,7 +85,7 @@ def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: b
 
 @constexpr_function
 def block_constraints(
-    slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: bool = False, same: bool = False
+    slices: int, keys: tuple[int, ...], values: tuple[int, ...], masked: bool = False, same: bool = False
 ) -> str:
     """Return the constraints of `block`'s operands."""
     outputs: list[str] = []
