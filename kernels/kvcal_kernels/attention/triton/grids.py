@@ -36,9 +36,9 @@ def _look_up(bits, step, first, pack=2):
 
     for unit in range(units):
         for code in range(codes):
-            turn, source = code * width + ALIGNED - step, f"${outputs + unit}"
-            if turn:
-                text += [f"shf.r.wrap.b32 turned, {source}, {source}, {turn};"]
+            rotation, source = code * width + ALIGNED - step, f"${outputs + unit}"
+            if rotation:
+                text += [f"shf.r.wrap.b32 turned, {source}, {source}, {rotation};"]
                 source = "turned"
             text += [f"lop3.b32 at, {source}, {mask}, lane, 0xEA;", *load(unit, code)]
     if bits == 3:
@@ -58,9 +58,9 @@ def _look_up_eight(step, first):
     text = ["{ .reg .b32 lane, at, turned, table;", "mov.u32 table, kvcal_table;"]
     text += [f"and.b32 lane, kvcal_place, {(1 << step) // 4 - 1};", "shl.b32 lane, lane, 2;"]
     for piece in range(7):
-        source, turn = f"${8 + piece // 5}", piece % 5 * 6 + ALIGNED - step
-        if turn:
-            text += [f"shf.r.wrap.b32 turned, {source}, {source}, {turn};"]
+        source, rotation = f"${8 + piece // 5}", piece % 5 * 6 + ALIGNED - step
+        if rotation:
+            text += [f"shf.r.wrap.b32 turned, {source}, {source}, {rotation};"]
             source = "turned"
         text += [f"lop3.b32 at, {source}, {63 << step}, lane, 0xEA;"]
         text += ["add.u32 at, at, table;", f"ld.shared.b32 ${piece}, [at + {first}];"]
