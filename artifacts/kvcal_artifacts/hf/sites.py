@@ -191,7 +191,7 @@ def key_probe(site: AttentionSite) -> tuple[float, ...]:
 
 
 def by_halves(site: AttentionSite, width: int) -> bool:
-    """Whether RoPE turns channels i and i + width / 2 together, as Turn does; seen by turning unit vectors a quarter."""
+    """Whether RoPE turns channels i and i + width / 2 together, as Rotation does; seen by turning unit vectors a quarter."""
     units = torch.eye(site.head_dim)[None, None]
     quarter = torch.zeros(1, site.head_dim, width), torch.ones(1, site.head_dim, width)
     return width % 2 == 0 and torch.equal(site.rotate(units, *quarter), Rotation(*quarter)(units))
