@@ -62,7 +62,7 @@ def test_compiles_without_spilling(d: int, k: int, stages: int, capability: int,
     types = dict.fromkeys(("p_dims", "p_codes", "p_counts", "p_flags"), "*i32")
     types |= dict.fromkeys(("p_half", "p_rest"), "*fp32") | dict.fromkeys(("p_ring", "p_scale", "p_book"), "*fp16")
     aligned = list(types)
-    types |= dict.fromkeys(("batch", "room", "ring_room"), "i32")
+    types |= dict.fromkeys(("batch", "capacity", "ring_capacity"), "i32")
     books = torch.empty(stages, k, d, dtype=torch.float16, device="meta")
     own = fused.settings(Band(torch.empty(0), books, torch.empty(d)), 1024, capability >= 90)
     options = {name: own.pop(name) for name in ("num_warps", "num_stages")}
