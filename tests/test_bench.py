@@ -669,7 +669,7 @@ def test_codewords_are_checked_in_every_part_of_the_call_that_is_timed(
     broken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From that vector on, of 3000, the farthest codeword; behind the last whole tile of 512, a partial one too."""
-    honest = kernels.vq.nearest
+    honest = kernels.residual_vq.nearest.nearest
 
     def spoilt(x: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
         found = honest(x, book)
@@ -677,7 +677,7 @@ def test_codewords_are_checked_in_every_part_of_the_call_that_is_timed(
 
     one = case("vqkv-256", batch=1, length=3000)
     assert kernels.nearest(one).check() is None
-    monkeypatch.setattr(kernels.vq, "nearest", spoilt)
+    monkeypatch.setattr(kernels.residual_vq.nearest, "nearest", spoilt)
     why = str(kernels.nearest(one).check())
     assert "farther than the nearest" in why and " of 3000, got" in why
 
@@ -693,8 +693,8 @@ def test_codewords_are_checked_in_every_part_of_the_call_that_is_timed(
 def test_codes_that_name_no_codeword_are_not_looked_up(
     spoil: Callable[[torch.Tensor], torch.Tensor], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = kernels.vq.nearest
-    monkeypatch.setattr(kernels.vq, "nearest", lambda x, book: spoil(honest(x, book)))
+    honest = kernels.residual_vq.nearest.nearest
+    monkeypatch.setattr(kernels.residual_vq.nearest, "nearest", lambda x, book: spoil(honest(x, book)))
     assert re.search(said, str(kernels.nearest(case("vqkv-256", batch=1, length=3000)).check()))
 
 
@@ -2227,9 +2227,11 @@ def test_vector_codes_on_a_gpu(name: str, dtype: torch.dtype, monkeypatch: pytes
     attended, appended = fused.fused_attention(one), kernels.append(one)
     assert (attended.check(), appended.check()) == (None, None)
     assert (attended.path, appended.path) == ON_GPU["vqkv-256"]
-    honest = codebook.vq_attention.fast().attend
+    honest = codebook.residual_vq.attention.fast().attend
     monkeypatch.setattr(
-        codebook.vq_attention.fast(), "attend", lambda q, k, v, blocks, *rest: honest(q, k, v, blocks - 1, *rest)
+        codebook.residual_vq.attention.fast(),
+        "attend",
+        lambda q, k, v, blocks, *rest: honest(q, k, v, blocks - 1, *rest),
     )
     assert "check failed: off by" in str(attended.check())
     honest_append = codebook.residual_vq.append.fast().append

@@ -177,8 +177,8 @@ print(caches[0].describe()["layers"][0]["path"])
 t.trials.BLOCKS, t.trials.VECTOR_CALLS = (1, 0), (2,)
 place = 2, torch.float16, torch.device("cpu")
 print(t.trials.vectors_trial(t.PAIR.key, t.PAIR.value, *place))
-own = t.trials.vq_attention.attend
-t.trials.vq_attention.attend = lambda q, *rest: (own(q, *rest)[0], own(q, *rest)[1] + 0.1)
+own = t.trials.residual_vq.attention.attend
+t.trials.residual_vq.attention.attend = lambda q, *rest: (own(q, *rest)[0], own(q, *rest)[1] + 0.1)
 print(t.trials.vectors_trial(t.PAIR.key, t.PAIR.value, *place))
 """
 

@@ -1,4 +1,4 @@
-"""Decode attention straight from residual vector codes (VQKV): packed tokens by the kernels of vq_attention, exact ones beside
+"""Decode attention straight from residual vector codes (VQKV): packed tokens by the kernels of residual_vq, exact ones beside
 them in torch, both joined by the logarithms of their sums.
 """
 
@@ -81,7 +81,7 @@ def append(
     new: tuple[Tensor, Tensor],
     space: Any,
 ) -> None:
-    """As vq_append.append."""
+    """Append as residual_vq.append.append does, with the kernels of the path."""
     if kernels == "torch":
         residual_vq.append.append(*pair, sink, ring, counts, flags, *new)
     else:
@@ -99,7 +99,7 @@ def attention(
     space: Any,
     first: Tensor | None = None,
 ) -> Tensor:
-    """As fused.attention; blocks (B,) int32 of the scheme. first: of a ring, as of vq_attention.attend_exact."""
+    """As fused.attention; blocks (B,) int32 of the scheme. first: of a ring, see residual_vq.attention.attend_exact."""
     if kernels == "torch":
         packed = reference.attend(q, *pair, blocks, scaling)
     else:
