@@ -477,7 +477,7 @@ def test_interpreted_kernel_agrees_with_the_reference_everywhere() -> None:
     ("case", "change", "says"),
     [
         (Case(heads=2, blocks=(2,), rotary=128), {"packed_q": lambda o: 2 * o.q}, "packed_q with keys before RoPE"),
-        (Case("grid 3 of 2", blocks=(2,), rotary=128), {}, "only integers in one tier are turned"),
+        (Case("grid 3 of 2", blocks=(2,), rotary=128), {}, "only integers in one tier are rotated"),
         (
             Case(blocks=(2, 3), sink=(1, 1), recent=(5, 5), rotary=64, starts=(0, 1, 2)),
             {},

@@ -275,7 +275,7 @@ def test_warps_of_quantise() -> None:
 
 
 def test_reconstruct() -> None:
-    rows = run_of(page("reconstruct"))["rows"]
+    rows = run_of(page("dequantise"))["rows"]
     wanted: dict[Any, Any] = {}
     shapes = dict.fromkeys(at(row["batch"], row["length"]) for row in rows if "side" in row)
     for rotation in ("head", "token"):
@@ -293,11 +293,11 @@ def test_reconstruct() -> None:
         errors = [max(r[name] for r in decodes) for name in ("error", "error_torch")]
         name = f"no predictor, rotation over the {rotation}, float16"
         wanted[name, at(8, 8192)] = [taken[0]], [taken[1]], [of_copy], "–", errors
-    shows(page("reconstruct"), "| rows × tokens", wanted, keys=2)
+    shows(page("dequantise"), "| rows × tokens", wanted, keys=2)
 
 
 def test_nearest() -> None:
-    rows = [row for row in run_of(page("reconstruct"))["rows"] if row.get("operation") == "nearest"]
+    rows = [row for row in run_of(page("dequantise"))["rows"] if row.get("operation") == "nearest"]
     wanted: dict[Any, Any] = {}
     for row in rows:
         taken, peer = row["microseconds"], row["flash_kmeans_microseconds"]
@@ -306,14 +306,14 @@ def test_nearest() -> None:
             [taken], [row["fraction_of_matmul"]], [0.6] if row["dimension"] == 128 else "–", [peer], [peer / taken],
             [row["farther"], row["flash_kmeans_farther"]],
         )  # fmt: skip
-    shows(page("reconstruct"), "d | codewords", wanted, keys=2)
+    shows(page("dequantise"), "d | codewords", wanted, keys=2)
     by = {row["codewords"]: row["fraction_of_matmul"] for row in rows if row["dimension"] == 128}
     assert sorted(k for k, of in by.items() if of >= 0.6) == [65536]
-    assert "the wanted 0.6 is met with 65536 codewords and missed with 4096" in text_of(page("reconstruct"))
+    assert "the wanted 0.6 is met with 65536 codewords and missed with 4096" in text_of(page("dequantise"))
 
 
 def test_ceilings_and_bare_products() -> None:
-    run, said = run_of(page("reconstruct")), text_of(page("reconstruct"))
+    run, said = run_of(page("dequantise")), text_of(page("dequantise"))
     of = run["ceilings"]
     assert f"product in that run {of['matmul'] / 1e12:.0f} TFLOP/s, copy {of['copy'] / 1e12:.2f} TB/s" in said
     bare: dict[tuple[str, str], list[str]] = {}
@@ -330,11 +330,11 @@ def test_ceilings_and_bare_products() -> None:
 def test_cost_of_rotating_over_the_token() -> None:
     taken = {
         (row["side"], row["rotation"]): row["microseconds"]
-        for row in run_of(page("reconstruct"))["rows"]
+        for row in run_of(page("dequantise"))["rows"]
         if row.get("dtype") == "bfloat16"
     }
     keys, values = (taken[side, "token"] - taken[side, "head"] for side in ("keys", "values"))
-    found = re.search(r"costs (\d+) µs of keys and (\d+) of values", text_of(page("reconstruct")))
+    found = re.search(r"costs (\d+) µs of keys and (\d+) of values", text_of(page("dequantise")))
     assert found and [float(each) for each in found.groups()] == pytest.approx([keys, values], abs=0.6)
 
 
@@ -401,7 +401,7 @@ def test_runs_that_were_repeated() -> None:
     told = (
         "within {:.1f} % of this one, but d = 80 with 65536 codewords, {:.1f} % less, and d = 128, {:.1f} % less (0.72)"
     )
-    assert told.format(max(map(abs, products.values())), *less) in text_of(page("reconstruct"))
+    assert told.format(max(map(abs, products.values())), *less) in text_of(page("dequantise"))
 
 
 # AQUA-KV's tokens a second.
