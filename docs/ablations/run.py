@@ -427,7 +427,8 @@ def best_of(which: dict[str, Any], by: str, recipe: dict[str, Any], rows: dict[s
     tables = [table for table in recipe["table"] if table["name"] in which["tables"]]
     labels = [(row["label"], f"{table['name']}.{row['label']}") for table in tables for row in rows_of(table)]
     own = [short if rows.get(short) is rows.get(full) else full for short, full in labels if full in rows]
-    there = [label for label in own if low <= rows[label]["bits_per_value"] <= high]
+    bits = {label: rows[label]["bits_per_value"] for label in own}  # None: nothing was packed, or tokens were dropped
+    there = [label for label, stored in bits.items() if stored is not None and low <= stored <= high]
     return min(there, key=lambda label: rows[label][by], default=f"a row of {low} to {high} bits")
 
 
