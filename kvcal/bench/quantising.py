@@ -179,7 +179,7 @@ def append_by_kernel(case: Case, rules: tuple[AnyRule, AnyRule]) -> Prepared:
 
 
 def appends_vectors(case: Case) -> bool:
-    """Whether a cache with max_length appends steps to this case's codes by the kernels of vq_append."""
+    """Whether a cache with max_length appends steps to this case's codes by the kernels of residual_vq.append."""
     pair = case.scheme.codecs
     runs = interpreted() or unsupported(case.device) is None
     if not runs or case.dtype not in SIXTEEN or not codebook.both(pair):
