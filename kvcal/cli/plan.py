@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -91,6 +92,12 @@ def _cells(row: dict[str, Any]) -> list[Any]:
     ]
 
 
+def _of_another(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows whose KL was measured on other architectures alone, where that of others was on the model's own."""
+    mixed = any(row["kl_same_architecture"] and row["kl_models"] for row in rows)
+    return [row for row in rows if mixed and row["kl_same_architecture"] is False]
+
+
 def _wide(row: dict[str, Any]) -> list[Any]:
     cells = _cells(row)
     peaks = [f"{row[name] / 2**30:.2f}" for name in ("cache_bytes", "decode_peak_bytes", "prefill_peak_bytes")]
@@ -116,11 +123,7 @@ def _head(result: dict[str, Any]) -> list[str]:
 
 def _foot(result: dict[str, Any]) -> list[str]:
     rows, chunk = result["rows"], result["assumed"]["chunk_tokens"]
-    measured = next((row for row in rows[1:] if row["kl_models"]), None)
-    lines = ["", f"fits in chunks: with prompts fed {chunk:,} tokens at a time, which longest and batch assume"]
-    if measured is not None:
-        alike = "same architecture" if measured["kl_same_architecture"] else "the worst of them; yours was not measured"
-        lines.append(f"KL: nats per token, measured on {', '.join(measured['kl_models'])} ({alike})")
+    lines = ["", f"in chunks: prompts fed {chunk:,} tokens at a time; longest and batch are so too", *_kl_lines(rows)]
     if result["gpu"]["bytes_per_second"] is None:
         lines.append("tokens/s: give --bandwidth, as 1008GB/s")
     if result["gpu"]["no_kernels"] is not None:
@@ -128,5 +131,18 @@ def _foot(result: dict[str, Any]) -> list[str]:
     if result["assumed"]["memory_of_the_system_counted"] is False:
         lines.append("a Jetson's memory is the system's too: what that takes is not counted")
     best = next((row for row in rows if row["scheme"] == result["recommended"]), None)
-    lines.append("recommended: none fits" if best is None else f"recommended: {best['next']}")
+    lines.append("recommended: none" if best is None else f"recommended: {best['next']}")
     return lines
+
+
+def _kl_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """On which models the KL was measured."""
+    others = _of_another(rows)
+    alike = dict.fromkeys(name for row in rows if row["kl_same_architecture"] for name in row["kl_models"])
+    if alike:
+        yield f"KL: nats per token on {', '.join(alike)}, of the same architecture"
+    for row in others:
+        yield f"KL of {row['scheme']}: the worst of other architectures, {', '.join(row['kl_models'])}"
+    if not alike and (models := max((row["kl_models"] for row in rows), key=len)):
+        yield "KL: nats per token, the worst of these models, none of the same architecture:"
+        yield f"    {', '.join(models)}"

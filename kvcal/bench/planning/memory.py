@@ -134,10 +134,14 @@ class Load:
         return self.packed_bytes(length) + self.window_bytes(length)
 
     def _storage(self, length: int) -> tuple[float, float]:
-        """(packed, windows): bytes of a row of a cache that is made for so many tokens."""
+        """(packed, windows): bytes of a row of a cache that is made for so many tokens; of one that grows, its window as
+        full as it gets.
+        """
         windows = self.windows
         if not self.static:
-            return self.packed_bytes(length), self.window_bytes(length)
+            kept_exact = min(length, windows.sink + windows.recent + windows.block - 1) if windows.block else length
+            grown = kept_exact * self.layers * self.model.layer_token
+            return self.packed_bytes(length), grown + self._sliding_bytes(length)
         ring = -(-(windows.recent + windows.block - 1 + STEP_TOKENS) // KERNEL_BLOCK) * KERNEL_BLOCK
         exact = (windows.sink + ring) * self.layers * self.model.layer_token
         return max(1, self.blocks(length)) * self.block_bytes, exact + self._sliding_bytes(length)
@@ -154,8 +158,9 @@ class Load:
         if not self.static:
             return 0.0
         geometry = self.model.geometry
-        parts = min(max(FEW_PARTS, PARTS // max(1, batch)), 1 + math.isqrt(15 * max(1, length // KERNEL_BLOCK)))
-        return 4.0 * batch * geometry.heads * STEP_TOKENS * geometry.head_dim * parts
+        most = batch * (1 + math.isqrt(15 * max(1, length // KERNEL_BLOCK)))
+        parts = min(max(FEW_PARTS * batch, PARTS), most)
+        return 4.0 * geometry.heads * STEP_TOKENS * geometry.head_dim * parts
 
     def prefill(self, batch: int, length: int, chunk: int | None = None) -> Parts:
         """A prompt of so many tokens, in one forward or in chunks, at its last layer: the layer's keys and values lie

@@ -76,7 +76,8 @@ def _row(goal: Goal, one: Candidate, card: Card, full_size: float) -> dict[str, 
     decode, prefill = load.decode(batch, length), load.prefill(batch, length)
     chunked = load.prefill(batch, length, CHUNK)
     kl = Quality(0.0, (), True) if one.scheme is None else _quality(one.name, goal)
-    taken = _seconds(goal, one, card)
+    step = step_of(goal, one)
+    taken = None if step is None else speed.seconds(step, card)
     return {
         "scheme": one.name,
         "bits": one.bits,
@@ -111,15 +112,15 @@ def _quality(name: str, goal: Goal) -> Quality | None:
     return quality.expected(name, goal.model.geometry.model_type)
 
 
-def _seconds(goal: Goal, one: Candidate, card: Card) -> float | None:
-    """None where the card's bandwidth, or what a step reads, is not known, or no such scheme's kernel was timed."""
+def step_of(goal: Goal, one: Candidate) -> Step | None:
+    """None where what a step reads is not known, or no such scheme's kernel was timed."""
     load, batch = one.load, goal.batch
     timed = None if one.scheme is None else one.scheme.timed
     if not goal.read or (one.scheme is not None and timed is None and not load.decodes):
         return None
     geometry = goal.model.geometry
     packed = load.blocks(goal.context) * load.windows.block
-    step = Step(
+    return Step(
         geometry.layers,
         batch,
         goal.model.read_bytes,
@@ -128,8 +129,8 @@ def _seconds(goal: Goal, one: Candidate, card: Card) -> float | None:
         2.0 * batch * goal.context * geometry.kv_width * load.layers,
         timed,
         batch * packed * load.layers * goal.model.layer_token if load.decodes else 0.0,
+        batch * packed * load.constants if one.scheme is not None and one.scheme.predicted else 0.0,
     )
-    return speed.seconds(step, card)
 
 
 def _how(one: Candidate, card: Card) -> str:

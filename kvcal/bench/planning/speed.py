@@ -31,7 +31,7 @@ SLOTS = {
 class Step:
     """One decode step. weights, cache: bytes that it reads; parameters: that each row multiplies with; values: keys and
     values of the cache, in numbers; timed: a name in SLOTS, None for FP16; decoded: bytes of keys and values of all
-    layers that are decoded first, 0 where a kernel reads them as they are.
+    layers that are decoded first, 0 where a kernel reads them as they are; predicted: operations of predictors.
     """
 
     layers: int
@@ -42,20 +42,29 @@ class Step:
     values: float
     timed: str | None = None
     decoded: float = 0.0
+    predicted: float = 0.0
 
 
 def seconds(step: Step, card: Card) -> float | None:
-    """None where the card's bandwidth is not known."""
+    """None where the card's bandwidth is not known. Where blocks are decoded, Python launches the step kernel by kernel,
+    which takes its own time.
+    """
+    device = device_seconds(step, card)
+    return max(device, step.layers * EAGER) if device is not None and step.decoded else device
+
+
+def device_seconds(step: Step, card: Card) -> float | None:
+    """The GPU's own time, whatever the host takes."""
     if card.bandwidth is None:
         return None
     products = step.weights / (READ * card.bandwidth)
     if card.flops is not None:
-        products += 2 * step.parameters * step.batch / (PRODUCTS * card.flops)
-    rest = step.layers * (LAYER + ATTENTION)
+        products += (2 * step.parameters * step.batch + step.predicted) / (PRODUCTS * card.flops)
+    rest = products + step.layers * (LAYER + ATTENTION)
     if step.decoded:
-        return max(products + rest + _decoding(step, card), step.layers * EAGER)
+        return rest + _decoding(step, card)
     slots = 0.0 if step.timed is None else SLOTS[step.timed]
-    return products + rest + _slower(step.cache, step.values * slots, card)
+    return rest + _slower(step.cache, step.values * slots, card)
 
 
 def _decoding(step: Step, card: Card) -> float:
