@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+import architectures
 from kvcal.bench import devices, filled, fused
 from kvcal.bench import schemes as bench_schemes
 from kvcal.bench.planning import cards, formats, projection, quality, schemes, speed, units
@@ -170,6 +171,24 @@ def test_sliding_layers_keep_their_window() -> None:
     assert len(schemes.sizes(schemes.planned("kivi-2"), geometry).blocks) == 1
 
 
+def test_sliding_layers_hold_a_prompt_until_the_next_step() -> None:
+    """Of Transformers' own: its layers keep a view of all that a forward brought."""
+    model = architectures.HYBRID["gemma3"]()
+    geometry = Geometry.from_config(model.config.to_dict())
+    assert 0 < geometry.sliding_layers < geometry.layers
+    load = Load(Model(geometry, 0, 4), Windows(0, 32, 32), 1.0)
+    ids = torch.randint(1, 50, (1, 61), generator=torch.Generator().manual_seed(0))
+    with KVCalCache(PRESETS["kivi-2"].scheme(model), model) as cache, torch.no_grad():
+        model(ids[:, :60], past_key_values=cache)
+        prefilled = cache.nbytes("window")
+        model(ids[:, 60:], past_key_values=cache)
+        stepped = cache.nbytes("window")
+    more = load.prefill(1, 60).windows - load.decode(1, 60).windows
+    assert prefilled == load.window_bytes(60) + more > load.window_bytes(60)
+    token = load.model.layer_token
+    assert load.window_bytes(61) <= stepped <= load.window_bytes(61) + geometry.sliding_layers * token
+
+
 # Weights, against files.
 
 SMOLLM2 = {"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -214,6 +233,8 @@ def test_weights_of_a_folder_are_counted_in_its_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
     options = PlanOptions(str(tmp_path), gpu="h100")
     assert run_plan(options, print)["model"]["weights_bytes"] == 2 * 134515008
+    by_file = run_plan(replace(options, model=str(tmp_path / "config.json")), print)
+    assert by_file["rows"] == run_plan(options, print)["rows"]
     safetensors(tmp_path, a=[10, 7], b=[5])
     assert run_plan(options, print)["model"]["weights_bytes"] == 2 * 75
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not a header....")

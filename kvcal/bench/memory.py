@@ -60,13 +60,14 @@ def footprints(
     decodes_all = dtype not in SIXTEEN or (device is not None and device.why_no_triton is not None)
     width = dtype.itemsize
     model = Model(geometry, float(geometry.parameters * width), width)
+    layers = geometry.layers - geometry.sliding_layers
     kind = {"dtype": str(dtype).removeprefix("torch.")}
     all_footprints = [Footprint("fp32" if width == 4 else "fp16", 8.0 * width, Load(model, Exact()), kind)]
     for one in schemes:
         windows = Exact(one.windows.sink, one.windows.recent, one.windows.block)
-        blocks = geometry.layers * (one.codecs.key.block_bytes() + one.codecs.value.block_bytes())
+        blocks = layers * (one.codecs.key.block_bytes() + one.codecs.value.block_bytes())
         decodes = decodes_all or unreadable(one, one.codecs, geometry.heads // geometry.kv_heads) is not None
-        load = Load(model, windows, blocks, constants(one, geometry.layers), decodes)
+        load = Load(model, windows, blocks, constants(one, layers), decodes)
         all_footprints.append(Footprint(one.name, one.stored_bits, load, kind | one.settings))
     return all_footprints
 

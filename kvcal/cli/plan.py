@@ -7,12 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Json, Model, Revision
+from kvcal.cli.options import Json, Revision
 from kvcal.cli.output import line, note, on_stdout, print_json, print_table
 
 
 def plan(
-    model: Model = "tiny",
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Short name (see `kvcal models`), hub id, local folder or config.json.")
+    ] = "tiny",
     revision: Revision = None,
     gpu: Annotated[
         str | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.errors import UnsupportedModel, UsageError
@@ -53,7 +54,7 @@ class PlanOptions:
 def run_plan(options: PlanOptions, say: Say) -> dict[str, Any]:
     """What the model takes on the card and how fast it runs, for FP16 and each scheme. say: is told what was assumed."""
     card = _card(options)
-    source = resolve(options.model, options.revision)
+    source = _source(options)
     model = _model(source, options, say)
     geometry = model.geometry
     context = geometry.context if options.context is None else units.tokens_of(options.context, "--context")
@@ -96,6 +97,13 @@ def _card(options: PlanOptions) -> Card:
         raise UsageError(f"--gpu {options.gpu or repr(options.gpu)}: no such profile; {hint}, or give --memory 24GB")
     card = cards.here()
     return card if card is not None and card.name == name else cards.of_profile(devices.DEVICES[name])
+
+
+def _source(options: PlanOptions) -> ModelSource:
+    """As of every command; here a config.json may be named itself, too."""
+    path = Path(options.model)
+    named_file = path.name == "config.json" and path.is_file()
+    return resolve(str(path.parent.resolve()) if named_file else options.model, options.revision)
 
 
 def _model(source: ModelSource, options: PlanOptions, say: Say) -> Model:

@@ -38,7 +38,7 @@ class Geometry:
     sliding_window: int | None
     attention_bias: bool
     mlp_bias: bool
-    sliding_layers: int = 0  # layers that cache the tokens of `sliding_window` alone
+    sliding_layers: int = 0  # that keep caches of their own: the tokens of `sliding_window`, if it is one
 
     @classmethod
     def from_config(cls, config: Settings) -> Geometry:
@@ -63,7 +63,7 @@ class Geometry:
             sliding_window=sliding,
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
-            sliding_layers=sum(kind == "sliding_attention" for kind in kinds),
+            sliding_layers=sum(kind != "full_attention" for kind in kinds),
         )
 
     @property

@@ -125,9 +125,9 @@ class Load:
         exact = length - self.blocks(length) * self.windows.block
         return exact * self.layers * self.model.layer_token + self._sliding_bytes(length)
 
-    def _sliding_bytes(self, length: int) -> float:
+    def _sliding_bytes(self, length: int, new: int = 0) -> float:
         geometry = self.model.geometry
-        return geometry.sliding_layers * min(length, geometry.sliding_window or 0) * self.model.layer_token
+        return geometry.sliding_layers * min(length, (geometry.sliding_window or 0) + new) * self.model.layer_token
 
     def held(self, length: int) -> float:
         """Bytes that a row of so many tokens takes in a cache that grows, spare capacity left out."""
@@ -170,10 +170,12 @@ class Load:
         copies = 2 if self.windows.block else 0
         transient = batch * (new * (self.model.activation + copies * self.model.layer_token) + self.model.logits)
         earlier = length if new < length and self.windows.block else 0
-        return self._parts(batch, length, transient, batch * earlier * self.model.layer_token)
+        return self._parts(batch, length, transient, batch * earlier * self.model.layer_token, new)
 
-    def _parts(self, batch: int, length: int, activations: float, decoded: float) -> Parts:
+    def _parts(self, batch: int, length: int, activations: float, decoded: float, new: int = 0) -> Parts:
+        """new: tokens of the forward, which Transformers' sliding layers hold in full until the next one."""
         packed, windows = (batch * size for size in self._storage(length))
+        windows += batch * (self._sliding_bytes(length, new) - self._sliding_bytes(length))
         tensors = self.model.weights + packed + windows + self.constants
         return Parts(
             self.model.weights, packed, windows, self.constants, activations, decoded, RUNTIME, ALLOCATOR * tensors
