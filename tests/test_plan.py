@@ -28,6 +28,7 @@ from kvcal.bench import schemes as bench_schemes
 from kvcal.bench.planning import cards, formats, projection, quality, schemes, speed, units
 from kvcal.bench.planning import memory as planning
 from kvcal.bench.planning.memory import Load, Model, Windows
+from kvcal.cli.plan import _cells
 from kvcal.commands.plan import PlanOptions, run_plan
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.registry import BACKBONES, backbone
@@ -556,6 +557,7 @@ def test_a_model_that_does_not_fit_is_said_not_to() -> None:
     result = run_plan(PlanOptions("llama-3.1-8b", gpu="jetson-orin-nano"), print)
     assert {row["fits"] for row in result["rows"]} == {"no"} and result["recommended"] is None
     assert {(row["longest_context"], row["largest_batch"]) for row in result["rows"]} == {(0, 0)}
+    assert {_cells(row)[5] for row in result["rows"]} == {None}  # no speed of what does not run
 
 
 def test_a_budget_moves_the_recommendation() -> None:

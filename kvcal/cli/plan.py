@@ -82,7 +82,7 @@ WIDE = [
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:
-    speed = row["tokens_per_second"]
+    speed = None if row["fits"] == "no" else row["tokens_per_second"]
     return [
         row["scheme"],
         f"{row['times_smaller']:.1f}",
