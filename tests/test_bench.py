@@ -49,6 +49,7 @@ from kvcal.bench import (
 from kvcal.bench.layer import Case
 from kvcal.bench.operation import Operation
 from kvcal.bench.operations import OPERATIONS
+from kvcal.bench.planning import memory as planning
 from kvcal.bench.target import Target
 from kvcal.bench.timing import Clock
 from kvcal.commands import bench as command
@@ -323,6 +324,9 @@ def test_every_fact_of_a_device_has_a_source() -> None:
     for device in devices.DEVICES.values():
         assert {"sms", "clock", "bandwidth", "memory"} <= set(device.sources)
         assert all(device.sources.values())
+        known_too = {name for name in ("usable", "tflops") if getattr(device, name) is not None}
+        assert known_too <= set(device.sources)
+        assert device.usable is None or 0.9 * device.memory < device.usable < 1.01 * device.memory
 
 
 @pytest.mark.parametrize(
@@ -343,8 +347,10 @@ def test_every_fact_of_a_device_has_a_source() -> None:
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("A100-PCIE-40GB", "a100-40gb"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
-        ("NVIDIA A100-SXM4-80GB", None),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", None),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 D", None),
     ],
 )
 def test_machines_are_recognised(called: str, name: str | None) -> None:
@@ -1471,23 +1477,40 @@ def test_the_search_for_the_largest(limit: int, start: int, step: int) -> None:
 def test_a_memory_is_filled_and_not_more() -> None:
     geometry = CATALOGUE["llama-3.1-8b"].geometry
     every = memory.footprints(geometry, [schemes.named("innerq-base", geometry)], torch.float32)
-    size, weights = 40 * 2**30, geometry.parameters * 4
+    size = 40 * 2**30
     full, ours = (row.length for row in memory.projected_longest("m", every, 1, 40, "x"))
-    assert full == (size - weights) // (2 * 32 * 8 * 128 * 4)
-    for one, length in zip(every, (full, ours), strict=True):
-        assert one.fixed + one.row(length) <= size < one.fixed + one.row(length + 1)
+    left = size - geometry.parameters * 4 - planning.RUNTIME
+    assert 0.9 < full / (left / (2 * 32 * 8 * 128 * 4)) < 1  # what weights and runtime leave, but for activations
+    assert every[0].used(1, full) <= size < every[0].used(1, full + 1)
+    assert ours == geometry.context and every[1].used(1, ours) < size
     rows_at_32k = [row.batch for row in memory.projected_batch("m", every, 32768, 40, "x")]
     for one, batch in zip(every, rows_at_32k, strict=True):
-        assert one.fixed + batch * one.row(32768) <= size < one.fixed + (batch + 1) * one.row(32768)
+        assert one.used(batch, 32768) <= size < one.used(batch + 1, 32768)
     paper_like = memory.projected_longest("llama-3.1-8b", every, 1, 40, "x")[0]
     assert paper_like.more["paper_longest"] == 25841
-    assert every[1].row(1000) == every[1].held(1000) + 1000 * 2 * 8 * 128 * 4  # a layer is decoded in float32
+    assert every[1].load.decode(1, 1000).decoded == 1000 * 2 * 8 * 128 * 4  # a layer is decoded in float32
     half = memory.footprints(geometry, [schemes.named(n, geometry) for n in ("inner-4", "fp8")], torch.float16)
-    assert [one.decoded for one in half] == [0, 0, 2 * 8 * 128 * 2]  # no kernel reads float8
+    assert [one.load.decode(1, 10).decoded for one in half] == [0, 0, 10 * 2 * 8 * 128 * 2]  # no kernel reads float8
     xavier = devices.device("jetson-xavier-nx")
     of_it = memory.footprints(geometry, [schemes.named("inner-4", geometry)], torch.float16, xavier)
-    assert of_it[1].decoded == 2 * 8 * 128 * 2
-    assert "weights and constants alone" in str(memory.projected_longest("m", every, 1, 8, "x")[0].refused)
+    assert of_it[1].load.decodes
+    assert "constants and runtime alone" in str(memory.projected_longest("m", every, 1, 8, "x")[0].refused)
+
+
+def test_no_row_is_longer_than_the_models_context() -> None:
+    """Mistral's 32,768 tokens, whatever the memory has room for."""
+    geometry = CATALOGUE["mistral-7b-v0.3"].geometry
+    every = memory.footprints(geometry, [schemes.named("kivi-2", geometry)], torch.float16)
+    rows = memory.projected_longest("m", every, 1, 139, "x")
+    assert [(row.length, row.more["note"]) for row in rows] == [(32768, "the model's own context")] * 2
+
+
+def test_a_model_that_a_board_cannot_hold_is_named() -> None:
+    done = kvcal("bench", "--device", "jetson-orin-nano", "-o", "fused-attention", "-p", "inner-4", "--length", "4k")
+    assert done.code == 0
+    assert "llama-3.1-8b in 16 bits does not fit its 8 GiB: its weights alone take 15.0 GiB" in done.err
+    other = kvcal("bench", "--device", "h200", "-o", "fused-attention", "-p", "inner-4", "--length", "4k")
+    assert "does not fit" not in other.err
 
 
 def test_vqkv_table_3_is_of_the_papers_dtype_where_nothing_else_is_asked_for() -> None:
@@ -1495,7 +1518,8 @@ def test_vqkv_table_3_is_of_the_papers_dtype_where_nothing_else_is_asked_for() -
     full, ours = done.json["rows"]
     assert (full["scheme"], full["dtype"], full["paper_longest"]) == ("fp32", "float32", 25841)
     assert (ours["scheme"], ours["paper_longest"]) == ("vqkv-4k", 52096)
-    assert 300_000 < ours["longest_length"] < 400_000 and "one decoded layer" in ours["path"]
+    assert (ours["longest_length"], ours["note"]) == (131072, "the model's own context")
+    assert "one decoded layer" in ours["path"]
     for more in (["--dtype", "float16"], ["-o", "largest-batch"]):
         row = kvcal("bench", "--device", "a100-40gb", "-o", "vqkv-table-3", *more, "--json").json["rows"][0]
         assert row["dtype"] == "float16" and "paper_longest" not in row
@@ -1520,8 +1544,9 @@ def test_a_footprint_is_what_the_cache_holds() -> None:
     own = one.windows
     length = own.sink + own.recent + 4 * own.block - 1
     with filled.filled_cache(LLAMA, GEOMETRY, one, 2, length) as cache:
-        wanted = 2 * memory.footprints(GEOMETRY, [one], torch.float32)[1].held(length)
-        assert cache.nbytes("packed") + cache.nbytes("window") == wanted
+        load = memory.footprints(GEOMETRY, [one], torch.float32)[1].load
+        assert cache.nbytes("packed") == 2 * load.packed_bytes(length)
+        assert cache.nbytes("window") == 2 * load.window_bytes(length)
 
 
 # The command.

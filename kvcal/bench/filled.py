@@ -75,10 +75,14 @@ def _fill_layer(layer: KVCalLayer, case: Case, batch: int, plan: Plan, length: i
     layer.columns = length
     if isinstance(layer, StaticLayer):  # packed blocks go where they stay: a copy of all would not fit beside them
         layer.publish()
+        # The storage itself: what the host would look at as `packed` brings a copy of the window with it, in each layer.
+        stored = layer.packed if layer.room is None else layer.room.packed
         for role, packed in enumerate(filled.packed):
             for name, x in packed.items():
                 assert isinstance(x, Tensor)
-                cycled(layer.packed[role][name], x)
+                out = stored[role][name]
+                assert isinstance(out, Tensor)
+                cycled(out[:, :, : plan.flush], x)
     else:
         layer.packed = [
             {name: repeated(x, batch, plan.flush) for name, x in packed.items()} for packed in filled.packed

@@ -1,7 +1,7 @@
-"""How far a memory goes, from bytes alone: weights, cache and constants.
+"""How far a memory goes, by the arithmetic of planning/memory.py: of decode steps from filled caches, without a prompt.
 
-Activations, logits and what an allocator wastes are not in it: a bound, always marked projected. Where no kernel
-attends to a scheme's blocks, one layer's keys and values as they are decoded are.
+Always marked projected. Where no kernel attends to a scheme's blocks, one layer's keys and values as they are decoded
+count too. No row is longer than the model's own context.
 """
 
 from __future__ import annotations
@@ -17,65 +17,58 @@ from . import paper
 from .devices import Device
 from .fused import unreadable
 from .peers import SIXTEEN
+from .planning import memory as planning
+from .planning.memory import Load, Model
+from .planning.memory import Windows as Exact
 from .rows import Row
 from .schemes import Benched
+
+MOST_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one scheme. fixed: whatever the tokens; exact: tokens of a row that stay in the model's dtype, at
-    `token` bytes each over all layers; every further one takes `packed`. settings: as rows have them. decoded: bytes of
-    each token while the layer that attends is decoded, 0 where a kernel reads it as it is.
-    """
+    """Bytes of one scheme on a model. settings: as rows have them."""
 
     name: str
     stored_bits: float
-    fixed: float
-    exact: int
-    token: float
-    packed: float
+    load: Load
     settings: Mapping[str, Any]
-    decoded: float = 0.0
 
-    def held(self, length: int) -> float:
-        """Bytes of a row of so many tokens that the cache holds."""
-        return min(length, self.exact) * self.token + max(0, length - self.exact) * self.packed
+    def used(self, batch: int, length: int) -> float:
+        """Bytes in use in a decode step of `batch` rows of so many tokens."""
+        return self.load.decode(batch, length).total
 
-    def row(self, length: int) -> float:
-        """Bytes of a row of so many tokens in a step."""
-        return self.held(length) + length * self.decoded
+    @property
+    def fixed(self) -> float:
+        """Bytes whatever the rows: weights, constants, the runtime and what the allocator rounds up."""
+        return self.used(0, 1)
 
     def longest(self, memory: float, batch: int) -> int:
-        """Tokens that each of `batch` rows can have in so many bytes."""
-        free = (memory - self.fixed) / batch
-        token, packed = self.token + self.decoded, self.packed + self.decoded
-        beyond = free - self.exact * token
-        return max(0, int(free / token if beyond < 0 else self.exact + beyond / packed))
+        """Tokens that each of `batch` rows can have in so many bytes, at most the model's context."""
+        context = self.load.model.geometry.context
+        return planning.largest(lambda length: self.used(batch, length) <= memory, context)
 
     def largest_batch(self, memory: float, length: int) -> int:
-        return max(0, int((memory - self.fixed) // self.row(length)))
+        return planning.largest(lambda batch: self.used(batch, length) <= memory, MOST_ROWS)
 
 
 def footprints(
     geometry: Geometry, schemes: Sequence[Benched], dtype: torch.dtype, device: Device | None = None
 ) -> list[Footprint]:
-    """The model's own dtype first, then each scheme with a window as full as it gets. device: None for one with
-    kernels.
-    """
+    """The model's own dtype first, then each scheme. device: None for one with kernels."""
     decodes_all = dtype not in SIXTEEN or (device is not None and device.why_no_triton is not None)
     width = dtype.itemsize
-    weights, token = geometry.parameters * width, geometry.kv_bytes_per_token(8 * width)
+    model = Model(geometry, float(geometry.parameters * width), width)
+    layers = geometry.layers - geometry.sliding_layers
     kind = {"dtype": str(dtype).removeprefix("torch.")}
-    all_footprints = [Footprint("fp32" if width == 4 else "fp16", 8.0 * width, weights, 0, token, token, kind)]
+    all_footprints = [Footprint("fp32" if width == 4 else "fp16", 8.0 * width, Load(model, Exact()), kind)]
     for one in schemes:
-        exact = one.windows.sink + one.windows.recent + one.windows.block - 1
-        fixed = weights + constants(one, geometry.layers)
-        packed = geometry.kv_bytes_per_token(one.stored_bits)
+        windows = Exact(one.windows.sink, one.windows.recent, one.windows.block)
+        blocks = layers * (one.codecs.key.block_bytes() + one.codecs.value.block_bytes())
         decodes = decodes_all or unreadable(one, one.codecs, geometry.heads // geometry.kv_heads) is not None
-        decoded = 2.0 * geometry.kv_width * width * decodes
-        all_footprints.append(
-            Footprint(one.name, one.stored_bits, fixed, exact, token, packed, kind | one.settings, decoded)
-        )
+        load = Load(model, windows, blocks, constants(one, layers), decodes)
+        all_footprints.append(Footprint(one.name, one.stored_bits, load, kind | one.settings))
     return all_footprints
 
 
@@ -93,7 +86,8 @@ def projected_longest(model: str, every: Sequence[Footprint], batch: int, gib: f
     rows, width = [], int(every[0].stored_bits) // 8
     for one in every:
         length = one.longest(gib * 2**30, batch)
-        more = {"longest_length": length, **vqkv_beside(model, one.name, gib, width)}
+        ends = {"note": "the model's own context"} if length == one.load.model.geometry.context else {}
+        more = {"longest_length": length, **ends, **vqkv_beside(model, one.name, gib, width)}
         rows.append(_row("longest-generation", model, one, batch, length, gib, device, **more))
     return rows
 
@@ -104,11 +98,19 @@ def projected_batch(model: str, every: Sequence[Footprint], length: int, gib: fl
     return [_row("largest-batch", model, one, n, length, gib, device, largest_batch=n) for one, n in batches]
 
 
+def too_large(model: str, geometry: Geometry, gib: float, width: int = 2) -> str | None:
+    """What to say of a model whose weights do not fit so much memory; None where they do."""
+    size = geometry.parameters * width / 2**30
+    if size + planning.RUNTIME / 2**30 < gib:
+        return None
+    return f"{model} in {8 * width} bits does not fit its {gib:g} GiB: its weights alone take {size:.1f} GiB"
+
+
 def _row(
     operation: str, model: str, one: Footprint, batch: int, length: int, gib: float, device: str, **more: Any
 ) -> Row:
-    layer = ", one decoded layer" if one.decoded else ""
-    why = None if gib * 2**30 > one.fixed else f"weights and constants alone take {one.fixed / 2**30:.1f} GiB"
+    layer = ", one decoded layer" if one.load.decodes else ""
+    why = None if gib * 2**30 > one.fixed else f"weights, constants and runtime alone take {one.fixed / 2**30:.1f} GiB"
     return Row(
         operation=operation,
         scheme=one.name,
@@ -122,7 +124,7 @@ def _row(
         fp16_backend=None,
         projected=True,
         device=device,
-        path=f"projected: weights, cache{layer} and constants, nothing else",
+        path=f"projected: weights, cache{layer}, constants, a step's activations, runtime",
         refused=why,
         **one.settings,
         more={"memory_gib": gib, "fixed_bytes": round(one.fixed), **more},

@@ -23,6 +23,7 @@ from kvcal.cli import (
     models,
     names,
     norms,
+    plan,
     preset,
     probe,
     publish,
@@ -37,6 +38,7 @@ from kvcal.cli.failure import INTERRUPTED, guarded
 from kvcal_artifacts.shown import message
 
 COMMANDS: dict[str, Callable[..., Any]] = {
+    "plan": plan.plan,
     "fit-predictors": fit.fit_predictors,
     "combine": combine.combine,
     "fit-norms": norms.fit_norms,

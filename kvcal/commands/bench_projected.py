@@ -31,8 +31,10 @@ def projected(o: Options, where: Target, model: str, operations: list[str]) -> d
             rows += jetson.projected(where.profile, benched, geometry, source.public, batch, length)
     rows += memory_rows(o, operations, benched, geometry, source.public, where)
     no = "not known to be a" if where.jetson else "no"
+    why = f"this machine is {no} {where.profile.title}: every figure is projected, none measured"
+    large = memory.too_large(source.public, geometry, where.profile.memory)
     return {
-        "why_projected": f"this machine is {no} {where.profile.title}: every figure is projected, none measured",
+        "why_projected": why if large is None else f"{why}; {large}",
         **assumptions(rows, TABLE_4 in operations),
         "profile": {
             "title": where.profile.title,

@@ -38,6 +38,7 @@ class Geometry:
     sliding_window: int | None
     attention_bias: bool
     mlp_bias: bool
+    sliding_layers: int = 0  # that keep caches of their own: the tokens of `sliding_window`, if it is one
 
     @classmethod
     def from_config(cls, config: Settings) -> Geometry:
@@ -46,9 +47,11 @@ class Geometry:
         sliding = config.get("sliding_window")
         if config.get("model_type") in ("qwen2", "qwen3", "smollm3") and not config.get("use_sliding_window"):
             sliding = None  # these carry a width that is only used when the switch is on
+        layers = config["num_hidden_layers"]
+        kinds = config.get("layer_types") or ["sliding_attention" if sliding else "full_attention"] * layers
         return cls(
             model_type=config["model_type"],
-            layers=config["num_hidden_layers"],
+            layers=layers,
             hidden=config["hidden_size"],
             heads=heads,
             kv_heads=config.get("num_key_value_heads") or heads,
@@ -60,6 +63,7 @@ class Geometry:
             sliding_window=sliding,
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
+            sliding_layers=sum(kind != "full_attention" for kind in kinds),
         )
 
     @property
@@ -74,7 +78,8 @@ class Geometry:
     def parameters(self) -> int:
         """Exact for the architectures of the catalogue, an estimate for others."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return embeddings + self.hidden + self.layers * (self._attention() + self._mlp() + 2 * self.hidden)
+        norms = 4 if self.model_type.startswith("gemma3") else 2
+        return embeddings + self.hidden + self.layers * (self._attention() + self._mlp() + norms * self.hidden)
 
     def _attention(self) -> int:
         query = self.heads * self.head_dim
@@ -83,7 +88,7 @@ class Geometry:
             total += query + 2 * self.kv_width + self.hidden
         elif self.model_type == "qwen2":  # bias on q, k and v, none on o
             total += query + 2 * self.kv_width
-        if self.model_type == "qwen3":  # q_norm and k_norm over one head
+        if self.model_type == "qwen3" or self.model_type.startswith("gemma3"):  # q_norm and k_norm over one head
             total += 2 * self.head_dim
         if self.model_type == "olmo2":  # q_norm and k_norm over all heads
             total += query + self.kv_width

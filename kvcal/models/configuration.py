@@ -24,7 +24,7 @@ def geometry(source: ModelSource, *, download: bool = True) -> Geometry:
         raise ModelUnavailable(f"{source.label} is not in `kvcal models`: its geometry needs a download")
     fields = _text_config(load_config(source)).to_dict()
     for name, needed in COUNTS.items():
-        _check_count(source, name, fields.get(name), needed)
+        check_count(source, name, fields.get(name), needed)
     try:
         return Geometry.from_config(fields)
     except (KeyError, TypeError) as error:
@@ -38,7 +38,7 @@ COUNTS = {  # of a config.json -> whether there is no default where it is null o
 }  # fmt: skip
 
 
-def _check_count(source: ModelSource, name: str, value: Any, needed: bool) -> None:
+def check_count(source: ModelSource, name: str, value: Any, needed: bool) -> None:
     if value is None or (type(value) is int and value >= 1):
         return
     raise ModelUnavailable(
@@ -73,7 +73,7 @@ def load_config(source: ModelSource) -> Any:
     fields = vars(_text_config(config))
     for name, needed in COUNTS.items():
         if fields.get(name) is not None:
-            _check_count(source, name, fields[name], needed)
+            check_count(source, name, fields[name], needed)
     check_supported(source.label, config)
     return config
 

@@ -1,0 +1,176 @@
+"""The rows of `kvcal plan`: each scheme on one model and one card."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import quality, schemes, speed
+from .cards import Card
+from .memory import CHUNK, Load, Model, Windows, largest
+from .quality import Quality
+from .schemes import COMPOSED, Planned, Sizes
+from .speed import Step
+
+FULL = "fp16"
+MOST_ROWS = 1 << 16
+YES, CHUNKS, NO = "yes", "in chunks", "no"  # whether it fits: as it is, if the prompt is fed in chunks, not at all
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is planned. name: of the model, in commands; read: whether weights that a step reads are known (not with
+    experts); context: tokens a row; longest: of the model; budget: of KL, nats a token.
+    """
+
+    name: str
+    model: Model
+    context: int
+    longest: int
+    batch: int
+    budget: float | None = None
+    read: bool = True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A scheme, or FP16 where `scheme` is None, with what it takes on the model."""
+
+    name: str
+    load: Load
+    scheme: Planned | None = None
+    sizes: Sizes | None = None
+
+    @property
+    def bits(self) -> float:
+        return 8.0 * self.load.model.width if self.sizes is None else self.sizes.bits
+
+
+def candidate(scheme: Planned, model: Model, card: Card) -> Candidate:
+    """UsageError where the scheme does not fit the model's shape."""
+    sizes = schemes.sizes(scheme, model.geometry)
+    decodes = sizes.why_decoded is not None or card.no_kernels is not None or model.width != 2
+    windows = Windows(scheme.sink, scheme.recent, scheme.block)
+    return Candidate(
+        scheme.name, Load(model, windows, float(sum(sizes.blocks)), sizes.constants, decodes), scheme, sizes
+    )
+
+
+def full(model: Model) -> Candidate:
+    return Candidate(FULL if model.width == 2 else "fp32", Load(model, Windows()))
+
+
+def rows(goal: Goal, planned: Sequence[Planned], card: Card) -> list[dict[str, Any]]:
+    """FP16 first, then the schemes by size, the largest first."""
+    first = full(goal.model)
+    others = [candidate(scheme, goal.model, card) for scheme in planned]
+    others.sort(key=lambda one: -one.load.held(goal.context))
+    size = first.load.held(goal.context)
+    return [_row(goal, one, card, size) for one in (first, *others)]
+
+
+def _row(goal: Goal, one: Candidate, card: Card, full_size: float) -> dict[str, Any]:
+    load, length, batch = one.load, goal.context, goal.batch
+    cache = load.held(length)
+    decode, prefill = load.decode(batch, length), load.prefill(batch, length)
+    chunked = load.prefill(batch, length, CHUNK)
+    kl = Quality(0.0, (), True) if one.scheme is None else _quality(one.name, goal)
+    step = step_of(goal, one)
+    taken = None if step is None else speed.seconds(step, card)
+    return {
+        "scheme": one.name,
+        "bits": one.bits,
+        "cache_bytes": round(cache),
+        "times_smaller": full_size / cache,
+        "fits": _fits(load, batch, length, card.memory),
+        "longest_context": largest(lambda n: load.peak(batch, n, CHUNK) <= card.memory, goal.longest),
+        "longest_context_whole_prompt": largest(lambda n: load.peak(batch, n) <= card.memory, goal.longest),
+        "largest_batch": largest(lambda n: load.peak(n, length, CHUNK) <= card.memory, MOST_ROWS),
+        "tokens_per_second": None if taken is None else batch / taken,
+        "step": _how(one, card),
+        "kl": None if kl is None else kl.kl,
+        "kl_class": None if kl is None else "0" if one.scheme is None else kl.kl_class,
+        "kl_models": [] if kl is None else list(kl.models),
+        "kl_same_architecture": None if kl is None else kl.alike,
+        "within_budget": None if goal.budget is None else kl is not None and kl.kl <= goal.budget,
+        "bytes": {name: round(size) for name, size in vars(decode).items()},
+        "decode_peak_bytes": round(decode.total),
+        "prefill_peak_bytes": round(prefill.total),
+        "prefill_in_chunks_peak_bytes": round(chunked.total),
+        "next": _next(one, goal.name),
+    }
+
+
+def _fits(load: Load, batch: int, length: int, memory: float) -> str:
+    if load.peak(batch, length) <= memory:
+        return YES
+    return CHUNKS if load.peak(batch, length, CHUNK) <= memory else NO
+
+
+def _quality(name: str, goal: Goal) -> Quality | None:
+    return quality.expected(name, goal.model.geometry.model_type)
+
+
+def step_of(goal: Goal, one: Candidate) -> Step | None:
+    """None where what a step reads is not known, or no such scheme's kernel was timed."""
+    load, batch = one.load, goal.batch
+    timed = None if one.scheme is None else one.scheme.timed
+    if not goal.read or (one.scheme is not None and timed is None and not load.decodes):
+        return None
+    geometry = goal.model.geometry
+    packed = load.blocks(goal.context) * load.windows.block
+    return Step(
+        geometry.layers,
+        batch,
+        goal.model.read_bytes,
+        goal.model.read_bytes / goal.model.width,
+        batch * load.held(goal.context) + load.constants,
+        2.0 * batch * goal.context * geometry.kv_width * load.layers,
+        timed,
+        batch * packed * load.layers * goal.model.layer_token if load.decodes else 0.0,
+        batch * packed * load.constants if one.scheme is not None and one.scheme.predicted else 0.0,
+    )
+
+
+def _how(one: Candidate, card: Card) -> str:
+    if one.scheme is None:
+        return "CUDA graph, cache allocated once, attention as cuDNN's"
+    if not one.load.decodes:
+        return f"CUDA graph, fused kernel as timed for {one.scheme.timed}" if one.scheme.timed else "not timed"
+    assert one.sizes is not None
+    why = one.sizes.why_decoded or (f"{card.no_kernels}" if card.no_kernels else "float32 has no kernel")
+    return f"eager, blocks decoded at each step: {why}"
+
+
+def _next(one: Candidate, model: str) -> str | None:
+    """The command that makes a bundle of it."""
+    if one.scheme is None:
+        return None
+    scheme = one.scheme
+    if scheme.command == "preset":
+        return f"kvcal preset {one.name} -m {model}"
+    if scheme.command == COMPOSED:
+        usual = Planned("", "", "")
+        windows = [
+            f" --{name} {getattr(scheme, name)}"
+            for name in ("sink", "recent", "block")
+            if getattr(scheme, name) != getattr(usual, name)
+        ]
+        return f"kvcal preset --keys {scheme.key} --values {scheme.value}{''.join(windows)} -m {model}"
+    return f"kvcal {scheme.command} -m {model}"
+
+
+def recommended(planned_rows: Sequence[dict[str, Any]]) -> str | None:
+    """The scheme with the smallest cache of those that fit and whose measured KL is in the budget, or without one in
+    the lowest class; not slower than FP16 where there is such a one. None where none is.
+    """
+    rows_in = [row for row in planned_rows[1:] if row["fits"] != NO and row["kl"] is not None and _good(row)]
+    full_speed = planned_rows[0]["tokens_per_second"] or 0.0
+    quick = [row for row in rows_in if (row["tokens_per_second"] or 0.0) >= full_speed]
+    return min(quick or rows_in, key=lambda row: row["cache_bytes"])["scheme"] if rows_in else None
+
+
+def _good(row: dict[str, Any]) -> bool:
+    within: bool | None = row["within_budget"]
+    return row["kl"] < quality.CLASSES[0] if within is None else within

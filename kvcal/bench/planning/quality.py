@@ -1,0 +1,59 @@
+"""KL that schemes were measured to cost on real models (measured_kl.json, made by docs/ablations/measured_kl.py)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("measured_kl.json")
+CLASSES = (0.01, 0.05, 0.2)  # nats a token: upper ends of the classes
+
+
+@dataclass(frozen=True)
+class Quality:
+    """kl: nats a token between next-token distributions with the scheme and without. models: on which it was measured;
+    where more than one, kl is the largest. alike: whether the model is of the same architecture.
+    """
+
+    kl: float
+    models: tuple[str, ...]
+    alike: bool
+
+    @property
+    def kl_class(self) -> str:
+        """The class as people read it: "< 0.01" to "> 0.2"."""
+        upper = next((limit for limit in CLASSES if self.kl < limit), None)
+        return f"> {CLASSES[-1]:g}" if upper is None else f"< {upper:g}"
+
+
+@cache
+def _measured() -> dict[str, Any]:
+    measured: dict[str, Any] = json.loads(FILE.read_text("utf-8"))
+    return measured
+
+
+def models() -> dict[str, dict[str, Any]]:
+    """Name of a measured model -> model_type, text, windows, length, device and the file with all figures."""
+    measured: dict[str, dict[str, Any]] = _measured()["models"]
+    return measured
+
+
+def expected(scheme: str, model_type: str) -> Quality | None:
+    """KL on the measured model of this architecture, else the largest of all measured ones; None where the scheme was
+    never measured.
+    """
+    by_model: dict[str, dict[str, float]] = _measured()["schemes"].get(scheme, {})
+    if not by_model:
+        return None
+    alike = [name for name in by_model if models()[name]["model_type"] == model_type]
+    chosen = alike[:1] or list(by_model)
+    return Quality(max(by_model[name]["kl"] for name in chosen), tuple(chosen), bool(alike))
+
+
+def largest_bits(scheme: str) -> float:
+    """The most stored bits a value that a scheme took on a measured model, for those whose blocks differ in size."""
+    bits: list[float] = [row["bits"] for row in _measured()["schemes"][scheme].values()]
+    return max(bits)

@@ -1,0 +1,79 @@
+"""Seconds of a decode step of a whole model: weights and cache over measured rates. Nothing here imports torch.
+
+All rates were measured on one H200 (docs/benchmarks/generation-2708de7.json, decode_attention-2708de7.json,
+aqua_tokens-2246769.json), bfloat16, steps under a CUDA graph; a test computes each again from these files. Other cards
+are taken to reach the same part of their data sheet's bandwidth, instructions and matrix products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .cards import Card
+
+READ = 0.885  # of the sheet's bandwidth: a large copy, 4247 GB/s of 4800
+LAYER = 97e-6  # seconds a layer, whatever it reads: norms, RoPE, products' and other kernels' launches
+ATTENTION = 10e-6  # seconds of a decode attention over few tokens
+FULL_READ = 0.967  # of the sheet's bandwidth: FP16 decode attention by cuDNN over 32 rows of 32768 tokens
+PRODUCTS = 0.807  # of the sheet's rate of dense 16-bit matrix products: torch's own, 799 of 989 TFLOP/s
+EAGER = 1.16e-3  # seconds a layer of a step that Python launches kernel by kernel, blocks decoded
+DECODING = 192.0  # thread-instructions a key or value that is decoded: HIGGS over the token, 32768 tokens of 8B
+# Thread-instructions a key or value that decode attention takes as it was timed at 32 rows of 32768 tokens (8 kv heads
+# of 128, 4 query heads each), where reading the bytes alone would be quicker.
+SLOTS = {
+    "inner-4": 4.15, "innerq-base": 3.33, "innerq-hybrid": 3.12, "innerq-small": 2.92, "inner-2": 2.43, "kivi-2": 3.32,
+    "kivi-2-before": 6.03, "kivi-2-g128": 2.44, "turboquant-4-3": 4.54, "higgs-2": 3.44, "turboquant-4-3-bytes": 3.65,
+    "higgs-2-bytes": 3.15, "higgs-3": 4.12, "higgs-4": 4.36,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decode step. weights, cache: bytes that it reads; parameters: that each row multiplies with; values: keys and
+    values of the cache, in numbers; timed: a name in SLOTS, None for FP16; decoded: bytes of keys and values of all
+    layers that are decoded first, 0 where a kernel reads them as they are; predicted: operations of predictors.
+    """
+
+    layers: int
+    batch: int
+    weights: float
+    parameters: float
+    cache: float
+    values: float
+    timed: str | None = None
+    decoded: float = 0.0
+    predicted: float = 0.0
+
+
+def seconds(step: Step, card: Card) -> float | None:
+    """None where the card's bandwidth is not known. Where blocks are decoded, Python launches the step kernel by kernel,
+    which takes its own time.
+    """
+    device = device_seconds(step, card)
+    return max(device, step.layers * EAGER) if device is not None and step.decoded else device
+
+
+def device_seconds(step: Step, card: Card) -> float | None:
+    """The GPU's own time, whatever the host takes."""
+    if card.bandwidth is None:
+        return None
+    products = step.weights / (READ * card.bandwidth)
+    if card.flops is not None:
+        products += (2 * step.parameters * step.batch + step.predicted) / (PRODUCTS * card.flops)
+    rest = products + step.layers * (LAYER + ATTENTION)
+    if step.decoded:
+        return rest + _decoding(step, card)
+    slots = 0.0 if step.timed is None else SLOTS[step.timed]
+    return rest + _slower(step.cache, step.values * slots, card)
+
+
+def _decoding(step: Step, card: Card) -> float:
+    """Blocks are read and written as numbers, which attention then reads."""
+    return _slower(step.cache + step.decoded, step.values * DECODING, card) + _slower(step.decoded, 0.0, card)
+
+
+def _slower(size: float, instructions: float, card: Card) -> float:
+    """Seconds of reading or writing so many bytes, or of issuing so many instructions."""
+    assert card.bandwidth is not None
+    issuing = 0.0 if card.issue_rate is None else instructions / card.issue_rate
+    return max(size / (FULL_READ * card.bandwidth), issuing)

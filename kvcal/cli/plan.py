@@ -1,0 +1,150 @@
+"""`kvcal plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from kvcal.cli.options import Json, Revision
+from kvcal.cli.output import line, note, on_stdout, print_json, print_table
+
+
+def plan(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Short name (see `kvcal models`), hub id, local folder or config.json.")
+    ] = "tiny",
+    revision: Revision = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="A profile, as rtx-4090 (`kvcal names device`). Default: the card that is here, asked."),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Instead of --gpu: memory for programs, as 24GB or 22.5GiB.")
+    ] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="With --memory: of the data sheet, as 1008GB/s, for tokens per second.")
+    ] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Tokens a row, as 128k; k is 1024. Default and most: the model's own.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, max=65536, help="Rows at a time.")] = 1,
+    budget_kl: Annotated[
+        float | None, typer.Option("--budget-kl", help="Most KL, nats per token, for the recommendation, as 0.05.")
+    ] = None,
+    preset: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--preset", "-p", help="A preset, or KEYCODEC+VALUECODEC; may be repeated. Default: the usual ones."
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="What the weights take in memory, where they are quantised, as 5.7GB.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of weights and windows: bfloat16, float16, float32.")] = "bfloat16",
+    wide: Annotated[bool, typer.Option("--wide", help="All columns, in lines of any length.")] = False,
+    json: Json = False,
+) -> None:
+    """Plan before anything is downloaded: what fits on a GPU under each scheme, how long, how many, how fast, at which
+    KL.
+
+    Reads config.json at most. Every figure is projected; docs/plan.md says from what.
+    """
+    from kvcal.commands.plan import PlanOptions, run_plan
+
+    options = PlanOptions(
+        model, revision, gpu, memory, bandwidth, context, batch, budget_kl, tuple(preset or ()), weights, dtype
+    )
+    result = run_plan(options, note)
+    if json:
+        print_json(result)
+        return
+    with on_stdout():
+        for text in _head(result):
+            line(text)
+    if wide:
+        print_table(WIDE, [_wide(row) for row in result["rows"]])
+    else:
+        print_table(COLUMNS, [_cells(row) for row in result["rows"]])
+        line()
+        print_table(["scheme", "next"], [[row["scheme"], row["next"]] for row in result["rows"] if row["next"]])
+    with on_stdout():
+        for text in _foot(result):
+            line(text)
+
+
+COLUMNS = ["scheme", "x smaller", "fits", "longest", "batch", "tokens/s", "KL"]
+WIDE = [
+    "scheme", "bits", "x smaller", "fits", "longest", "longest, prompt whole", "batch", "tokens/s", "KL", "KL, nats",
+    "KL of", "cache GiB", "decode peak GiB", "prefill peak GiB", "step", "next",
+]  # fmt: skip
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    speed = None if row["fits"] == "no" else row["tokens_per_second"]
+    return [
+        row["scheme"],
+        f"{row['times_smaller']:.1f}",
+        row["fits"],
+        f"{row['longest_context']:,}",
+        f"{row['largest_batch']:,}",
+        None if speed is None else f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}",
+        "not measured" if row["kl_class"] is None else row["kl_class"],
+    ]
+
+
+def _of_another(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows whose KL was measured on other architectures alone, where that of others was on the model's own."""
+    mixed = any(row["kl_same_architecture"] and row["kl_models"] for row in rows)
+    return [row for row in rows if mixed and row["kl_same_architecture"] is False]
+
+
+def _wide(row: dict[str, Any]) -> list[Any]:
+    cells = _cells(row)
+    peaks = [f"{row[name] / 2**30:.2f}" for name in ("cache_bytes", "decode_peak_bytes", "prefill_peak_bytes")]
+    kl = None if row["kl"] is None else f"{row['kl']:.3g}"
+    whole = f"{row['longest_context_whole_prompt']:,}"
+    return [
+        cells[0], f"{row['bits']:.2f}", *cells[1:4], whole, *cells[4:], kl, ", ".join(row["kl_models"]), *peaks, row["step"],
+        row["next"],
+    ]  # fmt: skip
+
+
+def _head(result: dict[str, Any]) -> list[str]:
+    model, gpu = result["model"], result["gpu"]
+    rate = "" if gpu["bytes_per_second"] is None else f", {gpu['bytes_per_second'] / 1e9:,.0f} GB/s"
+    return [
+        f"{model['name']}: weights {model['weights_bytes'] / 2**30:.2f} GiB in {model['dtype']}, at most "
+        f"{model['context']:,} tokens",
+        f"{gpu['title']}{', asked' if gpu['asked'] else ''}: {gpu['memory_bytes'] / 2**30:.2f} GiB for programs{rate}",
+        f"planned: {result['batch']:,} x {result['context']:,} tokens; every figure is projected",
+        "",
+    ]
+
+
+def _foot(result: dict[str, Any]) -> list[str]:
+    rows, chunk = result["rows"], result["assumed"]["chunk_tokens"]
+    lines = ["", f"in chunks: prompts fed {chunk:,} tokens at a time; longest and batch are so too", *_kl_lines(rows)]
+    if result["gpu"]["bytes_per_second"] is None:
+        lines.append("tokens/s: give --bandwidth, as 1008GB/s")
+    if result["gpu"]["no_kernels"] is not None:
+        lines.append(f"no fused kernel runs there: {result['gpu']['no_kernels']}")
+    if result["assumed"]["memory_of_the_system_counted"] is False:
+        lines.append("a Jetson's memory is the system's too: what that takes is not counted")
+    best = next((row for row in rows if row["scheme"] == result["recommended"]), None)
+    lines.append("recommended: none" if best is None else f"recommended: {best['next']}")
+    return lines
+
+
+def _kl_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """On which models the KL was measured."""
+    others = _of_another(rows)
+    alike = dict.fromkeys(name for row in rows if row["kl_same_architecture"] for name in row["kl_models"])
+    if alike:
+        yield f"KL: nats per token on {', '.join(alike)}, of the same architecture"
+    for row in others:
+        yield f"KL of {row['scheme']}: the worst of other architectures, {', '.join(row['kl_models'])}"
+    if not alike and (models := max((row["kl_models"] for row in rows), key=len)):
+        yield "KL: nats per token, the worst of these models, none of the same architecture:"
+        yield f"    {', '.join(models)}"

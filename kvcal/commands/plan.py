@@ -1,0 +1,174 @@
+"""`kvcal plan`. Imports neither torch nor Transformers, unless only Transformers knows a model's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts.errors import UnsupportedModel, UsageError
+
+from ..bench import devices
+from ..bench.planning import cards, projection, quality, schemes, units
+from ..bench.planning.cards import Card
+from ..bench.planning.memory import ALLOCATOR, CHUNK, RUNTIME, Model
+from ..bench.planning.projection import Goal
+from ..models import plain_config
+from ..models.names import ModelSource, resolve
+from ..report.suggest import allowed
+
+WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Of `kvcal plan`, as the command line read them. gpu, memory, bandwidth: on what; the card that is here where none
+    is given. context: the model's own where it is not given. presets: the usual ones where none is given.
+    """
+
+    model: str
+    revision: str | None = None
+    gpu: str | None = None
+    memory: str | None = None
+    bandwidth: str | None = None
+    context: str | None = None
+    batch: int = 1
+    budget_kl: float | None = None
+    presets: tuple[str, ...] = ()
+    weights: str | None = None
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in WIDTHS:
+            raise UsageError(f"--dtype {self.dtype}: allowed are {', '.join(WIDTHS)}")
+        if self.budget_kl is not None and not 0 < self.budget_kl < float("inf"):
+            raise UsageError(f"--budget-kl {self.budget_kl:g}: must be positive and finite, nats a token as 0.05")
+        if self.gpu is not None and self.memory is not None:
+            raise UsageError(f"--gpu {self.gpu} and --memory {self.memory}: give one of the two")
+        if self.bandwidth is not None and self.memory is None:
+            raise UsageError(f"--bandwidth {self.bandwidth} goes with --memory; --gpu has a bandwidth of its own")
+
+
+def run_plan(options: PlanOptions, say: Say) -> dict[str, Any]:
+    """What the model takes on the card and how fast it runs, for FP16 and each scheme. say: is told what was assumed."""
+    card = _card(options)
+    source = _source(options)
+    model = _model(source, options, say)
+    geometry = model.geometry
+    context = geometry.context if options.context is None else units.tokens_of(options.context, "--context")
+    if context > geometry.context:
+        say(f"--context {options.context}: {options.model} is made for {geometry.context:,} tokens; planned are those")
+        context = geometry.context
+    reads_all = not plain_config.experts(source)
+    goal = Goal(source.name, model, context, geometry.context, options.batch, options.budget_kl, reads_all)
+    names = dict.fromkeys(options.presets or schemes.DEFAULT)
+    chosen = [schemes.planned(name) for name in names]
+    rows = projection.rows(goal, chosen, card)
+    return {
+        "model": _model_record(source, model, options),
+        "gpu": _card_record(card),
+        "context": context,
+        "batch": options.batch,
+        "budget_kl": options.budget_kl,
+        "recommended": projection.recommended(rows),
+        "assumed": _assumed(card),
+        "rows": rows,
+    }
+
+
+def _card(options: PlanOptions) -> Card:
+    """The card that is planned for: where the one that is named, or none, is this machine's, it is asked."""
+    if options.memory is not None:
+        bandwidth = None if options.bandwidth is None else units.rate_of(options.bandwidth, "--bandwidth")
+        return cards.of_numbers(units.bytes_of(options.memory, "--memory"), bandwidth)
+    if options.gpu is None:
+        card = cards.here()
+        if card is None:
+            raise UsageError(
+                "no GPU was found here: say for which one, --gpu rtx-4090 (`kvcal names device` lists them), or "
+                "--memory 24GB --bandwidth 1008GB/s"
+            )
+        return card
+    name = options.gpu.strip().lower()
+    if name not in devices.DEVICES:
+        hint = allowed(name, devices.DEVICES, "kvcal names device")
+        raise UsageError(f"--gpu {options.gpu or repr(options.gpu)}: no such profile; {hint}, or give --memory 24GB")
+    card = cards.here()
+    return card if card is not None and card.name == name else cards.of_profile(devices.DEVICES[name])
+
+
+def _source(options: PlanOptions) -> ModelSource:
+    """As of every command; here a config.json may be named itself, too."""
+    path = Path(options.model)
+    named_file = path.name == "config.json" and path.is_file()
+    return resolve(str(path.parent.resolve()) if named_file else options.model, options.revision)
+
+
+def _model(source: ModelSource, options: PlanOptions, say: Say) -> Model:
+    """Its shape, and its weights' bytes: as given, as counted in its files, or by its shape."""
+    geometry, width = plain_config.geometry(source), WIDTHS[options.dtype]
+    if geometry.sliding_layers >= geometry.layers:
+        raise UnsupportedModel(
+            f"{source.label}: all its {geometry.layers} layers attend to a window of {geometry.sliding_window} tokens "
+            "and keep caches of their own: there is nothing to compress"
+        )
+    if options.weights is not None:
+        return Model(geometry, units.bytes_of(options.weights, "--weights"), width)
+    in_files = None if source.folder is None else plain_config.parameters_in_files(source.folder, source.label)
+    if in_files is not None:
+        return Model(geometry, in_files * width, width)
+    if plain_config.experts(source):
+        raise UsageError(
+            f"--model {options.model} has experts, whose weights its shape does not tell: give their size, as "
+            "--weights 93GB"
+        )
+    if geometry.model_type not in plain_config.PLAIN:
+        say(f"weights of {options.model} are estimated by its shape; --weights says what they take")
+    return Model(geometry, geometry.parameters * width, width)
+
+
+def _model_record(source: ModelSource, model: Model, options: PlanOptions) -> dict[str, Any]:
+    geometry = model.geometry
+    return {
+        "name": source.name,
+        "architecture": geometry.model_type,
+        "context": geometry.context,
+        "dtype": options.dtype,
+        "weights_bytes": round(model.weights),
+        "parameters": None if options.weights is not None else round(model.weights / model.width),
+        "layers": geometry.layers,
+        "sliding_layers": geometry.sliding_layers,
+        "kv_bytes_per_token": round(model.layer_token * geometry.layers),
+    }
+
+
+def _card_record(card: Card) -> dict[str, Any]:
+    return {
+        "name": card.name,
+        "title": card.title,
+        "asked": card.asked,
+        "memory_bytes": round(card.memory),
+        "bytes_per_second": card.bandwidth,
+        "flops": card.flops,
+        "no_kernels": card.no_kernels,
+        "sources": card.sources,
+    }
+
+
+def _assumed(card: Card) -> dict[str, Any]:
+    from ..bench.planning import speed
+
+    return {
+        "runtime_bytes": RUNTIME,
+        "allocator_part": ALLOCATOR,
+        "chunk_tokens": CHUNK,
+        "weights_read_at": speed.READ,
+        "full_cache_read_at": speed.FULL_READ,
+        "seconds_a_layer": speed.LAYER,
+        "seconds_an_attention": speed.ATTENTION,
+        "measured_on": "one H200, Llama-3.1-8B's shape, bfloat16",
+        "memory_of_the_system_counted": False if card.name.startswith("jetson") else None,
+        "kl_models": quality.models(),
+    }

@@ -1,0 +1,87 @@
+"""The geometry of a config.json as it lies there, without Transformers, whose import takes seconds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts.errors import ModelUnavailable
+
+from . import configuration
+from .catalogue import Geometry
+from .names import ModelSource
+
+# Architectures whose config.json is read as it lies: where it leaves a field out, what Geometry.from_config takes
+# instead is Transformers' own default. Of others Transformers is asked.
+HEAD_DIM = ("granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "smollm3")  # hidden size over heads
+UNTIED = ("llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")  # embeddings and head are not one matrix
+PLAIN = {*HEAD_DIM, *UNTIED, "gemma3_text"}
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # as configs call how many there are
+NEEDED = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+
+
+def geometry(source: ModelSource) -> Geometry:
+    """From the catalogue or from config.json, by Transformers where the file alone does not say all of it.
+    ModelUnavailable and UnsupportedModel as of configuration.load_config.
+    """
+    if source.entry is not None:
+        return source.entry.geometry
+    fields = _fields(source)
+    if fields is None or not _says_all(fields):
+        return configuration.geometry(source)
+    for name, needed in configuration.COUNTS.items():
+        configuration.check_count(source, name, fields.get(name), needed)
+    return Geometry.from_config(fields)
+
+
+def experts(source: ModelSource) -> bool:
+    """Whether the model has experts, of which each token's path reads a few: its weights are not known by its shape."""
+    if source.entry is not None:
+        return False
+    fields = _fields(source) or {}
+    return any(fields.get(name) for name in EXPERTS)
+
+
+def _fields(source: ModelSource) -> dict[str, Any] | None:
+    """config.json, of the model's text part; None where it is none, which load_config then says."""
+    try:
+        fields: Any = configuration.config_fields(source)
+    except ValueError:
+        return None
+    if not isinstance(fields, dict):
+        return None
+    text = fields.get("text_config")
+    return text if isinstance(text, dict) else fields
+
+
+def _says_all(fields: Mapping[str, Any]) -> bool:
+    kind = fields.get("model_type")
+    if kind not in PLAIN or any(type(fields.get(name)) is not int for name in NEEDED):
+        return False
+    if kind == "gemma3_text" and not fields.get("layer_types"):
+        return False
+    has_head_dim = kind in HEAD_DIM or type(fields.get("head_dim")) is int
+    return has_head_dim and (kind in UNTIED or isinstance(fields.get("tie_word_embeddings"), bool))
+
+
+def parameters_in_files(folder: Path, label: str) -> int | None:
+    """Parameters of all safetensors files of a folder, from their headers; None where there are none."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return None
+    total = 0
+    for path in files:
+        try:
+            with path.open("rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(min(size, path.stat().st_size)))
+            total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelUnavailable(f"{label}: {path.name} is no safetensors file: its header cannot be read") from error
+    return total
