@@ -33,6 +33,7 @@ from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.schemes import choose
 from kvcal_artifacts.storage.ledger import Ledger
 from kvcal_artifacts.windows import Windows
+from kvcal_kernels import squat as squat_kernels
 from models_fixture import ROOT, SUFFIX, Done, kvcal, write_model, write_text
 
 SHAPE = Shape(2, 32, 16)
@@ -227,6 +228,26 @@ def test_products_are_exact_sums_of_integers(inner: int, width: int, scale: int,
     order = torch.randperm(inner, generator=torch.Generator().manual_seed(seed))
     assert torch.equal(exact_product(error[..., order], weight[:, :, order]), made)
     assert torch.equal(exact_product(error[:, :, 1:2, :], weight), made[:, :, 1:2])
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 3), st.integers(1, 40), st.floats(-44, 38), st.integers(1, 26), st.integers(0, 9))
+def test_integers_have_the_unit_of_frexp(heads: int, width: int, scale: float, bits: int, seed: int) -> None:
+    x = torch.randn(heads, 4, width, generator=torch.Generator().manual_seed(seed)).double() * 10.0**scale
+    x = x.float().clamp(-3e38, 3e38)
+    x[0] *= seed % 2  # all zeros in half of the examples
+    whole, unit = squat_kernels.integers(x, bits)
+    exponent = torch.frexp(x.abs().amax((-1, -2)).double()).exponent
+    assert torch.equal(unit[:, 0, 0], torch.ldexp(torch.ones(heads, dtype=torch.float64), exponent.int() - bits))
+    assert torch.equal(whole, (x.double() / unit).round())
+    assert float(whole.abs().max()) <= 2**bits
+
+
+def test_the_product_does_not_call_frexp() -> None:
+    """torch 2.11's frexp on a GPU that is not the current one ends in an illegal memory access."""
+    for folder in ("kvcal", "artifacts", "kernels"):
+        for file in (ROOT / folder).rglob("*.py"):
+            assert "torch.frexp(" not in file.read_text(), file
 
 
 def test_over_another_codec_along_tokens() -> None:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels import squat
-from kvcal_kernels.device import on
 from kvcal_kernels.hadamard import tree_sum
 from kvcal_kernels.layout import Blocks, Form
 from kvcal_kernels.squat import Digits, Moves
@@ -383,17 +382,8 @@ def exact_product(error: Tensor, response: Tensor) -> Tensor:
     exactly in any order and shape. For g = 64 that is 23 bits: at most g * 2^-23 times the largest of both (7.6e-6).
     """
     bits = (53 - (error.shape[-1] - 1).bit_length()) // 2
-    whole, unit = _integers(error, bits, 2)
-    weight, step = _integers(response, bits, 2)
-    with on(whole.device):  # torch 2.11 gives infinities, or a cuBLAS error, where another GPU is the current one
-        product = whole.flatten(2, 3) @ weight
+    whole, unit = squat.integers(error, bits)
+    weight, step = squat.integers(response, bits)
+    product = whole.flatten(2, 3) @ weight
     exact: Tensor = torch.unflatten(product, 2, error.shape[2:4])
     return exact * (unit * step[:, :, None])
-
-
-def _integers(x: Tensor, bits: int, dims: int) -> tuple[Tensor, Tensor]:
-    """x as float64 integers of at most 2^bits and their power-of-two unit, one for the last `dims` dimensions."""
-    largest = x.abs().flatten(-dims).amax(-1) if x.numel() else x.new_zeros(x.shape[:-dims])
-    exponent = torch.frexp(largest.double()).exponent.to(torch.int32)
-    unit = torch.ldexp(torch.ones_like(largest, dtype=torch.float64), exponent - bits).view(*largest.shape, *[1] * dims)
-    return (x.double() / unit).round_(), unit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from .reference import Digits, Moves, corrected, due, moves, refusal
+from .reference import Digits, Moves, corrected, due, integers, moves, refusal
 
 
 def fast() -> ModuleType:
@@ -16,4 +16,4 @@ def fast() -> ModuleType:
     return triton
 
 
-__all__ = ["Digits", "Moves", "corrected", "due", "fast", "moves", "refusal"]
+__all__ = ["Digits", "Moves", "corrected", "due", "fast", "integers", "moves", "refusal"]

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..device import on
-
 if TYPE_CHECKING:
     from ..quantise import Counts
 
@@ -82,8 +80,8 @@ def moves(responses: list[Tensor], channels: int) -> Moves:
     """Return the moves of responses: M_br M_rr^-1 of each step (B or 1, H, channels, D - stop) float64, as
     codecs.squat.responses makes them.
     """
-    integers = [_integers(response, factor_bits(channels)) for response in responses]
-    return Moves(channels, [weight for weight, _ in integers], [unit.flatten(1) for _, unit in integers])
+    steps = [integers(response, factor_bits(channels)) for response in responses]
+    return Moves(channels, [weight for weight, _ in steps], [unit.flatten(1) for _, unit in steps])
 
 
 def corrected(x: Tensor, moves: Moves | Digits, bits: int, group: int, block: int) -> Tensor:
@@ -93,9 +91,8 @@ def corrected(x: Tensor, moves: Moves | Digits, bits: int, group: int, block: in
     keys: Tensor = torch.unflatten(x.float(), 2, (-1, block)).clone()
     for i, (weight, unit) in enumerate(zip(moves.weights, moves.units, strict=True)):
         here = slice(i * moves.channels, (i + 1) * moves.channels)
-        whole, size = _integers(_error(keys[..., here], bits, group), factor_bits(moves.channels))
-        with on(whole.device):  # float64 products of torch 2.11 are wrong where another GPU is the current one
-            product = torch.unflatten(whole.flatten(2, 3) @ weight, 2, whole.shape[2:4])
+        whole, size = integers(_error(keys[..., here], bits, group), factor_bits(moves.channels))
+        product = torch.unflatten(whole.flatten(2, 3) @ weight, 2, whole.shape[2:4])
         rest = keys[..., here.stop :]
         rest.copy_((rest.double() - product * (size * unit[:, :, None, None, None])).float())
     return keys.flatten(2, 3)
@@ -166,8 +163,13 @@ def _error(part: Tensor, bits: int, group: int) -> Tensor:
     return error.transpose(-1, -2)
 
 
-def _integers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return x as float64 integers of at most 2^bits and their power-of-two unit, one for the last two dimensions."""
-    largest = x.abs().flatten(-2).amax(-1)[..., None, None].double()
-    unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent.to(torch.int32) - bits)
+def integers(x: Tensor, bits: int, dims: int = 2) -> tuple[Tensor, Tensor]:
+    """Return x as float64 integers of at most 2^bits and their power-of-two unit, one for the last `dims` dimensions.
+
+    The exponent is read from the number's bits: torch 2.11's frexp reads and writes wrong memory where x is on another GPU
+    than the current one.
+    """
+    largest = x.abs().flatten(-dims).amax(-1) if x.numel() else x.new_zeros(x.shape[:-dims])
+    exponent = torch.where(largest > 0, (largest.double().view(torch.int64) >> 52) - 1022, 0)
+    unit = ((exponent - bits + 1023) << 52).view(torch.float64).view(*largest.shape, *[1] * dims)
     return (x.double() / unit).round_(), unit
