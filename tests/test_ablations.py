@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -246,3 +247,9 @@ def test_rows_of_other_settings_are_refused(
 def test_a_report_without_rows_is_refused(runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="no such file, and no --add"):
         report(runner, tmp_path, monkeypatch)
+
+
+def test_the_verdicts_on_the_page_are_those_of_the_rows() -> None:
+    script = ROOT / "docs" / "ablations" / "verdicts.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
