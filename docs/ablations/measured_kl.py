@@ -20,7 +20,7 @@ HOME = Path(__file__).resolve().parent
 OUTPUT = HOME.parents[1] / "kvcal" / "bench" / "planning" / "measured_kl.json"
 MODEL_TYPES = {"smollm2-135m": "llama", "qwen2.5-coder-0.5b": "qwen2", "gemma-3-270m": "gemma3_text"}
 RENAMED = {"aqua-kv (default)": "aqua-kv"}  # rows of bundles; others of bundles are no scheme by a name
-METHODS = ("methods-smollm2-135m.json",)
+METHODS = ("methods-smollm2-135m.json", "methods-qwen25-coder-05b.json")
 
 
 def rows_of_guard() -> Iterator[tuple[str, dict[str, Any], str, dict[str, Any]]]:
@@ -37,15 +37,19 @@ def rows_of_guard() -> Iterator[tuple[str, dict[str, Any], str, dict[str, Any]]]
 
 
 def rows_of_methods() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(model, scheme, row) of presets and pairs of codecs at their usual windows."""
+    """(model, scheme, row) of presets and pairs of codecs at their usual windows; a row names its file."""
     for file in METHODS:
         measured = json.loads((HOME / file).read_text())
         for text, row in measured["rows"].items():
             what = json.loads(text)
-            if what["options"]:
+            if what["options"] or "keep" in what or "command" in what:
                 continue
             name = what.get("preset") or f"{what['keys']}+{what['values']}"
-            yield measured["settings"]["model"], name, {"kl": row["kl"], "bits": row["bits_per_value"]}
+            yield (
+                measured["settings"]["model"],
+                name,
+                {"kl": row["kl"], "bits": row["bits_per_value"], "file": f"docs/ablations/{file}"},
+            )
 
 
 def collected() -> dict[str, Any]:
@@ -54,9 +58,10 @@ def collected() -> dict[str, Any]:
     for model, how, name, row in rows_of_guard():
         models[model] = {"model_type": MODEL_TYPES[model], **how}
         schemes.setdefault(name, {})[model] = {"kl": row["kl"], "bits": row["bits"]}
+    from_guard = set(schemes)  # measured on all models in one way
     for model, name, row in rows_of_methods():
-        if name not in schemes:
-            schemes[name] = {model: row | {"file": f"docs/ablations/{METHODS[0]}"}}
+        if name not in from_guard:
+            schemes.setdefault(name, {})[model] = row
     return {"models": models, "schemes": dict(sorted(schemes.items()))}
 
 
