@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save, save_file
 from torch import Tensor
 
-from architectures import TINY, build, initialise, rope
 from kvcal.methods.data_free import Preset
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.bundle import FORMAT, Bundle
@@ -36,8 +35,9 @@ from kvcal_artifacts.files import file_behind, write_atomically, write_together
 from kvcal_artifacts.fingerprint import Fingerprint
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.windows import Windows
-from models_fixture import ROOT, denied, file_size_limit, small_disk
-from schemes import BLOCK, Fed, aqua, chained, tiny
+from tests.support.architectures import TINY, build, initialise, rope
+from tests.support.models_fixture import ROOT, denied, file_size_limit, small_disk
+from tests.support.schemes import BLOCK, Fed, aqua, chained, tiny
 
 PROVENANCE = {"method": "aqua-kv", "settings": {"ridge": 1e-05, "third": 1 / 3}, "text": {"source": "Straße ≠ 道"}}
 METRICS = {"key_relative_error": 1.2345678901234567e-09, "layers": [{"a": 0.1}]}
@@ -137,14 +137,18 @@ def test_a_round_trip_changes_no_byte(name: str, path: Path) -> None:
     assert again.name == "x"
 
 
+def sha256_of(bundle: Bundle) -> str:
+    return hashlib.sha256(bundle.to_bytes()).hexdigest()
+
+
 def test_another_process_writes_the_same_bytes() -> None:
     """safetensors orders metadata by a hash that differs in each process, Python its sets too."""
-    script = "import sys, test_bundle as t; print(t.hashlib.sha256(t.made(t.chained('mlp'), t.fed()).to_bytes()).hexdigest())"
-    path = [ROOT / "tests", ROOT, ROOT / "kernels", ROOT / "artifacts", os.environ.get("PYTHONPATH", "")]
+    script = "from tests.artifacts import test_bundle as t; print(t.sha256_of(t.made(t.chained('mlp'), t.fed())))"
+    path = [ROOT, ROOT / "kernels", ROOT / "artifacts", os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(map(str, path))}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == hashlib.sha256(made(chained("mlp"), fed()).to_bytes()).hexdigest()
+    assert done.stdout.strip() == sha256_of(made(chained("mlp"), fed()))
 
 
 def test_equal_tensors_are_stored_once(path: Path) -> None:

@@ -6,7 +6,7 @@ any finite value, a window any size. A mutant of those is another valid bundle i
 within what the format allows; that function is written from docs/format.md and shares no code with the checks. Anything
 else is a failure.
 
-`python tests/test_bundle_fuzz.py --count 20000` prints the table of docs/runs/bundle-fuzz.md.
+`python -m tests.artifacts.test_bundle_fuzz --count 20000` prints the table of docs/runs/bundle-fuzz.md.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.fingerprint import Fingerprint
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.windows import HeavyHitters, Windows
-from models_fixture import kvcal
-from schemes import Fed, Rows, feed
+from tests.support.models_fixture import kvcal
+from tests.support.schemes import Fed, Rows, feed
 
 NAME = Path("x.kvcal.safetensors")
 SMALL, WIDE = Shape(2, 16, 8), Shape(2, 64, 32)  # blocks of the second are stored as the fused kernel reads them

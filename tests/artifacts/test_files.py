@@ -24,7 +24,7 @@ from kvcal_artifacts import files
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.paths.preflight import verdicts
-from models_fixture import SMALL, SUFFIX, Done, finished, kvcal, started, write_model, write_text
+from tests.support.models_fixture import SMALL, SUFFIX, Done, finished, kvcal, started, write_model, write_text
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from kvcal.pipeline.gates import Limits, check_recorded
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
-from models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
+from tests.support.models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
 
 TEXT = ["--windows", "6", "--length", "68"]
 WIDE = ["--recent", "16", "--block", "16", "--group", "16"]

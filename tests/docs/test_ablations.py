@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from models_fixture import ROOT
+from tests.support.models_fixture import ROOT
 
 SETTINGS = {
     "model": "m", "dtype": "float32", "text": "t", "eval_windows": 1, "length": 64, "attention_windows": 1,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from models_fixture import ROOT
+from tests.support.models_fixture import ROOT
 
 PAGE = (ROOT / "docs" / "adding-a-method.md").read_text("utf-8")
 PARTS = ("kvcal", "artifacts", "kernels", "tests", "docs", "pyproject.toml", "README.md")
@@ -93,7 +93,8 @@ def test_listing_brings_codec_and_method_into_the_suites(copied: Path) -> None:
         if part.language != "bash":
             assert not part.file.startswith("tests/")
             apply(part, copied)
-    suites = "tests/test_codecs_in_cache.py tests/test_methods.py tests/test_format.py"
+    folders = "tests/artifacts/codecs/test_codecs_in_cache.py tests/kvcal/methods/test_methods.py"
+    suites = f"{folders} tests/artifacts/test_format.py"
     chosen = "ternary and not windows and not twice or every_kind"
     assert passed(run(f'pytest -q {suites} -k "{chosen}"', copied)) > 15
 

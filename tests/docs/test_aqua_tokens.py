@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pages import ROOT
+from tests.support.pages import ROOT
 
 FOLDER = ROOT / "docs" / "benchmarks"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pages import ROOT
+from tests.support.pages import ROOT
 
 pytest.importorskip("triton")
 FOLDER = ROOT / "docs" / "benchmarks"

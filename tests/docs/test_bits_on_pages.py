@@ -17,7 +17,7 @@ from kvcal.models.configuration import geometry
 from kvcal.models.names import resolve
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import UsageError
-from pages import ROOT
+from tests.support.pages import ROOT
 
 PAGES = ("README.md", "docs/methods.md")
 BITS = ("bits", "bits a value", "bits, KL on tiny")  # heads of columns that state them

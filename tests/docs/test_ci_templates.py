@@ -22,12 +22,12 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from fork_server import ROOT, forking
-from hub_stand_in import WRITER, Hub, running
 from kvcal import __version__
 from kvcal_artifacts import load_bundle
-from models_fixture import write_model, write_text
-from pages import bash_blocks, run_page
+from tests.support.fork_server import ROOT, forking
+from tests.support.hub_stand_in import WRITER, Hub, running
+from tests.support.models_fixture import write_model, write_text
+from tests.support.pages import bash_blocks, run_page
 
 CI = ROOT / "docs" / "ci"
 RECIPE = """\
@@ -275,7 +275,7 @@ def test_a_damaged_bundle_is_not_published(place: Place) -> None:
 # The page.
 
 
-ELSEWHERE = {"Gates"}  # test_build.py runs them, and measures there what the build measures here
+ELSEWHERE = {"Gates"}  # tests/kvcal/pipeline/test_build.py runs them, and measures there what the build measures here
 
 
 def test_the_page_says_how_to_install() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pages import ROOT
+from tests.support.pages import ROOT
 
 DOCS = ROOT / "docs"
 BENCHMARKS = DOCS / "benchmarks"

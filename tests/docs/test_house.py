@@ -1,5 +1,5 @@
-"""The house rules: who may import whom, how large things may be, what `--help` may cost, exit codes, docs/cli.md,
-poisoned memory.
+"""The house rules: who may import whom, how large things may be, where tests lie, what `--help` may cost, exit codes,
+docs/cli.md, poisoned memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import typer
 from kvcal.cli import failure
 from kvcal.report.progress import progress
 from kvcal_artifacts import errors
-from support import house
-from support.house import ROOT, SOURCE_ROOTS, Import, Size, imports, imports_of, is_for_types_only, modules
+from tests.support import house
+from tests.support.house import ROOT, SOURCE_ROOTS, Import, Size, imports, imports_of, is_for_types_only, modules
 
 WHERE_USED = {
     "datasets",
@@ -277,6 +277,27 @@ def test_sizes_are_counted() -> None:
         Size("class", "m.A", 8),
         Size("function", "m.A.f", 7, 5, 9),  # 1, except, for, its else, assert, two "and", "or", "if"
         Size("function", "m.A.f.g", 1, 0, 4),
+    ]
+
+
+def test_tests_lie_as_the_sources_do() -> None:
+    assert list(house.misplaced_tests(ROOT / "tests")) == []
+
+
+def test_misplaced_tests_are_seen(tmp_path: Path) -> None:
+    full = [f"kvcal/cli/test_{i}.py" for i in range(20)]
+    for name in ("conftest.py", "test_a.py", "b.py", "kvcal/c.py", "kvcal/no_such/test_d.py", "support/e.py", *full):
+        tmp_path.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
+        tmp_path.joinpath(name).touch()
+    for folder in (".", "kvcal", "kvcal/cli", "kvcal/no_such"):
+        (tmp_path / folder / "__init__.py").touch()
+    assert list(house.misplaced_tests(tmp_path)) == [
+        "b.py: a helper outside of tests/emulator and tests/support",
+        "test_a.py: a test that is in no folder",
+        "kvcal/c.py: a helper outside of tests/emulator and tests/support",
+        "kvcal/cli: 21 entries, at most 20",
+        "kvcal/no_such: no such folder in kvcal",
+        "support: no __init__.py",
     ]
 
 

@@ -1,5 +1,5 @@
-"""python -m emulator ARGUMENTS: `python ARGUMENTS` (-m MODULE, -c TEXT or FILE) where Triton's kernels run as compiled
-for a GPU, inline assembly and all, on tensors of the CPU (see ptx.py).
+"""python -m tests.emulator ARGUMENTS: `python ARGUMENTS` (-m MODULE, -c TEXT or FILE) where Triton's kernels run as
+compiled for a GPU, inline assembly and all, on tensors of the CPU (see ptx.py).
 
 KVCAL_EMULATE: compute capability to compile for, as 90. With a comma `early`: copies to shared memory land at once; or
 `count`: at the end a line of JSON a kernel, instructions of warps and cycles of shared memory, with those without
@@ -25,8 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 
-from ptx import Fault, Machine, Memory
-from quick_interpreter import run
+from tests.emulator.ptx import Fault, Machine, Memory
+from tests.emulator.quick_interpreter import run
 
 MOST_SHARED = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a program may have
 

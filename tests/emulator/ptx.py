@@ -629,7 +629,7 @@ class Machine:
         most: int = 20_000_000,
         counts: Counter[str] | None = None,
     ) -> None:
-        from ptx_instructions import step
+        from tests.emulator.ptx_instructions import step
 
         self.code, self.races, self.early, self.most, self.counts = Reader(text).code, races, early, most, counts
         self.dynamic = -(-self.code.declared // 1024) * 1024

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ptx import (
+from tests.emulator.ptx import (
     ALONE,
     FLOATS,
     LANES,

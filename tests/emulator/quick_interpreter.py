@@ -1,5 +1,5 @@
-"""python -m quick_interpreter ARGUMENTS: `python ARGUMENTS` (-m MODULE, -c TEXT or FILE) without work that Triton's
-interpreter does for nothing: attention_cases then take 25 in place of 66 s.
+"""python -m tests.emulator.quick_interpreter ARGUMENTS: `python ARGUMENTS` (-m MODULE, -c TEXT or FILE) without work
+that Triton's interpreter does for nothing: attention_cases then take 25 in place of 66 s.
 """
 
 from __future__ import annotations

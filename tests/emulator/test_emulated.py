@@ -1,4 +1,4 @@
-"""Kernels as they are compiled for a GPU, inline assembly and all, run on the CPU (emulator.py): against their
+"""Kernels as they are compiled for a GPU, inline assembly and all, run on the CPU (__main__.py): against their
 references, and without races, accesses outside of tensors, or numbers that are read before their copy was waited for.
 """
 
@@ -12,7 +12,8 @@ import sys
 
 import pytest
 
-from interpreted import emulated, needs_triton
+from tests.support.interpreted import emulated, needs_triton
+from tests.support.pages import ROOT
 
 pytestmark = needs_triton
 
@@ -31,33 +32,35 @@ FEW = {  # that take most of the assembly: how cases of the module's `small` beg
     "vq_attention_cases.main": ("Case(keys=((3, 64), (3, 16)), values=((3, 64),), blocks=(3, 1), heads=2, ratio=4",),
 }
 IN_THE_INTERPRETER = (  # what these compute there, preflight's trials and whole caches, compiled kernels must
-    "test_compensated_kernel.py::test_interpreted_kernel_agrees_with_the_reference",
-    "test_fixed.py::test_steps_of_the_triton_kernels_in_the_interpreter",
-    "test_fused.py::test_logits_of_the_triton_kernel_in_the_interpreter",
-    "test_fused.py::test_prompts_are_packed_by_kernels_bit_for_bit",
-    "test_reconstruct.py::test_interpreted_kernel_places_exact_tokens_as_the_reference_does",
-    "test_reconstructed.py::test_logits_of_the_triton_kernel_in_the_interpreter",
-    "test_rotated_kernel.py::test_interpreted_kernel_agrees_with_the_reference",
-    "test_salience_kernel.py::test_interpreted_kernel_agrees_with_the_reference",
-    "test_vectors.py::test_logits_of_the_triton_kernels_in_the_interpreter",
-    "test_vq.py::test_interpreted_kernels_agree_with_the_reference",
-    "test_vq_append.py::test_the_triton_kernels_in_the_interpreter",
+    "kernels/test_squat.py::test_interpreted_kernel_agrees_with_the_reference",
+    "artifacts/cache/test_static.py::test_steps_of_the_triton_kernels_in_the_interpreter",
+    "artifacts/paths/test_fused.py::test_logits_of_the_triton_kernel_in_the_interpreter",
+    "artifacts/paths/test_fused.py::test_prompts_are_packed_by_kernels_bit_for_bit",
+    "kernels/test_reconstruct.py::test_interpreted_kernel_places_exact_tokens_as_the_reference_does",
+    "artifacts/paths/test_dequantised.py::test_logits_of_the_triton_kernel_in_the_interpreter",
+    "kernels/test_higgs.py::test_interpreted_kernel_agrees_with_the_reference",
+    "kernels/test_mixkvq.py::test_interpreted_kernel_agrees_with_the_reference",
+    "artifacts/paths/test_codebook.py::test_logits_of_the_triton_kernels_in_the_interpreter",
+    "kernels/test_vq.py::test_interpreted_kernels_agree_with_the_reference",
+    "kernels/test_vq_append.py::test_the_triton_kernels_in_the_interpreter",
 )
 SELECTED = """
 from importlib import import_module
 for what, names in {few}.items():
     module, function = what.split(".")
-    module = import_module(module)
+    module = import_module("tests.support.cases." + module)
     getattr(module, function)([next(case for case in module.small() if str(case).startswith(name)) for name in names])
 """
 PACKED = """
-import test_rotated_kernel
+from tests.kernels import test_higgs
 from kvcal_kernels.rotated import triton
 for case in {cases}:
-    print(*test_rotated_kernel.misplaced(triton, test_rotated_kernel.CASES[case]))
+    print(*test_higgs.misplaced(triton, test_higgs.CASES[case]))
 """
 CHANGED = """
-import re, ptx, attention_cases
+import re
+from tests.emulator import ptx
+from tests.support.cases import attention_cases
 own = ptx.Reader.__init__
 for pattern, by, number in {changes}:
     ptx.Reader.__init__ = lambda self, text: own(self, re.sub(pattern, by, text))
@@ -111,7 +114,7 @@ def test_all_small_cases_compiled(module: str, capability: int, more: str) -> No
     """sm_80 has other products and no wgmma. Copies that arrive at once find a room that is overwritten while it is
     read.
     """
-    (count,) = emulated("-m", module, "small", capability=capability, more=more)
+    (count,) = emulated("-m", f"tests.support.cases.{module}", "small", capability=capability, more=more)
     assert int(count) > 5
 
 
@@ -119,7 +122,7 @@ def test_all_small_cases_compiled(module: str, capability: int, more: str) -> No
 @pytest.mark.parametrize("test", IN_THE_INTERPRETER)
 def test_compiled_kernels_pass_what_interpreted_ones_do(test: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{os.path.dirname(__file__)}/{test}"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests" / test)],
         capture_output=True, text=True, env={**os.environ, "KVCAL_EMULATE": "90"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-3000:]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import ptx_instructions
-from interpreted import emulated, needs_triton
-from ptx import Fault, Machine, Memory, Race, Unknown
+from tests.emulator import ptx_instructions
+from tests.emulator.ptx import Fault, Machine, Memory, Race, Unknown
+from tests.support.interpreted import emulated, needs_triton
 
 
 def launched(body: str, *tensors: Tensor, threads: int = 64, programs: int = 1, shared: int = 4096, **how: Any) -> None:
@@ -268,7 +268,7 @@ def test_a_launch_is_what_it_says() -> None:
 
 OUTSIDE = """
 import torch
-from simple_kernels import sums
+from tests.support.cases.simple_kernels import sums
 held = bytearray(2048)
 x, y = (torch.frombuffer(held, dtype=torch.float32, count=256, offset=i) for i in (0, 1024))
 out, count = torch.empty(2), torch.zeros(2, dtype=torch.int32)
@@ -293,7 +293,7 @@ def test_an_option_that_is_none_is_refused() -> None:
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_products_and_sums_of_triton_are_those_of_torch(capability: int) -> None:
     """mma of each type, and on 90 wgmma with its swizzled tiles, turned ones too."""
-    products, last = emulated("-m", "simple_kernels", capability=capability)
+    products, last = emulated("-m", "tests.support.cases.simple_kernels", capability=capability)
     for dtype, *case, off in json.loads(products):
         assert off < {"torch.float32": 2e-3, "torch.int8": 1e-9}.get(dtype, 2e-6), (dtype, case, off)
     off, count, there = last.split()

@@ -18,25 +18,17 @@ from typing import Any
 import pytest
 import torch
 
-import attention_cases
-import quantise_cases
-import reconstruct_cases
-import test_compensated_kernel
-import test_fused
-import test_reconstructed
-import test_rotated_kernel
-import test_salience_kernel
-import test_vectors
-import vq_append_cases
-import vq_attention_cases
-from interpreted import needs_triton
 from kvcal.bench import decoding, timing
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.paths.preflight import trials, verdicts
 from kvcal_kernels import device, quantise
 from kvcal_kernels.layout import Form
-from models_fixture import kvcal
-from schemes import token_ids
+from tests.artifacts.paths import test_codebook, test_dequantised, test_fused
+from tests.kernels import test_higgs, test_mixkvq, test_squat
+from tests.support.cases import attention_cases, quantise_cases, reconstruct_cases, vq_append_cases, vq_attention_cases
+from tests.support.interpreted import needs_triton
+from tests.support.models_fixture import kvcal
+from tests.support.schemes import token_ids
 
 KERNELS = Path(device.__file__).parent
 SECOND = torch.device("cuda", 1)
@@ -207,7 +199,7 @@ def _reconstructed() -> None:
 def _rotated() -> None:
     from kvcal_kernels.rotated import triton
 
-    _, how, x = test_rotated_kernel.made(test_rotated_kernel.CASES[0])
+    _, how, x = test_higgs.made(test_higgs.CASES[0])
     triton.encode(x, how)
     triton.pack(torch.zeros(2, 2, 64, 32, dtype=torch.uint8), Form("key", 64, 2, 64, True, True, vector=2))
 
@@ -215,15 +207,15 @@ def _rotated() -> None:
 def _corrected() -> None:
     from kvcal_kernels.compensated import triton
 
-    _, own, x = test_compensated_kernel.made(test_compensated_kernel.CASES[0])
+    _, own, x = test_squat.made(test_squat.CASES[0])
     triton.corrected(x, own, 2, 32, 32)
 
 
 def _selected() -> None:
     from kvcal_kernels.salience import triton
 
-    case = test_salience_kernel.CASES[0]
-    triton.select(*test_salience_kernel.made(case), case[0], 32)
+    case = test_mixkvq.CASES[0]
+    triton.select(*test_mixkvq.made(case), case[0], 32)
 
 
 def _nearest() -> None:
@@ -421,7 +413,7 @@ def test_a_benchmark_runs_on_the_device_that_is_given(monkeypatch: pytest.Monkey
 
 def served_on(where: torch.device, name: str, dtype: torch.dtype, **options: Any) -> tuple[torch.Tensor, list[str]]:
     """Logits of a prompt and steps over a flush, and how each layer attends."""
-    kinds = {"vqkv": test_vectors.scheme, "aqua": test_reconstructed.chained}
+    kinds = {"vqkv": test_codebook.scheme, "aqua": test_dequantised.chained}
     scheme = kinds[name]() if name in kinds else test_fused.scheme(test_fused.PAIRS[name])
     model = copy.deepcopy(test_fused.model()).to(where, dtype)
     ids, ends = token_ids(2, 121, seed=1).to(where), (0, 100, 101, 104, 105, 120, 121)

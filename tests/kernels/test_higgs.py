@@ -1,6 +1,6 @@
 """Rotation, norm and nearest point: the reference against the codec, the Triton kernel against the reference in the
 interpreter and on a GPU, and what it compiles to without one. Also run by itself: TRITON_INTERPRET=1 python -m
-test_rotated_kernel
+tests.kernels.test_higgs
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled import TARGETS, compiled, loops, resources, skip_unless_pinned, whole
-from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Higgs, Shape
 from kvcal_artifacts.codecs.higgs import gaussian_grid
 from kvcal_kernels.layout import Form
 from kvcal_kernels.rotated import Rotated, encode, reference
+from tests.support.compiled import TARGETS, compiled, loops, resources, skip_unless_pinned, whole
+from tests.support.interpreted import interpreted, needs_triton
 
 CASES: list[tuple[int, int, str, str, int]] = [  # d, n, norm, gain, head_dim
     (2, 16, "token", "mse", 64),
@@ -117,7 +117,7 @@ def main() -> None:
 
 @needs_triton
 def test_interpreted_kernel_agrees_with_the_reference() -> None:
-    lines = interpreted("-m", "test_rotated_kernel")
+    lines = interpreted("-m", "tests.kernels.test_higgs")
     flags = [int(flag) & reference.NONFINITE for flag in lines[-1].strip("[]").split(",")]
     assert lines[:-1] == [""] * (5 + len(WIDE) + len(CASES))
     assert flags == [0, reference.NONFINITE]

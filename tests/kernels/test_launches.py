@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from attention_cases import Case, made
-from interpreted import needs_triton
+from tests.support.cases.attention_cases import Case, made
+from tests.support.interpreted import needs_triton
 
 pytestmark = needs_triton
 
@@ -289,7 +289,7 @@ def test_tensors_like_none_before_are_checked(attention: Attention, change: dict
 
 THREADS = """
 import threading, torch
-from attention_cases import Case, SCHEMES, made
+from tests.support.cases.attention_cases import Case, SCHEMES, made
 from kvcal_kernels.attention import triton
 given, outs, begun = made(Case(*SCHEMES["HIGGS 2"], 64, blocks=(9,))).to("cuda"), [], threading.Barrier(4)
 def launch():

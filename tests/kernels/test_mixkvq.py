@@ -1,5 +1,5 @@
 """Choice of channels: the reference against the codec, the Triton kernel against the reference in the interpreter and
-on a GPU. Also run by itself: TRITON_INTERPRET=1 python -m test_salience_kernel
+on a GPU. Also run by itself: TRITON_INTERPRET=1 python -m tests.kernels.test_mixkvq
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled import TARGETS, compiled, loops, resources, skip_unless_pinned, whole
-from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape
 from kvcal_kernels.salience import Tiers, select
+from tests.support.compiled import TARGETS, compiled, loops, resources, skip_unless_pinned, whole
+from tests.support.interpreted import interpreted, needs_triton
 
 CASES: list[tuple[Tiers, str, int]] = [  # tiers, importance of a "block", a "row" or "none", head_dim
     (Tiers(), "row", 64),
@@ -70,7 +70,8 @@ def main() -> None:
 
 
 ODD = """
-import torch, test_salience_kernel as t
+import torch
+from tests.kernels import test_mixkvq as t
 from kvcal_kernels.salience import triton
 for case in (t.CASES[0], t.CASES[1], t.CASES[3]):
     x, importance = t.made(case, torch.bfloat16)
@@ -86,7 +87,7 @@ for case in (t.CASES[0], t.CASES[1], t.CASES[3]):
 
 @needs_triton
 def test_interpreted_kernel_agrees_with_the_reference() -> None:
-    lines = interpreted("-m", "test_salience_kernel")
+    lines = interpreted("-m", "tests.kernels.test_mixkvq")
     assert lines == ["[]"] * len(CASES)
 
 

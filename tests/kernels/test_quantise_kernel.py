@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from compiled import compiled, loops, resources, skip_unless_pinned
-from interpreted import interpreted, needs_triton
 from kvcal_artifacts import windows as cache_windows
 from kvcal_artifacts.codecs import Higgs, Shape, uniform
 from kvcal_artifacts.codecs.base import check_finite
@@ -22,7 +20,7 @@ from kvcal_artifacts.storage.ledger import Ledger
 from kvcal_kernels.attention.reference import attend
 from kvcal_kernels.layout import Form, unpack
 from kvcal_kernels.quantise import Counts, GridRule, Rule, Windows, blocks_for, reference
-from quantise_cases import (
+from tests.support.cases.quantise_cases import (
     ATTENDED,
     GRID_ATTENDED,
     GRIDS,
@@ -40,6 +38,8 @@ from quantise_cases import (
     small,
     wrong,
 )  # fmt: skip
+from tests.support.compiled import compiled, loops, resources, skip_unless_pinned
+from tests.support.interpreted import interpreted, needs_triton
 
 WINDOWS = Windows(5, 33)
 GRID = Case("higgs 2", "turboquant 2", windows=WINDOWS, cuts=(4,))
@@ -236,7 +236,7 @@ def test_attention_reads_the_ring() -> None:
 
 @needs_triton
 def test_interpreted_kernels_agree_with_the_reference() -> None:
-    assert interpreted("-m", "quantise_cases", "small") == [str(len(small()))]
+    assert interpreted("-m", "tests.support.cases.quantise_cases", "small") == [str(len(small()))]
 
 
 @pytest.mark.parametrize(("heads", "dim", "dtype"), OBSERVED)
@@ -269,7 +269,7 @@ def test_factors_that_the_kernel_would_misread_are_refused(change: dict[str, Any
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_interpreted_kernels_agree_with_the_reference_everywhere() -> None:
-    assert interpreted("-m", "quantise_cases", "exhaustive") == [str(len(exhaustive()))]
+    assert interpreted("-m", "tests.support.cases.quantise_cases", "exhaustive") == [str(len(exhaustive()))]
 
 
 @needs_triton

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from interpreted import emulated, interpreted, needs_triton
 from kvcal_artifacts.codecs.higgs import GRIDS, gaussian_grid
 from kvcal_kernels.lattice import nearest
 from kvcal_kernels.lattice.raster import SPAN, Raster, raster_of
+from tests.support.interpreted import emulated, interpreted, needs_triton
 
 # (d, n): cells an axis, candidates of most cells, of any
 MADE = {
@@ -70,9 +70,9 @@ def test_equally_near_points_are_all_candidates() -> None:
 @needs_triton
 def test_the_kernel_finds_the_codec_s_points() -> None:
     """Among them ties, and vectors within some units of the last place of one."""
-    assert interpreted("-m", "nearest_kernel") == [" ".join(["0"] * 10)]
+    assert interpreted("-m", "tests.support.cases.nearest_kernel") == [" ".join(["0"] * 10)]
 
 
 @needs_triton
 def test_the_compiled_kernel_finds_the_codec_s_points() -> None:
-    assert emulated("-m", "nearest_kernel") == [" ".join(["0"] * 10)]
+    assert emulated("-m", "tests.support.cases.nearest_kernel") == [" ".join(["0"] * 10)]

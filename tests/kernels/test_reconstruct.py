@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from compiled import TARGETS, compiled, loops, resources, skip_unless_pinned
-from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Predicted, Shape, Uniform
 from kvcal_artifacts.codecs.base import Context
 from kvcal_artifacts.codecs.higgs import Higgs
@@ -21,7 +19,19 @@ from kvcal_artifacts.codecs.reconstruct import Reconstruction, coded, refuses
 from kvcal_artifacts.errors import KVCalError
 from kvcal_kernels.packing import packed_bytes
 from kvcal_kernels.reconstruct import Coded, Turn, decode, reference
-from reconstruct_cases import Case, Placed, codec_of, exhaustive, misplaced, normal, placed, rope, small
+from tests.support.cases.reconstruct_cases import (
+    Case,
+    Placed,
+    codec_of,
+    exhaustive,
+    misplaced,
+    normal,
+    placed,
+    rope,
+    small,
+)
+from tests.support.compiled import TARGETS, compiled, loops, resources, skip_unless_pinned
+from tests.support.interpreted import interpreted, needs_triton
 
 SHAPE = Shape(2, 64, 32)
 
@@ -124,12 +134,12 @@ def test_what_the_kernel_would_misread_is_refused(change: dict[str, Any], says: 
 
 @needs_triton
 def test_interpreted_kernel_agrees_with_the_reference() -> None:
-    assert interpreted("-m", "reconstruct_cases", "small") == [str(len(small()))]
+    assert interpreted("-m", "tests.support.cases.reconstruct_cases", "small") == [str(len(small()))]
 
 
 @needs_triton
 def test_interpreted_kernel_places_exact_tokens_as_the_reference_does() -> None:
-    assert interpreted("-m", "reconstruct_cases", "placed") == [str(len(placed()))]
+    assert interpreted("-m", "tests.support.cases.reconstruct_cases", "placed") == [str(len(placed()))]
 
 
 @needs_triton
@@ -148,7 +158,7 @@ def test_what_does_not_fit_is_not_placed() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_interpreted_kernel_agrees_with_the_reference_everywhere() -> None:
-    assert interpreted("-m", "reconstruct_cases", "exhaustive") == [str(len(list(exhaustive())))]
+    assert interpreted("-m", "tests.support.cases.reconstruct_cases", "exhaustive") == [str(len(list(exhaustive())))]
 
 
 # Compiled without a GPU, at Llama-3.1-8B's geometry.

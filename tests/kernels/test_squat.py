@@ -1,6 +1,6 @@
 """Error-compensated rounding: the reference against the codec, the Triton kernel against the reference in the
 interpreter and on a GPU, and what it compiles to without one. Also run by itself: TRITON_INTERPRET=1 python -m
-test_compensated_kernel
+tests.kernels.test_squat
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled import TARGETS, compiled, resources, skip_unless_pinned, whole
-from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Context, Shape, Squat, Uniform
 from kvcal_kernels.compensated import Digits, Moves, corrected, due, moves
 from kvcal_kernels.layout import Form
 from kvcal_kernels.quantise import Counts, Rule, Windows, advance, reference
+from tests.support.compiled import TARGETS, compiled, resources, skip_unless_pinned, whole
+from tests.support.interpreted import interpreted, needs_triton
 
 Case = tuple[int, int, int, int, int]
 CASES: list[Case] = [  # head_dim, channels, block, group, bits
@@ -175,7 +175,7 @@ def main() -> None:
 
 @needs_triton
 def test_interpreted_kernel_agrees_with_the_reference() -> None:
-    lines = interpreted("-m", "test_compensated_kernel")
+    lines = interpreted("-m", "tests.kernels.test_squat")
     assert lines == [f"{[False] * 6}", *["False"] * 3]
 
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compiled import TARGETS, compiled, loops, resources, skip_unless_pinned, whole
-from interpreted import interpreted, needs_triton
 from kvcal_kernels.vq import backend, nearest, reference, residual_codes, residual_sum, sums
+from tests.support.compiled import TARGETS, compiled, loops, resources, skip_unless_pinned, whole
+from tests.support.interpreted import interpreted, needs_triton
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

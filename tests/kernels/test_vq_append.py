@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from compiled import compiled, resources
-from interpreted import interpreted, needs_triton
 from kvcal_artifacts.paths.preflight import trials
 from kvcal_kernels import vq_append
 from kvcal_kernels.quantise import Windows
 from kvcal_kernels.vq_attention import Band, decode
-from vq_append_cases import Case, appended, codec_of, small, wrong
+from tests.support.cases.vq_append_cases import Case, appended, codec_of, small, wrong
+from tests.support.compiled import compiled, resources
+from tests.support.interpreted import interpreted, needs_triton
 
 
 @pytest.mark.parametrize("case", small()[:4], ids=str)
@@ -44,7 +44,7 @@ def test_what_cannot_be_stored_is_flagged() -> None:
 
 @needs_triton
 def test_the_triton_kernels_in_the_interpreter() -> None:
-    lines = interpreted("tests/vq_append_cases.py")
+    lines = interpreted("-m", "tests.support.cases.vq_append_cases")
     assert [line.rsplit(": ", 1)[1] for line in lines[: len(small())]] == ["None"] * len(small()), lines
     assert lines[-3] == "[[0, 1], [0, 1]]" and "bytes differ" in lines[-2]
     assert lines[-1].startswith("None, ") and "error" in lines[-1], lines

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from compiled import compiled, loops, resources
-from interpreted import interpreted, needs_triton
 from kvcal_kernels.vq_attention import Band, Coded, decode, merge, reference
-from vq_attention_cases import Case, Made, codec_of, exhaustive, made, normal, small, wrong
+from tests.support.cases.vq_attention_cases import Case, Made, codec_of, exhaustive, made, normal, small, wrong
+from tests.support.compiled import compiled, loops, resources
+from tests.support.interpreted import interpreted, needs_triton
 
 
 def test_the_reference_decodes_what_the_codec_does() -> None:
@@ -62,14 +62,14 @@ def test_what_is_wrong_is_seen() -> None:
 
 @needs_triton
 def test_interpreted_kernels_agree_with_the_reference() -> None:
-    assert interpreted("-m", "vq_attention_cases", "small") == [str(len(small()))]
+    assert interpreted("-m", "tests.support.cases.vq_attention_cases", "small") == [str(len(small()))]
 
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_interpreted_kernels_agree_with_the_reference_everywhere() -> None:
-    assert interpreted("-m", "vq_attention_cases", "exhaustive") == [str(len(exhaustive()))]
+    assert interpreted("-m", "tests.support.cases.vq_attention_cases", "exhaustive") == [str(len(exhaustive()))]
 
 
 def bands_of(side: Coded, **changes: Any) -> Coded:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 IMPORTED = (
     "transformers.models.llama.modeling_llama", "transformers.tokenization_utils_tokenizers",
     "transformers.cache_utils", "matplotlib.figure", "matplotlib.backends.backend_agg", "huggingface_hub.hf_api",

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import counted
-import schemes
-from counted import Counted, far
 from kvcal_artifacts import operator
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.paths import fused
-from schemes import Fed, Rows, left_mask, packed_row, window_row
-from test_fused import PAIRS, scheme
+from tests.artifacts.paths.test_fused import PAIRS, scheme
+from tests.support import counted, schemes
+from tests.support.counted import Counted, far
+from tests.support.schemes import Fed, Rows, left_mask, packed_row, window_row
 
 LENGTHS, PROMPT = (134, 97), 128  # row 0 packs a block with 132 tokens
 SHORT = (58, 40), 52  # nothing is packed

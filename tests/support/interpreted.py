@@ -18,15 +18,15 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 def interpreted(*arguments: str) -> list[str]:
     """What `python ARGUMENTS` prints, line by line. With KVCAL_EMULATE=90 in the environment kernels run as compiled."""
     if "KVCAL_EMULATE" in os.environ:
-        return _printed("emulator", arguments)
-    return _printed("quick_interpreter", arguments, TRITON_INTERPRET="1")
+        return _printed("tests.emulator", arguments)
+    return _printed("tests.emulator.quick_interpreter", arguments, TRITON_INTERPRET="1")
 
 
 def emulated(*arguments: str, capability: int = 90, more: str = "") -> list[str]:
     """As `interpreted`, of kernels compiled for a GPU of this compute capability. more: "early" or "count"
-    (emulator.py).
+    (tests/emulator).
     """
-    return _printed("emulator", arguments, KVCAL_EMULATE=f"{capability},{more}")
+    return _printed("tests.emulator", arguments, KVCAL_EMULATE=f"{capability},{more}")
 
 
 def _printed(module: str, arguments: tuple[str, ...], **more: str) -> list[str]:
@@ -40,7 +40,7 @@ def _printed(module: str, arguments: tuple[str, ...], **more: str) -> list[str]:
 
 def run_cases(main: Callable[[list[Any]], None], **named: Callable[[], Iterable[Any]]) -> None:
     """`main` over the cases that the command line names."""
-    import conftest
+    from tests import conftest
 
     torch.set_num_threads(1)
     conftest.pytest_configure()  # torch.empty is full of NaN

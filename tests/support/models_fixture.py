@@ -23,10 +23,10 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from architectures import TINY, initialise
 from kvcal.cli.app import app
+from tests.support.architectures import TINY, initialise
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ROOT_COMMAND: Any = typer.main.get_command(app)  # once: CliRunner.invoke makes it anew for each command, in 70 ms
 SUFFIX = ".kvcal.safetensors"
 SMALL = ["--windows", "8", "--length", "68", "--sink", "4", "--recent", "16", "--block", "8"]

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from architectures import TINY, VARIANTS
 from kvcal.calibrate.driver import fit
 from kvcal.capture.scan import WholeModel
 from kvcal.methods import mixkvq as tiers
@@ -27,6 +26,7 @@ from kvcal_artifacts.codecs import PREDICTORS, Codec, MixKVQ, Predicted, Shape, 
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.storage import block_store
 from kvcal_artifacts.windows import Windows
+from tests.support.architectures import TINY, VARIANTS
 
 ALL = TINY | VARIANTS
 SINK, RECENT, BLOCK = 4, 16, 8

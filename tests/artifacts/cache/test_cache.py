@@ -23,8 +23,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-import schemes
-from architectures import TINY, build
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.registry import BACKBONES
 from kvcal_artifacts import hf
@@ -34,7 +32,9 @@ from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.windows import Windows
 from kvcal_kernels.layout import Form
-from schemes import BLOCK, DIM, HEADS, LAYERS, RECENT, SINK, Fed, Rows, feed, left_mask, same, token_ids
+from tests.support import schemes
+from tests.support.architectures import TINY, build
+from tests.support.schemes import BLOCK, DIM, HEADS, LAYERS, RECENT, SINK, Fed, Rows, feed, left_mask, same, token_ids
 
 pytestmark = pytest.mark.transformers
 

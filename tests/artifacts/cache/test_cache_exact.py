@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from architectures import TINY, VARIANTS
 from kvcal_artifacts import hf
 from kvcal_artifacts.errors import KVCalError
-from schemes import ALL, BLOCK, RECENT, SINK, left_mask, make, tiny, token_ids
+from tests.support.architectures import TINY, VARIANTS
+from tests.support.schemes import ALL, BLOCK, RECENT, SINK, left_mask, make, tiny, token_ids
 
 pytestmark = pytest.mark.transformers
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import schemes
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Codec
+from tests.support import schemes
 
 pytestmark = pytest.mark.transformers
 META = torch.device("meta")  # stands in for a second device where there is none

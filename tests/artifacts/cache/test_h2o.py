@@ -20,8 +20,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-import schemes
-from architectures import TINY
 from kvcal.methods.data_free import Preset
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.bundle import Bundle
@@ -34,9 +32,11 @@ from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.storage import block_store
 from kvcal_artifacts.storage.eviction import EvictingLedger, Moves, Row, attention_mass
 from kvcal_artifacts.windows import HeavyHitters, Windows
-from models_fixture import SUFFIX, kvcal, write_model, write_text
-from schemes import BLOCK, RECENT, SINK, left_mask, token_ids
-from test_statistics import listed, pooled, ragged
+from tests.artifacts.cache.test_statistics import listed, pooled, ragged
+from tests.support import schemes
+from tests.support.architectures import TINY
+from tests.support.models_fixture import SUFFIX, kvcal, write_model, write_text
+from tests.support.schemes import BLOCK, RECENT, SINK, left_mask, token_ids
 
 pytestmark = pytest.mark.transformers
 

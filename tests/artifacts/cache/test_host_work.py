@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ import pytest
 def counted() -> tuple[dict[tuple[Any, ...], dict[str, Any]], dict[str, bool]]:
     """By path, scheme, padded, layers and devices; and whether two devices packed what one does."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    script = Path(__file__).with_name("host_work.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
+    command = [sys.executable, "-m", "tests.support.host_work"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     *cases, alike = (json.loads(line) for line in done.stdout.splitlines())
     return {tuple(key): found for *key, found in cases}, alike

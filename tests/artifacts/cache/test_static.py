@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from architectures import build
-from interpreted import interpreted, needs_triton
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.cache.static import StaticLayer
@@ -27,10 +25,34 @@ from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.windows import HeavyHitters, Windows
 from kvcal_kernels.compensated import Digits
 from kvcal_kernels.layout import Rope
-from schemes import close_all, left_mask, mixkvq_of, numbers, opened, packed_row, same, token_ids, window_row
-from test_fused import PAIRS, SCALED_ROPE, SHAPE, WINDOWS, close, generated, model, placed, scheme, steps, uniform
-from test_vectors import PAIR as VECTORS
-from test_vectors import codes
+from tests.artifacts.paths.test_codebook import PAIR as VECTORS
+from tests.artifacts.paths.test_codebook import codes
+from tests.artifacts.paths.test_fused import (
+    PAIRS,
+    SCALED_ROPE,
+    SHAPE,
+    WINDOWS,
+    close,
+    generated,
+    model,
+    placed,
+    scheme,
+    steps,
+    uniform,
+)
+from tests.support.architectures import build
+from tests.support.interpreted import interpreted, needs_triton
+from tests.support.schemes import (
+    close_all,
+    left_mask,
+    mixkvq_of,
+    numbers,
+    opened,
+    packed_row,
+    same,
+    token_ids,
+    window_row,
+)
 
 BEFORE = "before RoPE: "
 TURNED = [f"{BEFORE}{name}" for name in ("inner-4", "kivi-4")]
@@ -836,8 +858,8 @@ def test_fixed_and_moving_storage_exclude_each_other() -> None:
 
 INTERPRETED = """
 import torch
-import test_fixed as t
-from architectures import build
+from tests.artifacts.cache import test_static as t
+from tests.support.architectures import build
 served = build("Llama", head_dim=64, num_hidden_layers=1).half()
 mask = torch.cat([t.left_mask([75, 3]), torch.ones(2, 30, dtype=torch.long)], 1)
 for name in ("innerq-prefill", "higgs-2", t.KIVI, "squat", "vectors"):

@@ -13,15 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import schemes
-import test_fused
-import test_reconstructed
-import test_vectors
 from kvcal_artifacts.cache.statistics import principal
 from kvcal_artifacts.codecs import Context, Squat
 from kvcal_artifacts.scheme import Scheme
-from schemes import close_all, left_mask, numbers, opened, token_ids
-from test_fused import PAIRS
+from tests.artifacts.paths import test_codebook, test_dequantised, test_fused
+from tests.artifacts.paths.test_fused import PAIRS
+from tests.support import schemes
+from tests.support.schemes import close_all, left_mask, numbers, opened, token_ids
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 pytestmark = [
@@ -43,8 +41,8 @@ def scheme(name: str) -> Scheme:
     frame: Any = "pre_rope" if name.startswith(BEFORE) else "post_rope"
     kind = name.removeprefix(BEFORE)
     if kind == "aqua":
-        return test_reconstructed.chained(frame, LAYERS)
-    pair = test_vectors.PAIR if kind == "vectors" else PAIRS[kind]
+        return test_dequantised.chained(frame, LAYERS)
+    pair = test_codebook.PAIR if kind == "vectors" else PAIRS[kind]
     return test_fused.scheme(pair, LAYERS, frame)
 
 

@@ -162,7 +162,7 @@ def transform(shares: tuple[float, ...], gain: str = "mse") -> Make:
         bits = [b for b, n in zip((4, 3, 2, 1), counts, strict=True) for _ in range(2 * n)][: shape.dim]
         basis = torch.linalg.qr(normal(shape.heads, shape.dim, shape.dim, seed=4)).Q
         size = 0.97 ** torch.arange(shape.dim)
-        mean = torch.zeros(shape.heads, shape.dim)  # others in tests/test_transform.py: here zero comes back as zero
+        mean = torch.zeros(shape.heads, shape.dim)  # others in test_transform.py: here zero comes back as zero
         return Transform(shape, role, bits + [0] * (shape.dim - len(bits)), basis * size[:, None], mean, gain)
 
     return make

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import schemes
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.cache import KVCalCache
@@ -21,8 +20,9 @@ from kvcal_artifacts.codecs import CODECS, Codec, Predicted, Role, Shape, Unifor
 from kvcal_artifacts.errors import NonFiniteError
 from kvcal_artifacts.fingerprint import Fingerprint
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
-from schemes import BLOCK, FED_SHAPE, LAYERS, RECENT, SINK, WINDOWS, Fed, Rows, feed, left_mask, same
-from test_codecs import CONFIGURATIONS, roles_of, takes
+from tests.artifacts.codecs.test_codecs import CONFIGURATIONS, roles_of, takes
+from tests.support import schemes
+from tests.support.schemes import BLOCK, FED_SHAPE, LAYERS, RECENT, SINK, WINDOWS, Fed, Rows, feed, left_mask, same
 
 FED = Fed()
 LENGTHS = [68, 45, 20, 3]

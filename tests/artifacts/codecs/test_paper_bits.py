@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import schemes
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods.mixkvq import MixKVQ
 from kvcal.methods.registry import backbone
@@ -20,6 +19,7 @@ from kvcal_artifacts.codecs.predictors import Bias
 from kvcal_artifacts.fingerprint import Fingerprint
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.windows import Windows
+from tests.support import schemes
 
 WIDE = Shape(8, 128, 128)  # of Llama-3: C = 1024
 

@@ -18,7 +18,7 @@ from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Shape, Transform
 from kvcal_artifacts.codecs.transform import MSE
 from kvcal_artifacts.errors import KVCalError, UsageError
-from schemes import tiny
+from tests.support.schemes import tiny
 
 SHAPE = Shape(2, 16, 8)
 
@@ -164,9 +164,9 @@ def test_calibration_tokens_that_are_all_alike() -> None:
 
 def test_outlier_twin_is_served_as_well_as_the_model() -> None:
     """Through the whole method: predictors, basis, cache."""
-    import schemes
     from kvcal.evaluate.attention_error import attention_errors
     from kvcal_artifacts.cache import KVCalCache
+    from tests.support import schemes
 
     model = tiny("llama")
     twin = outlier_twin(model)

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache
 
-from architectures import HYBRID, MIXTURES, SLICED, SLIDES, TINY, build
 from kvcal.calibrate.driver import fit
 from kvcal.capture.scan import Capture
 from kvcal.methods.aqua_kv import AquaKV
@@ -31,8 +30,9 @@ from kvcal_artifacts import hf, load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, UnsupportedModel
-from models_fixture import SMALL, kvcal, write_text, write_tokenizer
-from schemes import BLOCK, RECENT, SINK, left_mask, make, token_ids
+from tests.support.architectures import HYBRID, MIXTURES, SLICED, SLIDES, TINY, build
+from tests.support.models_fixture import SMALL, kvcal, write_text, write_tokenizer
+from tests.support.schemes import BLOCK, RECENT, SINK, left_mask, make, token_ids
 
 pytestmark = pytest.mark.transformers
 

@@ -18,14 +18,14 @@ import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
-import schemes
-import test_fused
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.scheme import Scheme
 from kvcal_artifacts.windows import HeavyHitters
-from schemes import close_all, opened, same, token_ids
-from test_fused import PAIRS
+from tests.artifacts.paths import test_fused
+from tests.artifacts.paths.test_fused import PAIRS
+from tests.support import schemes
+from tests.support.schemes import close_all, opened, same, token_ids
 
 REPLACED = "was replaced since this cache was made .*close the cache and make a new one"
 BROKE_OFF = "an earlier forward broke off; call reset"

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from interpreted import interpreted, needs_triton
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import ResidualVQ, Shape
 from kvcal_artifacts.paths import choose, codebook
@@ -22,8 +21,9 @@ from kvcal_artifacts.paths.preflight import (
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_kernels.attention import reference as plain
 from kvcal_kernels.vq_attention import attend_exact
-from schemes import close_all, left_mask, numbers, opened, token_ids
-from test_fused import HALVES, WINDOWS, Card, close, generated, model, on_a_gpu, steps, uniform
+from tests.artifacts.paths.test_fused import HALVES, WINDOWS, Card, close, generated, model, on_a_gpu, steps, uniform
+from tests.support.interpreted import interpreted, needs_triton
+from tests.support.schemes import close_all, left_mask, numbers, opened, token_ids
 
 SHAPE = Shape(2, 64, 32)
 
@@ -167,7 +167,7 @@ def test_logits_on_a_gpu(dtype: torch.dtype) -> None:
 
 INTERPRETED = """
 import torch
-import test_vectors as t
+from tests.artifacts.paths import test_codebook as t
 own = t.model(num_hidden_layers=1).half()
 made = t.Scheme(t.WINDOWS, "post_rope", (t.PAIR,))
 caches = t.opened(made, own, kernels="triton"), t.opened(made, own, kernels="off")

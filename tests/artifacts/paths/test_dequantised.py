@@ -14,8 +14,6 @@ import torch
 from torch.nn.attention import SDPBackend
 from transformers import DynamicCache
 
-from architectures import build, rope
-from interpreted import interpreted, needs_triton
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Codec, Higgs, Predicted, Shape
@@ -27,8 +25,10 @@ from kvcal_artifacts.paths.preflight import (
 )
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.windows import HeavyHitters
-from schemes import close_all, left_mask, numbers, opened, token_ids
-from test_fused import HALVES, WINDOWS, Card, close, generated, model, on_a_gpu, steps
+from tests.artifacts.paths.test_fused import HALVES, WINDOWS, Card, close, generated, model, on_a_gpu, steps
+from tests.support.architectures import build, rope
+from tests.support.interpreted import interpreted, needs_triton
+from tests.support.schemes import close_all, left_mask, numbers, opened, token_ids
 
 pytestmark = needs_triton
 SHAPE = Shape(2, 64, 32)
@@ -297,7 +297,7 @@ def test_logits_on_a_gpu(dtype: torch.dtype, frame: Any) -> None:
 
 INTERPRETED = """
 import torch
-import test_reconstructed as t
+from tests.artifacts.paths import test_dequantised as t
 from kvcal_artifacts.codecs import Context
 from kvcal_kernels import reconstruct
 from kvcal_kernels.reconstruct import triton as kernel

@@ -22,8 +22,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from architectures import build
-from interpreted import interpreted, needs_triton
 from kvcal.methods.data_free import Preset
 from kvcal_artifacts import operator
 from kvcal_artifacts.cache import KVCalCache
@@ -36,8 +34,10 @@ from kvcal_artifacts.paths.preflight import trials, verdicts
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.windows import HeavyHitters, Windows
 from kvcal_kernels.layout import Form, decode
-from models_fixture import file_size_limit, kvcal
-from schemes import Fed, close_all, left_mask, numbers, opened, packed_row, token_ids
+from tests.support.architectures import build
+from tests.support.interpreted import interpreted, needs_triton
+from tests.support.models_fixture import file_size_limit, kvcal
+from tests.support.schemes import Fed, close_all, left_mask, numbers, opened, packed_row, token_ids
 
 WINDOWS = Windows(4, 32, 32)
 SHAPE = Shape(2, 64, 32)
@@ -548,7 +548,7 @@ def test_the_operator_keeps_the_rules_of_torch_library() -> None:
 
 INTERPRETED = """
 import torch
-import test_fused as t
+from tests.artifacts.paths import test_fused as t
 own = t.build("Llama", head_dim=64, num_hidden_layers=1).half()
 mask = t.left_mask([75, 72])
 caches = t.both("innerq", own, "triton")
@@ -556,7 +556,7 @@ print(max(float(x) for x in t.steps(caches, t.token_ids(2, 75), [72, 73], mask))
 caches = t.both("higgs-2", own, "triton")
 print(max(float(x) for x in t.steps(caches, t.token_ids(2, 74), [72, 73], mask[:, :74])))
 assert all(codec._how is not None for codec in caches[0].layers[0].pair)
-from schemes import packed_row
+from tests.support.schemes import packed_row
 assert all(torch.equal(a, b) for a, b in zip(*(packed_row(own, 0) for own in caches), strict=True))
 print(caches[0].describe()["layers"][0]["path"])
 t.trials.BLOCKS, t.trials.RECENT, t.trials.CALLS = (2, 0), (40, 3), ((2, True),)
@@ -599,7 +599,7 @@ print(t.trials.trial(*forms, 2, 2, *place))
 
 REFUSED = """
 import torch
-import test_fused as t
+from tests.artifacts.paths import test_fused as t
 from kvcal_artifacts.errors import NonFiniteError
 own = t.build("Llama", head_dim=64, num_hidden_layers=1).half()
 pairs = {name: t.PAIRS[name] for name in ("kivi-4", "innerq", "innerq-prefill", "squat", "mixkvq", "higgs-2")}
@@ -616,9 +616,9 @@ for pair in pairs.values():
 
 PROMPTS = """
 import json, torch
-import test_fused as t
+from tests.artifacts.paths import test_fused as t
 from kvcal_kernels import compensated, quantise, salience
-from schemes import packed_row
+from tests.support.schemes import packed_row
 own = t.build("Llama", head_dim=64, num_hidden_layers=1).half()
 kernels = {"quantise": quantise.fast(), "corrected": compensated.fast(), "select": salience.fast()}
 launched = []
@@ -1118,7 +1118,7 @@ FAULT = """
 import torch
 from kvcal_artifacts.paths.preflight import verdicts
 from kvcal_artifacts.errors import KVCalError
-from test_fused import PAIRS, choose
+from tests.artifacts.paths.test_fused import PAIRS, choose
 def fault(*given):
     print("tried")
     return str(torch.zeros(4, device="cuda")[torch.tensor([1 << 20], device="cuda")].sum().item())

@@ -20,8 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import attention_cases
-from attention_cases import (
+from kvcal_artifacts.codecs import Higgs, MixKVQ, Shape, Uniform
+from kvcal_artifacts.codecs.higgs import GRID_MSE, GRIDS, gaussian_grid
+from kvcal_artifacts.errors import KVCalError
+from kvcal_kernels.attention import plan, reference
+from kvcal_kernels.lattice import nearest
+from kvcal_kernels.layout import Blocks, Form, Grid, Rope, decode, grid_of, grids, pack, unpack
+from kvcal_kernels.layout.form import BITS, BYTE_DIMS, DIMS
+from tests.support.cases import attention_cases
+from tests.support.cases.attention_cases import (
     BYTES,
     INFINITE,
     INTEGERS,
@@ -41,15 +48,8 @@ from attention_cases import (
     small,
     wrong,
 )
-from compiled import compiled, loops, resources, skip_unless_pinned
-from interpreted import interpreted, needs_triton
-from kvcal_artifacts.codecs import Higgs, MixKVQ, Shape, Uniform
-from kvcal_artifacts.codecs.higgs import GRID_MSE, GRIDS, gaussian_grid
-from kvcal_artifacts.errors import KVCalError
-from kvcal_kernels.attention import plan, reference
-from kvcal_kernels.lattice import nearest
-from kvcal_kernels.layout import Blocks, Form, Grid, Rope, decode, grid_of, grids, pack, unpack
-from kvcal_kernels.layout.form import BITS, BYTE_DIMS, DIMS
+from tests.support.compiled import compiled, loops, resources, skip_unless_pinned
+from tests.support.interpreted import interpreted, needs_triton
 
 FORMS = [setting.form(role, dim, 3) for role in ("key", "value") for dim in DIMS for setting in SETTINGS.values()] + [
     setting.form(role, dim, 3) for role in ("key", "value") for dim in BYTE_DIMS for setting in BYTES.values()
@@ -462,14 +462,14 @@ def test_the_test_of_errors_can_fail() -> None:
 
 @needs_triton
 def test_interpreted_kernel_agrees_with_the_reference() -> None:
-    assert interpreted("-m", "attention_cases", "small") == [str(len(small()))]
+    assert interpreted("-m", "tests.support.cases.attention_cases", "small") == [str(len(small()))]
 
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_interpreted_kernel_agrees_with_the_reference_everywhere() -> None:
-    assert interpreted("-m", "attention_cases", "exhaustive") == [str(len(exhaustive()))]
+    assert interpreted("-m", "tests.support.cases.attention_cases", "exhaustive") == [str(len(exhaustive()))]
 
 
 @needs_triton
@@ -1290,7 +1290,7 @@ def test_very_long_rooms_are_shared_out_by_whole_division(blocks: int) -> None:
 
 LONG_ROOMS = """
 import torch
-from attention_cases import Case, SCHEMES, made
+from tests.support.cases.attention_cases import Case, SCHEMES, made
 from kvcal_kernels.attention import triton
 for case in (Case(blocks=(9,)), Case(*SCHEMES["HIGGS 2"], 64, blocks=(7,), launch=(2, 3))):
     given, outs = made(case), []

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attention_cases import random_codes, random_grid
-from interpreted import needs_triton
 from kvcal_kernels.layout import Blocks, Form, decode, pack, unpack
 from kvcal_kernels.layout.form import BYTE_DIMS
 from kvcal_kernels.layout.grids import IN_BYTES
+from tests.support.cases.attention_cases import random_codes, random_grid
+from tests.support.interpreted import needs_triton
 
 pytestmark = needs_triton
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interpreted import interpreted, needs_triton
-from program_cases import SLOTS, WARPS, planned, spans
+from tests.support.cases.program_cases import SLOTS, WARPS, planned, spans
+from tests.support.interpreted import interpreted, needs_triton
 
 parts_of_a_launch = st.fixed_dictionaries(
     {"parts": st.sampled_from([0, 1, 2, 6, 48]), "length": st.sampled_from([0, 1, 64])}
@@ -202,4 +202,4 @@ def test_a_reserved_workspace_never_grows(scheme: tuple[int, Any, int, int], mon
 
 @needs_triton
 def test_the_kernel_shares_out_every_block_once() -> None:
-    assert interpreted("-m", "program_cases") == ["0"]
+    assert interpreted("-m", "tests.support.cases.program_cases") == ["0"]

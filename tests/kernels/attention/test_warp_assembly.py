@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreted import needs_triton
-from test_attention_kernel import assembly, plain
+from tests.kernels.attention.test_attention_kernel import assembly, plain
+from tests.support.interpreted import needs_triton
 
 LANE = torch.arange(32)
 ROW, COLUMN = LANE // 4, LANE % 4 * 2  # of an 8 x 8 part of a product's result: a lane has two neighbouring columns

@@ -19,8 +19,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from architectures import TINY
-from interpreted import interpreted, needs_triton
 from kvcal.bench import (
     caches,
     decoding,
@@ -83,9 +81,11 @@ from kvcal_artifacts.windows import HeavyHitters, Windows
 from kvcal_kernels import quantise as quantise_kernels
 from kvcal_kernels import vq_append
 from kvcal_kernels.quantise import Layer, reference
-from models_fixture import Done, kvcal
-from pages import ROOT
-from test_fused import Card
+from tests.artifacts.paths.test_fused import Card
+from tests.support.architectures import TINY
+from tests.support.interpreted import interpreted, needs_triton
+from tests.support.models_fixture import Done, kvcal
+from tests.support.pages import ROOT
 
 CPU = torch.device("cpu")
 SMALL = replace(CATALOGUE["tiny"].geometry, heads=4, kv_heads=2, head_dim=32, hidden=64, intermediate=96)
@@ -990,7 +990,7 @@ import torch
 from kvcal.bench import fused, kernels, schemes, tables
 from kvcal.bench.layer import Case
 from kvcal.models.catalogue import CATALOGUE
-from test_bench import of_few_codewords
+from tests.kvcal.bench.test_bench import of_few_codewords
 geometry = replace(CATALOGUE["llama-3.1-8b"].geometry, heads=2, kv_heads=1, head_dim=128)
 for name in ("kivi-2", "innerq-hybrid-plain", "innerq-hybrid", "squat-pre-2"):
     case = Case(schemes.named(name, geometry), geometry, 1, 170, torch.device("cpu"), torch.float16)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from architectures import build
 from kvcal.bench import caches, decoding, filled, generation, layer, schemes
 from kvcal.bench.caches import FLUSH_AT, Kind, Start
 from kvcal.bench.decoding import CHECKED, Ran, Stepper
@@ -30,9 +29,11 @@ from kvcal.report import bench as bench_report
 from kvcal_artifacts.cache.static import StaticLayer
 from kvcal_artifacts.scheme import Scheme
 from kvcal_artifacts.windows import HeavyHitters, Windows
+from tests.support.architectures import build
+from tests.support.pages import ROOT
 
 LENGTH = 230
-SCRIPT = Path(__file__).resolve().parent.parent / "docs/benchmarks/generation.py"
+SCRIPT = ROOT / "docs/benchmarks/generation.py"
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
-from models_fixture import SUFFIX, Done, kvcal, write_model, write_text
+from tests.support.models_fixture import SUFFIX, Done, kvcal, write_model, write_text
 
 LENGTH = ["--windows", 5, "--length", 96]
 WINDOWS = ["--sink", 4, "--recent", 16, "--block", 8]

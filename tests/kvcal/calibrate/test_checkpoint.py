@@ -20,7 +20,7 @@ from kvcal.calibrate.checkpoint import CommandCheckpoint, partial_folder
 from kvcal.commands import bench
 from kvcal.evaluate.perplexity import _Sums
 from kvcal_artifacts.errors import KVCalError
-from models_fixture import ROOT_COMMAND, SUFFIX, Done, denied, killed_at, kvcal, write_model, write_text
+from tests.support.models_fixture import ROOT_COMMAND, SUFFIX, Done, denied, killed_at, kvcal, write_model, write_text
 
 WINDOWS = 6  # one at a time
 TEXT = ["--length", 132, "--windows", WINDOWS, "--batch", 1, "--step", 33]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from architectures import TINY, initialise
 from kvcal.calibrate import needs
 from kvcal.calibrate.needs import ADVISED, few_vectors, too_little, worse_than_none
 from kvcal.methods.aqua_kv import AquaKV
@@ -19,7 +18,8 @@ from kvcal.methods.squat import Squat
 from kvcal.methods.vqkv import VQKV
 from kvcal.models import catalogue
 from kvcal_artifacts.codecs import Shape
-from models_fixture import kvcal, write_text, write_tokenizer
+from tests.support.architectures import TINY, initialise
+from tests.support.models_fixture import kvcal, write_text, write_tokenizer
 
 SHAPE = Shape(2, 16, 32)  # 32 channels a token
 GROUP = 3

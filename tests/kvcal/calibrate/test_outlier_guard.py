@@ -39,7 +39,7 @@ from kvcal_artifacts.codecs import Predicted, Shape, Uniform
 from kvcal_artifacts.errors import KVCalError, NonFiniteError
 from kvcal_artifacts.hf import AttentionSite
 from kvcal_artifacts.scheme import Scheme
-from models_fixture import SUFFIX, kvcal
+from tests.support.models_fixture import SUFFIX, kvcal
 
 
 class LoadCounter(WholeModel):

@@ -21,7 +21,7 @@ from kvcal.models.names import resolve
 from kvcal.text import sources
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.hf import decoder_of
-from models_fixture import SUFFIX, write_model
+from tests.support.models_fixture import SUFFIX, write_model
 
 LAYERS, WINDOWS = 3, {"sink": 4, "recent": 16, "block": 8}
 METHODS: dict[str, Any] = {

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
-from architectures import TINY, VARIANTS
 from kvcal.capture import call, spill
 from kvcal.capture.scan import Capture, LayerTaps, WholeModel, default_batch
 from kvcal.capture.spill import SpillStore
 from kvcal.models import layerwise, names
 from kvcal.report.timing import PhaseTimer
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
+from tests.support.architectures import TINY, VARIANTS
 
 ALL = TINY | VARIANTS
 LENGTH = 96  # past the 64 positions at which the length-dependent variants change

@@ -20,7 +20,7 @@ from kvcal.models.names import resolve
 from kvcal.text import sources
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.windows import HeavyHitters
-from models_fixture import SMALL, SUFFIX, Done, finished, kvcal, started, write_model, write_text
+from tests.support.models_fixture import SMALL, SUFFIX, Done, finished, kvcal, started, write_model, write_text
 
 ROW = [
     "name",

@@ -19,7 +19,7 @@ from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.windows import HeavyHitters
-from models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
+from tests.support.models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
 
 LAYERS, HEADS, SINK, BLOCK = 4, 2, 4, 8
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvcal.cli.failure import EXIT_CODES
-from models_fixture import ROOT_COMMAND, SUFFIX, Done, kvcal, write_model, write_text
+from tests.support.models_fixture import ROOT_COMMAND, SUFFIX, Done, kvcal, write_model, write_text
 
 every_command = pytest.mark.parametrize("name", ROOT_COMMAND.commands)
 

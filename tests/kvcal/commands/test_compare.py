@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvcal.commands import compare as command
 from kvcal.search.comparison import best, front
-from models_fixture import SUFFIX, kvcal, write_model, write_text
+from tests.support.models_fixture import SUFFIX, kvcal, write_model, write_text
 
 LENGTH = 220
 CROSS = ["--keys", "higgs-2,uniform-2-channel", "--values", "uniform-2,higgs-2", "--recent", 16]

@@ -27,7 +27,7 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context, Predicted
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 from kvcal_artifacts.scheme import Scheme
-from models_fixture import (
+from tests.support.models_fixture import (
     SMALL,
     SUFFIX,
     Done,

@@ -12,7 +12,7 @@ from kvcal.methods.data_free import PRESETS, preset
 from kvcal.methods.registry import BACKBONES, CALIBRATED, backbone
 from kvcal.report.suggest import allowed, nearest
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
-from models_fixture import kvcal
+from tests.support.models_fixture import kvcal
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from kvcal.cli.app import COMMANDS
 from kvcal.cli.defaults import defaults_of
 from kvcal.commands.reproduce import RUNS
 from kvcal_artifacts import load_bundle
-from models_fixture import ROOT, SMALL, SUFFIX, Done, kvcal, write_model, write_text
+from tests.support.models_fixture import ROOT, SMALL, SUFFIX, Done, kvcal, write_model, write_text
 
 TEXT = ["--windows", "6", "--length", "68"]
 CACHE = ["--sink", "4", "--recent", "16", "--block", "8"]

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from kvcal.cli.app import COMMANDS
-from models_fixture import ROOT_COMMAND, SUFFIX, kvcal, write_model, write_text
+from tests.support.models_fixture import ROOT_COMMAND, SUFFIX, kvcal, write_model, write_text
 
 
 class Began(Exception):

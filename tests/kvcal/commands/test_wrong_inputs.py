@@ -24,7 +24,7 @@ from kvcal_artifacts import load_bundle
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, TextError
 from kvcal_artifacts.files import write_together
-from models_fixture import ROOT_COMMAND, SUFFIX, Done, kvcal, write_model, write_text
+from tests.support.models_fixture import ROOT_COMMAND, SUFFIX, Done, kvcal, write_model, write_text
 
 
 @pytest.fixture(scope="module")

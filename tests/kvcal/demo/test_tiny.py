@@ -21,8 +21,8 @@ from kvcal.evaluate.perplexity import evaluate
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.text import sources
+from tests.support.pages import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "kvcal" / "demo"
 CARD = DEMO / "tiny" / "README.md"
 BITS_PER_BYTE = 1.662  # on the embedded evaluation text, windows of 1024 with BOS

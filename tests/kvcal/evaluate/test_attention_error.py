@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from architectures import TINY, initialise
 from kvcal.capture.scan import Capture, WholeModel
 from kvcal.evaluate.attention_error import attention_errors
 from kvcal.methods.data_free import Preset
@@ -14,6 +13,7 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context
 from kvcal_artifacts.scheme import Scheme
 from kvcal_artifacts.windows import HeavyHitters
+from tests.support.architectures import TINY, initialise
 
 STEP, LENGTH = 32, 160
 

@@ -19,7 +19,7 @@ from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.text import sources
 from kvcal_artifacts.errors import UsageError
-from models_fixture import Done, kvcal, write_model, write_text
+from tests.support.models_fixture import Done, kvcal, write_model, write_text
 
 LAYERS, LENGTH, TRAIN, HELD, SINK, RIDGE = 4, 60, 20, 4, 4, 1e-3
 SMALL = ["--windows", str(TRAIN + HELD), "--holdout", str(HELD), "--length", str(LENGTH)]

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-import schemes
 from kvcal.evaluate.tasks import CacheCalls, pick
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts.errors import UsageError
-from models_fixture import SMALL, SUFFIX, kvcal, write_model, write_text
+from tests.support import schemes
+from tests.support.models_fixture import SMALL, SUFFIX, kvcal, write_model, write_text
 
 LM_EVAL = importlib.util.find_spec("lm_eval") is not None
 needs_lm_eval = pytest.mark.skipif(not LM_EVAL, reason="lm-eval is not installed: pip install 'kvcal[tasks]'")

@@ -14,8 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import schemes
-from architectures import build
 from kvcal.calibrate.driver import fit
 from kvcal.capture.scan import TapBatch, WholeModel
 from kvcal.evaluate.attention_error import attention_errors
@@ -33,7 +31,9 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import MixKVQ, Predicted, ResidualVQ, Role, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.windows import Windows
-from models_fixture import SUFFIX
+from tests.support import schemes
+from tests.support.architectures import build
+from tests.support.models_fixture import SUFFIX
 
 SHAPE = Shape(2, 16, 32)
 SINK, TOKENS, GROUP = 4, 128, 2  # coded tokens of a window; query heads a kv head

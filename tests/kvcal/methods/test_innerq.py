@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from architectures import TINY
 from kvcal.bundles import provenance
 from kvcal.calibrate.driver import fit
 from kvcal.capture.scan import Capture, WholeModel
@@ -38,8 +37,9 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.paths import choose
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.windows import Windows
-from models_fixture import SUFFIX, Done, kvcal, write_model, write_text, write_tokenizer
-from schemes import ALL, close_all, numbers, opened, packed_row, token_ids
+from tests.support.architectures import TINY
+from tests.support.models_fixture import SUFFIX, Done, kvcal, write_model, write_text, write_tokenizer
+from tests.support.schemes import ALL, close_all, numbers, opened, packed_row, token_ids
 
 SINK, RECENT, BLOCK = 4, 16, 8
 SETTINGS: dict[str, Any] = {"sink": SINK, "recent": RECENT, "block": BLOCK}

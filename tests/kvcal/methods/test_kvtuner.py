@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import schemes
 from kvcal.methods.kvtuner import KVTuner, Pair, allocate
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.errors import UsageError
-from models_fixture import SMALL, SUFFIX, kvcal, write_model, write_text
+from tests.support import schemes
+from tests.support.models_fixture import SMALL, SUFFIX, kvcal, write_model, write_text
 
 PAIRS = KVTuner(choices=(2, 4)).pairs
 

@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache
 
-from architectures import initialise
 from kvcal.calibrate.driver import fit
 from kvcal.calibrate.job import FitResult
 from kvcal.capture.scan import WholeModel
@@ -35,8 +34,9 @@ from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import IncompatibleBundle, NonFiniteError, UsageError
-from models_fixture import ROOT, SUFFIX, write_model
-from schemes import token_ids
+from tests.support.architectures import initialise
+from tests.support.models_fixture import ROOT, SUFFIX, write_model
+from tests.support.schemes import token_ids
 
 # By the name of the setting, whatever method has it: short windows, and codebooks that a few thousand vectors fill.
 SMALL: dict[str, Any] = {"sink": 4, "recent": 16, "block": 32, "stages": (2, 2, 2), "sizes": (16, 16, 16), "high": 6}

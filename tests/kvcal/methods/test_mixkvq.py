@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import schemes
 from kvcal.capture.scan import TapBatch
 from kvcal.methods.attention import probe
 from kvcal.models.loading import load_model
@@ -26,7 +25,8 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape
 from kvcal_artifacts.codecs.ragged import Ragged
 from kvcal_artifacts.errors import KVCalError
-from models_fixture import SMALL, SUFFIX, finished, kvcal, started, wait_until, write_model, write_text
+from tests.support import schemes
+from tests.support.models_fixture import SMALL, SUFFIX, finished, kvcal, started, wait_until, write_model, write_text
 
 SHAPE = Shape(2, 16, 16)
 

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from architectures import build
 from kvcal.methods.data_free import PRESETS, Preset, preset
 from kvcal.methods.registry import backbone
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.codecs import Higgs, Role, Shape, Uniform
 from kvcal_artifacts.errors import UsageError
-from models_fixture import SUFFIX, kvcal, write_model
-from schemes import numbers, tiny
+from tests.support.architectures import build
+from tests.support.models_fixture import SUFFIX, kvcal, write_model
+from tests.support.schemes import numbers, tiny
 
 SHAPE = Shape(2, 64, 32)
 

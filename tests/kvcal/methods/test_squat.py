@@ -33,7 +33,7 @@ from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.schemes import choose
 from kvcal_artifacts.storage.ledger import Ledger
 from kvcal_artifacts.windows import Windows
-from models_fixture import ROOT, SUFFIX, Done, kvcal, write_model, write_text
+from tests.support.models_fixture import ROOT, SUFFIX, Done, kvcal, write_model, write_text
 
 SHAPE = Shape(2, 32, 16)
 KIVI = Uniform(SHAPE, "key", 2, 16, "token")

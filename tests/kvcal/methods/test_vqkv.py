@@ -47,7 +47,7 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import ResidualVQ
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 from kvcal_kernels.vq import nearest
-from models_fixture import ROOT, SUFFIX, Done, killed_at, kvcal, write_model, write_text
+from tests.support.models_fixture import ROOT, SUFFIX, Done, killed_at, kvcal, write_model, write_text
 
 # Data: directions of unlike variance, and clusters, as keys and values have them.
 

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import yaml
 
-from hub_stand_in import READER, STRANGER, WRITER, File, Hub, Repository, Tree, running
 from kvcal.models import hub as client
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.files import temporary_folder
-from models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
+from tests.support.hub_stand_in import READER, STRANGER, WRITER, File, Hub, Repository, Tree, running
+from tests.support.models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
 
 NAME, REPO = f"fitted{SUFFIX}", "lab/fitted"
 

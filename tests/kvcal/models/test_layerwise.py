@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from architectures import TINY, VARIANTS
 from kvcal.models.files import weights_revision
 from kvcal.models.layerwise import LayerwiseWeights, open_layerwise
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
+from tests.support.architectures import TINY, VARIANTS
 
 pytestmark = pytest.mark.transformers
 

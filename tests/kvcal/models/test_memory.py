@@ -11,7 +11,7 @@ from kvcal.models import loading, memory, weights
 from kvcal.models.catalogue import CATALOGUE
 from kvcal.models.names import resolve
 from kvcal_artifacts.errors import OutOfMemory
-from models_fixture import kvcal
+from tests.support.models_fixture import kvcal
 
 CPU = torch.device("cpu")
 GIB = 2**30

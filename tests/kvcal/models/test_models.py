@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from architectures import TINY as MODELS
 from kvcal.models import configuration, files, hub, layerwise, loading, names
 from kvcal.models.catalogue import ALIASES, CATALOGUE, TINY, Geometry, models_table
 from kvcal.models.configuration import catalogue_config, load_config
@@ -26,6 +25,7 @@ from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.models.weights import RandomWeights, empty_model
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, OutOfMemory, UsageError
+from tests.support.architectures import TINY as MODELS
 
 PUBLISHED = {  # billions of parameters, from the model cards
     "llama-3.2-1b": 1.24,

@@ -15,15 +15,25 @@ from typing import Any
 
 import pytest
 
-from fork_server import forking
 from kvcal.commands.build import KINDS, RECORDS
 from kvcal.methods import METHODS
 from kvcal.pipeline.build import COMMANDS
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.errors import UsageError
-from models_fixture import SUFFIX, Done, finished, killed_at, kvcal, started, wait_until, write_model, write_text
-from pages import ROOT, run_page, sources
-from test_gates import failures, harm
+from tests.kvcal.pipeline.test_gates import failures, harm
+from tests.support.fork_server import forking
+from tests.support.models_fixture import (
+    SUFFIX,
+    Done,
+    finished,
+    killed_at,
+    kvcal,
+    started,
+    wait_until,
+    write_model,
+    write_text,
+)
+from tests.support.pages import ROOT, run_page, sources
 
 SMALL = """
 output = "out"

@@ -25,7 +25,7 @@ from kvcal_artifacts.cache import KVCalCache, KVCalLayer, reading
 from kvcal_artifacts.errors import GateFailed, KVCalError
 from kvcal_artifacts.scheme import Scheme
 from kvcal_artifacts.windows import HeavyHitters
-from models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
+from tests.support.models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
 
 LAYERS, LENGTH, HARMED = 4, 100, 2
 TEXT = ["--length", LENGTH, "--windows", 2, "--step", 16]

@@ -12,7 +12,7 @@ from kvcal.pipeline.scheme_file import read_recipe
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.codecs import Predicted, Role, Shape
 from kvcal_artifacts.errors import UsageError
-from models_fixture import SUFFIX, kvcal, write_model, write_text
+from tests.support.models_fixture import SUFFIX, kvcal, write_model, write_text
 
 LAYERS = 4
 ROLES: tuple[Role, ...] = ("key", "value")

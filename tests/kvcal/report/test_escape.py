@@ -30,10 +30,10 @@ from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.fingerprint import Fingerprint
 from kvcal_artifacts.scheme import Scheme
 from kvcal_artifacts.shown import message, shown
-from models_fixture import SUFFIX, Done, kvcal
-from schemes import scheme as some_scheme
+from tests.support.models_fixture import SUFFIX, Done, kvcal
+from tests.support.pages import ROOT
+from tests.support.schemes import scheme as some_scheme
 
-ROOT = Path(__file__).resolve().parent.parent
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp.exe\u2066\r\n\x7f\u2028"
 BAD = [one for one in ESCAPES if unicodedata.category(one) in ("Cc", "Cf", "Zl")]
 BIDIRECTIONAL = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
@@ -273,7 +273,7 @@ def apart(body: str) -> tuple[str, list[tuple[str, list[str]]]]:
 
 
 def tiny_shape() -> Any:
-    from architectures import TINY
+    from tests.support.architectures import TINY
 
     return TINY["llama"](num_hidden_layers=1)
 

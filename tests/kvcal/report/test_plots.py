@@ -11,7 +11,7 @@ import pytest
 
 from kvcal.report import plots
 from kvcal_artifacts.errors import KVCalError
-from models_fixture import file_size_limit, small_disk
+from tests.support.models_fixture import file_size_limit, small_disk
 
 pytest.importorskip("matplotlib")
 

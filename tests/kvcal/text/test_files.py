@@ -29,8 +29,8 @@ from kvcal.text.files import ALLOWED, SECOND, folder_files, read_file
 from kvcal.text.rows import WITHOUT, Picker
 from kvcal.text.sources import token_windows
 from kvcal_artifacts.errors import TextError
-from models_fixture import SMALL, kvcal, write_model, write_text
-from test_corpus import PLAIN, WITH_BOS, byte_tokenizer, numbered, write
+from tests.kvcal.text.test_sources import PLAIN, WITH_BOS, byte_tokenizer, numbered, write
+from tests.support.models_fixture import SMALL, kvcal, write_model, write_text
 
 ROWS = [{"text": f'It is é number {i},\n"so" it is\tsaid.\n', "n": i} for i in range(5)]
 TEXTS = [str(row["text"]) for row in ROWS]

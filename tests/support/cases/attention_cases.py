@@ -1,6 +1,8 @@
 """Inputs of fused decode attention over every format and shape, and what it must give; also run by themselves:
 
-TRITON_INTERPRET=1 python -m attention_cases small|exhaustive    # a line for each case that is wrong, then their number
+TRITON_INTERPRET=1 python -m tests.support.cases.attention_cases small|exhaustive
+
+prints a line for each case that is wrong, then their number.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from interpreted import run_cases
 from kvcal_kernels.attention import plan, reference
 from kvcal_kernels.hadamard import signs
 from kvcal_kernels.layout import (
@@ -32,6 +33,7 @@ from kvcal_kernels.layout import (
 )
 from kvcal_kernels.layout.form import BITS, DIMS
 from kvcal_kernels.layout.grids import GRIDS, IN_BYTES, LARGEST
+from tests.support.interpreted import run_cases
 
 
 class Setting(NamedTuple):

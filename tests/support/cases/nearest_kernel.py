@@ -1,4 +1,6 @@
-"""The nearest point as kernels look for it, alone: for the interpreter and the emulator, python -m nearest_kernel"""
+"""The nearest point as kernels look for it, alone: for the interpreter and the emulator, python -m
+tests.support.cases.nearest_kernel
+"""
 
 from __future__ import annotations
 

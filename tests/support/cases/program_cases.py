@@ -1,7 +1,7 @@
 """What the kernel makes of a plan: a line for each one that it shares out otherwise than `plan` says, then their
 number.
 
-TRITON_INTERPRET=1 python -m program_cases
+TRITON_INTERPRET=1 python -m tests.support.cases.program_cases
 """
 
 from __future__ import annotations

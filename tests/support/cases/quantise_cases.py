@@ -1,6 +1,8 @@
 """Inputs of the quantise and append kernels, and what they must give; also run by themselves:
 
-TRITON_INTERPRET=1 python -m quantise_cases small|exhaustive    # a line for each case that is wrong, then their number
+TRITON_INTERPRET=1 python -m tests.support.cases.quantise_cases small|exhaustive
+
+prints a line for each case that is wrong, then their number.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interpreted import run_cases
 from kvcal_artifacts.codecs import Codec, Higgs, Shape, Uniform
 from kvcal_artifacts.paths.choose import rule_of
 from kvcal_kernels.layout import Blocks, Form, decode
 from kvcal_kernels.quantise import AnyRule, Counts, GridRule, Layer, Rule, Windows, blocks_for, reference
+from tests.support.interpreted import run_cases
 
 # bits, group, inner, mode
 SETTINGS: dict[str, tuple[int, int, bool, reference.Mode]] = {

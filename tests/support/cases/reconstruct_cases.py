@@ -1,5 +1,5 @@
-"""Cases of the reconstruction kernel, run by its tests in a process of their own: `python -m reconstruct_cases`, in
-Triton's interpreter. Prints what is wrong, then how many there were.
+"""Cases of the reconstruction kernel, run by its tests in a process of their own: `python -m
+tests.support.cases.reconstruct_cases`, in Triton's interpreter. Prints what is wrong, then how many there were.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from interpreted import run_cases
 from kvcal_artifacts.codecs import Predicted, Scaled, Shape
 from kvcal_artifacts.codecs.base import Codec, Context
 from kvcal_artifacts.codecs.higgs import GRIDS, Higgs
@@ -22,6 +21,7 @@ from kvcal_artifacts.codecs.predictors import Linear, Predictor, QuantisedLinear
 from kvcal_artifacts.codecs.reconstruct import Reconstruction, coded
 from kvcal_kernels.reconstruct import Turn, reference
 from kvcal_kernels.reconstruct import triton as kernel
+from tests.support.interpreted import run_cases
 
 PREPARE = kernel.prepare
 

@@ -1,4 +1,6 @@
-"""Kernels of a few lines, for the emulator alone: python -m emulator -m simple_kernels"""
+"""Kernels of a few lines, for the emulator alone: python -m tests.emulator -m
+tests.support.cases.simple_kernels
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Cases of decode attention over vector codes, run by its tests in a process of their own: `python -m
-vq_attention_cases`, in Triton's interpreter. Prints what is wrong, then how many there were.
+tests.support.cases.vq_attention_cases`, in Triton's interpreter. Prints what is wrong, then how many there were.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interpreted import run_cases
 from kvcal_artifacts.codecs import ResidualVQ, Shape
 from kvcal_kernels.vq_attention import Coded, reference
+from tests.support.interpreted import run_cases
 
 
 @dataclass(frozen=True)
