@@ -1,7 +1,7 @@
 """GPU tests by several processes on one GPU, within a limit of time: most of their time is compiling, which takes a
 core.
 
-    PYTHONPATH=.:kernels:artifacts python docs/runs/gpu_tests.py [--jobs 14] [--seconds 280] [--out DIR] [tests/test_x.py ...]
+    PYTHONPATH=.:kernels:artifacts python docs/runs/gpu_tests.py [--jobs 14] [--seconds 280] [--out DIR] [tests/kernels ...]
 
 Prints a line a file, every failure, and by name what had not run when time was over; gpu_tests.txt has all output. Exit
 code 1 unless all passed. --few: FEW alone, each kernel once on small shapes.
@@ -31,7 +31,7 @@ SUMMARY = re.compile(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", re.MULTILINE)
 CLEAN = re.compile(r"SUMMARY: 0 (errors|hazards)")
 SANITIZER = ["compute-sanitizer", "--target-processes", "application-only", "--print-limit", "20"]
 SANITIZER += ["--launch-timeout", "300", "--tool"]  # seconds until a process must have come to the GPU; 10 are too few
-FEW = (  # file, and how the name goes on
+FEW = (  # file of tests/kernels, and how the name goes on
     ("attention_kernel", "symmetric 3 and symmetric 2, dim 96, ratio 3, queries 3,"),
     ("attention_kernel", "asymmetric 3 and outer 3, dim 64, heads 2, blocks (2, 0, 7)"),  # two warps a program
     ("attention_kernel", "grid 3 of 2 and symmetric 3, dim 64"),
@@ -43,10 +43,10 @@ FEW = (  # file, and how the name goes on
     ),
     ("quantise_kernel", "symmetric 3 and hybrid 2, factor rows"),  # a prompt, steps that append, counts that advance
     ("quantise_kernel", "higgs 2 and turboquant 2, factor rows"),
-    ("compensated_kernel", "(64, 16, 64, 32, 2)]"),
-    ("compensated_kernel", "(64, 16, 64, 32, 2)-a ring-1"),  # the block that a step packs
-    ("salience_kernel", "(Tiers(low=2.0, high=8.0, round_up=8, median=True, full=None, four=None)"),
-    ("rotated_kernel", "(2, 16, 'token', 'mse', 64, 'token')"),
+    ("squat", "(64, 16, 64, 32, 2)]"),
+    ("squat", "(64, 16, 64, 32, 2)-a ring-1"),  # the block that a step packs
+    ("mixkvq", "(Tiers(low=2.0, high=8.0, round_up=8, median=True, full=None, four=None)"),
+    ("higgs", "(2, 16, 'token', 'mse', 64, 'token')"),
     ("vq", "64-256"),  # nearest codeword
     ("vq_attention", "Case(keys=((3, 64), (3, 16)), values=((3, 64),), blocks=(3, 1), heads=2, ratio=4, queries=1"),
     ("vq_append", "heads 1, dim 80"),
@@ -84,9 +84,10 @@ def few(tests: list[str]) -> list[str]:
     """The first test of each of FEW."""
     found = []
     for file, name in FEW:
-        own = [test for test in tests if test.startswith(f"tests/test_{file}.py::") and f"[{name}" in test]
+        place = re.compile(rf"tests/kernels/(\w+/)?test_{file}\.py::")
+        own = [test for test in tests if place.match(test) and f"[{name}" in test]
         if not own:
-            raise SystemExit(f"no test of tests/test_{file}.py begins with [{name}: mend FEW")
+            raise SystemExit(f"no test of test_{file}.py in tests/kernels begins with [{name}: mend FEW")
         found.append(own[0])
     return found
 

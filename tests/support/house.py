@@ -2,7 +2,7 @@
 
     python tests/support/house.py
 
-prints the table; tests/test_house.py holds the limits with the same code. Complexity is McCabe's as radon counts it:
+prints the table; tests/docs/test_house.py holds the limits with the same code. Complexity is McCabe's as radon counts it:
 one, and one for each decision, each further operand of `and` and `or`, each comprehension and each condition in one;
 what functions inside a function decide is theirs.
 """
@@ -38,6 +38,10 @@ VAGUE = frozenset(
 )
 NO_ROOMS = {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
 
+MOST_ENTRIES = 20  # of a folder of tests
+TESTED = {"kvcal": ROOT / "kvcal"} | {name: ROOT / name / f"kvcal_{name}" for name in ("artifacts", "kernels")}
+HELPERS = {"support", "emulator"}  # folders of tests/ in which modules without tests lie
+
 Import = tuple[str, str, bool]  # (importing module, imported module, at module level?)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -48,6 +52,28 @@ def modules(package: str) -> Iterator[tuple[str, Path]]:
     for path in sorted((base / package).rglob("*.py")):
         parts = path.relative_to(base).with_suffix("").parts
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def misplaced_tests(tests: Path) -> Iterator[str]:
+    """What is wrong with the layout of a folder `tests`: a line each."""
+    for folder in [tests, *sorted(path for path in tests.rglob("*") if path.is_dir())]:
+        place = folder.relative_to(tests)
+        entries = [path.name for path in sorted(folder.iterdir()) if path.name != "__pycache__"]
+        if "__pycache__" in place.parts or not entries:
+            continue
+        if len(entries) > MOST_ENTRIES:
+            yield f"{place}: {len(entries)} entries, at most {MOST_ENTRIES}"
+        if "__init__.py" not in entries:
+            yield f"{place}: no __init__.py"
+        room = place.parts[0] if place.parts else ""
+        if room in TESTED and not TESTED[room].joinpath(*place.parts[1:]).is_dir():
+            yield f"{place}: no such folder in {TESTED[room].name}"
+        for name in entries:
+            if name.startswith("test_"):
+                if not room:
+                    yield f"{name}: a test that is in no folder"
+            elif name.endswith(".py") and name not in ("__init__.py", "conftest.py") and room not in HELPERS:
+                yield f"{place / name}: a helper outside of tests/{' and tests/'.join(sorted(HELPERS))}"
 
 
 def imports(package: str) -> list[Import]:

@@ -1,8 +1,8 @@
 """A pytest plugin that shows whether a change of source changes compiled kernels: hashes of PTX, without ptxas or a
 GPU.
 
-    python -m pytest -p support.ptx_hashes --ptx-hashes before.json -m "not gpu" -k compiled tests/...
-    python -m support.ptx_hashes compare before.json after.json
+    python -m pytest -p tests.support.ptx_hashes --ptx-hashes before.json -m "not gpu" -k compiled tests/...
+    python -m tests.support.ptx_hashes compare before.json after.json
 
 Each kernel that a test compiles through `compiled.compiled` is taken to PTX and hashed, under the test's name and
 parameters and the kernel's number within the test. The test then ends as skipped, since no program was made of the PTX.
@@ -72,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    import compiled
+    from tests.support import compiled
 
     def compiled_to_ptx(
         kernel: Any,

@@ -30,7 +30,8 @@ Operands are registers of tensors [warps, 16, 8] in the layout of a product's re
 - places: shared addresses of a lane in slot 0 of the ring: for ldmatrix, of its key scales, of its value scales; for
   ldmatrix of half tiles, where there are such (`beyond`).
 
-The interpreter does not run it: emulated.py computes the same there, tests/test_products.py runs the assembly.
+The interpreter does not run it: emulated.py computes the same there, and tests/kernels/attention/test_int8.py runs the
+assembly.
 """
 
 from __future__ import annotations

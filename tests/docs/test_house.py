@@ -1,0 +1,554 @@
+"""The house rules: who may import whom, how large things may be, where tests lie, what `--help` may cost, exit codes,
+docs/cli.md, poisoned memory.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from kvcal.cli import failure
+from kvcal.report.progress import progress
+from kvcal_artifacts import errors
+from tests.support import house
+from tests.support.house import ROOT, SOURCE_ROOTS, Import, Size, imports, imports_of, is_for_types_only, modules
+
+WHERE_USED = {
+    "datasets",
+    "optuna",
+    "pyarrow",
+    "matplotlib",
+    "lm_eval",
+    "sqlalchemy",
+}  # slow to import, and few commands need them
+
+
+def within(module: str, *packages: str) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def foreign(package: str) -> list[Import]:
+    """Imports of anything but the standard library and the package itself."""
+    own = {package, "__future__"} | set(sys.stdlib_module_names)
+    return [found for found in imports(package) if found[1].split(".")[0] not in own]
+
+
+def test_reader_of_imports_sees_them(tmp_path: Path) -> None:
+    file = tmp_path / "codec.py"
+    file.write_text("import torch.nn\nfrom ..errors import E\nfrom . import base\ndef f():\n    import optuna\n")
+    assert list(imports_of("a.codecs.codec", file)) == [
+        ("a.codecs.codec", "torch.nn", True),
+        ("a.codecs.codec", "a.errors.E", True),
+        ("a.codecs.codec", "a.codecs.base", True),
+        ("a.codecs.codec", "optuna", False),
+    ]
+
+
+def test_kernels_import_torch_only_and_triton_in_triton_files() -> None:
+    assert list(modules("kvcal_kernels"))
+    for module, target, _ in foreign("kvcal_kernels"):
+        in_triton_file = "triton" in module.split(".")
+        assert within(target, "torch") or (in_triton_file and within(target, "triton")), f"{module} imports {target}"
+
+
+def test_kernels_import_without_triton() -> None:
+    """The reference path runs where triton is not installed: triton.py, or a folder triton, is imported in functions
+    only.
+    """
+    for module, target, top in imports("kvcal_kernels"):
+        if within(target, "kvcal_kernels") and "triton" in target.split(".") and "triton" not in module.split("."):
+            assert not top, f"{module} imports {target} at module level"
+
+
+def test_artifacts_need_only_what_a_server_has() -> None:
+    for module, target, _ in foreign("kvcal_artifacts"):
+        allowed = ["torch", "safetensors", "kvcal_kernels"]
+        if within(module, "kvcal_artifacts.hf", "kvcal_artifacts.cache"):
+            allowed.append("transformers")
+        assert within(target, *allowed), f"{module} imports {target}"
+
+
+def test_artifacts_cache_touches_only_transformers_cache_classes() -> None:
+    """So that hf/ is the only folder that knows Transformers' internals."""
+    for module, target, _ in imports("kvcal_artifacts"):
+        if within(module, "kvcal_artifacts.cache") and within(target, "transformers"):
+            assert within(target, "transformers.cache_utils", "transformers.Cache"), f"{module} imports {target}"
+
+
+def dependencies(package: str) -> dict[str, set[str]]:
+    """The modules of a package that each of its modules imports, at the top or inside a function; not for types alone.
+
+    Python imports a folder's __init__ before what lies in it. That is no arrow here: only what a statement names
+    counts.
+    """
+    names = {name for name, _ in modules(package)}
+    arrows: dict[str, set[str]] = {name: set() for name in names}
+    for name, path in modules(package):
+        for target in targets_at_run_time(name, path):
+            named = target if target in names else target.rpartition(".")[0]
+            if named in names and named != name:
+                arrows[name].add(named)
+    return arrows
+
+
+def targets_at_run_time(name: str, path: Path) -> Iterator[str]:
+    for_types = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if is_for_types_only(node)]
+    lines = {line for node in for_types for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+    tree = ast.parse(path.read_text("utf-8"))
+    home = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and node.lineno not in lines:
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.lineno not in lines:
+            base = home.split(".")[: len(home.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that reach one another."""
+    reached: dict[str, set[str]] = {}
+    for start in arrows:
+        waiting, there = [start], set[str]()
+        while waiting:
+            for target in arrows[waiting.pop()] - there:
+                there.add(target)
+                waiting.append(target)
+        reached[start] = there
+    groups = {tuple(sorted(b for b in reached[a] if a in reached[b])) for a in arrows if a in reached[a]}
+    return [list(group) for group in sorted(groups)]
+
+
+def test_reader_of_circles_sees_them() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == [["b", "c"]]
+
+
+def test_artifacts_have_no_circle_of_imports() -> None:
+    arrows = dependencies("kvcal_artifacts")
+    assert circles(arrows) == []
+    folders: dict[str, set[str]] = {entry(name): set() for name in arrows}
+    for name, targets in arrows.items():
+        folders[entry(name)] |= {entry(target) for target in targets} - {entry(name)}
+    assert circles(folders) == []
+
+
+def entry(module: str) -> str:
+    """The entry of a package that a module is or lies in: kvcal_artifacts.hf of kvcal_artifacts.hf.seam."""
+    return ".".join(module.split(".")[:2])
+
+
+def test_artifacts_never_import_triton_kernels_directly() -> None:
+    for module, target, _ in imports("kvcal_artifacts"):
+        assert not (within(target, "kvcal_kernels") and "triton" in target.split(".")), f"{module} imports {target}"
+
+
+ROOMS = (  # of kvcal, highest first: an arrow goes down this list, never up
+    "cli",
+    "commands",
+    "demo",
+    "bench",
+    "bundles",
+    "pipeline",
+    "search",
+    "evaluate",
+    "calibrate",
+    "methods",
+    "capture",
+    "text",
+    "models",
+    "report",
+)
+
+
+def test_rooms_of_kvcal() -> None:
+    assert house.rooms("kvcal") == sorted(ROOMS)
+    assert len(ROOMS) <= 14
+
+
+def test_arrows_between_rooms_never_climb() -> None:
+    floors = {room: len(ROOMS) - place for place, room in enumerate(ROOMS)}  # the package itself has none: its version
+    climbing = [
+        f"{module} imports {target}"
+        for module, targets in house.arrows("kvcal").items()
+        for target in targets
+        if (room := _room(module)) in floors and floors.get(_room(target), 0) > floors[room]
+    ]
+    assert climbing == []
+
+
+def _room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+CIRCLES: dict[str, list[list[str]]] = {  # to be cut: a list here may only go
+    "kvcal_artifacts": [
+        [
+            "cache.cache",
+            "cache.copying",
+            "cache.cropping",
+            "cache.device_steps",
+            "cache.evicting_layer",
+            "cache.layer",
+            "cache.observing",
+            "cache.packing",
+            "cache.planning",
+            "cache.reading",
+            "cache.report",
+            "cache.setting_up",
+            "cache.static",
+        ],
+    ],
+}
+
+
+@pytest.mark.parametrize("package", SOURCE_ROOTS)
+def test_modules_do_not_import_each_other_in_circles(package: str) -> None:
+    circles = [[name.partition(".")[2] for name in circle] for circle in house.circles(house.arrows(package))]
+    assert circles == CIRCLES.get(package, [])
+
+
+def test_circles_are_seen() -> None:
+    assert house.circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"a", "f"}, "f": {"e"}}) == [
+        ["a", "b", "c"],
+        ["e", "f"],
+    ]
+
+
+LARGEST = {"module": 600, "class": 400, "function": 120}  # lines
+PARAMETERS, COMPLEXITY = 40, 20
+KERNEL = (
+    "kvcal_kernels.attention.triton.kernel.attend_kernel"  # one launch over all formats: lines, parameters, complexity
+)
+KERNEL_LIMITS = (150, 64, 40)
+
+TOO_LARGE: dict[str, set[str]] = {}  # to be cut: a name here may only go
+
+
+def too_large(size: Size) -> bool:
+    lines, parameters, complexity = LARGEST[size.kind], PARAMETERS, COMPLEXITY
+    if size.name == KERNEL:
+        lines, parameters, complexity = KERNEL_LIMITS
+    return size.lines > lines or size.parameters > parameters or size.complexity > complexity
+
+
+@pytest.mark.parametrize("package", SOURCE_ROOTS)
+def test_sizes_have_limits(package: str) -> None:
+    """The test fails for a new name, and for one in TOO_LARGE that no longer is."""
+    offenders = {size.name.removeprefix(f"{package}."): size for size in house.sizes(package) if too_large(size)}
+    listed = TOO_LARGE.get(package, set())
+    assert [str(size) for name, size in offenders.items() if name not in listed] == []
+    assert sorted(listed - offenders.keys()) == [], "no longer too large: take these names out of TOO_LARGE"
+
+
+VAGUE_LEFT = {"kvcal": {"kvcal.pipeline.gates": 1}}  # a key of JSON
+
+
+@pytest.mark.parametrize("package", SOURCE_ROOTS)
+def test_names_say_what_they_hold(package: str) -> None:
+    assert house.vague_names(package) == VAGUE_LEFT.get(package, {})
+
+
+CASES = """
+class A:
+    def f(self, a, *b, c=1, **d):
+        def g(): return [x for x in a if x if not x]
+        try:
+            for x in a: assert x
+            else: pass
+        except E: pass
+        return a and b and c or (1 if d else 0)
+"""
+
+
+def test_sizes_are_counted() -> None:
+    assert list(house.sizes_of("m", CASES.strip())) == [
+        Size("module", "m", 8),
+        Size("class", "m.A", 8),
+        Size("function", "m.A.f", 7, 5, 9),  # 1, except, for, its else, assert, two "and", "or", "if"
+        Size("function", "m.A.f.g", 1, 0, 4),
+    ]
+
+
+def test_tests_lie_as_the_sources_do() -> None:
+    assert list(house.misplaced_tests(ROOT / "tests")) == []
+
+
+def test_misplaced_tests_are_seen(tmp_path: Path) -> None:
+    full = [f"kvcal/cli/test_{i}.py" for i in range(20)]
+    for name in ("conftest.py", "test_a.py", "b.py", "kvcal/c.py", "kvcal/no_such/test_d.py", "support/e.py", *full):
+        tmp_path.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
+        tmp_path.joinpath(name).touch()
+    for folder in (".", "kvcal", "kvcal/cli", "kvcal/no_such"):
+        (tmp_path / folder / "__init__.py").touch()
+    assert list(house.misplaced_tests(tmp_path)) == [
+        "b.py: a helper outside of tests/emulator and tests/support",
+        "test_a.py: a test that is in no folder",
+        "kvcal/c.py: a helper outside of tests/emulator and tests/support",
+        "kvcal/cli: 21 entries, at most 20",
+        "kvcal/no_such: no such folder in kvcal",
+        "support: no __init__.py",
+    ]
+
+
+def test_only_the_command_line_imports_typer() -> None:
+    for module, target, _ in imports("kvcal"):
+        if not within(module, "kvcal.cli", "kvcal.__main__"):
+            assert not within(target, "typer", "click", "kvcal.cli"), f"{module} imports {target}"
+
+
+def test_slow_packages_are_imported_where_used() -> None:
+    for package in SOURCE_ROOTS:
+        for module, target, top in imports(package):
+            assert not (top and within(target, *WHERE_USED)), f"{module} imports {target} at module level"
+
+
+def test_commands_import_the_heavy_parts_where_used() -> None:
+    light = ("typer", "kvcal.cli", "kvcal.__version__", "kvcal_artifacts.errors", "kvcal_artifacts.shown")
+    for module, target, top in foreign_to_cli():
+        assert not top or within(target, *light), f"{module} imports {target} at module level"
+
+
+def foreign_to_cli() -> list[Import]:
+    stdlib = {"__future__"} | set(sys.stdlib_module_names)
+    return [i for i in imports("kvcal") if within(i[0], "kvcal.cli") and i[1].split(".")[0] not in stdlib]
+
+
+def test_no_allocator_is_imported_by_name() -> None:
+    """`from torch import empty` would escape the NaN that conftest.py fills torch.empty with."""
+    for package in SOURCE_ROOTS:
+        for module, target, _ in imports(package):
+            assert not target.startswith("torch.empty"), f"{module} imports {target}"
+
+
+def kvcal(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvcal.cli", *arguments]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["models", "--help"]])
+def test_help_imports_no_torch(arguments: list[str]) -> None:
+    script = (
+        "import sys, kvcal.cli\n"
+        f"sys.argv = ['kvcal', *{arguments}]\n"
+        "try:\n    kvcal.cli.main()\n"
+        "except SystemExit as done:\n    assert not done.code, done.code\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules}), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    loaded = set(ast.literal_eval(done.stderr))
+    assert not loaded & {
+        "torch",
+        "transformers",
+        "numpy",
+        "triton",
+        "datasets",
+        "huggingface_hub",
+        "rich",
+        "optuna",
+    }
+
+
+def test_help_is_quick() -> None:
+    """The promise is 0.5 s on two cores. Shown, not asserted: a busy machine is not a bug."""
+    started = time.perf_counter()
+    assert kvcal("--help").returncode == 0
+    print(f"kvcal --help: {time.perf_counter() - started:.2f} s")
+
+
+def test_usage_errors_exit_2() -> None:
+    assert kvcal("no-such-command").returncode == 2
+    assert kvcal("models", "--no-such-option").returncode == 2
+
+
+def test_models_prints_json() -> None:
+    done = kvcal("models", "--json")
+    assert done.returncode == 0, done.stderr
+    names = [row["name"] for row in json.loads(done.stdout)["models"]]
+    assert "tiny" in names
+    assert "llama-3.2-3b" in names
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["models", "--json"]])
+def test_a_reader_that_left_is_no_error_message(arguments: list[str]) -> None:
+    """`kvcal … | head -1`, with the reader gone before the first byte."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "kvcal.cli", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("argument", ["--version", "models"])
+def test_a_full_disk_under_stdout_is_one_line(argument: str) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "kvcal.cli", argument]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    line = "kvcal: stdout: cannot be written: No space left on device; send it where there is room\n"
+    assert (done.returncode, done.stderr) == (1, line)
+
+
+@pytest.mark.transformers
+def test_transformers_is_a_supported_version() -> None:
+    """So that `nox -s tests_oldest` shows which one it ran on."""
+    version = importlib.metadata.version("transformers")
+    print(f"transformers {version}")
+    assert tuple(int(part) for part in version.split(".")[:2]) >= (5, 17)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["batch", "length"], "try a smaller --batch, or a smaller --length"),
+        (["length", "windows"], "try a smaller --length, or fewer --windows"),
+        ([], "try a smaller model, or a machine with more"),
+    ],
+)
+def test_out_of_memory_names_options_that_the_command_has(options: list[str], said: str) -> None:
+    assert failure.explain(MemoryError(), options) == (f"out of memory: the host's memory; {said}", 6)
+
+
+def subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    for child in cls.__subclasses__():
+        yield from subclasses(child)
+
+
+def test_every_error_has_a_documented_exit_code() -> None:
+    for cls in subclasses(errors.KVCalError):
+        assert cls.exit_code in set(failure.EXIT_CODES) - {0, 130}, cls  # type: ignore[attr-defined]
+
+
+def exit_code_of(error: BaseException) -> int:
+    """A command that fails with `error`, called as the program calls it."""
+
+    def command() -> None:
+        raise error
+
+    with pytest.raises(typer.Exit) as done:
+        failure.guarded(command)()
+    return done.value.exit_code
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (errors.IncompatibleBundle("a.safetensors: made for X,\n  not for Y"), 4, "made for X, not for Y"),
+        (errors.ModelUnavailable("no such model"), 5, "kvcal: no such model"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. " + "advice. " * 40),
+            6,
+            "allocate 9 GiB",
+        ),
+        (KeyboardInterrupt(), 130, "kvcal: interrupted"),
+        (MemoryError(), 6, "out of memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 6, "out of memory"),
+        (
+            OSError(28, "No space left on device", "x.safetensors"),
+            1,
+            "No space left on device: x.safetensors",
+        ),
+        (PermissionError(13, "Permission denied", "/x"), 1, "kvcal: Permission denied: /x"),
+        (ValueError("a\nb"), 1, "kvcal: ValueError: a b (for the traceback: kvcal --debug"),
+    ],
+)
+def test_an_error_is_one_line_and_a_code(
+    error: BaseException,
+    code: int,
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("KVCAL_DEBUG", raising=False)
+    assert exit_code_of(error) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert line in printed.err
+    assert printed.err.count("\n") == 1
+    assert len(printed.err) < 300
+
+
+def test_debug_adds_the_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCAL_DEBUG", "1")
+    assert exit_code_of(ValueError("bad")) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_documentation_agrees_with_the_program() -> None:
+    check = [sys.executable, str(ROOT / "docs" / "check.py")]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(check, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 1.0, 31.0, 32.0, 65.0])
+    monkeypatch.setattr("kvcal.report.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    with progress("Fitting layers", total=8) as advance:
+        for steps in (1, 1, 2, 4):
+            advance(steps)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == "Fitting layers: 2/8 after 31 s\nFitting layers: 8/8 after 65 s\n"
+
+
+def test_progress_is_silent_on_request(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with progress("Fitting layers", total=1) as advance:
+        advance()
+    assert capsys.readouterr() == ("", "")
+
+
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty_is_poisoned(dtype: torch.dtype) -> None:
+    like = torch.zeros(2, 3, dtype=dtype)
+    fresh = [
+        torch.empty(2, 3, dtype=dtype),
+        torch.empty_like(like),
+        torch.empty_strided((2, 3), (3, 1), dtype=dtype),
+        like.new_empty(2, 3),
+    ]
+    for tensor in fresh:
+        assert tensor.dtype == dtype
+        assert bool((tensor.isnan() if dtype.is_floating_point else tensor == torch.iinfo(dtype).max).all())
+
+
+def test_poison_leaves_parameters_and_meta_tensors_alone() -> None:
+    assert torch.empty(3, requires_grad=True).requires_grad
+    assert torch.empty(3, device="meta").is_meta
+    assert torch.nn.Linear(2, 2).weight.isfinite().all()  # made with torch.empty, then initialised

@@ -1,0 +1,176 @@
+"""`kvcal compare`: rows equal those of eval, the front is right, an interrupted comparison goes on."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcal.commands import compare as command
+from kvcal.search.comparison import best, front
+from tests.support.models_fixture import SUFFIX, kvcal, write_model, write_text
+
+LENGTH = 220
+CROSS = ["--keys", "higgs-2,uniform-2-channel", "--values", "uniform-2,higgs-2", "--recent", 16]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("compare")
+    write_model(base / "model")
+    write_text(base / "words.txt")
+    return base
+
+
+def named(base: Path) -> list[Any]:
+    return ["--model", base / "model", "--text", base / "words.txt", "--length", LENGTH, "--windows", 2]
+
+
+def test_a_row_is_the_row_of_eval(base: Path) -> None:
+    presets = ["--preset", "higgs-3", "--preset", "uniform-4"]
+    alone = {row["name"]: row for row in kvcal("eval", *named(base), *presets, "--json").json["rows"]}
+    done = kvcal("compare", *named(base), *presets, *CROSS, "--max-bits", 3, "--json")
+    assert done.code == 0, done.err
+    found = {row["name"]: row for row in done.json["rows"]}
+    assert done.json["full_perplexity"] == alone["full"]["perplexity"]
+    for name in ("higgs-3", "uniform-4"):
+        assert {field: found[name][field] for field in alone[name]} == alone[name]
+    pairs = {"higgs-2", "higgs-2 + uniform-2", "uniform-2-channel + uniform-2", "uniform-2-channel + higgs-2"}
+    assert set(found) == pairs | {"higgs-3", "uniform-4"}
+    assert (
+        done.json["best"] == min((r for r in found.values() if r["bits_per_value"] <= 3), key=lambda r: r["kl"])["name"]
+    )
+    starred = [name for name, row in found.items() if row["front"]]
+    assert "uniform-4" in starred or "higgs-3" in starred
+
+
+def test_pairs_under_predictors(base: Path) -> None:
+    fitting = ["--predict", "--calibration", base / "words.txt", "--fit-windows", 4, "--fit-length", 96]
+    done = kvcal("compare", *named(base), "--keys", "uniform-2", "--values", "uniform-4", *fitting, "--json")
+    assert done.code == 0, done.err
+    rows = {row["name"]: row for row in done.json["rows"]}
+    assert set(rows) == {"uniform-2 + uniform-4", "aqua(uniform-2 + uniform-4)"}
+    assert rows["aqua(uniform-2 + uniform-4)"]["resident_bytes"] > 0
+    assert rows["aqua(uniform-2 + uniform-4)"]["kl"] < rows["uniform-2 + uniform-4"]["kl"]
+
+
+def test_codecs_learned_from_text_recipes_and_exceptions(base: Path, tmp_path: Path) -> None:
+    """Learned pairs are fitted without predictors, too; a recipe's row is the bundle that its command writes."""
+    (tmp_path / "plain.toml").write_text('codec = "uniform-4"\n[layers]\n"0" = "higgs-2"\n[windows]\nrecent = 16\n')
+    (tmp_path / "learned.toml").write_text('keys = "vq-2-k16"\nvalues = "uniform-4"\nframe = "post_rope"\n')
+    (tmp_path / "predicted.toml").write_text('codec = "uniform-4"\n[predictor]\nkind = "bias"\n')
+    recipes = [word for name in ("plain", "learned", "predicted") for word in ("--recipe", tmp_path / f"{name}.toml")]
+    fitting = ["--calibration", base / "words.txt", "--fit-windows", 4, "--fit-length", 96]
+    pairs = ["--keys", "uniform-2,vq-2-k16", "--values", "uniform-4", "--predict", "--per-layer", "-1=exact-16"]
+    done = kvcal("compare", *named(base), *recipes, *pairs, *fitting, "--recent", 16, "--json")
+    assert done.code == 0, done.err
+    rows = {row["name"]: row for row in done.json["rows"]}
+    alone = ["uniform-2 + uniform-4", "vq-2-k16 + uniform-4"]
+    assert set(rows) == {"plain", "learned", "predicted", *alone, *(f"aqua({name})" for name in alone)}
+    assert rows["aqua(uniform-2 + uniform-4)"]["kl"] < rows["uniform-2 + uniform-4"]["kl"]
+    books = rows["vq-2-k16 + uniform-4"]["resident_bytes"]
+    assert 0 < books < rows["aqua(vq-2-k16 + uniform-4)"]["resident_bytes"] and rows["plain"]["resident_bytes"] > 0
+    output = tmp_path / f"plain{SUFFIX}"
+    assert kvcal("preset", "--recipe", tmp_path / "plain.toml", "--model", base / "model", "-o", output).code == 0
+    learned = tmp_path / f"learned{SUFFIX}"
+    fit = ["--model", base / "model", "--text", base / "words.txt", "--windows", 4, "--length", 96, "--output", learned]
+    assert kvcal("fit-predictors", "--recipe", tmp_path / "learned.toml", *fit).code == 0
+    seen = kvcal("compare", *named(base), "--bundle", output, "--bundle", learned, "--json").json["rows"]
+    for row in seen:
+        assert row["kl"] == rows[row["name"]]["kl"] and row["bits_per_value"] == rows[row["name"]]["bits_per_value"]
+
+
+def test_an_interrupted_comparison_goes_on(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "rows.json"
+    arguments = ["compare", *named(base), *CROSS, "--output", output, "--json"]
+    whole = kvcal("compare", *named(base), *CROSS, "--json").json
+    measured: list[int] = []
+    evaluate = command.evaluate
+
+    def until_the_third(*args: Any, **kwargs: Any) -> Any:
+        measured.append(1)
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(command, "evaluate", until_the_third)
+    assert kvcal(*arguments).code == 130
+    assert len(json.loads(output.read_text())["rows"]) == 2
+    assert kvcal(*arguments).json["rows"] == whole["rows"]
+    assert len(measured) == 3 + 2
+    output.write_bytes(b"")  # as mktemp(1) leaves one
+    assert kvcal("compare", *named(base), "--preset", "fp8", "--output", output).code == 0
+    assert [row["name"] for row in json.loads(output.read_text())["rows"]] == ["fp8"]
+
+
+def test_errors_bytes_csv_and_plot(base: Path, tmp_path: Path) -> None:
+    files = {"--csv": tmp_path / "rows.csv", "--plot": tmp_path / "front.png"}
+    presets = ["--preset", "kivi-2", "--preset", "kivi-4", "--preset", "fp8"]
+    told = [part for pair in files.items() for part in pair]
+    found = kvcal("compare", *named(base), *presets, *told, "--at-length", 1000, "--json").json
+    rows = {row["name"]: row for row in found["rows"]}
+    for error in ("logit_error", "output_error", "kl"):
+        assert rows["kivi-2"][error] > rows["kivi-4"][error] > 0
+    values = rows["fp8"]["bytes_at_16_bit"] / 2 / LENGTH
+    for row in rows.values():
+        here = row["cache_bytes"] + row["window_bytes"] + row["resident_bytes"]
+        assert row["bytes_at_length"] == round(here + (1000 - LENGTH) * values * row["bits_per_value"] / 8)
+    with files["--csv"].open() as file:
+        read = list(csv.DictReader(file))
+    assert [row["name"] for row in read] == [row["name"] for row in found["rows"]]
+    assert float(read[0]["kl"]) == found["rows"][0]["kl"]
+    assert files["--plot"].read_bytes().startswith(b"\x89PNG")
+    kept = kvcal("compare", *named(base), "--preset", "fp8", "--keep", 0.5, "--json").json["rows"][0]
+    assert kept["logit_error"] is None and kept["output_error"] is None
+    assert kvcal("compare", *named(base), *presets, "--plot", tmp_path / "front.jpg").code == 2
+
+
+def test_what_is_refused(base: Path, tmp_path: Path) -> None:
+    for options, said in (
+        ([], "nothing to compare"),
+        (["--keys", "higgs-2"], "--keys and --values go together"),
+        (["--preset", "higgs-2", "--per-layer", "0=higgs-4"], "--per-layer applies only to the pairs of --keys and"),
+        (
+            ["--preset", "higgs-2", "--recent", 16],
+            "--recent applies only to the pairs of --keys and --values, and there",
+        ),
+        (["--preset", "higgs-2", "--frame", "post_rope"], "--frame applies only to the pairs"),
+        (["--preset", "higgs-2", "--predict"], "--predict applies only to the pairs"),
+        (["--preset", "higgs-2", "--key-inputs", "k1"], "--key-inputs applies only to the pairs"),
+        ([*CROSS, "--first-layer", "higgs-4"], "--first-layer applies only to pairs under predictors"),
+        ([*CROSS, "--fit-windows", 4], "--fit-windows applies only to rows that are fitted"),
+        (["--preset", "higgs-2", "--calibration", "x"], "--calibration applies only to rows that are fitted"),
+        (["--keys", "kivi-2-scaled", "--values", "kivi-2"], "a factor changes nothing"),
+        (["--keys", "higgs-9", "--values", "higgs-2"], "higgs-9"),
+        (["--keys", "higgs-2,higgs-2", "--values", "higgs-2"], "two rows would be called 'higgs-2'"),
+        (["--preset", "higgs-2", "--frame", "mid"], "--frame mid"),
+    ):
+        done = kvcal("compare", *named(base), *options)
+        assert done.code == 2 and said in done.complaint
+    missing = tmp_path / f"none{SUFFIX}"
+    assert kvcal("compare", *named(base), "--bundle", missing).code == 4
+
+
+ROWS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=8)
+
+
+@given(ROWS)
+def test_the_front_is_what_nothing_beats(pairs: list[tuple[int, int]]) -> None:
+    rows = [{"name": str(i), "bits_per_value": bits, "kl": kl} for i, (bits, kl) in enumerate(pairs)]
+    kept = {pairs[int(name)] for name in front(rows)}
+    for pair in set(pairs):
+        beaten = any(a <= pair[0] and b <= pair[1] and (a, b) != pair for a, b in pairs)
+        assert (pair in kept) != beaten
+    chosen = best(rows, 3)
+    assert chosen is None or chosen["kl"] == min(kl for bits, kl in pairs if bits <= 3)
+    assert (chosen is None) == all(bits > 3 for bits, _ in pairs)
+
+
+def test_a_row_that_packed_nothing_is_on_no_front() -> None:
+    assert front([{"name": "a", "bits_per_value": None, "kl": 0.0}]) == set()
+    assert best([{"name": "a", "bits_per_value": None, "kl": 0.0}], 4) is None

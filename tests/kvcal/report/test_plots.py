@@ -1,0 +1,100 @@
+"""Every plot is a whole file or none: what lay there stays where a disk is full or a run is interrupted in the middle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcal.report import plots
+from kvcal_artifacts.errors import KVCalError
+from tests.support.models_fixture import file_size_limit, small_disk
+
+pytest.importorskip("matplotlib")
+
+BENCHED = {
+    "operation": "reconstruct", "scheme": "kivi-2", "batch": 1, "projected": False, "microseconds": 3.0,
+    "ratio_to_fp16": None,
+}  # fmt: skip
+COMPARED = {"name": "kivi-2", "bits_per_value": 2.5, "kl": 0.1, "front": True}
+PROBED = {"target": "k", "inputs": ["k1"], "mean": 0.5, "mean_common": 0.5, "layers": [None, 0.5]}
+CURVE = {"window": [0.5, 0.0]}
+DRAW: dict[str, Callable[[Path], None]] = {
+    "plot_bench": lambda path: plots.plot_bench([BENCHED | {"length": n} for n in (1024, 2048)], path),
+    "plot_deviation": lambda path: plots.plot_deviation(
+        {"ranks": [1, 2], "mean": CURVE, "layers": [CURVE]}, {"window": "same window"}, "title", path
+    ),
+    "plot_probes": lambda path: plots.plot_probes([PROBED], "title", path),
+    "plot_quality": lambda path: plots.plot_quality([COMPARED], "title", path),
+}
+every_plot = pytest.mark.parametrize("draw", DRAW.values(), ids=DRAW)
+
+
+def test_every_plot_is_here() -> None:
+    assert set(DRAW) == {name for name in vars(plots) if name.startswith("plot_")}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where an older file lies."""
+    path = tmp_path / "plot.png"
+    path.write_bytes(b"old")
+    return path
+
+
+def test_crosses_are_in_the_legend_where_there_are_some() -> None:
+    from matplotlib.figure import Figure
+
+    for paper, labels in (({}, 0), ({"paper_microseconds": 4.0}, 1)):
+        axis = Figure().subplots()
+        plots._bench_lines(
+            axis, [BENCHED | {"length": n, "scheme": s} | paper for n in (1024, 2048) for s in ("a", "b")]
+        )
+        assert axis.get_legend_handles_labels()[1].count("the paper's figures") == labels
+
+
+def assert_untouched(path: Path) -> None:
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+@every_plot
+def test_a_file_cut_off_in_the_middle_leaves_the_old_one(draw: Callable[[Path], None], path: Path) -> None:
+    with file_size_limit(1000), pytest.raises(KVCalError, match=r"plot\.png: cannot be written: File too large"):
+        draw(path)
+    assert_untouched(path)
+
+
+def test_a_full_disk_leaves_the_old_plot(tmp_path: Path) -> None:
+    with small_disk(tmp_path) as disk:
+        (disk / "plot.png").write_bytes(b"old")
+        with pytest.raises(KVCalError, match="cannot be written: No space left on device"):
+            DRAW["plot_bench"](disk / "plot.png")
+        assert_untouched(disk / "plot.png")
+
+
+@every_plot
+def test_an_interrupt_leaves_the_old_one(
+    draw: Callable[[Path], None], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        draw(path)
+    assert_untouched(path)
+
+
+@every_plot
+def test_a_link_stays_one_and_the_same_figures_give_the_same_bytes(draw: Callable[[Path], None], path: Path) -> None:
+    link = path.with_name("link.png")
+    link.symlink_to(path.name)
+    draw(link)
+    first = path.read_bytes()
+    assert link.is_symlink() and first.startswith(b"\x89PNG") and first.endswith(b"IEND\xaeB`\x82")
+    draw(path)
+    assert path.read_bytes() == first

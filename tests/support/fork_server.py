@@ -1,0 +1,104 @@
+"""`kvcal` for shell scripts under test, without the seconds that importing torch takes each time.
+
+One process imports everything once and forks for every command; `program()` is the script that stands for `kvcal` on
+the path: it hands over its arguments, folder, environment and files, and ends with the command's exit code. What is
+read from the environment at import (HF_ENDPOINT, …) is as the server was started with.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPORTED = (
+    "transformers.models.llama.modeling_llama", "transformers.tokenization_utils_tokenizers",
+    "transformers.cache_utils", "matplotlib.figure", "matplotlib.backends.backend_agg", "huggingface_hub.hf_api",
+    "huggingface_hub.file_download", "kvcal.commands.build", "kvcal.commands.publish", "kvcal.commands.reproduce",
+)  # fmt: skip
+CLIENT = """\
+#!{python} -SE
+import json, os, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({place!r})
+asked = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+socket.send_fds(server, [len(asked).to_bytes(4, "little")], [0, 1, 2])
+server.sendall(asked)
+sys.exit(server.recv(1)[0])
+"""
+
+
+@contextmanager
+def forking(folder: Path, environment: Mapping[str, str]) -> Iterator[Path]:
+    """A server with this environment; yields a folder for the path that holds `kvcal`."""
+    place, tools = folder / "kvcal.socket", folder / "tools"
+    tools.mkdir()
+    program = tools / "kvcal"
+    program.write_text(CLIENT.format(python=sys.executable, place=str(place)))
+    program.chmod(0o755)
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(place)], env=dict(environment), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield tools
+    finally:
+        process.kill()
+        process.wait()
+
+
+def serve(place: str) -> None:
+    for module in IMPORTED:
+        importlib.import_module(module)
+    from kvcal.cli import main
+
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(place)
+    server.listen()
+    print("ready", flush=True)
+    while True:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(bytes([_run(connection, main)]))
+
+
+def _run(connection: socket.socket, main: object) -> int:
+    """One command in a child; its exit code."""
+    size, files, _, _ = socket.recv_fds(connection, 4, 3)
+    wanted, asked = int.from_bytes(size, "little"), b""
+    while len(asked) < wanted:
+        asked += connection.recv(wanted - len(asked))
+    if child := os.fork():
+        for file in files:
+            os.close(file)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF
+    code = 99
+    try:
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+        arguments, folder, environment = json.loads(asked)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = ["kvcal", *arguments]
+        assert callable(main)
+        main()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "artifacts")]
+    serve(sys.argv[1])

@@ -1,0 +1,88 @@
+"""Run what a page of the documentation tells people to run: its bash blocks, one after the other, in one folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", flags=re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """heading: the nearest one above, without its hashes."""
+
+    heading: str
+    code: str
+
+
+@dataclass(frozen=True)
+class Ran:
+    block: Block
+    code: int
+    out: str
+    err: str
+
+    @property
+    def report(self) -> str:
+        return f"## {self.block.heading}\n{self.block.code}exit code {self.code}\n{self.out}\n{self.err}"
+
+
+def bash_blocks(page: Path, headings: Collection[str] | None = None) -> list[Block]:
+    """The page's bash blocks; headings: only those below these, whatever their level."""
+    text, found, heading, at = page.read_text("utf-8"), [], "", 0
+    for fence in FENCE.finditer(text):
+        above = re.findall(r"^#+ +(.*?) *$", text[at : fence.start()], flags=re.MULTILINE)
+        heading, at = (above or [heading])[-1], fence.end()
+        if fence[1] == "bash" and (headings is None or heading in headings):
+            found.append(Block(heading, fence[2]))
+    return found
+
+
+def sources(tools: Path) -> dict[str, str]:
+    """The environment of a shell that finds this package, and first of all programs those in `tools`."""
+    path = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "artifacts"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "PATH": os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
+
+
+def run_page(
+    page: Path,
+    folder: Path,
+    headings: Collection[str] | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    seconds: float = 120,
+) -> list[Ran]:
+    """Run the blocks in `folder` with `kvcal` on the path; fails at the first that ends with another code than 0.
+
+    Each block is a shell of its own (bash -eu -o pipefail): files stay, variables do not.
+    """
+    tools = folder / ".bin"
+    tools.mkdir(exist_ok=True)
+    program = tools / "kvcal"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kvcal.cli "$@"\n')
+    program.chmod(0o755)
+    own = {**sources(tools), **(environment or {})}
+    done = []
+    for block in bash_blocks(page, headings):
+        ran = subprocess.run(
+            ["bash", "-eu", "-o", "pipefail", "-c", block.code],
+            cwd=folder, env=own, capture_output=True, text=True, timeout=seconds, check=False,
+        )  # fmt: skip
+        done.append(Ran(block, ran.returncode, ran.stdout, ran.stderr))
+        assert ran.returncode == 0, done[-1].report
+    return done
