@@ -71,7 +71,7 @@ def kernels(capability: tuple[int, int] | None, triton: str | None) -> list[dict
     why_not = blocked(capability, triton)
     rows = []
     for family in sorted(one.name for one in pkgutil.iter_modules(kvcal_kernels.__path__) if one.ispkg):
-        installed = any((Path(path) / family / "triton.py").is_file() for path in kvcal_kernels.__path__)
+        installed = any(_has_triton(Path(path) / family) for path in kvcal_kernels.__path__)
         why = why_not if installed else "has no GPU kernel in this version; torch operations run on any device"
         runs = installed and why is None
         reason = (
@@ -79,6 +79,11 @@ def kernels(capability: tuple[int, int] | None, triton: str | None) -> list[dict
         )
         rows.append({"kernel": family, "runs": runs, "why": reason})
     return rows
+
+
+def _has_triton(family: Path) -> bool:
+    """Whether a family has a module or a folder named triton, at any depth."""
+    return any(one.stem == "triton" for one in family.rglob("triton*"))
 
 
 def blocked(capability: tuple[int, int] | None, triton: str | None) -> str | None:

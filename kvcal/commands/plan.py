@@ -53,8 +53,9 @@ class PlanOptions:
 
 def run_plan(options: PlanOptions, say: Say) -> dict[str, Any]:
     """What the model takes on the card and how fast it runs, for FP16 and each scheme. say: is told what was assumed."""
-    card = _card(options)
     source = _source(options)
+    chosen = [schemes.planned(name) for name in dict.fromkeys(options.presets or schemes.DEFAULT)]
+    card = _card(options)
     model = _model(source, options, say)
     geometry = model.geometry
     context = geometry.context if options.context is None else units.tokens_of(options.context, "--context")
@@ -63,8 +64,6 @@ def run_plan(options: PlanOptions, say: Say) -> dict[str, Any]:
         context = geometry.context
     reads_all = not plain_config.experts(source)
     goal = Goal(source.name, model, context, geometry.context, options.batch, options.budget_kl, reads_all)
-    names = dict.fromkeys(options.presets or schemes.DEFAULT)
-    chosen = [schemes.planned(name) for name in names]
     rows = projection.rows(goal, chosen, card)
     return {
         "model": _model_record(source, model, options),

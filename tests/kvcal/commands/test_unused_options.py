@@ -227,7 +227,8 @@ WHOLE = [
 
 @pytest.mark.parametrize(("command", "option"), WHOLE, ids=[" ".join(pair) for pair in WHOLE])
 def test_a_number_that_no_tensor_can_have_is_refused(command: str, option: str, base: Path) -> None:
-    needed = {"generate": PROMPT, "preset": ["kivi-2", *OWN], "build": [GATED], "inspect": [KIVI]}.get(command, TEXT)
+    needed = {"generate": PROMPT, "preset": ["kivi-2", *OWN], "build": [GATED], "inspect": [KIVI], "plan": OWN}
+    needed = needed.get(command, TEXT)
     done = kvcal(command, *placed(needed if command != "bench" else [], base), option, 2**63)
     assert done.code == 2 and done.out == ""
     assert (f"{option} {2**63}: at most {2**63 - 1}" in done.err) or "less than or equal to" in done.err, done.err
