@@ -123,6 +123,7 @@ def main() -> None:
     options.add_argument("--tool", default="", choices=["", "memcheck", "racecheck", "synccheck", "initcheck"])
     options.add_argument("--out", default=os.environ.get("OUT", "."))
     chosen = options.parse_args()
+    Path(chosen.out).mkdir(parents=True, exist_ok=True)  # before minutes of tests whose output goes there
     began = time.time()
     tests = collected(chosen.paths)
     tests = few(tests) if chosen.few else tests
