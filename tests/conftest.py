@@ -82,10 +82,3 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         monkeypatch.setattr(module, "attention", counted)
     return seen
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of hooks first. Behind tests of kvcal/ their pickled models failed in one run: some test there leaves
-    another `Module._wrapped_call_impl` in the process than the one that a model refers to. Which one is not known.
-    """
-    items.sort(key=lambda item: item.path.name != "test_hooks.py")

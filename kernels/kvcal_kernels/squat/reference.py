@@ -163,13 +163,13 @@ def _error(part: Tensor, bits: int, group: int) -> Tensor:
     return error.transpose(-1, -2)
 
 
-def integers(x: Tensor, bits: int, dims: int = 2) -> tuple[Tensor, Tensor]:
-    """Return x as float64 integers of at most 2^bits and their power-of-two unit, one for the last `dims` dimensions.
+def integers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return x as float64 integers of at most 2^bits and their power-of-two unit, one for the last two dimensions.
 
     The exponent is read from the number's bits: torch 2.11's frexp reads and writes wrong memory where x is on another GPU
     than the current one.
     """
-    largest = x.abs().flatten(-dims).amax(-1) if x.numel() else x.new_zeros(x.shape[:-dims])
+    largest = x.abs().flatten(-2).amax(-1)[..., None, None] if x.numel() else x.new_zeros(*x.shape[:-2], 1, 1)
     exponent = torch.where(largest > 0, (largest.double().view(torch.int64) >> 52) - 1022, 0)
-    unit = ((exponent - bits + 1023) << 52).view(torch.float64).view(*largest.shape, *[1] * dims)
+    unit = ((exponent - bits + 1023) << 52).view(torch.float64)
     return (x.double() / unit).round_(), unit

@@ -24,6 +24,7 @@ from kvcal_artifacts.scheme import HeavyHitters, Scheme
 from tests.artifacts.paths import test_fused
 from tests.artifacts.paths.test_fused import PAIRS
 from tests.support import schemes
+from tests.support.architectures import build
 from tests.support.schemes import close_all, opened, same, token_ids
 
 REPLACED = "was replaced since this cache was made .*close the cache and make a new one"
@@ -39,8 +40,10 @@ def closed() -> Iterator[None]:
 
 
 def fresh(**overrides: Any) -> Any:
-    """A Llama of 3 layers that no cache has ever been on."""
-    return copy.deepcopy(test_fused.model(**overrides))
+    """A Llama of 3 layers that no cache has ever been on. Tests share test_fused.model: one that generated with a
+    compiled forward keeps it in `_compiled_call`, and cannot be pickled.
+    """
+    return build("Llama", head_dim=64, **overrides)
 
 
 def held(cache: KVCalCache) -> list[Any]:
