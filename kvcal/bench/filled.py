@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer
-from kvcal_artifacts.cache.prefixes import Prefixes
-from kvcal_artifacts.cache.static import StaticLayer
+from kvcal_artifacts.cache.static.layer import StaticLayer
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes
 from kvcal_artifacts.codecs.ragged import Ragged
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.storage.block_store import Stored

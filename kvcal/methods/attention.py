@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.cache.prefixes import Prefixes
 from kvcal_artifacts.cache.statistics import statistic
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes
 from kvcal_artifacts.codecs import Codec, Context, Shape
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.hf import AttentionSite

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 
 from .layer import KVCalLayer
-from .parts import CacheParts
+from .whole_cache import WholeCache
 
 # what a layer does not share with its copies
 OWN = ("_owner", "site", "title", "_in_place", "codecs", "handle", "_shown", "_layer")
 
 
-def fill(twin: CacheParts, cache: CacheParts, memo: dict[int, object]) -> None:
+def fill(twin: WholeCache, cache: WholeCache, memo: dict[int, object]) -> None:
     """Copy the contents of `cache`, of which the host must know, into a new cache of the same settings."""
     twin.ledger = copy.deepcopy(cache.ledger, memo)
     twin.record, twin.steps = cache.record.copied(), copy.deepcopy(cache.steps, memo)
