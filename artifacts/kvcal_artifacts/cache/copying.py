@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from .layer import KVCalLayer
 from .whole_cache import WholeCache
@@ -23,3 +25,14 @@ def fill(twin: WholeCache, cache: WholeCache, memo: dict[int, object]) -> None:
             other.codecs = layer.codecs
         else:
             twin.layers[index] = copy.deepcopy(layer, memo)
+
+
+@contextmanager
+def undone(cache: WholeCache, layer: KVCalLayer) -> Iterator[None]:
+    """What a call does within the block to one layer, and to what it leaves for the layers above, is undone."""
+    state = {name: value for name, value in vars(layer).items() if name not in OWN}
+    contents, codecs = copy.deepcopy(state), layer.codecs
+    with cache.forward.chain.undone():
+        yield
+    layer.__dict__.update(contents)
+    layer.codecs = codecs
