@@ -12,12 +12,12 @@ A Hadamard transform mixes a power of two of channels. What it leaves over, an o
 one by one (`norm="token"`) is, too, what bundles written before were made with.
 
 With d = 1 grids are scalar (Lloyd-Max); with the norm per head that is TurboQuant's MSE form (Zandieh et al. 2026),
-b + 16 / D bits, except that its dense random rotation is a randomised Hadamard transform here (docs/methods.md has both).
+b + 16 / D bits, except that its dense random rotation is a randomised Hadamard transform here (docs/lab/methods.md has both).
 
 A nearest point is shorter than what it stands for: on average x̂ = (1 - D) x plus noise, D the grid's MSE (0.11 at 2 bits).
 Keys then score 11 % low beside the exact ones in the windows, and values add up 11 % short, however many are averaged.
 `gain="debiased"` stores a larger norm: values are made unbiased, by 1 / (1 - D); keys keep their length, by its square root,
-because the noise of a score raises its exponential (docs/methods.md has the figures). "mse" is HIGGS as published.
+because the noise of a score raises its exponential (docs/lab/methods.md has the figures). "mse" is HIGGS as published.
 
 `points="bytes"` rounds the grid's points to multiples of one step, the largest 126 of it, for grids of at most 16 points: at
 head_dim 64, 128 and 256 attention then takes products of 8-bit integers in the place of look-ups. On Gaussian numbers the MSE
