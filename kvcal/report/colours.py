@@ -1,8 +1,10 @@
-"""One colour for a method, in every plot. The colours are Okabe and Ito's and Tol's, which colour-blind readers tell
-apart; methods that stand next to each other in tables differ in lightness too.
+"""One colour for a method, in every plot, and a lighter one for its schemes of more bits. The colours are Okabe and
+Ito's and Tol's, which colour-blind readers tell apart.
 """
 
 from __future__ import annotations
+
+import re
 
 COLOURS = {  # a word of a scheme's name -> colour; the first that is found counts
     "transform": "#882255",
@@ -24,12 +26,19 @@ COLOURS = {  # a word of a scheme's name -> colour; the first that is found coun
     "uniform": "#bbbbbb",
 }
 OTHER = "#6b7783"
+LIGHTER = {3: 0.25, 4: 0.45, 8: 0.6}  # bits in a scheme's name -> part of white
 
 
 def colour(scheme: str) -> str:
-    """The colour of a scheme by its name, as `aqua-kv`, `kivi-2+higgs-2` (that of its keys) or `H2O + HIGGS`."""
+    """The colour of a scheme by its name, as `aqua-kv`, `kivi-4+higgs-2` (that of its keys) or `H2O + HIGGS`."""
     name = scheme.casefold()
-    found = [(name.find(word), -len(word), shade) for word, shade in COLOURS.items() if word in name]
-    if "transform" in name:
-        return COLOURS["transform"]
-    return min(found)[2] if found else OTHER
+    found = [(name.find(word), -len(word), word) for word in COLOURS if word in name]
+    word = "transform" if "transform" in name else min(found)[2] if found else ""
+    bits = re.search(rf"{word}[^\d+]*(\d)", name) if word else None
+    return _lighter(COLOURS.get(word, OTHER), LIGHTER.get(int(bits[1]), 0.0) if bits else 0.0)
+
+
+def _lighter(shade: str, white: float) -> str:
+    """A colour as #rrggbb, mixed with so much white."""
+    parts = (int(shade[place : place + 2], 16) for place in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)

@@ -150,7 +150,7 @@ def plot_bench(rows: list[dict[str, Any]], title: str, path: Path) -> None:
         raise UsageError(f"--plot {path}: no row has a time to draw")
     wide = min(3, len(names))
     tall = -(-len(names) // wide)
-    figure = Figure(figsize=(4.6 * wide, 3.4 * tall), layout="constrained")
+    figure = Figure(figsize=(6.4 * wide, 3.6 * tall), layout="constrained")
     axes = figure.subplots(tall, wide, squeeze=False).flatten()
     for axis, name in zip(axes, names, strict=False):
         of_operation = [row for row in timed if row["operation"] == name]
@@ -160,7 +160,7 @@ def plot_bench(rows: list[dict[str, Any]], title: str, path: Path) -> None:
         _bench_lines(axis, reference + of_operation)
         axis.set(title=drawable(name), xlabel="cached tokens", ylabel="µs", xscale="log", yscale="log")
         axis.grid(alpha=0.25)
-        axis.legend(fontsize=6, frameon=False)
+        axis.legend(fontsize=6.5, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     for axis in axes[len(names) :]:
         axis.set_axis_off()
     figure.suptitle(drawable(title), fontsize=9.5)

@@ -69,9 +69,10 @@ def test_formats(draw: Callable[[Path], None], suffix: str, begins: bytes, tmp_p
 def test_a_scheme_has_one_colour() -> None:
     from kvcal.report.colours import COLOURS, OTHER, colour
 
-    assert colour("kivi-2+higgs-2") == colour("kivi-4") == COLOURS["kivi"]
+    assert colour("kivi-2+higgs-2") == colour("kivi-sink-2") == COLOURS["kivi"]
     assert colour("tiny-aqua-kv") == COLOURS["aqua"] != colour("AQUA-KV x transform") == COLOURS["transform"]
-    assert colour("turboquant-4-3") != colour("higgs-3") and colour("no such scheme") == OTHER
+    assert colour("turboquant-2") == COLOURS["turboquant"] != colour("higgs-2") and colour("no such scheme") == OTHER
+    assert len({colour(f"inner-{bits}") for bits in (2, 3, 4)}) == 3 and colour("innerq-small") == COLOURS["inner"]
 
 
 def test_labels_do_not_lie_on_each_other() -> None:
