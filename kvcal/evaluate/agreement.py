@@ -51,23 +51,23 @@ def agreement(model: Any, ids: Tensor, caches: Mapping[str, CacheMaker], steps: 
         exact = _steps(model, ids, full, steps, advance)
         values = sum(layer.keys.numel() + layer.values.numel() for layer in full.layers)
         every = exact.shape[0] * exact.shape[1]
-        found = [Agreement("full", 2 * values, None, 0.0, every, every)]
+        rows = [Agreement("full", 2 * values, None, 0.0, every, every)]
         for name, make in caches.items():
             with make() as cache:
                 logits = _steps(model, ids, cache, steps, advance)
-                found.append(_row(name, cache, logits, exact, model.dtype.itemsize))
-    return found
+                rows.append(_row(name, cache, logits, exact, model.dtype.itemsize))
+    return rows
 
 
 def _steps(model: Any, ids: Tensor, cache: Any, steps: int, advance: Any) -> Tensor:
     """Log-probabilities (B, steps, vocabulary) float32 after each of the last `steps` tokens."""
     model(input_ids=ids[:, :-steps], past_key_values=cache, use_cache=True, logits_to_keep=1)
     advance()
-    rows = []
+    steps_logits = []
     for token in ids[:, -steps:].split(1, dim=1):
-        rows.append(model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1].float())
+        steps_logits.append(model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1].float())
         advance()
-    return functional.log_softmax(torch.stack(rows, 1), -1)
+    return functional.log_softmax(torch.stack(steps_logits, 1), -1)
 
 
 def _row(name: str, cache: Any, logits: Tensor, exact: Tensor, width: int) -> Agreement:

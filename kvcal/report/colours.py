@@ -32,8 +32,8 @@ LIGHTER = {3: 0.25, 4: 0.45, 8: 0.6}  # bits in a scheme's name -> part of white
 def colour(scheme: str) -> str:
     """The colour of a scheme by its name, as `aqua-kv`, `kivi-4+higgs-2` (that of its keys) or `H2O + HIGGS`."""
     name = scheme.casefold()
-    found = [(name.find(word), -len(word), word) for word in COLOURS if word in name]
-    word = "transform" if "transform" in name else min(found)[2] if found else ""
+    matches = [(name.find(word), -len(word), word) for word in COLOURS if word in name]
+    word = "transform" if "transform" in name else min(matches)[2] if matches else ""
     bits = re.search(rf"{word}[^\d+]*(\d)", name) if word else None
     return _lighter(COLOURS.get(word, OTHER), LIGHTER.get(int(bits[1]), 0.0) if bits else 0.0)
 

@@ -30,7 +30,7 @@ def label_points(axis: Any, points: Sequence[tuple[float, float]], texts: Sequen
     inside = axis.get_window_extent()
     at = [axis.transData.transform(point) for point in points]
     taken: list[Box] = [(x - 3 * unit, y - 3 * unit, x + 3 * unit, y + 3 * unit) for x, y in at]
-    for (x, y), point, text in sorted(zip(at, points, texts, strict=True), key=lambda found: found[0][0]):
+    for (x, y), point, text in sorted(zip(at, points, texts, strict=True), key=lambda label: label[0][0]):
         note = axis.annotate(drawable(text), point, xytext=(0, 0), textcoords="offset points", fontsize=size)
         extent = note.get_window_extent()
         boxes = [_box(x, y, step, extent.width, extent.height, unit) for step in STEPS]
@@ -55,7 +55,7 @@ def _box(x: float, y: float, step: tuple[float, float], width: float, height: fl
 
 def _overlap(box: Box, taken: Sequence[Box], inside: Any) -> float:
     """Pixels that the box shares with others, and those outside of the axes, ten times."""
-    shared = sum(_common(box, other) for other in taken)
+    shared = sum(_common(box, place) for place in taken)
     whole = (box[2] - box[0]) * (box[3] - box[1])
     return shared + 10 * (whole - _common(box, (inside.x0, inside.y0, inside.x1, inside.y1)))
 
