@@ -29,12 +29,12 @@ def label_points(axis: Any, points: Sequence[tuple[float, float]], texts: Sequen
     unit = figure.dpi / 72
     inside = axis.get_window_extent()
     at = [axis.transData.transform(point) for point in points]
-    taken: list[Box] = [(x - 3 * unit, y - 3 * unit, x + 3 * unit, y + 3 * unit) for x, y in at]
+    boxes_so_far: list[Box] = [(x - 3 * unit, y - 3 * unit, x + 3 * unit, y + 3 * unit) for x, y in at]
     for (x, y), point, text in sorted(zip(at, points, texts, strict=True), key=lambda label: label[0][0]):
         note = axis.annotate(drawable(text), point, xytext=(0, 0), textcoords="offset points", fontsize=size)
         extent = note.get_window_extent()
         boxes = [_box(x, y, step, extent.width, extent.height, unit) for step in STEPS]
-        best = min(range(len(STEPS)), key=lambda n: (_overlap(boxes[n], taken, inside), n))
+        best = min(range(len(STEPS)), key=lambda n: (_overlap(boxes[n], boxes_so_far, inside), n))
         step = STEPS[best]
         note.set_ha("left" if step[0] > 1 else "right" if step[0] < -1 else "center")
         note.set_va("bottom" if step[1] > 1 else "top" if step[1] < -1 else "center")
@@ -44,18 +44,18 @@ def label_points(axis: Any, points: Sequence[tuple[float, float]], texts: Sequen
                 "", point, xytext=step, textcoords="offset points",
                 arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": "#9aa5b1", "shrinkA": 0, "shrinkB": 3},
             )  # fmt: skip
-        taken.append(boxes[best])
+        boxes_so_far.append(boxes[best])
 
 
 def _box(x: float, y: float, step: tuple[float, float], width: float, height: float, unit: float) -> Box:
-    left = x + step[0] * unit - (0 if step[0] > 1 else width if step[0] < -1 else width / 2)
-    low = y + step[1] * unit - (0 if step[1] > 1 else height if step[1] < -1 else height / 2)
-    return left, low, left + width, low + height
+    x0 = x + step[0] * unit - (0 if step[0] > 1 else width if step[0] < -1 else width / 2)
+    y0 = y + step[1] * unit - (0 if step[1] > 1 else height if step[1] < -1 else height / 2)
+    return x0, y0, x0 + width, y0 + height
 
 
-def _overlap(box: Box, taken: Sequence[Box], inside: Any) -> float:
+def _overlap(box: Box, boxes_so_far: Sequence[Box], inside: Any) -> float:
     """Pixels that the box shares with others, and those outside of the axes, ten times."""
-    shared = sum(_common(box, place) for place in taken)
+    shared = sum(_common(box, place) for place in boxes_so_far)
     whole = (box[2] - box[0]) * (box[3] - box[1])
     return shared + 10 * (whole - _common(box, (inside.x0, inside.y0, inside.x1, inside.y1)))
 
