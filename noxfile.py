@@ -32,10 +32,26 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """docs/cli.md agrees with the help; links lead somewhere; documented commands parse."""
+    """docs/cli.md agrees with the help; links lead somewhere; documented commands parse; the site builds."""
     session.install("-c", CONSTRAINTS, "typer", "rich")  # the help needs no torch, and this proves it
     roots = os.pathsep.join((".", "artifacts", "kernels"))
     session.run("python", "docs/check.py", *session.posargs, env={"PYTHONPATH": roots})
+    session.run("python", "docs/prose.py")
+    _build_site(session, str(Path(session.create_tmp()) / "site"))
+
+
+@nox.session(default=False)
+def site(session: nox.Session) -> None:
+    """The documentation site, into build/site: open build/site/index.html."""
+    _build_site(session, "build/site")
+
+
+def _build_site(session: nox.Session, folder: str) -> None:
+    """Strictly: a link, heading or page that is missing is an error, and so is a request to elsewhere."""
+    extras = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]
+    session.install("-c", CONSTRAINTS, *extras["docs"])
+    session.run("mkdocs", "build", "--strict", "--quiet", "--site-dir", folder, env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run("python", "docs/offline.py", folder)
 
 
 @nox.session

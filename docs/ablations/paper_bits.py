@@ -42,7 +42,7 @@ HEADS = {  # kv heads, head_dim
 OTHER_COUNT = ("turboquant", "mixkvq")  # backbones whose papers do not count what is stored
 BUNDLES: dict[
     str, dict[str, Any]
-] = {  # of combination-*.json, by the end of their names: docs/methods.md has the commands
+] = {  # of combination-*.json, by the end of their names: docs/lab/methods.md has the commands
     "-aqua-kv": {"command": "fit-predictors", "options": {}},
     "-aqua-transform": {"command": "fit-predictors", "options": {"keys": "transform-2.5", "values": "transform-2"}},
     "-vqkv": {"command": "train-codebooks", "options": {"stages": "9,18,13"}},

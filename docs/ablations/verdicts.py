@@ -1,4 +1,4 @@
-"""Write the table of verdicts in docs/methods.md: each claim of methods.toml, a column for each model, from recorded rows.
+"""Write the table of verdicts in docs/lab/methods.md: each claim of methods.toml, a column for each model, from recorded rows.
 
     python docs/ablations/verdicts.py           # writes the table between its two marks
     python docs/ablations/verdicts.py --check   # exit code 1 where the page is not what the rows say
@@ -17,7 +17,7 @@ from typing import Any
 import run
 
 FOLDER = Path(__file__).resolve().parent
-PAGE = FOLDER.parent / "methods.md"
+PAGE = FOLDER.parent / "lab" / "methods.md"
 BEGIN, END = "<!-- verdicts.py writes this table -->\n", "<!-- end of the table -->\n"
 MODELS = {
     "SmolLM2-135M": "methods-smollm2-135m.json",

@@ -5,7 +5,7 @@
 Llama-3.1-8B's geometry, random weights made on the device, bfloat16. Caches are not prefilled but hold random packed
 data (a few blocks that repeat); every step runs through the whole model with greedy choice. Behind each largest batch
 model.generate() itself is called there (`largest-batch-call`: 4 tokens, then 17 of which 16 are timed, some seconds a
-kind). What a row says, and what is compared: docs/benchmarks.md, "Whole models". --compiled: then once more with
+kind). What a row says, and what is compared: docs/lab/benchmarks.md, "Whole models". --compiled: then once more with
 generate()'s compiled forward, the first scheme alone; compiling takes a minute or so. --only steps: one row of --long
 tokens under CUDA graphs of forwards that torch compiled, FP16 and each scheme.
 

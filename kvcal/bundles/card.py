@@ -382,7 +382,7 @@ def _search_plot(bundle: Bundle) -> bytes | None:
     placed = all(type(number) is int and 0 <= number < len(points) for number in numbers)
     if limit is None or not points or len(points) != len(pairs) or not front or chosen is None or not placed:
         return None
-    return front_png(points, front, chosen, limit, str(search.said("quality")), "stored bits a value")
+    return front_png(points, front, chosen, limit, str(search.said("quality")), "stored bits per value")
 
 
 def _again(bundle: Bundle, defaults_of: DefaultsOf, check: Callable[[Recorded], None]) -> str:

@@ -60,7 +60,9 @@ def bench(
     seconds: Annotated[float, typer.Option(help="Seconds for timing an operation, at most.")] = 2.0,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the random data and weights.")] = 0,
     csv: Annotated[Path | None, typer.Option("--csv", help="Write the rows there too.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw times against tokens, a .png.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw times against tokens, a .png, .svg or .pdf.")
+    ] = None,
     compare: Annotated[Path | None, typer.Option("--compare", help="A file that --json printed earlier.")] = None,
     resume: Resume = True,
     json: Json = False,

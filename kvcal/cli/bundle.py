@@ -21,7 +21,7 @@ def _selection(selection: dict[str, float] | None) -> str:
 def inspect(
     context: typer.Context,
     bundle: File,
-    plot: Annotated[Path | None, typer.Option(help="Errors by layer and kv head as a .png.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Errors by layer and kv head as a .png, .svg or .pdf.")] = None,
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Measure these errors with it, instead of those of the fit.")
     ] = None,

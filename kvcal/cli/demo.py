@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.evaluate import print_rows
 from kvcal.cli.options import Json
-from kvcal.cli.output import line, note, print_json, prose
+from kvcal.cli.output import line, note, print_json, print_table, prose
 
 
 def demo(
@@ -18,22 +17,30 @@ def demo(
     ),
     json: Json = False,
 ) -> None:
-    """The whole way in a minute: calibrate the embedded model, write a bundle, load it elsewhere, generate, measure."""
+    """The whole way in a minute: calibrate the embedded model, write a bundle, load it elsewhere, generate, compare."""
     from kvcal.cli.defaults import defaults_of
     from kvcal.commands.demo import run_demo
 
-    result: dict[str, Any] = run_demo(output, defaults_of("fit-predictors"), defaults_of("eval"), note)
+    result: dict[str, Any] = run_demo(output, defaults_of("fit-predictors"), note)
     if json:
         print_json(result)
         return
-    print_rows(result["rows"])
-    for row in result["rows"][1:]:
-        stored = row["cache_bytes"] + row["window_bytes"]
-        line(
-            f"{row['name']}: {stored:,} bytes stored for {result['length']} tokens, "
-            f"{row['bytes_at_16_bit'] / stored:.1f} times less than 16 bit (windows here in {result['dtype']}); packed "
-            "part "
-            f"{16 / row['bits_per_value']:.1f} times less"
-        )
+    full, *_, ours = result["rows"]
+    print_table(
+        ["cache", "bits/value", "MB", "x smaller", "KL", "same next token"],
+        [_cells(row, full["nbytes"]) for row in result["rows"]],
+        title=f"tiny, {result['rows_of_text']} texts of {result['length']:,} tokens",
+    )
     prose(f"\nText from the compressed cache, in a fresh process:\n{result['sample']}\n")
+    line(
+        f"16-bit cache {full['nbytes'] / 1e6:.2f} MB -> {ours['nbytes'] / 1e6:.2f} MB, predictors included; "
+        f"same next token in {ours['same']} of {ours['of']} steps"
+    )
     line(f"bundle: {result['bundle']}")
+    line(f"next: {result['next']}")
+
+
+def _cells(row: dict[str, Any], full: int) -> list[str | None]:
+    bits = f"{row['bits_per_value'] or 16:.3f}"
+    smaller = f"{full / row['nbytes']:.1f}"
+    return [row["name"], bits, f"{row['nbytes'] / 1e6:.2f}", smaller, f"{row['kl']:.5f}", f"{row['same']}/{row['of']}"]

@@ -53,7 +53,9 @@ def probe(
         Path | None, typer.Option("--output", "-o", help="JSON file of all layers; a second call goes on from it.")
     ] = None,
     csv: Annotated[Path | None, typer.Option(help="All figures as CSV, a line a probe and layer.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Means and layers as a .png (Figures 2, 4 and 5).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Means and layers as .png, .svg or .pdf (Figures 2, 4 and 5).")
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     batch: Batch = None,

@@ -69,7 +69,9 @@ def measure_subspaces(
     prompt_tokens: Annotated[
         int, typer.Option(min=0, help="First tokens of a window taken for its prompt; 0: a quarter.")
     ] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Deviation against rank as a .png (Figures 2 and 6).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Deviation against rank as .png, .svg or .pdf (Figures 2 and 6).")
+    ] = None,
     bits: Annotated[int, typer.Option(min=1, max=8, help="Of keys and values.")] = 2,
     group: Annotated[int, typer.Option(min=1, help="Tokens, or channels of a value, that share a scale.")] = 32,
     sink: Sink = 0,

@@ -15,6 +15,7 @@ from ..bench.rows import KEY, SETTINGS, compared, made_by, read_earlier, remarks
 from ..bench.target import target
 from ..calibrate.checkpoint import CommandCheckpoint
 from ..report.checkout import commit
+from ..report.drawn import made_on
 from ..report.plots import plot_bench
 from .bench_measured import measured_rows
 from .bench_options import GROUP_MODEL, MODEL, check_files, check_memory, check_numbers, check_taken, wanted_operations
@@ -73,7 +74,14 @@ def _put_out(o: Options, result: dict[str, Any], show: Callable[[dict[str, Any]]
         if o["csv"] is not None:
             write_atomically(o["csv"], to_csv(result["rows"]).encode(), "--csv")
         if o["plot"] is not None:
-            plot_bench(result["rows"], o["plot"])
+            plot_bench(result["rows"], _title(result), o["plot"])
+
+
+def _title(result: dict[str, Any]) -> str:
+    """Of a plot: models, machine, date; whether the times are projected."""
+    models = ", ".join(sorted({str(row["model"]) for row in result["rows"] if row["model"]}))
+    projected = "projected for " if result["projected"] else ""
+    return f"{models or 'kernels'}; {projected}{made_on(result['device'])}"
 
 
 def _nothing_common(path: Path, earlier: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:

@@ -16,7 +16,8 @@ from ..bundles.diff import diff
 from ..bundles.paths import given_bundle
 from ..evaluate.errors import HeadErrors, head_errors_fault, measured_head_errors, stored_head_errors
 from ..models import names
-from ..report.plots import check_plot, head_errors_png
+from ..report.drawn import as_file
+from ..report.plots import check_plot, head_errors_figure
 from ..report.records import check_depth
 from .common import (
     Options,
@@ -111,8 +112,8 @@ def _draw(bundle: Bundle, errors: dict[str, Any] | None, path: Path) -> None:
         fault = head_errors_fault(bundle.metrics)
         what = "no errors by head" if fault is None else f"no errors by head that can be drawn ({fault})"
         raise UsageError(f"--plot: {bundle.name} stores {what}; give --model to measure them")
-    picture = head_errors_png(errors["key"], errors["value"], f"{bundle.name}: {errors['from']}")
-    write_atomically(path, picture, "--plot")
+    picture = head_errors_figure(errors["key"], errors["value"], f"{bundle.name}: {errors['from']}")
+    write_atomically(path, as_file(picture, path, 120), "--plot")
 
 
 def run_diff(first: Path, second: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from kvcal_artifacts.paths.fused import QUERIES
 from kvcal_artifacts.paths.preflight.verdicts import triton_version
 from kvcal_artifacts.scheme import HeavyHitters, coverage
 
+from ..bench.devices import processor
 from ..calibrate.provenance import cpu_record, device_name
 from ..methods.aqua_kv import AquaKV
 from ..methods.data_free import DataFree
@@ -35,6 +36,11 @@ Say = Callable[[str], None]
 Options = dict[str, Any]  # of a command, by name, as the command line read them
 RANDOM_TOKENS = "random token ids (random weights)"
 RANDOM_WINDOWS = 4  # of an evaluation that is a smoke test: random weights have no quality to measure
+
+
+def machine(device: torch.device) -> str:
+    """The GPU's name, or what the processor calls itself."""
+    return device_name(device) if device.type != "cpu" else processor() or "CPU"
 
 
 @contextmanager

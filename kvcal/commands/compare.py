@@ -34,6 +34,7 @@ from ..models import configuration
 from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
 from ..pipeline.scheme_file import Recipe, read_recipe
+from ..report.drawn import made_on
 from ..report.outputs import check_output
 from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results, within
 from ..text.sources import EvaluationWindows
@@ -47,6 +48,7 @@ from .common import (
     evaluation_text,
     given_kernels,
     given_selection,
+    machine,
     refuse_idle,
     row_key,
     say_coverage,
@@ -185,7 +187,7 @@ def run_compare(o: Options, fit_options: Options, say: Say, typed: Collection[st
     behind = {row.name: ledger.rows[row.key]["kl_behind"] for row in rows}
     for line in measured_warnings(o["model"], ready, behind):
         say(line)
-    return settings | _judged(o, rows, ledger, texts.evaluation.source, resumed)
+    return settings | _judged(o, rows, ledger, texts.evaluation.source, machine(loaded.model.device), resumed)
 
 
 def _check_files(o: Options) -> None:
@@ -281,7 +283,7 @@ def _measure_rows(
     ledger.done(row.key for row in rows)
 
 
-def _judged(o: Options, rows: list[Candidate], ledger: Ledger, text: str, resumed: int) -> dict[str, Any]:
+def _judged(o: Options, rows: list[Candidate], ledger: Ledger, text: str, called: str, resumed: int) -> dict[str, Any]:
     """All rows by bits, which are on the front, which is best; the files asked for are written."""
     measured = [ledger.rows[row.key] | {"name": row.name} for row in rows]
     on_front = front(measured)
@@ -292,7 +294,7 @@ def _judged(o: Options, rows: list[Candidate], ledger: Ledger, text: str, resume
     if o["plot"] is not None:
         from ..report.plots import plot_quality
 
-        plot_quality(ordered, f"{o['model']}, {text}", o["plot"])
+        plot_quality(ordered, f"{o['model']}, {text}; {made_on(called)}", o["plot"])
     return {
         "full_perplexity": measured[0]["full_perplexity"],
         "rows": ordered,

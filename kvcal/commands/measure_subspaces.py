@@ -11,8 +11,9 @@ from kvcal_artifacts.errors import UsageError
 from ..calibrate.job import FitResult
 from ..methods.squat import DEVIATION_RANKS, SEARCH_RANKS, SEARCH_STRENGTHS, Squat, paper_settings, search_name
 from ..models import configuration, names
+from ..report.drawn import made_on
 from .calibration import Calibration, prepare, written
-from .common import Options, Say, output_for, refuse_idle
+from .common import Options, Say, machine, output_for, refuse_idle
 
 WINDOWS, HOLDOUT = 32, 8  # a Gram matrix of 64 channels settles within a few thousand queries
 SET = ("rank", "strength", "channels")  # what --settings stands for
@@ -78,7 +79,8 @@ def run_measure_subspaces(o: Options, say: Say, typed: Collection[str] = ()) -> 
     if o["plot"] is not None:
         from ..report.plots import plot_deviation
 
-        plot_deviation(summary["deviation"], SOURCES, f"{o['model']}, queries {method.queries}", o["plot"])
+        title = f"{o['model']}, {of.text.source}, queries {method.queries}; {made_on(machine(of.opened.device))}"
+        plot_deviation(summary["deviation"], SOURCES, title, o["plot"])
         summary["plot"] = str(o["plot"])
     return summary | {"seconds": round(time.monotonic() - started, 1)}
 

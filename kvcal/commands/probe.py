@@ -20,11 +20,12 @@ from ..capture.scan import Capture, default_batch
 from ..capture.spill import SpillStore
 from ..evaluate.probe import Probe, Settings, measure, paper_probes, table
 from ..models import configuration, names
+from ..report.drawn import made_on
 from ..report.outputs import check_output
 from ..report.timing import PhaseTimer
 from ..search.comparison import Ledger, read_results
 from .calibration import Calibration, prepare
-from .common import Options, Say, decided_by, say_coverage
+from .common import Options, Say, decided_by, machine, say_coverage
 
 # Of the embedded model: half a minute; other models have their preset's, the paper's 256 and 32.
 WINDOWS, HOLDOUT = 32, 8
@@ -102,7 +103,8 @@ def run_probe(o: Options, say: Say) -> dict[str, Any]:
     if o["plot"] is not None:
         from ..report.plots import plot_probes
 
-        plot_probes(rows, f"{o['model']}, keys {settings.frame}", o["plot"])
+        title = f"{o['model']}, {of.text.source}, keys {settings.frame}; {made_on(machine(of.opened.device))}"
+        plot_probes(rows, title, o["plot"])
     return result | {name: str(o[name]) for name in ("output", "csv", "plot") if o[name] is not None}
 
 

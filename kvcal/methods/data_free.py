@@ -68,7 +68,7 @@ PRESETS: dict[str, DataFree] = {
     **{f"turboquant-{k}": Preset(f"turboquant-{k}", f"turboquant-{k}", sink=0) for k in (2, 3, 4)},
     # InnerQ section 5.1
     **dict.fromkeys(("turboquant-4-3", "turboquant-k4v3"), Preset("turboquant-4", "turboquant-3", sink=0)),
-    # grids whose points are bytes, which attention reads faster; ours (docs/methods.md)
+    # grids whose points are bytes, which attention reads faster; ours (docs/lab/methods.md)
     **{f"higgs-2-bytes{gain}": Preset(f"higgs-2-bytes{gain}", f"higgs-2-bytes{gain}") for gain in ("", "-debiased")},
     **{f"turboquant-{k}-bytes": Preset(f"turboquant-{k}-bytes", f"turboquant-{k}-bytes", sink=0) for k in (2, 3, 4)},
     "turboquant-4-3-bytes": Preset("turboquant-4-bytes", "turboquant-3-bytes", sink=0),

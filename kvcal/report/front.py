@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from .plots import drawable
-from .png import png
+from .drawn import drawable, png
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Pair = tuple[float, float]  # cost, quality
 
@@ -13,9 +16,20 @@ Pair = tuple[float, float]  # cost, quality
 def front_png(
     points: Sequence[Pair], front: Sequence[int], chosen: int, limit: float, quality: str, cost: str
 ) -> bytes:
-    """PNG; quality, cost: names of the axes. front: numbers of points, cheapest first. The same input gives the same
-    bytes.
-    """
+    """`front_figure` as a PNG. The same input gives the same bytes, which is why a card's plot has no date."""
+    return png(front_figure(points, front, chosen, limit, quality, cost), 120)
+
+
+def front_figure(
+    points: Sequence[Pair],
+    front: Sequence[int],
+    chosen: int,
+    limit: float,
+    quality: str,
+    cost: str,
+    title: str | None = None,
+) -> Figure:
+    """quality, cost: names of the axes. front: numbers of points, cheapest first. title: names model, machine, date."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -46,4 +60,6 @@ def front_png(
         axes.set_yscale("log")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    return png(figure, 120)
+    if title is not None:
+        axes.set_title(drawable(title), fontsize=10)
+    return figure

@@ -1,4 +1,4 @@
-"""Plots as PNG, drawn whole and then written whole. matplotlib is imported only when a plot is asked for."""
+"""Plots as PNG, SVG or PDF, drawn whole and then written whole. matplotlib is imported only when a plot is asked for."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import write_atomically
-from kvcal_artifacts.shown import shown
 
+from .colours import colour
+from .drawn import SUFFIXES, as_file, drawable, png
+from .labels import label_points
 from .outputs import check_output
-from .png import png
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Rows = Sequence[Sequence[float] | None]
 LEAST_SHOWN = 1e-7  # an exact codec's error of 0 has no logarithm
 
 
-def drawable(text: object) -> str:
-    """Text as matplotlib draws it: no formula between dollars, no control characters."""
-    return shown(text).replace("$", r"\$")
-
-
 def check_plot(path: Path, option: str = "--plot") -> None:
-    """Check before any work that a plot can be drawn and written there. option: that names it."""
+    """Check before any work that a plot can be drawn and written there; raises UsageError. option: that names it."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(f"{option} needs matplotlib, which is not installed: install kvcal again")
-    if path.suffix != ".png":
-        raise UsageError(f"{option} {path}: must end in .png")
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"{option} {path}: must end in {', '.join(SUFFIXES)}")
     check_output(path, option)
 
 
@@ -54,34 +53,37 @@ def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, p
     axes[0].set_ylabel("deviation of queries")
     figure.legend(*axes[0].get_legend_handles_labels(), title="subspace of", loc="outside right center")
     figure.suptitle(drawable(title))
-    write_atomically(path, png(figure, 150), "--plot")
+    write_atomically(path, as_file(figure, path), "--plot")
 
 
 def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """KL against stored bits of rows as `kvcal compare` gives them, those on the front joined by a line."""
+    """KL against stored bits of rows as `kvcal compare` gives them, those on the front joined by a line.
+
+    title: names model, text, machine and date.
+    """
     from matplotlib.figure import Figure
 
     drawn = [row for row in rows if row["bits_per_value"] is not None and row["kl"] > 0]
     front = [row for row in drawn if row["front"]]
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained", dpi=100)
     axis = figure.subplots()
-    axis.scatter([row["bits_per_value"] for row in drawn], [row["kl"] for row in drawn], s=18)
-    axis.plot([row["bits_per_value"] for row in front], [row["kl"] for row in front], linewidth=1, label="Pareto front")
-    for row in drawn:
-        axis.annotate(
-            drawable(row["name"]),
-            (row["bits_per_value"], row["kl"]),
-            xytext=(3, 3),
-            textcoords="offset points",
-            fontsize=7,
+    axis.set(xlabel="stored bits per value", ylabel="KL to full precision (nats per token)", yscale="log")
+    axis.set_title(drawable(title), fontsize=9.5, wrap=True)
+    points = [(row["bits_per_value"], row["kl"]) for row in drawn]
+    if front:
+        axis.plot(*zip(*[(row["bits_per_value"], row["kl"]) for row in front], strict=True), **FRONT)
+        axis.legend(frameon=False)
+    if points:
+        axis.scatter(
+            [x for x, _ in points], [y for _, y in points], s=26, c=[colour(row["name"]) for row in drawn], zorder=3
         )
-    axis.set(
-        title=drawable(title), xlabel="stored bits a value", ylabel="KL to full precision (nats a token)", yscale="log"
-    )
-    axis.legend()
-    write_atomically(path, png(figure, 150), "--plot")
+        axis.margins(x=0.12, y=0.12)
+    axis.grid(alpha=0.25, which="both")
+    label_points(axis, points, [row["name"] for row in drawn])
+    write_atomically(path, as_file(figure, path), "--plot")
 
 
+FRONT: dict[str, Any] = {"linewidth": 1, "color": "#9aa5b1", "label": "Pareto front", "zorder": 2}
 QUANTISERS = {1: 0.75, 2: 0.89}  # bits -> variance that they "usually explain", AQUA-KV section 3.1
 
 
@@ -97,8 +99,8 @@ def plot_probes(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     axes = figure.subplots(2, len(roles), squeeze=False)
     for (bars, lines), role in zip(axes.T, roles, strict=True):
         _probe_panels(bars, lines, role, [row for row in rows if row["target"] == role])
-    figure.suptitle(f"{drawable(title)}: explained variance of linear probes, held-out windows")
-    write_atomically(path, png(figure, 150), "--plot")
+    figure.suptitle(f"Explained variance of linear probes, held-out windows; {drawable(title)}", fontsize=11)
+    write_atomically(path, as_file(figure, path), "--plot")
 
 
 def _probe_panels(bars: Any, lines: Any, role: str, rows: list[dict[str, Any]]) -> None:
@@ -131,11 +133,12 @@ def _told(name: str) -> str:
     return role + (f" L−{below}" if below != "0" else "") + (f" T−{before}" if before else "")
 
 
-def plot_bench(rows: list[dict[str, Any]], path: Path) -> None:
+def plot_bench(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Times of `kvcal bench` against cached tokens, a panel an operation, a line a scheme and batch; projected ones
     dashed.
 
     Attention has the best FP16 of the run beside it; crosses are a paper's figures. Rows without a time are not drawn.
+    title: names model, machine and date.
     """
     from matplotlib.figure import Figure
 
@@ -147,7 +150,7 @@ def plot_bench(rows: list[dict[str, Any]], path: Path) -> None:
         raise UsageError(f"--plot {path}: no row has a time to draw")
     wide = min(3, len(names))
     tall = -(-len(names) // wide)
-    figure = Figure(figsize=(4.6 * wide, 3.4 * tall), layout="constrained")
+    figure = Figure(figsize=(6.4 * wide, 3.6 * tall), layout="constrained")
     axes = figure.subplots(tall, wide, squeeze=False).flatten()
     for axis, name in zip(axes, names, strict=False):
         of_operation = [row for row in timed if row["operation"] == name]
@@ -157,23 +160,30 @@ def plot_bench(rows: list[dict[str, Any]], path: Path) -> None:
         _bench_lines(axis, reference + of_operation)
         axis.set(title=drawable(name), xlabel="cached tokens", ylabel="µs", xscale="log", yscale="log")
         axis.grid(alpha=0.25)
-        axis.legend(fontsize=5, frameon=False)
+        axis.legend(fontsize=6.5, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     for axis in axes[len(names) :]:
         axis.set_axis_off()
-    write_atomically(path, png(figure, 130), "--plot")
+    figure.suptitle(drawable(title), fontsize=9.5)
+    write_atomically(path, as_file(figure, path), "--plot")
+
+
+MARKERS = ["o", "s", "^", "D", "v", "P"]  # of batches, smallest first
 
 
 def _bench_lines(axis: Any, rows: list[dict[str, Any]]) -> None:
     lines: dict[tuple[str, int, bool], list[dict[str, Any]]] = {}
     for row in rows:
         lines.setdefault((row["scheme"], row["batch"], row["projected"]), []).append(row)
+    batches = sorted({batch for _, batch, _ in lines})
+    markers = MARKERS * len(batches)
     for (scheme, batch, projected), line_points in lines.items():
         points = sorted(line_points, key=lambda row: int(row["length"]))
         label = f"{drawable(scheme)}, batch {batch}" + (", projected" if projected else "")
         x = [row["length"] for row in points]
         line = axis.plot(
-            x, [row["microseconds"] for row in points], "--" if projected else "-", marker=".", label=label
-        )
+            x, [row["microseconds"] for row in points], "--" if projected else "-", marker=markers[batches.index(batch)],
+            label=label, color=colour(scheme), markersize=4,
+        )  # fmt: skip
         paper = [(row["length"], row["paper_microseconds"]) for row in points if "paper_microseconds" in row]
         if paper:
             axis.plot(*zip(*paper, strict=True), "x", color=line[0].get_color(), markersize=4)
@@ -182,10 +192,12 @@ def _bench_lines(axis: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def head_errors_png(key: Rows, value: Rows, title: str) -> bytes:
-    """Relative squared error by layer (down) and kv head (across), keys beside values; layers without a row are grey.
+    """`head_errors_figure` as a PNG. The same numbers give the same bytes."""
+    return png(head_errors_figure(key, value, title), 120)
 
-    The same numbers give the same bytes.
-    """
+
+def head_errors_figure(key: Rows, value: Rows, title: str) -> Figure:
+    """Relative squared error by layer (down) and kv head (across), keys beside values; layers without a row are grey."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
@@ -205,7 +217,7 @@ def head_errors_png(key: Rows, value: Rows, title: str) -> bytes:
     axes[0].set(ylabel="layer", yticks=range(0, len(key), max(1, len(key) // 16)))
     figure.colorbar(picture, ax=axes, label="|x − decoded|² / |x|²")
     figure.suptitle(drawable(title))
-    return png(figure, 120)
+    return figure
 
 
 def needle_table(scores: Mapping[str, float]) -> tuple[list[int], list[float], list[list[float]]]:

@@ -31,7 +31,8 @@ from ..capture.scan import Capture, WholeModel
 from ..evaluate.perplexity import evaluate
 from ..methods.attention import QUERIES, OutputError, Probe, probe
 from ..methods.mixkvq import MixKVQ, TierSizes
-from ..report.front import front_png
+from ..report.drawn import as_file
+from ..report.front import front_figure
 from ..report.outputs import check_output
 from ..text.sources import Windows as TextWindows
 from .two_objectives import NAMES, Found, Point, Space, Storage, front_of, rounded, search
@@ -240,8 +241,8 @@ def tune(
     metrics = _seen(method, points, goal, front, number)
     result = _measured(best, job, settings, {"provenance": record, "metrics": metrics})
     pairs = [(point.cost, point.quality) for point in points.points]
-    picture = front_png(pairs, front, number, settings.max_bits, goal.label, "stored bits a value")
-    write_atomically(job.plot, picture, "--plot")
+    picture = front_figure(pairs, front, number, settings.max_bits, goal.label, "stored bits per value")
+    write_atomically(job.plot, as_file(picture, job.plot, 120), "--plot")
     shutil.rmtree(job.folder, ignore_errors=True)
     return Tuned(result, best, points, front, number)
 

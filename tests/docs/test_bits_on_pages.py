@@ -1,4 +1,4 @@
-"""Bits a value that README.md and docs/methods.md state beside the name of a codec or preset are those that it reports."""
+"""Bits per value that README.md and two lab pages state beside the name of a codec or preset are those that it reports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcal.commands.demo import DEMO_PRESETS
 from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.mixkvq import MixKVQ
@@ -19,8 +20,8 @@ from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import UsageError
 from tests.support.pages import ROOT
 
-PAGES = ("README.md", "docs/methods.md")
-BITS = ("bits", "bits a value", "bits, KL on tiny")  # heads of columns that state them
+PAGES = ("README.md", "docs/lab/kvref-28m.md", "docs/lab/methods.md")
+BITS = ("bits", "bits a value", "bits per value", "bits, KL on tiny")  # heads of columns that state them
 KVREF_LAYERS, KVREF = 10, (2, 64)  # kvref-28m: kv heads, head_dim; `tiny` has the same
 NAME, NUMBER = r"`([^`]+)`", re.compile(r"\d+\.\d+")
 BLOCK, LONG = 32, 128  # tokens of a block; of groups that are longer
@@ -107,18 +108,22 @@ def test_bits_are_those_that_codecs_report(page: str) -> None:
 def test_the_tables_are_found() -> None:
     """So many rows of each page, among them those that went stale once."""
     found = {page: [label for label, *_ in checked(page)] for page in PAGES}
-    assert len(found["README.md"]) >= 14 and len(found["docs/methods.md"]) >= 16
-    assert any(label.startswith("`higgs-2` ") for label in found["docs/methods.md"])
-    assert sum("first layer" in label for label in found["README.md"]) >= 4
+    assert (
+        len(found["docs/lab/kvref-28m.md"]) >= 14
+        and len(found["README.md"]) >= 2
+        and len(found["docs/lab/methods.md"]) >= 16
+    )
+    assert any(label.startswith("`higgs-2` ") for label in found["docs/lab/methods.md"])
+    assert sum("first layer" in label for label in found["docs/lab/kvref-28m.md"]) >= 4
     assert (TINY.kv_heads, TINY.head_dim) == KVREF
 
 
 def test_the_demo_states_the_bits_of_its_rows() -> None:
-    demo = (ROOT / "README.md").read_text("utf-8").partition("What it printed here")[2]
-    stated = {row[0]: row[3] for row in map(str.split, demo.splitlines()) if len(row) == 8}
+    demo = (ROOT / "README.md").read_text("utf-8").partition("What `kvcal demo` printed here")[2]
+    stated = {row[0]: row[1] for row in map(str.split, demo.splitlines()) if len(row) == 6 and "/" in row[5]}
     default = AquaKV()
     aqua = under_aqua(default.backbone, default.first_layer, TINY.layers)
-    own = {"higgs-2": reported("higgs-2"), "higgs-2-debiased": reported("higgs-2-debiased"), "tiny-aqua-kv": aqua}
+    own = {name: reported(name) for name in DEMO_PRESETS} | {"tiny-aqua-kv": aqua}
     assert {name: stated[name] for name in own} == {name: f"{bits:.3f}" for name, bits in own.items()}
 
 

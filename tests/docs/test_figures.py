@@ -16,7 +16,8 @@ from tests.support.pages import ROOT
 
 DOCS = ROOT / "docs"
 BENCHMARKS = DOCS / "benchmarks"
-MODELS = DOCS / "benchmarks.md"
+MODELS = DOCS / "lab" / "benchmarks.md"
+LIMITS = DOCS / "lab" / "limits.md"
 NUMBER = re.compile(r"(?<![\w.])[-−+]?\d+(?:\.(\d+))?(?:e([-+]?\d+))?")
 
 
@@ -535,14 +536,14 @@ def test_rows_of_aqua_kv() -> None:
     ]
     more = [(own - other) / 1e3 for own, other in shares]
     assert f"AQUA-KV's takes {min(more):.1f} to {max(more):.1f} ms a step more than HIGGS'" in said
-    readme = text_of(ROOT / "README.md")
+    limits = text_of(LIMITS)
     passes = [one["passes"][name]["summary"] for name in ("first", "again")]
     over = [[sums[cache]["step"] / sums[AQUA]["step"] - 1 for sums in passes] for cache in (DECODED, FUSED)]
     steps = [sums[cache]["step"] / 1e3 for sums in passes for cache in (AQUA, DECODED)]
-    assert f"at 8k are {-100 * over[0][0]:.1f} % below those of the same HIGGS" in readme
-    assert f"{-100 * over[0][1]:.1f} % in the second" in readme
-    assert "({:.1f} against {:.1f} and {:.1f} against {:.1f} ms a step)".format(*steps) in readme
-    assert f"{-100 * over[1][0]:.0f} and {-100 * over[1][1]:.0f} % below those of fused HIGGS" in readme
+    assert f"at 8k are {-100 * over[0][0]:.1f} % below those of the same HIGGS" in limits
+    assert f"{-100 * over[0][1]:.1f} % in the second" in limits
+    assert "({:.1f} against {:.1f} and {:.1f} against {:.1f} ms a step)".format(*steps) in limits
+    assert f"{-100 * over[1][0]:.0f} and {-100 * over[1][1]:.0f} % below those of fused HIGGS" in limits
 
 
 def test_gpu_time_of_aqua_kv() -> None:
@@ -564,7 +565,7 @@ def test_gpu_time_of_aqua_kv() -> None:
     assert told.format(*then[:2], *less, then[2]) in text_of(page("aqua_tokens"))
 
 
-# Whole models, README.
+# Whole models, limits.
 
 
 def models() -> list[dict[str, Any]]:
@@ -607,7 +608,7 @@ def test_compiled_steps() -> None:
     }
     shows(MODELS, "one row of 131072 tokens, forward compiled", wanted)
     gains = [round(100 * (best / by[name]["microseconds"] - 1)) for name in WHOLE]
-    assert f"{min(gains)} to {max(gains)} % with a compiled forward" in text_of(ROOT / "README.md")
+    assert f"{min(gains)} to {max(gains)} % with a compiled forward" in text_of(LIMITS)
 
 
 def test_what_is_projected_beside_what_was_measured() -> None:
@@ -636,8 +637,8 @@ def test_quantised_caches_of_transformers() -> None:
         assert all(holds(cell, value) for cell, value in zip(cells_of, wanted, strict=True)), (cells_of, wanted)
 
 
-def test_readme() -> None:
-    text = text_of(ROOT / "README.md")
+def test_limits() -> None:
+    text = text_of(LIMITS)
     many = {row["scheme"]: row for row in attention() if (row["batch"], row["length"]) == (32, 32768)}
     for scheme in ("uniform 4/4", "uniform 2/2"):
         assert f"{many[scheme]['ratio_to_fp16']:.2f} ×" in text
@@ -658,11 +659,11 @@ def test_readme() -> None:
 
 
 def test_versions() -> None:
-    """README's table: what constraints.txt pins, and what the stored runs had."""
+    """The table of machines: what constraints.txt pins, and what the stored runs had."""
     pinned = dict(
         re.findall(r"^(torch|triton|transformers)==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     )
-    without, on_a_gpu = (row[1:] for row in cells(ROOT / "README.md", "| torch"))
+    without, on_a_gpu = (row[1:] for row in cells(LIMITS, "| torch"))
     assert without == [pinned[name] for name in ("torch", "triton", "transformers")]
     for path in sorted(BENCHMARKS.glob("*.json")):
         run = json.loads(path.read_text())

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", flags=re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^ *```(\w*)([^\n]*)\n(.*?)^ *```", flags=re.DOTALL | re.MULTILINE)
+NEEDS = 'title="needs '  # of a block that wants what no test has: the hub, a GPU, a model
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,19 @@ class Ran:
         return f"## {self.block.heading}\n{self.block.code}exit code {self.code}\n{self.out}\n{self.err}"
 
 
-def bash_blocks(page: Path, headings: Collection[str] | None = None) -> list[Block]:
-    """The page's bash blocks; headings: only those below these, whatever their level."""
+def bash_blocks(
+    page: Path, headings: Collection[str] | None = None, languages: Collection[str] = ("bash",)
+) -> list[Block]:
+    """The page's blocks, but those whose title says what they need; headings: only those below these, whatever their
+    level. Python's become a program that bash runs.
+    """
     text, found, heading, at = page.read_text("utf-8"), [], "", 0
     for fence in FENCE.finditer(text):
         above = re.findall(r"^#+ +(.*?) *$", text[at : fence.start()], flags=re.MULTILINE)
         heading, at = (above or [heading])[-1], fence.end()
-        if fence[1] == "bash" and (headings is None or heading in headings):
-            found.append(Block(heading, fence[2]))
+        if fence[1] in languages and NEEDS not in fence[2] and (headings is None or heading in headings):
+            code = fence[3] if fence[1] == "bash" else f"python - <<'END_OF_PYTHON'\n{fence[3]}END_OF_PYTHON\n"
+            found.append(Block(heading, code))
     return found
 
 
@@ -66,6 +72,7 @@ def run_page(
     *,
     environment: Mapping[str, str] | None = None,
     seconds: float = 120,
+    languages: Collection[str] = ("bash",),
 ) -> list[Ran]:
     """Run the blocks in `folder` with `kvcal` on the path; fails at the first that ends with another code than 0.
 
@@ -78,7 +85,7 @@ def run_page(
     program.chmod(0o755)
     own = {**sources(tools), **(environment or {})}
     done = []
-    for block in bash_blocks(page, headings):
+    for block in bash_blocks(page, headings, languages):
         ran = subprocess.run(
             ["bash", "-eu", "-o", "pipefail", "-c", block.code],
             cwd=folder, env=own, capture_output=True, text=True, timeout=seconds, check=False,

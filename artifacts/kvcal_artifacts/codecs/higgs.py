@@ -12,13 +12,13 @@ that remains, of heads of 96 channels or 3 kv heads of 64. Bundles written befor
 `norm="token"`, a norm over the token of heads rotated one by one.
 
 With d = 1 grids are scalar (Lloyd-Max); with the norm per head that is TurboQuant's MSE form (Zandieh et al. 2026),
-b + 16 / D bits, except that its dense random rotation is a randomised Hadamard transform here (docs/methods.md has
+b + 16 / D bits, except that its dense random rotation is a randomised Hadamard transform here (docs/lab/methods.md has
 both).
 
 A nearest point is shorter than what it stands for: on average x̂ = (1 - D) x plus noise, D the grid's MSE (0.11 at 2
 bits). Scores of such keys are 11 % lower than those of exact keys in the windows, and values add up 11 % short, however
 many are averaged. `gain="debiased"` stores a larger norm: values are made unbiased, by 1 / (1 - D); keys keep their
-length, by its square root, because the noise of a score raises its exponential (docs/methods.md has the figures). "mse"
+length, by its square root, because the noise of a score raises its exponential (docs/lab/methods.md has the figures). "mse"
 is HIGGS as published.
 
 `points="bytes"` rounds the grid's points to multiples of one step, the largest 126 of it, for grids of at most 16

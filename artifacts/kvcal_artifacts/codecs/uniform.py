@@ -3,7 +3,7 @@
 Asymmetric (KIVI Eq. 1 and 2; InnerQ Eq. 10 to 12; Quanto's qint2/qint4 cache): s = (max - min) / (2^b - 1),
 code = round((x - min) / s), half to even.
 Symmetric: two's-complement codes -2^(b-1) to 2^(b-1) - 1 with s = max|x| / 2^(b-1), the range of InnerQ's kernels (its
-Eq. 13 has another level count, docs/methods.md); at one bit the two codes are -s and +s with s = mean|x|.
+Eq. 13 has another level count, docs/lab/methods.md); at one bit the two codes are -s and +s with s = mean|x|.
 Hybrid (InnerQ section 4.1.2): each group symmetric or asymmetric with the same bits, whichever has the lower squared
 error; the sign bit of the scale says which (set: asymmetric), and minima are stored densely, 0 for symmetric groups.
 `search` tries a list of factors on each group's scale and takes the one with the lowest squared error. Keys may have a

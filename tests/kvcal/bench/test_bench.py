@@ -1739,7 +1739,7 @@ def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
         (["--csv", "/proc/x"], "/proc: no file can be made in this folder; give another --csv"),
         (["--csv", ""], "--csv '' or . is a folder: give a file name"),
         (["--compare", ""], "--compare '' or .: cannot be read (Is a directory)"),
-        (["--plot", "x.pdf"], "must end in .png"),
+        (["--plot", "x.gif"], "must end in .png"),
         (["--compare", "/no/such/file"], "cannot be read"),
         (["--model", "no-such-model"], "unknown model"),
         (["--model", ""], "unknown model"),
@@ -1998,7 +1998,7 @@ def test_a_folder_that_goes_during_the_run_is_named_by_its_option(
 
 
 @pytest.mark.parametrize(
-    "option", [["--csv", "no/x.csv"], ["--plot", "no/x.png"], ["--plot", "x.pdf"], ["--compare", "no"]]
+    "option", [["--csv", "no/x.csv"], ["--plot", "no/x.png"], ["--plot", "x.gif"], ["--compare", "no"]]
 )
 def test_files_that_cannot_be_are_one_exit_code(option: list[str]) -> None:
     assert kvcal("bench", "--device", "jetson", *option).code == 2

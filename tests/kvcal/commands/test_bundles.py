@@ -126,7 +126,7 @@ def fails(done: Done, code: int, *parts: str) -> None:
 def test_inspect_refuses(base: Path, bundle: Path, tmp_path: Path) -> None:
     kivi = base / f"kivi{SUFFIX}"
     fails(kvcal("inspect", kivi, "--plot", tmp_path / "x.png"), 2, "stores no errors by head", "--model")
-    fails(kvcal("inspect", bundle, "--plot", tmp_path / "x.pdf"), 2, "must end in .png")
+    fails(kvcal("inspect", bundle, "--plot", tmp_path / "x.gif"), 2, "must end in .png")
     fails(kvcal("inspect", bundle, "--windows", 3), 2, "--windows applies only to a measurement", "give --model")
     named = ["--model", base / "model", "--text", base / "words.txt"]
     fails(kvcal("inspect", kivi, *named, "--length", 40), 2, "40 tokens pack nothing", "--length 48")

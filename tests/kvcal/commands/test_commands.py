@@ -99,7 +99,7 @@ ODD: dict[str, tuple[str, tuple[str, ...]]] = {  # option -> a value, what the l
     "--length": ("1", ("--length",)),
     "--seed": ("-1", ("--seed",)),
     "--group": ("7", ("7", "must divide")),
-    "--plot": ("front.gif", ("--plot front.gif: must end in .png",)),
+    "--plot": ("front.gif", ("--plot front.gif: must end in .png, .svg, .pdf",)),
     "--recipe": ("none.toml", ("none.toml",)),
     "--bundle": ("none", ("none",)),
 }

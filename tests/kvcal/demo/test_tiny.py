@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-import kvcal.cli.app  # noqa: F401, whose commands defaults_of asks
-from kvcal.cli.defaults import defaults_of
-from kvcal.commands.fit_predictors import run_fit_predictors
+from kvcal.commands.demo import DEMO_PRESETS, NEXT
 from kvcal.commands.workbench import cache_makers, rows_named
+from kvcal.evaluate.agreement import agreement
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.text import sources
+from kvcal_artifacts.errors import UsageError
+from tests.support.models_fixture import kvcal
 from tests.support.pages import ROOT
 
 DEMO = ROOT / "kvcal" / "demo"
@@ -104,19 +105,66 @@ def test_generates_english(tiny: Any) -> None:
     assert tiny.tokenizer.decode(out[0], skip_special_tokens=True).startswith("The emperor had resolved to ")
 
 
-def test_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As written, in a folder with a bundle of that name (fitted on little text, to be quick)."""
+def test_readme_example_runs(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As written, on `tiny` in a folder of the model's place."""
     [example] = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL | re.MULTILINE)
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
     monkeypatch.chdir(tmp_path)
-    name = re.search(r'load_bundle\("(.*?)"\)', example)
-    assert name is not None
-    few = {"windows": 5, "holdout": 1, "length": 256, "output": tmp_path / name[1]}
-    run_fit_predictors(defaults_of("fit-predictors") | few, lambda line: None)
+    folder = as_checkpoint(tiny, tmp_path / "model")
+    bundle, name = (re.search(rf'{before}"(.*?)"', example) for before in (r"load_cache\(", "name = "))
+    assert bundle is not None and name is not None
+    assert kvcal("preset", "kivi-4", "--model", folder, "--output", bundle[1], "--no-check").code == 0
+    (tmp_path / "LICENSE").write_text((ROOT / "LICENSE").read_text("utf-8")[:2000])
     with contextlib.redirect_stdout((tmp_path / "printed.txt").open("w")) as printed:
-        exec(compile(example, "README.md", "exec"), {})
+        exec(compile(example.replace(name[1], str(folder)), "README.md", "exec"), {})
         printed.flush()
-    lines = (tmp_path / "printed.txt").read_text().splitlines()
-    assert any("The emperor had resolved" in line for line in lines)
-    assert "'state': 'applied'" in lines[-1]
-    assert float(lines[-1].split()[0]) == pytest.approx(2.375)
+    *answer, last = (tmp_path / "printed.txt").read_text().splitlines()
+    assert answer and re.fullmatch(r"\d+ tokens in \d+\.\d MB, 5\.00 bits per value", last)
+
+
+def as_checkpoint(tiny: Any, folder: Path) -> Path:
+    """`tiny` as Transformers writes models, with a chat template that gives the user's words alone."""
+    tiny.model.save_pretrained(folder)
+    tiny.tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    try:
+        tiny.tokenizer.save_pretrained(folder)
+    finally:
+        tiny.tokenizer.chat_template = None
+    return folder
+
+
+def test_agreement_counts_equal_next_tokens(tiny: Any) -> None:
+    """An exact cache agrees in every step and has 16-bit bytes; a coarse one does not; bytes are those of the cache."""
+    text = sources.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=2, length=260)
+    makers = cache_makers(tiny.model, rows_named(["exact", "uniform-2"], []))
+    full, exact, coarse = agreement(tiny.model, text.ids, makers, steps=8)
+    assert (full.same, full.of, exact.same, exact.kl) == (16, 16, 16, pytest.approx(0, abs=1e-6))
+    assert full.nbytes == 2 * 2 * 260 * 8 * 2 * 64 * 2  # keys and values, rows, tokens, layers, heads, dims, bytes
+    assert exact.nbytes > full.nbytes > coarse.nbytes and coarse.kl > 0.01
+    assert coarse.bits_per_value == pytest.approx(2.5) and 0 <= coarse.same <= 16
+    with pytest.raises(UsageError, match="260 steps over windows of 260 tokens"):
+        agreement(tiny.model, text.ids, makers, steps=260)
+
+
+@pytest.mark.slow
+def test_the_demo_ends_in_a_win(tmp_path: Path) -> None:
+    """The default is smaller than all it is shown beside, and nearer to full precision than those of 3 bits."""
+    done = kvcal("demo", "--output", tmp_path / "tiny.kvcal.safetensors", "--json")
+    assert done.code == 0, done.err
+    full, *others, ours = done.json["rows"]
+    assert ours["nbytes"] < min(row["nbytes"] for row in others) < full["nbytes"] / 3
+    assert ours["kl"] < min(row["kl"] for row in others if row["bits_per_value"] < 4)
+    assert ours["same"] >= 90 and ours["of"] == 100
+    words = done.json["sample"].split()
+    assert len({*zip(words, words[1:], words[2:], strict=False)}) > 0.9 * (len(words) - 2), "the sample loops"
+
+
+def test_the_readme_has_the_lines_of_the_demo() -> None:
+    """Its last lines as the command prints them, and its rows."""
+    readme = (ROOT / "README.md").read_text("utf-8").partition("What `kvcal demo` printed here")[2]
+    for name in (*DEMO_PRESETS, "tiny-aqua-kv"):
+        assert re.search(rf"^{name} ", readme, re.MULTILINE), name
+    assert re.search(
+        r"^16-bit cache [\d.]+ MB -> [\d.]+ MB, predictors included; same next token in \d+ of 100", readme, re.M
+    )
+    assert f"next: {NEXT}" in readme

@@ -224,7 +224,7 @@ def test_bare_it_reads_the_embedded_model() -> None:
         (["--ridge", "0"], "--ridge 0"),
         (["--spill", "tape"], "--spill tape"),
         (["--sink", str(LENGTH)], "larger --length"),
-        (["--plot", "x.pdf"], ".png"),
+        (["--plot", "x.gif"], ".png"),
         (["--csv", "nowhere/x.csv"], "nowhere is not a folder"),
         (["--output", "nowhere/x.json"], "nowhere is not a folder"),
     ],

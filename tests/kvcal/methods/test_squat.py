@@ -575,7 +575,7 @@ def test_paper_settings() -> None:
         (["--rank", "17"], "--rank 17: keys have 16 channels a head; give at most 16"),
         (["--channels", "17"], "--channels 17: keys have 16 channels a head"),
         (["--spill", "tape"], "--spill tape: allowed"),
-        (["--plot", "x.pdf"], "must end in .png"),
+        (["--plot", "x.gif"], "must end in .png"),
         (["--prompt-tokens", "96"], "--prompt-tokens 96: windows have 96 tokens"),
         (["--group", "7"], "--group 7: must divide the block of 8"),
     ],

@@ -90,7 +90,7 @@ def test_every_stage_lowers_the_error(errors: dict[str, list[StageReport]], name
 
 
 def test_free_codewords_do_better_than_projected_ones(errors: dict[str, list[StageReport]]) -> None:
-    """docs/methods.md: hence k-means is the default."""
+    """docs/lab/methods.md: hence k-means is the default."""
     last = {name: reports[-1].error for name, reports in errors.items()}
     assert last["k-means"] < 0.8 * min(last["closed-form"], last["adam"])
 
@@ -655,7 +655,7 @@ def test_a_checkpoint_without_errors_by_iteration_is_not_used(
 
 
 def stopped_rightly(errors: list[float], training: Training) -> bool:
-    """By the rule as docs/methods.md words it, told from the errors alone."""
+    """By the rule as docs/lab/methods.md words it, told from the errors alone."""
     falls = [1 - after / before for before, after in itertools.pairwise(errors)]
     small = [number for number, fall in enumerate(falls, 1) if number >= training.least and fall < training.tolerance]
     return len(falls) == (small[0] if small else training.most)

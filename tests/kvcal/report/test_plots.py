@@ -23,7 +23,7 @@ COMPARED = {"name": "kivi-2", "bits_per_value": 2.5, "kl": 0.1, "front": True}
 PROBED = {"target": "k", "inputs": ["k1"], "mean": 0.5, "mean_common": 0.5, "layers": [None, 0.5]}
 CURVE = {"window": [0.5, 0.0]}
 DRAW: dict[str, Callable[[Path], None]] = {
-    "plot_bench": lambda path: plots.plot_bench([BENCHED | {"length": n} for n in (1024, 2048)], path),
+    "plot_bench": lambda path: plots.plot_bench([BENCHED | {"length": n} for n in (1024, 2048)], "title", path),
     "plot_deviation": lambda path: plots.plot_deviation(
         {"ranks": [1, 2], "mean": CURVE, "layers": [CURVE]}, {"window": "same window"}, "title", path
     ),
@@ -54,6 +54,44 @@ def test_crosses_are_in_the_legend_where_there_are_some() -> None:
             axis, [BENCHED | {"length": n, "scheme": s} | paper for n in (1024, 2048) for s in ("a", "b")]
         )
         assert axis.get_legend_handles_labels()[1].count("the paper's figures") == labels
+
+
+@every_plot
+@pytest.mark.parametrize(("suffix", "begins"), [(".svg", b"<?xml"), (".pdf", b"%PDF")])
+def test_formats(draw: Callable[[Path], None], suffix: str, begins: bytes, tmp_path: Path) -> None:
+    """By the suffix; the same figures give the same bytes."""
+    first, second = tmp_path / f"a{suffix}", tmp_path / f"b{suffix}"
+    draw(first)
+    draw(second)
+    assert first.read_bytes().startswith(begins) and first.read_bytes() == second.read_bytes()
+
+
+def test_a_scheme_has_one_colour() -> None:
+    from kvcal.report.colours import COLOURS, OTHER, colour
+
+    assert colour("kivi-2+higgs-2") == colour("kivi-sink-2") == COLOURS["kivi"]
+    assert colour("tiny-aqua-kv") == COLOURS["aqua"] != colour("AQUA-KV x transform") == COLOURS["transform"]
+    assert colour("turboquant-2") == COLOURS["turboquant"] != colour("higgs-2") and colour("no such scheme") == OTHER
+    assert len({colour(f"inner-{bits}") for bits in (2, 3, 4)}) == 3 and colour("innerq-small") == COLOURS["inner"]
+
+
+def test_labels_do_not_lie_on_each_other() -> None:
+    """Twelve points in one place: every label has a box of its own, within the axes."""
+    from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
+
+    from kvcal.report.labels import label_points
+
+    axis = Figure(figsize=(8, 5), dpi=100).subplots()
+    axis.set(xlim=(0, 1), ylim=(0, 1))
+    points = [(0.5 + 0.004 * n, 0.5) for n in range(12)]
+    label_points(axis, points, [f"scheme {n}" for n in range(12)])
+    labels = [child for child in axis.get_children() if isinstance(child, Annotation) and child.get_text()]
+    boxes = [label.get_window_extent() for label in labels]
+    assert len(boxes) == 12
+    for n, box in enumerate(boxes):
+        assert axis.get_window_extent().contains(box.x0, box.y0)
+        assert not any(box.overlaps(other) for other in boxes[:n]), labels[n].get_text()
 
 
 def assert_untouched(path: Path) -> None:

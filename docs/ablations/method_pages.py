@@ -1,0 +1,204 @@
+"""Write the tables of the pages in docs/methods/: a method's figures and the verdicts on its paper's claims.
+
+    python docs/ablations/method_pages.py           # writes the tables between their marks
+    python docs/ablations/method_pages.py --check   # exit code 1 where a page is not what the rows say
+
+Rows are those of methods.toml that were measured on both pretrained models, or on one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import verdicts
+
+FOLDER = Path(__file__).resolve().parent
+PAGES = FOLDER.parent / "methods"
+MODELS = ("SmolLM2-135M", "Qwen2.5-Coder-0.5B")
+REGION = re.compile(r"(<!-- (figures|verdicts) by method_pages\.py -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+
+HIGGS_2 = ("HIGGS at 2", "HIGGS as published")
+KIVI_2 = ("KIVI 2", "`kivi-2`")
+ROWS: dict[str, list[tuple[str, str]]] = {  # page -> (label of methods.toml, name in the table)
+    "aqua-kv": [
+        HIGGS_2,
+        ("AQUA-KV, published HIGGS at 2", "AQUA-KV over published HIGGS"),
+        ("HIGGS debiased at 2", "HIGGS, debiased"),
+        ("AQUA-KV at 2", "AQUA-KV over debiased HIGGS, without factors"),
+        ("AQUA-KV x transform, 2 bits", "AQUA-KV over the transform"),
+    ],
+    "transform": [
+        HIGGS_2,
+        ("AQUA-KV at 2", "AQUA-KV over debiased HIGGS, without factors"),
+        ("transform alone, 2 bits", "transform alone"),
+        ("AQUA-KV x transform, 2 bits", "AQUA-KV over the transform"),
+        ("AQUA-KV x transform", "AQUA-KV over the transform, keys 2.5 bits"),
+    ],
+    "higgs": [
+        ("HIGGS at 2", "HIGGS, 2 bits"),
+        ("HIGGS debiased at 2", "HIGGS debiased, 2 bits"),
+        ("HIGGS at 3", "HIGGS, 3 bits"),
+        ("TurboQuant 4/3", "`turboquant-4-3`"),
+        ("HIGGS at 4", "HIGGS, 4 bits"),
+    ],
+    "kivi": [
+        KIVI_2,
+        ("KIVI 2, no sink, recent 128", "`kivi-2`, 128 recent tokens"),
+        ("KIVI 2, sink 32, recent 96", "`kivi-2`, sink 32, 96 recent tokens"),
+        ("KIVI K2 V4", "keys 2 bits, values 4"),
+        ("KIVI K4 V2", "keys 4 bits, values 2"),
+        ("KIVI 4", "`kivi-4`"),
+    ],
+    "kvtuner": [
+        KIVI_2,
+        ("KVTuner-like at 3", "`--max-bits 3`, groups of 128"),
+        ("KVTuner-like at 4", "`--max-bits 4`, groups of 128"),
+    ],
+    "mixkvq": [
+        ("MixKVQ at 3", "`--max-bits 3`, groups of 128"),
+        ("KVTuner-like at 3", "bits per layer (KVTuner), 3 bits"),
+        ("MixKVQ at 4", "`--max-bits 4`"),
+        ("KVTuner-like at 4", "bits per layer (KVTuner), 4 bits"),
+        ("MixKVQ, 8 full and 16 of 4 bits", "8 channels exact, 16 at 4 bits"),
+        ("error-only, 8 full and 16 of 4 bits", "the same, chosen without queries"),
+    ],
+    "squat": [KIVI_2, ("SQuat 2", "`squat-2`"), ("SQuat-pre 2", "`squat-pre-2`, keys before RoPE")],
+    "innerq": [
+        ("InnerQ K3 V2 symmetric", "keys 3 bits, values 2, symmetric"),
+        ("InnerQ K3 V2 hybrid", "keys 3 bits, values 2, hybrid"),
+        KIVI_2,
+    ],
+    "vqkv": [
+        ("VQKV, half the stages", "4, 8, 5 stages of 256 codewords"),
+        ("VQKV, a quarter of the codewords", "7, 15, 10 stages of 64"),
+        ("VQKV at 2", "7, 15, 10 stages of 256"),
+        ("VQKV at 3", "11, 22, 15 stages of 256"),
+        ("VQKV at 4", "15, 29, 20 stages of 256"),
+    ],
+    "h2o": [
+        ("H2O + HIGGS", "H2O and HIGGS as published"),
+        ("H2O + AQUA-KV, published HIGGS", "H2O and AQUA-KV over it"),
+        ("H2O + HIGGS debiased", "H2O and HIGGS debiased"),
+        ("H2O + AQUA-KV", "H2O and AQUA-KV over it"),
+    ],
+}
+CLAIMS: dict[str, list[tuple[str, str, str, str]]] = {  # page -> (what is claimed, better, worse, figure)
+    "aqua-kv": [
+        ("AQUA-KV has less KL than HIGGS at the same bits", "AQUA-KV, published HIGGS at 2", "HIGGS at 2", "kl"),
+        ("the same, both debiased", "AQUA-KV at 2", "HIGGS debiased at 2", "kl"),
+    ],
+    "transform": [
+        ("under predictors less KL than alone", "AQUA-KV x transform, 2 bits", "transform alone, 2 bits", "kl"),
+        ("less KL than HIGGS under predictors", "AQUA-KV x transform, 2 bits", "AQUA-KV at 2", "kl"),
+    ],
+    "higgs": [("debiased has less KL than published", "HIGGS debiased at 2", "HIGGS at 2", "kl")],
+    "kivi": [
+        (
+            "sinks help, 128 exact tokens in all (InnerQ)",
+            "KIVI 2, sink 32, recent 96",
+            "KIVI 2, no sink, recent 128",
+            "kl",
+        ),
+        ("keys need more bits than values (MixKVQ)", "KIVI K4 V2", "KIVI K2 V4", "kl"),
+    ],
+    "kvtuner": [
+        ("less KL than MixKVQ at 3 bits", "KVTuner-like at 3", "MixKVQ at 3", "kl"),
+        ("less KL than MixKVQ at 4 bits", "KVTuner-like at 4", "MixKVQ at 4", "kl"),
+    ],
+    "mixkvq": [
+        (
+            "choosing by queries beats choosing by error alone",
+            "MixKVQ, 8 full and 16 of 4 bits",
+            "error-only, 8 full and 16 of 4 bits",
+            "kl",
+        ),
+        ("less KL than bits per layer at 3 bits", "MixKVQ at 3", "KVTuner-like at 3", "kl"),
+        ("less KL than bits per layer at 4 bits", "MixKVQ at 4", "KVTuner-like at 4", "kl"),
+    ],
+    "squat": [
+        ("smaller logit error than KIVI at the same bits", "SQuat 2", "KIVI 2", "logit_error"),
+        ("less KL than KIVI at the same bits", "SQuat 2", "KIVI 2", "kl"),
+        ("keys before RoPE: less KL than KIVI", "SQuat-pre 2", "KIVI 2", "kl"),
+    ],
+    "innerq": [
+        ("hybrid values have less KL than symmetric ones", "InnerQ K3 V2 hybrid", "InnerQ K3 V2 symmetric", "kl")
+    ],
+    "vqkv": [
+        (
+            "a quarter of the codewords costs less KL than half the stages",
+            "VQKV, a quarter of the codewords",
+            "VQKV, half the stages",
+            "kl",
+        )
+    ],
+    "h2o": [
+        ("AQUA-KV has less KL than HIGGS behind H2O", "H2O + AQUA-KV, published HIGGS", "H2O + HIGGS", "kl"),
+        ("the same, both debiased", "H2O + AQUA-KV", "H2O + HIGGS debiased", "kl"),
+    ],
+}
+Measured = Mapping[str, Mapping[str, Any]]
+
+
+def main() -> None:
+    stale = [page for page, text in fresh().items() if page.read_text("utf-8") != text]
+    if "--check" in sys.argv[1:]:
+        sys.exit(f"{', '.join(page.name for page in stale)}: run docs/ablations/method_pages.py" if stale else 0)
+    for page, text in fresh().items():
+        page.write_text(text, "utf-8")
+
+
+def fresh() -> dict[Path, str]:
+    """Each page with the tables that the rows give."""
+    models = measured()
+    pages = {}
+    for name in ROWS:
+        tables = {"figures": figures(ROWS[name], models), "verdicts": claims(CLAIMS[name], models)}
+        page = PAGES / f"{name}.md"
+        text, count = REGION.subn(
+            lambda found, tables=tables: f"{found[1]}{tables[found[2]]}{found[3]}", page.read_text("utf-8")
+        )
+        if count != len(tables):
+            sys.exit(f"{page}: {count} marks of tables, where {len(tables)} are wanted")
+        pages[page] = text
+    return pages
+
+
+def measured() -> dict[str, Measured]:
+    """model -> label -> figures."""
+    recipe = tomllib.loads((FOLDER / "methods.toml").read_text("utf-8"))
+    return {
+        model: verdicts.rows_by_label(recipe, json.loads((FOLDER / verdicts.MODELS[model]).read_text("utf-8")))
+        for model in MODELS
+    }
+
+
+def figures(rows: list[tuple[str, str]], models: Mapping[str, Measured]) -> str:
+    lines = [
+        f"| scheme | stored bits per value | {' | '.join(f'KL on {model}' for model in MODELS)} |",
+        "|---|---|---|---|",
+    ]
+    for label, name in rows:
+        found = [models[model].get(label) for model in MODELS]
+        bits = list(dict.fromkeys(f"{row['bits_per_value']:.2f}" for row in found if row))
+        cells = [f"{row['kl']:.3g}" if row else "–" for row in found]
+        lines.append(f"| {name} | {', '.join(bits)} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def claims(wanted: list[tuple[str, str, str, str]], models: Mapping[str, Measured]) -> str:
+    lines = [f"| claim | {' | '.join(MODELS)} |", "|---|---|---|"]
+    for text, better, worse, by in wanted:
+        claim = {"text": text, "better": better, "worse": worse, "by": by}
+        cells = [verdicts.verdict(claim, {}, dict(models[model])) for model in MODELS]
+        lines.append(f"| {text} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

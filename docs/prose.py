@@ -1,0 +1,102 @@
+"""Hold README.md and the site's pages to short sentences and the field's words; lab notes are exempt.
+
+    python docs/prose.py            # one line a finding; exit code 1 where there is one
+
+Checked: no sentence of a paragraph, list item or table cell has more than 30 words, and no page has a word of PRIVATE.
+Code, links' targets, equations and tables written by scripts do not count.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+LONGEST = 30
+PRIVATE = {  # what nobody outside of this project writes -> what to write
+    r"bits a value": "bits per value",
+    r"tokens a second": "tokens per second",
+    r"nats a token": "nats per token",
+    r"a norm a token|a scale a group|one a layer": "one … per …",
+    r"in place of": "instead of",
+    r"in the place of": "instead of",
+    r"but for": "except for",
+    r"no more (than|as)": "no longer, at most",
+    r"as it is\b": "unchanged",
+    r"of which Python": "that Python",
+    r"turned (keys|queries|by)": "rotated",
+    r"backbone": "codec",
+    r"before, (then|now)": "say when",
+    r"worth its": "say what it costs",
+    r"is told": "gets",
+    r"the latter|the former": "name it",
+    r"of one's own": "your own",
+    r"made up for": "compensated",
+}
+GENERATED = re.compile(r"<!-- \w+ by method_pages\.py -->.*?<!-- end -->", flags=re.DOTALL)
+FENCE = re.compile(r"^ *```.*?^ *```", flags=re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^\$\$.*?^\$\$|^:::.*?(?=\n\n|\Z)|<!--.*?-->", flags=re.DOTALL | re.MULTILINE)
+ITEM = re.compile(r"(?:[^\n]+(?:\n(?![ \t]*(?:[-*|#]|\d+\.)|\n))?)+")  # lines up to a blank one or the next item
+END = re.compile(r"(?<=[.!?])\s+(?=[\"'(\w])")
+ABBREVIATION = re.compile(r"\b(e\.g|i\.e|vs|et al|cf|approx|Eq|Fig|No)\.", flags=re.IGNORECASE)
+
+
+def pages() -> list[Path]:
+    """Those that are held: written for readers, not kept as a log."""
+    site = [
+        DOCS / "index.md",
+        DOCS / "benchmarks" / "index.md",
+        DOCS / "reference" / "python.md",
+        DOCS / "lab" / "index.md",
+    ]
+    return [
+        ROOT / "README.md",
+        *site,
+        *sorted((DOCS / "guides").glob("*.md")),
+        *sorted((DOCS / "methods").glob("*.md")),
+    ]
+
+
+def sentences(text: str) -> Iterator[tuple[int, str]]:
+    """(line, sentence) of a page's prose; a paragraph, a list's item and a table's cell begin a sentence."""
+    for pattern in (GENERATED, FENCE, BLOCK):
+        text = pattern.sub(lambda found: re.sub(r"[^\n]+", "", found[0]), text)
+    for item in ITEM.finditer(text):
+        line = text.count("\n", 0, item.start()) + 1
+        row = item[0].lstrip().startswith("|")
+        for part in item[0].strip().strip("|").split("|") if row else [item[0]]:
+            for sentence in END.split(ABBREVIATION.sub(r"\1", plain(part))):
+                yield line, sentence.strip()
+
+
+def plain(text: str) -> str:
+    """Markdown without links' targets and marks; code counts as one word."""
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"\$`[^`]*`\$|`[^`]*`", "code", text)
+    return re.sub(r"[*_#>]+|^\s*[-|]\s+", " ", text)
+
+
+def findings(page: Path, text: str) -> Iterator[str]:
+    name = page.relative_to(ROOT)
+    for line, sentence in sentences(text):
+        words = len(re.findall(r"[\w'%×.,–-]*\w[\w'%×.,–-]*", sentence))
+        if words > LONGEST:
+            yield f"{name}:{line}: {words} words, at most {LONGEST}: {sentence[:70]}…"
+        for word, instead in PRIVATE.items():
+            if found := re.search(word, sentence, flags=re.IGNORECASE):
+                yield f"{name}:{line}: {found[0]!r}: write {instead!r}"
+
+
+def main() -> int:
+    found = [finding for page in pages() for finding in findings(page, page.read_text("utf-8"))]
+    for finding in found:
+        print(finding, file=sys.stderr)
+    print(f"{len(pages())} pages, {len(found)} findings")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

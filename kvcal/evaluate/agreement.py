@@ -1,0 +1,84 @@
+"""Decode steps through compressed caches beside full precision: which next token, how much memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvcal_artifacts.errors import UsageError
+
+from ..report.progress import progress
+from .perplexity import CacheMaker
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One cache after a prompt and `steps` tokens of a text.
+
+    nbytes: of all rows: packed blocks, exact tokens at 16 bits a number, statistics, predictors and codebooks.
+    bits_per_value: stored bits of packed blocks, None of full precision. kl: mean nats per step to full precision.
+    same: in how many of `of` steps the likeliest next token is full precision's.
+    """
+
+    name: str
+    nbytes: int
+    bits_per_value: float | None
+    kl: float
+    same: int
+    of: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def agreement(model: Any, ids: Tensor, caches: Mapping[str, CacheMaker], steps: int) -> list[Agreement]:
+    """`full` and then a row for each cache: ids (B, T) int64 are fed as a prompt and then `steps` single tokens.
+
+    The text's own tokens are fed whatever a cache would choose, so that steps stay comparable. Raises UsageError where
+    the windows have no more than `steps` tokens.
+    """
+    if not 0 < steps < ids.shape[1]:
+        raise UsageError(f"{steps} steps over windows of {ids.shape[1]} tokens: needs at least one, and a prompt")
+    from transformers import DynamicCache
+
+    with torch.no_grad(), progress("Comparing", total=(1 + len(caches)) * (1 + steps)) as advance:
+        full: Any = DynamicCache(config=model.config)
+        exact = _steps(model, ids, full, steps, advance)
+        values = sum(layer.keys.numel() + layer.values.numel() for layer in full.layers)
+        every = exact.shape[0] * exact.shape[1]
+        rows = [Agreement("full", 2 * values, None, 0.0, every, every)]
+        for name, make in caches.items():
+            with make() as cache:
+                logits = _steps(model, ids, cache, steps, advance)
+                rows.append(_row(name, cache, logits, exact, model.dtype.itemsize))
+    return rows
+
+
+def _steps(model: Any, ids: Tensor, cache: Any, steps: int, advance: Any) -> Tensor:
+    """Log-probabilities (B, steps, vocabulary) float32 after each of the last `steps` tokens."""
+    model(input_ids=ids[:, :-steps], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    advance()
+    steps_logits = []
+    for token in ids[:, -steps:].split(1, dim=1):
+        steps_logits.append(model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1].float())
+        advance()
+    return functional.log_softmax(torch.stack(steps_logits, 1), -1)
+
+
+def _row(name: str, cache: Any, logits: Tensor, exact: Tensor, width: int) -> Agreement:
+    """width: bytes of a number of the model's dtype, in which exact tokens lie here."""
+    every = exact.shape[0] * exact.shape[1]
+    at_16_bit = cache.nbytes("window") * 2 // width
+    return Agreement(
+        name=name,
+        nbytes=cache.nbytes("packed") + at_16_bit + cache.nbytes("bookkeeping") + cache.resident_bytes(),
+        bits_per_value=cache.bits_per_value(),
+        kl=functional.kl_div(logits, exact, reduction="sum", log_target=True).item() / every,
+        same=int((logits.argmax(-1) == exact.argmax(-1)).sum()),
+        of=every,
+    )

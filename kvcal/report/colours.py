@@ -1,0 +1,44 @@
+"""One colour for a method, in every plot, and a lighter one for its schemes of more bits. The colours are Okabe and
+Ito's and Tol's, which colour-blind readers tell apart.
+"""
+
+from __future__ import annotations
+
+import re
+
+COLOURS = {  # a word of a scheme's name -> colour; the first that is found counts
+    "transform": "#882255",
+    "aqua": "#0072b2",
+    "fp16": "#222222",
+    "exact": "#222222",
+    "bf16": "#222222",
+    "fp8": "#777777",
+    "kivi": "#d55e00",
+    "kvtuner": "#e69f00",
+    "tune-bits": "#e69f00",
+    "turboquant": "#44aa99",
+    "higgs": "#009e73",
+    "squat": "#cc79a7",
+    "mixkvq": "#56b4e9",
+    "inner": "#332288",
+    "vq": "#999933",
+    "quanto": "#bbbbbb",
+    "uniform": "#bbbbbb",
+}
+OTHER = "#6b7783"
+LIGHTER = {3: 0.25, 4: 0.45, 8: 0.6}  # bits in a scheme's name -> part of white
+
+
+def colour(scheme: str) -> str:
+    """The colour of a scheme by its name, as `aqua-kv`, `kivi-4+higgs-2` (that of its keys) or `H2O + HIGGS`."""
+    name = scheme.casefold()
+    matches = [(name.find(word), -len(word), word) for word in COLOURS if word in name]
+    word = "transform" if "transform" in name else min(matches)[2] if matches else ""
+    bits = re.search(rf"{word}[^\d+]*(\d)", name) if word else None
+    return _lighter(COLOURS.get(word, OTHER), LIGHTER.get(int(bits[1]), 0.0) if bits else 0.0)
+
+
+def _lighter(shade: str, white: float) -> str:
+    """A colour as #rrggbb, mixed with so much white."""
+    parts = (int(shade[place : place + 2], 16) for place in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)

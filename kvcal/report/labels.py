@@ -1,0 +1,64 @@
+"""Labels of points that do not lie on each other: the nearest place around its point that is still free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from .drawn import drawable
+
+Box = tuple[float, float, float, float]  # left, bottom, right, top in pixels
+STEPS = tuple(
+    (distance * math.cos(angle), distance * math.sin(angle))
+    for distance in (7, 14, 22, 32, 44, 58, 74)
+    for angle in (0.5, -0.5, 2.6, -2.6, 1.57, -1.57, 0.0, 3.14)
+)  # points (1/72 inch) from a point to its label's nearest edge
+FAR = 20.0  # from where on a line leads from label to point
+
+
+def label_points(axis: Any, points: Sequence[tuple[float, float]], texts: Sequence[str], size: float = 7) -> None:
+    """Write each text beside its point, in data units of `axis`; limits and layout of the figure are fixed by it.
+
+    A label takes the first of STEPS at which it lies within the axes and on no point and no label before it; where
+    none is free, the one with the least overlap.
+    """
+    figure = axis.figure
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # a layout after this would move axes below their labels
+    unit = figure.dpi / 72
+    inside = axis.get_window_extent()
+    at = [axis.transData.transform(point) for point in points]
+    boxes_so_far: list[Box] = [(x - 3 * unit, y - 3 * unit, x + 3 * unit, y + 3 * unit) for x, y in at]
+    for (x, y), point, text in sorted(zip(at, points, texts, strict=True), key=lambda label: label[0][0]):
+        note = axis.annotate(drawable(text), point, xytext=(0, 0), textcoords="offset points", fontsize=size)
+        extent = note.get_window_extent()
+        boxes = [_box(x, y, step, extent.width, extent.height, unit) for step in STEPS]
+        best = min(range(len(STEPS)), key=lambda n: (_overlap(boxes[n], boxes_so_far, inside), n))
+        step = STEPS[best]
+        note.set_ha("left" if step[0] > 1 else "right" if step[0] < -1 else "center")
+        note.set_va("bottom" if step[1] > 1 else "top" if step[1] < -1 else "center")
+        note.set_position(step)
+        if math.hypot(*step) > FAR:
+            axis.annotate(
+                "", point, xytext=step, textcoords="offset points",
+                arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": "#9aa5b1", "shrinkA": 0, "shrinkB": 3},
+            )  # fmt: skip
+        boxes_so_far.append(boxes[best])
+
+
+def _box(x: float, y: float, step: tuple[float, float], width: float, height: float, unit: float) -> Box:
+    x0 = x + step[0] * unit - (0 if step[0] > 1 else width if step[0] < -1 else width / 2)
+    y0 = y + step[1] * unit - (0 if step[1] > 1 else height if step[1] < -1 else height / 2)
+    return x0, y0, x0 + width, y0 + height
+
+
+def _overlap(box: Box, boxes_so_far: Sequence[Box], inside: Any) -> float:
+    """Pixels that the box shares with others, and those outside of the axes, ten times."""
+    shared = sum(_common(box, place) for place in boxes_so_far)
+    whole = (box[2] - box[0]) * (box[3] - box[1])
+    return shared + 10 * (whole - _common(box, (inside.x0, inside.y0, inside.x1, inside.y1)))
+
+
+def _common(a: Box, b: Box) -> float:
+    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))

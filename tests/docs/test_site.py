@@ -1,0 +1,167 @@
+"""The documentation site: its commands run, its tables are those of the recorded rows, its prose keeps the rules.
+
+That it builds, strictly, `nox -s docs` says.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.docs.test_figures import BENCHMARKS, shows
+from tests.support.pages import NEEDS, ROOT, bash_blocks, run_page
+
+DOCS = ROOT / "docs"
+QUICK = ["index", "guides/engineer", "guides/researcher", "guides/pipeline", "guides/server"]
+METHODS = sorted(f"methods/{page.stem}" for page in (DOCS / "methods").glob("*.md") if page.stem != "index")
+HELD = ["benchmarks/index"]  # `kvcal bench` and doctor: by tests/kvcal/bench
+BOTH = ("bash", "python")
+
+
+@pytest.mark.parametrize("page", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS)])
+def test_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
+    """In order, in one folder, on the model that comes with kvcal."""
+    done = run_page(DOCS / f"{page}.md", tmp_path, seconds=600, languages=BOTH)
+    assert done and all(ran.out or ran.err for ran in done)
+
+
+def test_every_page_with_commands_is_run() -> None:
+    pages = [
+        DOCS / "index.md",
+        *(path for folder in ("guides", "methods", "benchmarks") for path in [*(DOCS / folder).glob("*.md")]),
+    ]
+    written = {path.relative_to(DOCS).with_suffix("").as_posix() for path in pages if bash_blocks(path, languages=BOTH)}
+    lab = {
+        path.relative_to(DOCS).with_suffix("").as_posix() for path in BENCHMARKS.glob("*.md") if path.stem != "index"
+    }
+    assert written - lab == {*QUICK, *METHODS, *HELD}
+
+
+def test_a_block_that_needs_more_says_what(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f'# A\n\n```bash {NEEDS}a GPU"\nfalse\n```\n\n```bash\ntrue\n```\n\n```python\nprint(3)\n```\n')
+    assert [ran.out for ran in run_page(page, tmp_path, languages=BOTH)] == ["", "3\n"]
+    assert [block.code for block in bash_blocks(page)] == ["true\n"]
+
+
+@pytest.mark.parametrize("script", ["ablations/method_pages.py", "figures.py"])
+def test_tables_and_pictures_are_those_of_the_rows(script: str) -> None:
+    done = subprocess.run([sys.executable, str(DOCS / script), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_benchmarks_are_those_of_the_run() -> None:
+    rows = json.loads((BENCHMARKS / "generation-2708de7.json").read_text())["rows"]
+    page = BENCHMARKS / "index.md"
+    many, one = {}, {}
+    for scheme in ("fp16", "inner-4", "innerq-small", "kivi-2-g128"):
+        graph, call, single = (
+            best(rows, operation, scheme) for operation in ("largest-batch", "largest-batch-call", "generate")
+        )
+        name = "FP16, at its best" if scheme == "fp16" else f"`{scheme}`"
+        bits = graph["stored_bits"] or 16
+        of_one, of_many, of_call = (
+            row["tokens_per_second"] / best(rows, row["operation"], "fp16")["tokens_per_second"]
+            for row in (single, graph, call)
+        )
+        speeds = [[graph["tokens_per_second"]], [of_many], [call["tokens_per_second"]], [of_call]]
+        many[name] = [[bits], [graph["batch"]], *speeds]
+        one[name] = [[bits], [single["peak_bytes"] / 1e9], [single["tokens_per_second"]], [of_one]]
+    shows(page, "scheme", many)
+    shows(page, "scheme of one row", one)
+
+
+def best(rows: list[dict[str, object]], operation: str, scheme: str) -> dict[str, object]:
+    """The fastest path of a scheme."""
+    found = [row for row in rows if (row["operation"], row["scheme"]) == (operation, scheme)]
+    return max(found, key=lambda row: row["tokens_per_second"] or 0)  # type: ignore[arg-type, return-value]
+
+
+GUARD = {  # first cell of a row of README's or the methods' page -> scheme of the guard's rows
+    "kivi-4": "kivi-4",
+    "innerq-small": "innerq-small",
+    "fit-predictors": "aqua-kv (default)",
+    "transform": "aqua-kv on transform-2, all layers",
+}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/methods/index.md"])
+def test_which_scheme_is_of_the_measured_rows(page: str) -> None:
+    """KL to its digits, bits, and how many times smaller."""
+    models = [json.loads((DOCS / "ablations" / "guard" / name).read_text())["rows"] for name in GUARD_FILES]
+    checked = 0
+    for line in (ROOT / page).read_text("utf-8").splitlines():
+        found = re.search(r"\| (\d\.\d) \| (\d\.\d+), (\d\.\d+) \| (\d\.\d) \|", line)
+        scheme = next((own for word, own in GUARD.items() if word in line), None)
+        if found is None or scheme is None:
+            continue
+        rows = [next(row for row in rows if row["name"] == scheme) for rows in models]
+        assert [found[2], found[3]] == [f"{row['kl']:.3f}" for row in rows], line
+        assert abs(float(found[1]) - rows[0]["bits"]) < 0.1 and abs(float(found[1]) - rows[1]["bits"]) < 0.1, line
+        assert 16 / rows[1]["bits"] - 0.05 <= float(found[4]) <= 16 / rows[0]["bits"] + 0.05, line
+        checked += 1
+    assert checked >= 3
+
+
+GUARD_FILES = ("smollm2-135m.json", "qwen2.5-coder-0.5b.json")
+RESULTS = {  # first cell of README's table of results -> labels of methods.toml
+    "AQUA-KV against HIGGS, 2.1 bits: KL": ["AQUA-KV, published HIGGS at 2", "HIGGS at 2"],
+    "AQUA-KV over the transform, 2.1 bits: KL": ["AQUA-KV x transform, 2 bits"],
+    "bits per layer (KVTuner), 4 bits: KL": ["KVTuner-like at 4"],
+    "MixKVQ, 4 bits: KL": ["MixKVQ at 4"],
+    "KIVI, 3 bits, with sinks: KL": ["KIVI 2, sink 32, recent 96"],
+}
+
+
+def test_results_of_the_readme_are_those_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "ablations"))
+    models = importlib.import_module("method_pages").measured().values()
+    wanted = {name: [[rows[label]["kl"] for label in labels] for rows in models] for name, labels in RESULTS.items()}
+    shows(ROOT / "README.md", "| SmolLM2-135M", wanted)
+
+
+@pytest.fixture
+def prose(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module("prose")
+
+
+def test_prose_keeps_the_rules(prose: ModuleType) -> None:
+    found = [line for page in prose.pages() for line in prose.findings(page, page.read_text("utf-8"))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "finding"),
+    [
+        ("Short. " + "word " * 31 + "end.", "32 words"),
+        ("- one\n- " + "word " * 31, ":4: 31 words"),
+        ("| a | " + "word " * 31 + "|", "31 words"),
+        ("It takes 2 bits a value.", "'bits a value'"),
+        ("word " * 15 + "\n" + "word " * 16, "31 words"),
+        ("word " * 20 + "e.g. " + "word " * 20, "41 words"),
+    ],
+)
+def test_a_page_that_breaks_a_rule_is_seen(prose: ModuleType, text: str, finding: str) -> None:
+    found = list(prose.findings(ROOT / "README.md", f"# Title\n\n{text}\n"))
+    assert len(found) == 1 and finding in found[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "word " * 30,
+        "```\n" + "bits a value " * 40 + "\n```",
+        "`" + "bits a value " * 40 + "`",
+        "word " * 20 + ". " + "Word " * 20,
+    ],
+)
+def test_what_is_no_prose_is_left_alone(prose: ModuleType, text: str) -> None:
+    assert not list(prose.findings(ROOT / "README.md", f"# Title\n\n{text}\n"))
