@@ -38,6 +38,7 @@ HERE = Path(__file__).parent
 HEADS = {  # kv heads, head_dim
     "kvref-28m": (2, 64), "kvref-28m-twin": (2, 64), "tiny": (2, 64), "smollm2-135m": (3, 64),
     "qwen2.5-coder-0.5b": (2, 64),
+    "gemma-3-270m": (1, 256),
 }  # fmt: skip
 OTHER_COUNT = ("turboquant", "mixkvq")  # backbones whose papers do not count what is stored
 BUNDLES: dict[

@@ -15,7 +15,12 @@ from tests.support.pages import ROOT
 
 pytest.importorskip("triton")
 FOLDER = ROOT / "docs" / "benchmarks"
-ON_A_CPU = {"byte_grids.py", "higgs_rotation.py"}  # errors of grids, no times
+ON_A_CPU = {
+    "byte_grids.py",
+    "higgs_rotation.py",
+    "evaluation.py",
+    "old_and_new.py",
+}  # errors of grids; times of kvcal eval on a CPU; a reader of files
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in ON_A_CPU)
 
 
