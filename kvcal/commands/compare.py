@@ -15,8 +15,7 @@ from torch import Tensor
 from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
 from kvcal_artifacts.errors import CorruptBundle, UsageError
 from kvcal_artifacts.files import write_atomically
-from kvcal_artifacts.scheme import FRAMES
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.scheme import FRAMES, HeavyHitters
 
 from .. import __version__
 from ..bundles.paths import given_bundle

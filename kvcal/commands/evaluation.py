@@ -12,9 +12,8 @@ import torch
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import NonFiniteError, UsageError
-from kvcal_artifacts.scheme import Scheme
-from kvcal_artifacts.schemes import choose, has_subspace
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.scheme import HeavyHitters, Scheme
+from kvcal_artifacts.scheme.subspace import choose, has_subspace
 
 from ..calibrate.checkpoint import BatchCheckpoint, CommandCheckpoint, short
 from ..calibrate.outlier_guard import warnings

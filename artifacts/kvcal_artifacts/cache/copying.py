@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
 
 from .layer import KVCalLayer
-
-if TYPE_CHECKING:
-    from .cache import KVCalCache
+from .parts import CacheParts
 
 # what a layer does not share with its copies
 OWN = ("_owner", "site", "title", "_in_place", "codecs", "handle", "_shown", "_layer")
 
 
-def fill(twin: KVCalCache, cache: KVCalCache, memo: dict[int, Any]) -> None:
-    """Copy what `cache` holds, which the device has told the host of, into a new cache made as it was."""
+def fill(twin: CacheParts, cache: CacheParts, memo: dict[int, object]) -> None:
+    """Copy the contents of `cache`, of which the host must know, into a new cache of the same settings."""
     twin.ledger = copy.deepcopy(cache.ledger, memo)
     twin.record, twin.steps = cache.record.copied(), copy.deepcopy(cache.steps, memo)
     twin.growing = cache.growing

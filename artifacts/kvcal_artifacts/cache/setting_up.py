@@ -1,8 +1,8 @@
-"""A cache is made: whether its scheme suits the model, and what it puts on the model."""
+"""The making of a cache: whether its scheme suits the model, and what it puts on the model."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -10,13 +10,14 @@ from .. import hf
 from ..errors import KVCalError
 from ..paths import choose
 from ..scheme import Scheme
-
-if TYPE_CHECKING:
-    from .cache import KVCalCache
+from .parts import CacheParts
 
 
 def checked_config(model: nn.Module, scheme: Scheme) -> Any:
-    """The model's config. Raises KVCalError where a cache of this scheme cannot serve the model."""
+    """The model's config, as Transformers takes it.
+
+    Raises KVCalError where a cache of this scheme cannot serve the model.
+    """
     hf.check_supported(model)
     config = hf.config_of(model)
     if len(scheme.layers) != config.num_hidden_layers:
@@ -28,14 +29,14 @@ def checked_config(model: nn.Module, scheme: Scheme) -> Any:
     return config
 
 
-def require_kernels(cache: KVCalCache) -> None:
+def require_kernels(cache: CacheParts) -> None:
     """Raises KernelsUnavailable where a layer, as far as it can be known before keys come, takes no kernel."""
     paths = [(layer.index, layer.paths) for layer in cache.own_layers]
-    choose.require([(index, path.refused) for index, path in paths if path.refused and path.reader is None])
+    choose.require([(index, path.refused) for index, path in paths if path.refused and path.dequantiser is None])
 
 
-def hooks(cache: KVCalCache) -> hf.Hooks:
-    """What tells the cache of the model's forwards: keys before RoPE, queries and masks only where something needs them."""
+def hooks(cache: CacheParts) -> hf.Hooks:
+    """The hooks that tell the cache of forwards: of keys before RoPE, queries and masks only where they are needed."""
     layers, selects = cache.own_layers, cache.scheme.selection is not None
     compressed = [layer.site for layer in layers]
     tapped = compressed if cache.scheme.frame == "pre_rope" else []

@@ -1,4 +1,4 @@
-"""Slots of tokens, chosen and cut: tensors (B, H, T, D)."""
+"""Slots of tokens, chosen and cut: functions on tensors (B, H, T, D)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 
 def over_heads(index: Tensor, like: Tensor) -> Tensor:
-    """index (B, T) for gather and scatter along the tokens of `like` (B, H, S, D)."""
+    """An index (B, T) expanded for gather and scatter along the tokens of `like` (B, H, S, D)."""
     return index[:, None, :, None].expand(-1, like.shape[1], -1, like.shape[3])
 
 
 def take_slots(x: Tensor, index: Tensor) -> Tensor:
-    """x (B, H, S, D), index (B, T) -> (B, H, T, D)."""
+    """The slots index (B, T) of x (B, H, S, D): (B, H, T, D)."""
     return x.gather(2, over_heads(index, x))
 
 
 def fill_slots(x: Tensor, idle: Tensor) -> Tensor:
-    """Zeros where idle (B, T) says that a slot of x (B, H, T, D) holds nothing."""
+    """The slots of x (B, H, T, D), with zeros where idle (B, T) says that one holds nothing."""
     return x.masked_fill(idle[:, None, :, None], 0)
 
 

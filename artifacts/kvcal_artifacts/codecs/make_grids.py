@@ -2,9 +2,10 @@
 
     python -m kvcal_artifacts.codecs.make_grids OUT.safetensors
 
-Lloyd's algorithm, k-means++-like start, dead points re-seeded at the sample with the largest error, best of several starts;
-the MSE a coordinate is printed on fresh samples. Takes some minutes on a CPU, seconds on a GPU. Scalar grids (d = 1) need no
-samples: the conditions of Lloyd and Max (Max 1960) are solved with the normal distribution itself, in float64.
+Lloyd's algorithm, k-means++-like start, dead points re-seeded at the sample with the largest error, best of several
+starts; the MSE per coordinate is printed on fresh samples. This takes some minutes on a CPU, seconds on a GPU. Scalar
+grids (d = 1) need no samples: the conditions of Lloyd and Max (Max 1960) are solved with the normal distribution
+itself, in float64.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def samples(count: int, d: int, seed: int, device: str) -> Tensor:
 
 
 def assign(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest index and squared distance, in slices."""
+    """The nearest point's index and squared distance, computed in slices."""
     index, error = [], []
     for part in x.split(1 << 16):
         distance = torch.cdist(part, grid).square()

@@ -158,7 +158,7 @@ def test_a_filled_cache_has_no_copies_of_windows(tiny: Any) -> None:
     one = bench_schemes.named("kivi-2", geometry)
     with filled.filled_cache(tiny, geometry, one, 2, 400, kernels="torch", max_length=420) as cache:
         for layer in cache.own_layers:
-            assert isinstance(layer, StaticLayer) and layer.room is not None
+            assert isinstance(layer, StaticLayer) and layer.allocation is not None
             assert layer.storage._window == [] and layer.ready
         shown = cache.own_layers[0].packed[0]
         assert all(bool(part.any()) for part in shown.values()) and cache.ledger.blocks.tolist() == [8, 8]

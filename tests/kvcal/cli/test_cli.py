@@ -19,7 +19,7 @@ from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.text import sources
 from kvcal_artifacts import load_bundle, load_cache
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.scheme import HeavyHitters
 from tests.support.models_fixture import SMALL, SUFFIX, Done, finished, kvcal, started, write_model, write_text
 
 ROW = [

@@ -11,8 +11,7 @@ from kvcal.evaluate.attention_error import attention_errors
 from kvcal.methods.data_free import Preset
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context
-from kvcal_artifacts.scheme import Scheme
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.scheme import HeavyHitters, Scheme
 from tests.support.architectures import TINY, initialise
 
 STEP, LENGTH = 32, 160

@@ -23,8 +23,7 @@ from kvcal.pipeline.gates import Check, junit_xml, markdown, report
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer, reading
 from kvcal_artifacts.errors import GateFailed, KVCalError
-from kvcal_artifacts.scheme import Scheme
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.scheme import HeavyHitters, Scheme
 from tests.support.models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
 
 LAYERS, LENGTH, HARMED = 4, 100, 2

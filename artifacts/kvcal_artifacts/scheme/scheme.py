@@ -1,19 +1,19 @@
-"""What a cache does with a model's keys and values: windows, frame, and one pair of codecs a layer."""
+"""What a cache does with a model's keys and values: windows, frame, and one pair of codecs per layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from kvcal_kernels.layout import Form
 from kvcal_kernels.layout.form import fits_int8_mma
 
-from .codecs import Codec, Packed
-from .errors import KVCalError
+from ..codecs import Codec, Packed
+from ..errors import KVCalError
 from .windows import HeavyHitters, Windows
 
 Frame = Literal["pre_rope", "post_rope"]
@@ -22,19 +22,24 @@ FRAMES = ("pre_rope", "post_rope")
 
 @dataclass(frozen=True)
 class LayerCodecs:
-    """readers: of paths/dequantised.py, which caches on a device share."""
+    """The codecs of one layer.
+
+    dequantisers: by what paths/dequantised.py makes them of; caches on a device share them.
+    """
 
     key: Codec
     value: Codec
-    readers: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    dequantisers: dict[object, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def needs(self) -> frozenset[str]:
         return self.key.needs | self.value.needs
 
     def read_by(self, ratio: int = 1) -> LayerCodecs:
-        """The same, blocks in the order in which a kernel reads them that serves so many query heads a kv head: grids in bytes
-        are looked up where there are more than four, or where the other codec's blocks are not for products of bytes.
+        """The same codecs, blocks in the order in which a kernel reads them for `ratio` query heads per kv head.
+
+        Grids in bytes are looked up where the ratio is above four, or where the other codec's blocks are not for
+        products of bytes.
         """
         forms = [form for codec in (self.key, self.value) if isinstance(form := codec.fused(), Form)]
         if not any(form.in_bytes for form in forms) or (ratio <= 4 and len(forms) == 2 and fits_int8_mma(*forms)):
@@ -52,9 +57,10 @@ class LayerCodecs:
         return (self.key.block_bytes() + self.value.block_bytes()) * 8 / numbers
 
     def paper_bits(self, codes_alone: bool = False, packed: Sequence[Packed] | None = None) -> float:
-        """As the papers count, keys and values together; packed: blocks of both, whose own sizes then count.
+        """Bits per value as the papers count, keys and values together. packed: blocks of both, whose sizes then count.
 
-        codes_alone: neither scales nor zero points. So MixKVQ's paper counts, its 2-bit values too (Eq. 17; "2.3 bits").
+        codes_alone: without scales and zero points. MixKVQ's paper counts so, its 2-bit values too (Eq. 17; "2.3
+        bits").
         """
         key = self.key.paper_bits() if packed is None else self.key.paper_bits_of(packed[0])
         value = self.value.paper_bits() if packed is None else self.value.paper_bits_of(packed[1])
@@ -67,7 +73,10 @@ class LayerCodecs:
 
 
 def coverage(layers: int, skipped: Mapping[int, str]) -> str:
-    """ "compresses 3 of 18 layers; 15 sliding-window layers keep their own cache"; skipped: index -> reason."""
+    """One line: "compresses 3 of 18 layers; 15 sliding-window layers keep their own cache".
+
+    skipped: index -> reason.
+    """
     phrases = [f"compresses {layers - len(skipped)} of {layers} layers"]
     kinds: dict[str, int] = {}
     for reason in skipped.values():
@@ -89,8 +98,8 @@ KINDS = {  # how a reason starts -> what is said of such layers
 class Scheme:
     """A value of this type is a compression method, fitted or not.
 
-    layers[i] is None where the layer is left to Transformers' own cache; skipped[i] then says why. selection: which tokens
-    are kept at all; None keeps every one. codes_alone: the method's paper counts codes only (paper_bits).
+    layers[i] is None where the layer is left to Transformers' own cache; skipped[i] then says why. selection: which
+    tokens are kept at all; None keeps every one. codes_alone: the method's paper counts codes only (paper_bits).
     """
 
     windows: Windows
@@ -131,9 +140,9 @@ class Scheme:
         return tuple(index for index, pair in enumerate(self.layers) if pair is not None)
 
     def below(self, layer: int, back: int) -> int | None:
-        """The layer that `back` stands for in the inputs of this one's predictors: so many compressed layers further down.
+        """The layer `back` compressed layers below this one, which its predictors read; None where there is none.
 
-        Layers that keep a cache of their own do not count. None where there is none.
+        Layers that keep a cache of their own do not count.
         """
         place = self.compressed.index(layer) - back
         return self.compressed[place] if place >= 0 else None
@@ -164,17 +173,20 @@ class Scheme:
         return any(pair is not None and (pair.key.ragged or pair.value.ragged) for pair in self.layers)
 
     def bits_per_value(self) -> float:
-        """Formula: stored bits over the values they stand for, windows excluded; expected ones where blocks differ in size."""
+        """Stored bits per value without the windows, by formula; an expectation where blocks differ in size."""
         pairs = [pair for pair in self.layers if pair is not None]
         stored = sum(p.key.block_bytes() + p.value.block_bytes() for p in pairs)
         return stored * 8 / sum(p.key.shape.values + p.value.shape.values for p in pairs)
 
     def paper_bits(self) -> float:
-        """The same as the methods' own papers count, averaged over layers."""
+        """Bits per value as the methods' own papers count, averaged over layers."""
         return self._mean({index: pair.paper_bits(self.codes_alone) for index, pair in self._pairs()})
 
     def paper_bits_of(self, packed: Mapping[int, Sequence[Packed]]) -> float:
-        """As paper_bits, of a cache's blocks: layer -> packed keys and values, of every compressed layer."""
+        """Bits per value of a cache's blocks as `paper_bits` counts them.
+
+        packed: layer -> packed keys and values, for every compressed layer.
+        """
         bits = {index: pair.paper_bits(self.codes_alone, packed[index]) for index, pair in self._pairs()}
         return self._mean(bits)
 
@@ -182,7 +194,7 @@ class Scheme:
         return [(index, pair) for index, pair in enumerate(self.layers) if pair is not None]
 
     def _mean(self, bits: Mapping[int, float]) -> float:
-        """Over the numbers that a block of each layer stands for."""
+        """The mean over layers, weighted by the numbers that a block of each stands for."""
         numbers = {index: pair.key.shape.values + pair.value.shape.values for index, pair in self._pairs()}
         return sum(bits[index] * numbers[index] for index in bits) / sum(numbers.values())
 
@@ -193,8 +205,9 @@ class Scheme:
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
     def on(self, layer: int, device: torch.device, ratio: int = 1) -> LayerCodecs:
-        """A layer's codecs with their constants on `device`, shared by all caches there; other devices keep theirs. ratio:
-        query heads a kv head.
+        """A layer's codecs with their constants on `device`, shared by all caches there; other devices keep theirs.
+
+        ratio: query heads per kv head.
         """
         pair = self.layers[layer]
         if pair is None:
@@ -208,7 +221,7 @@ class Scheme:
         """The same codecs with this token selection (None: without)."""
         return replace(self, selection=selection)
 
-    def config(self) -> dict[str, Any]:
-        """JSON-able, without the layers."""
-        entries = {"windows": asdict(self.windows), "frame": self.frame}
+    def config(self) -> dict[str, object]:
+        """JSON-able settings of the scheme, without its layers."""
+        entries: dict[str, object] = {"windows": asdict(self.windows), "frame": self.frame}
         return entries if self.selection is None else entries | {"selection": asdict(self.selection)}

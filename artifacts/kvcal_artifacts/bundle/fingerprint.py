@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
-from . import hf
+from .. import hf
+from ..checked import Json
 from .canonical import canonical, sha256_text
 
 # What decides a model's function; other config fields (dtype, versions, paths) may differ between loads of one model.
 FINGERPRINT_FIELDS = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "tie_word_embeddings",
-    "sliding_window", "no_rope_layers", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "rms_norm_eps",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+    "sliding_window",
+    "no_rope_layers",
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
     "logits_scaling",
-)  # fmt: skip
+)
 PROBE_TOLERANCE = 0.02  # bfloat16 keeps 8 bits: the same weight in another dtype differs by less than 1 %
 
 
@@ -29,14 +44,17 @@ class Fingerprint:
     layers: int
     kv_heads: int
     head_dim: int
-    rope: dict[str, Any]
+    rope: Mapping[str, Json]
     config_sha256: str
     revision: str | None = None
     probe: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, revision: str | None = None, probe: tuple[float, ...] | None = None) -> Fingerprint:
-        """probe: hf.key_probe of the first and the last layer, where the model does not hold them any more."""
+        """The fingerprint of a model.
+
+        probe: hf.key_probe of its first and last layer, where it no longer holds them.
+        """
         config = hf.config_of(model)
         plain = {name: _plain(getattr(config, name, None)) for name in FINGERPRINT_FIELDS}
         rope = {k: _plain(v) for k, v in (getattr(config, "rope_parameters", None) or {}).items() if v is not None}
@@ -54,7 +72,7 @@ class Fingerprint:
         )
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """One phrase a field in which the other model differs; empty if this bundle fits it."""
+        """A phrase for each field in which the other model differs; empty if this bundle fits it."""
         differences = [
             f"{name}: bundle {mine!r}, model {theirs!r}"
             for name in ("architecture", "layers", "kv_heads", "head_dim", "rope", "config_sha256")
@@ -67,9 +85,10 @@ class Fingerprint:
         return differences
 
 
-def _plain(value: Any) -> Any:
-    """Config values as JSON gives them back."""
-    return json.loads(json.dumps(value))
+def _plain(value: object) -> Json:
+    """A config value as JSON gives it back."""
+    plain: Json = json.loads(json.dumps(value))
+    return plain
 
 
 def _probe(model: nn.Module) -> tuple[float, ...]:

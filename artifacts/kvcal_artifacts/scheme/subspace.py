@@ -1,16 +1,13 @@
-"""Functions over whole schemes, which know codecs by their kind."""
+"""The choice of SQuat's subspace, over a whole scheme."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from .codecs.base import Codec
-from .codecs.squat import corrects
-from .errors import KVCalError
-
-if TYPE_CHECKING:
-    from .scheme import Scheme
+from ..codecs import Codec
+from ..codecs.squat import corrects
+from ..errors import KVCalError
+from .scheme import LayerCodecs, Scheme
 
 
 def has_subspace(scheme: Scheme) -> bool:
@@ -20,7 +17,6 @@ def has_subspace(scheme: Scheme) -> bool:
 
 def choose(scheme: Scheme, subspace: str) -> Scheme:
     """A bundle's scheme with another choice of subspace, for a cache of its own: KVCalCache(choose(...), model)."""
-    from .scheme import LayerCodecs
 
     def other(codec: Codec) -> Codec:
         return codec.choose(subspace) if corrects(codec) else codec

@@ -1,14 +1,13 @@
-"""Keys or values of one layer written in the model's dtype: the fused kernel where there is one, the codec elsewhere.
+"""Packed keys or values of one layer become numbers in the model's dtype, by a kernel if there is one or by the codec.
 
-Layers are read lowest first, each from what the one below left in the same dtype, so two buffers of keys and two of values
-do for a model (and one of keys after RoPE, if they are stored before it): `out` and `turned` may be any of them that the
-call does not read.
+Layers are read lowest first, each from what the one below left in the same dtype, so two buffers of keys and two of
+values are enough for a model (and one of keys after RoPE, if they are stored before it): `out` and `rotated` may be any
+of them that the call does not read.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,10 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def refuses(codec: Codec, dtype: torch.dtype, rotary: int = 0) -> str | None:
-    """Why the fused kernel cannot read this codec, on whatever GPU; None if it can. rotary: channels that it turns by RoPE."""
+    """Why the kernel that dequantises cannot read this codec on any GPU; None if it can.
+
+    rotary: channels that it rotates by RoPE.
+    """
     inner, predictor, _ = _parts(codec)
     if predictor is not None and not isinstance(predictor, Linear | QuantisedLinear):
         return f"a {predictor.name} predictor; the kernel takes linear ones"
@@ -48,20 +50,22 @@ def refuses(codec: Codec, dtype: torch.dtype, rotary: int = 0) -> str | None:
 
 
 def _parts(codec: Codec) -> tuple[Codec, Predictor | None, Tensor | None]:
-    """What codes the numbers, the predictor around it if there is one, and the factors (H, D) between them if there are."""
+    """The codec that codes the numbers, the predictor around it if any, and the factors (H, D) between them if any."""
     inner, predictor = (codec.inner, codec.predictor) if isinstance(codec, Predicted) else (codec, None)
     if isinstance(inner, Scaled) and inner.factor is not None:
         return inner.inner, predictor, inner.factor
     return inner, predictor, None
 
 
-class Reconstruction:
-    """Reads one layer's keys or values. codec: on its device. dtype: of what is written. rotary: channels of a head that
-    RoPE turns by halves, where keys are wanted after it too; 0: no RoPE. Weights are kept as the kernel reads them, in
-    `dtype`; those that no RoPE follows and that have it already are the codec's own.
+class Dequantiser:
+    """Reads one layer's keys or values.
 
-    by: "auto", the kernel on a GPU; "triton", the kernel anywhere; "torch", the codec. why: what keeps the kernel away, None
-    where it runs; path: "triton" or "reference".
+    codec: on its device. dtype: of what is written. rotary: channels of a head that RoPE rotates by halves, if keys
+    after RoPE are written too; 0: no RoPE. Weights lie as the kernel reads them, in `dtype`; those that no RoPE follows
+    and that have this dtype already are the codec's own.
+
+    by: "auto", the kernel on a GPU; "triton", the kernel anywhere; "torch", the codec. why: the reason that the kernel
+    does not run, None where it does; path: "triton" or "reference".
     """
 
     def __init__(self, codec: Codec, dtype: torch.dtype, rotary: int = 0, by: str = "auto") -> None:
@@ -70,7 +74,7 @@ class Reconstruction:
         missing = f"{device.type}: no CUDA GPU" if by == "auto" and device.type != "cuda" else None
         self.why = "kernels='torch'" if by == "torch" else missing or refuses(codec, dtype)
         self._fused_rotary = rotary if refuses(codec, dtype, rotary) is None else 0
-        self._prepared: Any = None
+        self._prepared: object = None  # of the kernel: the weights as it reads them
 
     @property
     def path(self) -> str:
@@ -80,29 +84,31 @@ class Reconstruction:
         self,
         packed: Packed,
         context: Context = EMPTY,
-        turn: Rotation | None = None,
+        rotation: Rotation | None = None,
         out: Tensor | None = None,
-        turned: Tensor | None = None,
+        rotated: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """packed: N blocks, as the codec's encode gives them. context: reconstructions of the layer below (and k0), any
-        dtype; those in `dtype` and contiguous are read where they are. turn: given exactly where `rotary` is.
+        """What the layer holds, and the same after RoPE (None without), each (B, H, N * b, D) of `dtype`.
 
-        -> (out, turned), (B, H, N * b, D) of `dtype` each: what the layer holds, and that after RoPE (None without).
-        Both are written into the tensors given, which may have room for more tokens.
+        packed: N blocks, as the codec's encode gives them. context: decoded inputs of the layer below (and k0), in any
+        dtype; those in `dtype` and contiguous are read where they are. rotation: given exactly where `rotary` is. Both
+        results are written into the tensors given, which may have space for more tokens.
         """
-        if (turn is None) == bool(self.rotary):
+        if (rotation is None) == bool(self.rotary):
             raise KVCalError(f"reconstruction for RoPE of {self.rotary} channels: cos and sin must be given with it")
         if self.path == "reference":
             decoded = self.codec.decode(packed, context)
-            return _put(decoded, out, self.dtype), None if turn is None else _put(turn(decoded), turned, self.dtype)
-        if turn is None or self._fused_rotary:
-            return self._fused(packed, context, turn, out, turned)
+            return _put(decoded, out, self.dtype), None if rotation is None else _put(
+                rotation(decoded), rotated, self.dtype
+            )
+        if rotation is None or self._fused_rotary:
+            return self._fused(packed, context, rotation, out, rotated)
         out, _ = self._fused(packed, context, None, out, None)
         tokens = packed["norm"].shape[2] * self.codec.shape.block
-        return out, _put(turn(out[:, :, :tokens].float()), turned, self.dtype)
+        return out, _put(rotation(out[:, :, :tokens].float()), rotated, self.dtype)
 
     def _fused(
-        self, packed: Packed, context: Context, turn: Rotation | None, out: Tensor | None, turned: Tensor | None
+        self, packed: Packed, context: Context, rotation: Rotation | None, out: Tensor | None, rotated: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         kernel, codec = fast(), self.codec
         blocks = coded(codec, packed)
@@ -118,7 +124,7 @@ class Reconstruction:
             if strides[2:] != (codec.shape.dim, 1) or any(x.stride() != strides for x in inputs[1:]):
                 inputs = [x.contiguous() for x in inputs]
         outputs: tuple[Tensor, Tensor | None] = kernel.dequantise(
-            blocks, self._prepared, inputs, turn, out, turned, self.dtype
+            blocks, self._prepared, inputs, rotation, out, rotated, self.dtype
         )
         return outputs
 
@@ -133,7 +139,7 @@ def _linear(codec: Codec) -> tuple[Tensor | None, Tensor | None]:
 
 
 def grid_kind(codec: Codec) -> str | None:
-    """As `kind`, of HIGGS alone; None of another codec."""
+    """The `kind` of a codec that is HIGGS itself; None of another codec."""
     return kind(codec) if isinstance(codec, Higgs) else None
 
 
@@ -154,13 +160,22 @@ def coded(codec: Codec, packed: Packed) -> Coded:
     inner, _, factor = _parts(codec)
     assert isinstance(inner, Higgs)
     return Coded(
-        packed["codes"].contiguous(), packed["norm"].contiguous(), inner.grid, inner.sign, inner.rotation_width,
-        inner.code_bits, inner.shape.dim, inner.role == "key", inner.rotation_factor, inner.interleaved,
+        packed["codes"].contiguous(),
+        packed["norm"].contiguous(),
+        inner.grid,
+        inner.sign,
+        inner.rotation_width,
+        inner.code_bits,
+        inner.shape.dim,
+        inner.role == "key",
+        inner.rotation_factor,
+        inner.interleaved,
         None if factor is None else factor.flatten(),
-    )  # fmt: skip
+    )
 
 
 def _put(values: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The values in `dtype`, in the first tokens of `out` if it is given."""
     if out is None:
         return values.to(dtype)
     out[:, :, : values.shape[2]] = values

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .errors import KVCalError
+from ..errors import KVCalError
 
 
 @dataclass(frozen=True)
 class Windows:
-    """sink first tokens and at least `recent` newest ones stay in the model's dtype; the rest is packed `block` at a time."""
+    """Which tokens stay exact: the `sink` first ones and at least the `recent` newest ones of a row.
+
+    These are in the model's dtype; the rest is packed `block` tokens at a time.
+    """
 
     sink: int = 4
     recent: int = 128
@@ -25,8 +28,10 @@ class Windows:
 
 @dataclass(frozen=True)
 class HeavyHitters:
-    """Token selection before compression, H2O (Zhang et al. 2023): of n tokens a row keeps keep * n, the share `heavy` of
-    them because attention has looked at them most, the rest because they are the newest. One set for all heads and layers.
+    """Token selection before compression: H2O (Zhang et al. 2023).
+
+    Of n tokens a row keeps keep * n: the share `heavy` of them because they got the most attention, the rest because
+    they are the newest. All heads and layers keep the same tokens.
     """
 
     keep: float = 0.2
@@ -41,6 +46,6 @@ class HeavyHitters:
             object.__setattr__(self, name, float(value))
 
     def budget(self, tokens: int) -> tuple[int, int]:
-        """Of so many tokens: how many are kept in all, and how many of them as heavy hitters."""
+        """How many of so many tokens are kept in all, and how many of those as heavy hitters."""
         total = math.floor(self.keep * tokens + 1e-9)  # 0.29 * 100 is 28.999999999999996
         return total, math.floor(self.heavy * total + 1e-9)
