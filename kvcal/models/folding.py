@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -29,6 +29,8 @@ from . import configuration, devices, hub, layerwise
 from .names import ModelSource
 
 if TYPE_CHECKING:
+    from kvcal_artifacts.checked import Json
+
     from .layerwise import LayerwiseWeights
 
 SHARD_BYTES = 4 << 30
@@ -194,7 +196,7 @@ def _open_up(folder: Path) -> None:
         path.chmod(mode)
 
 
-def _dtype(fields: dict[str, Any], asked: str) -> str:
+def _dtype(fields: Mapping[str, Json], asked: str) -> str:
     if asked != "auto":
         devices.to_dtype(asked)
         return asked
@@ -247,7 +249,7 @@ def _shards(sizes: Mapping[str, int]) -> list[list[str]]:
     return shards
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: Mapping[str, Json]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
