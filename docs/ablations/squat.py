@@ -31,9 +31,9 @@ from kvcal.models.names import resolve
 from kvcal.text import sources
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache, statistics
-from kvcal_artifacts.cache.prefixes import Prefixes
-from kvcal_artifacts.cache.statistic import Statistic
-from kvcal_artifacts.cache.subspace import QuerySubspace, subspace
+from kvcal_artifacts.cache.statistics.base import Statistic
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes
+from kvcal_artifacts.cache.statistics.subspace import QuerySubspace, subspace
 from kvcal_artifacts.codecs import Context, Squat, Uniform
 from kvcal_artifacts.codecs.squat import responses
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme, Windows

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer
-from kvcal_artifacts.cache.prefixes import Prefixes
 from kvcal_artifacts.cache.protocols import CacheOptions
-from kvcal_artifacts.cache.static import StaticLayer
+from kvcal_artifacts.cache.static.layer import StaticLayer
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes
 from kvcal_artifacts.codecs.ragged import Ragged
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.storage.block_store import Stored

@@ -9,9 +9,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.cache.prefixes import Prefixes
-from kvcal_artifacts.cache.statistic import Statistic
 from kvcal_artifacts.cache.statistics import statistic
+from kvcal_artifacts.cache.statistics.base import Statistic
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes
 from kvcal_artifacts.codecs import Codec, Context
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.codecs.ragged import Ragged

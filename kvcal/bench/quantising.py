@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.cache import device_steps
+from kvcal_artifacts.cache.static import device_steps
 from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Squat
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.paths import codebook

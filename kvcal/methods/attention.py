@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.cache.prefixes import Prefixes
 from kvcal_artifacts.cache.statistics import statistic
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes
 from kvcal_artifacts.codecs import Codec, Context, Shape
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.hf import AttentionSite

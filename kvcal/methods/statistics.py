@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.cache.prefixes import Prefixes
 from kvcal_artifacts.cache.statistics import STATISTICS, statistic
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes
 from kvcal_artifacts.codecs import Codec, Context, Exact, Predicted, Predictor, Role, Shape
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.hf import AttentionSite, output_projection

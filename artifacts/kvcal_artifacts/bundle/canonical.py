@@ -15,12 +15,15 @@ def canonical(value: object) -> str:
 
 
 def sha256_text(text: str) -> str:
+    """The SHA-256 of a text in UTF-8, in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
+    """The bytes of a tensor of any dtype and device, row after row."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype as headers have it: float16 of torch.float16."""
     return str(dtype).removeprefix("torch.")

@@ -21,11 +21,12 @@ from ..codecs import Context
 from ..errors import KVCalError
 from ..paths import choose, fused, notices
 from ..scheme import Scheme
+from ..storage import static_storage
 from ..storage.eviction import EvictingLedger
 from ..storage.ledger import Ledger
 from ..storage.plan import Plan
 from ..storage.selection import EvictingPlan
-from . import copying, cropping, device_steps, planning, report, setting_up, static_storage
+from . import construction, copying, cropping, planning, report
 from .evicting_layer import EvictingLayer, evict
 from .forward import Forward
 from .layer import KVCalLayer
@@ -34,6 +35,7 @@ from .protocols import AnyLayer, AnyLedger, CacheOptions, LayerProtocol, Watch
 from .record import Record
 from .rope import StoredRope
 from .shared_memory import SharedMemory
+from .static import device_steps
 
 
 class KVCalCache(Cache):
@@ -70,7 +72,7 @@ class KVCalCache(Cache):
     ) -> None:
         choose.check_choice(kernels)
         device_steps.check_length(max_length, scheme, offload)
-        config = setting_up.checked_config(model, scheme)
+        config = construction.checked_config(model, scheme)
         self.caveats = hf.caveats(config)
         for caveat in self.caveats:
             warnings.warn(caveat, stacklevel=2)
@@ -92,10 +94,11 @@ class KVCalCache(Cache):
         if max_length is not None:
             layers, self.growing = device_steps.static_layers(self, layers)
         super().__init__(layers=layers)
+        self._compressed = [layer for layer in layers if isinstance(layer, KVCalLayer)]
         # new tokens of a call that the kernels of all layers take
         self.most_queries = min([fused.QUERIES, *(layer.paths.most_queries for layer in self.own_layers)])
         if require_kernels:
-            setting_up.require_kernels(self)
+            construction.require_kernels(self)
         self.record, self.forward = Record(), Forward(scheme, model)
         self.ledger: AnyLedger = Ledger(scheme.windows)
         if scheme.selection is not None:
@@ -105,7 +108,7 @@ class KVCalCache(Cache):
         self._contents: static_storage.Contents | None = None
         self.steps: dict[torch.device, static_storage.Steps] = {}  # of the layers on a device
         self.memory = SharedMemory(kernels, keeps=max_length is not None)
-        self.hooks = setting_up.hooks(self)
+        self.hooks = construction.hooks(self)
         self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.paths.replaces_attention])
         self._opened: tuple[Tensor, bool] | None = None  # of the ledger's blocks
         self.mask_history = MaskHistory()
@@ -132,7 +135,7 @@ class KVCalCache(Cache):
     @property
     def own_layers(self) -> list[KVCalLayer]:
         """The compressed layers."""
-        return [layer for layer in self.layers if isinstance(layer, KVCalLayer)]
+        return self._compressed
 
     @property
     def opened(self) -> bool:

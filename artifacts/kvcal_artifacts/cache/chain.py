@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -31,3 +34,10 @@ class Chain:
             chain.pop(self._scheme.below(layer, self._scheme.reach), None)
             if layer == self._scheme.compressed[-1]:
                 chain.clear()
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """What is left or dropped within the block is as before behind it."""
+        before = {which: dict(by_layer) for which, by_layer in self._left.items()}
+        yield
+        self._left = before

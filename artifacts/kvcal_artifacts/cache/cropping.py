@@ -7,13 +7,13 @@ import torch
 from ..errors import KVCalError
 from ..storage import block_store
 from ..storage.plan import CropPlan
+from ..storage.slots import own_storage, take_slots
 from . import observing
 from .layer import KVCalLayer
-from .parts import CacheParts
-from .slots import own_storage, take_slots
+from .whole_cache import WholeCache
 
 
-def crop(cache: CacheParts, tokens_to_remove: int) -> None:
+def crop(cache: WholeCache, tokens_to_remove: int) -> None:
     """Remove the newest -tokens_to_remove columns, as KVCalCache.crop says."""
     if tokens_to_remove > 0:
         raise ValueError(
@@ -36,7 +36,7 @@ def crop(cache: CacheParts, tokens_to_remove: int) -> None:
         _carry_out(cache, count, plan)
 
 
-def _carry_out(cache: CacheParts, count: int, plan: CropPlan) -> None:
+def _carry_out(cache: WholeCache, count: int, plan: CropPlan) -> None:
     """Remove the newest `count` columns from the ledger, from every layer and from its statistics."""
     cache.leave_forward()
     for layer in cache.own_layers:

@@ -11,11 +11,11 @@ from ..errors import KVCalError
 from ..storage import block_store
 from ..storage.attention_mass import attention_mass
 from ..storage.selection import EvictingPlan, Moves
+from ..storage.slots import fill_slots, take_slots
 from . import observing, packing, reading
 from .chain import Chain
 from .layer import KVCalLayer
-from .parts import CacheParts
-from .slots import fill_slots, take_slots
+from .whole_cache import WholeCache
 
 
 class EvictingLayer(KVCalLayer):
@@ -95,7 +95,7 @@ class EvictingLayer(KVCalLayer):
             self.offload()
 
 
-def evict(cache: CacheParts, plan: EvictingPlan) -> None:
+def evict(cache: WholeCache, plan: EvictingPlan) -> None:
     """Evict tokens at the end of a call by which some leave the window: the ledger chooses, and every layer follows."""
     moves = cache.evicting_ledger.choose(plan)
     cache.forward.chain = Chain(cache.scheme)

@@ -16,7 +16,7 @@ from ..storage.attention_mass import allowed
 from ..storage.plan import Plan
 from ..storage.selection import EvictingPlan
 from .chain import Chain
-from .prefixes import Prefixes
+from .statistics.prefixes import Prefixes
 
 
 class Forward:

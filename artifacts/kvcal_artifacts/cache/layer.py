@@ -16,31 +16,17 @@ from ..codecs import Codec, Context
 from ..codecs.base import Packed
 from ..errors import KVCalError
 from ..modes import without_autocast, without_grad
-from ..paths import choose, codebook, fused, packing_rules
+from ..paths import choose, packing_rules
 from ..scheme import LayerCodecs
 from ..storage import block_store
+from ..storage.host_storage import HostStorage
 from ..storage.plan import Plan
-from . import observing, reading, storing
+from ..storage.slots import first_slots
+from ..storage.static_storage import StaticStorage
+from . import attention, observing, reading, storing
 from .key_factor import KeyFactor
 from .protocols import CacheProtocol
-from .slots import first_slots
-from .static_storage import StaticStorage
 from .statistics import statistic
-
-
-class HostStorage:
-    """Storage of one layer that grows on the host.
-
-    sink, window: keys and values, each (B, H, tokens, D) in the model's dtype; packed: their blocks.
-    """
-
-    def __init__(self) -> None:
-        self.sink: list[Tensor] = []
-        self.window: list[Tensor] = []
-        self.packed: list[Packed] = [{}, {}]
-
-    def clear(self) -> None:
-        """Does nothing: the layer gives it tensors of no tokens."""
 
 
 class KVCalLayer(CacheLayerMixin):
@@ -181,10 +167,10 @@ class KVCalLayer(CacheLayerMixin):
         out = reading.materialise(self, plan, key_states, value_states)
         if self.paths.replaces_attention:  # cuDNN serves prompts better, and builds a plan once
             hf.note_keys(self.site, out[0], grown=plan.past > 0 and plan.query == 1)
-        self._finish(plan, stored)
+        self.finish(plan, stored)
         return out
 
-    def _finish(self, plan: Plan, stored: list[Tensor], extended: list[Tensor] | None = None) -> None:
+    def finish(self, plan: Plan, stored: list[Tensor], extended: list[Tensor] | None = None) -> None:
         """Store the call's tokens. extended: windows with the new tokens behind them, if attention has made them."""
         storing.store(self, plan, stored, observing.observe(self, plan, stored[0]), extended)
         self.columns += plan.query
@@ -193,8 +179,8 @@ class KVCalLayer(CacheLayerMixin):
 
     def _is_for_kernel(self, plan: Plan, keys: Tensor, values: Tensor) -> bool:
         """Whether the kernel computes this call's attention: a few new tokens, all real, over packed blocks."""
-        cache, forward = self.cache, self.cache.forward
-        tokens = self.block_slots * cache.scheme.windows.block
+        cache = self.cache
+        forward, tokens = cache.forward, self.block_slots * cache.scheme.windows.block
         if self.paths.refused is not None or plan.query > self.paths.most_queries or tokens <= self.paths.least_tokens:
             return False
         reasons = {
@@ -242,46 +228,18 @@ class KVCalLayer(CacheLayerMixin):
         due, self._due = self._due, None
         if due is None:
             raise KVCalError(f"layer {self.index}: attention was called without update(); call reset() and start again")
-        (plan, stored), cache = due, self.cache
-        with without_autocast(q.device.type):
-            each = 1 if self.paths.vector else fused.kernel_blocks(self.codecs)
-            sink, blocks, recent = cache.forward.counts(q.device, each)
-            extended = [self._with_new(plan, recent, role, new) for role, new in enumerate(stored)]
-            exact = (self.sink[0], self.sink[1], sink), (extended[0], extended[1], recent)
-            out = self._attention(q.to(self.dtype).contiguous(), blocks, *exact, scaling)
-            if cache.watch is not None:
-                cache.watch.read(self.index, self.block_slots * q.shape[0])
-            self._finish(plan, stored, extended)
-        return out.to(q.dtype)
+        return attention.attend(self, *due, q, scaling)
 
-    def _attention(self, q: Tensor, blocks: Tensor, sink: fused.Exact, recent: fused.Exact, scaling: float) -> Tensor:
-        """Attention by a kernel. blocks: (B,) int32, of the kernel, or of the scheme where they are vector codes."""
-        cache = self.cache
-        kernels, space = cache.kernels, cache.memory.workspace(q.device, self.paths.vector)
-        if self.paths.vector:
-            coded = codebook.coded(self.codecs, self.packed)
-            return codebook.attention(kernels, q, coded, blocks, sink, recent, scaling, space)
-        (keys, values), rope = self._as_blocks(self.packed), None
-        if self.rotary:
-            sizes = sink[0].shape[2], keys.words.shape[2], recent[0].shape[2]
-            rope = cache.stored_rope.of_rows(cache.full_ledger, q.device, *sizes)
-        _, factor = self.key_factor.of(self)
-        return fused.attention(kernels, q, keys, values, blocks, sink, recent, scaling, factor, space, rotation=rope)
-
-    def _as_blocks(self, packed: list[Packed]) -> tuple[Blocks, Blocks]:
+    def as_blocks(self, packed: list[Packed]) -> tuple[Blocks, Blocks]:
         """Keys and values as the kernel takes them, made once for tensors that stay."""
         if self._shown is None or self._shown[0] is not packed:
             keys, values = (codec.as_blocks(tensors) for codec, tensors in zip(self.pair, packed, strict=True))
             self._shown = packed, (keys, values)
         return self._shown[1]
 
-    def _with_new(self, plan: Plan, recent: Tensor, role: int, new: Tensor) -> Tensor:
-        """The recent window with the new tokens behind it, row by row. recent: how many each row then has."""
-        wide = torch.cat([self.window[role], new.to(self.dtype)], 2)
-        if not plan.ragged:
-            return wide
-        slots = self.cache.forward.places(new.device, recent)
-        return wide.scatter_(2, slots[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3]), new.to(self.dtype))
+    def query_factor(self) -> Tensor | None:
+        """The factor of query heads that packed keys were divided by; None where they were not."""
+        return self.key_factor.of(self)[1]
 
     is_verified = False
 

@@ -9,8 +9,8 @@ from ..errors import KVCalError
 from ..modes import without_grad
 from ..storage.plan import Plan
 from .protocols import LayerProtocol
-from .statistic import Summed
-from .statistics import KeyScale
+from .statistics.base import Summed
+from .statistics.key_scale import KeyScale
 
 
 def frame_keys(layer: LayerProtocol, rotated_keys: Tensor) -> Tensor:

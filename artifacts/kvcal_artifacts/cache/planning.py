@@ -10,11 +10,11 @@ from ..errors import KVCalError
 from ..storage.plan import Plan
 from ..storage.selection import EvictingPlan
 from .layer import KVCalLayer
-from .parts import CacheParts
 from .protocols import LayerProtocol
+from .whole_cache import WholeCache
 
 
-def plan_of(cache: CacheParts, layer: LayerProtocol, batch: int, query: int, device: torch.device) -> Plan:
+def plan_of(cache: WholeCache, layer: LayerProtocol, batch: int, query: int, device: torch.device) -> Plan:
     """The current forward's plan on a device, made when its first layer comes."""
     if not cache.hooks.active:
         if torch.compiler.is_compiling():
@@ -31,7 +31,7 @@ def plan_of(cache: CacheParts, layer: LayerProtocol, batch: int, query: int, dev
     return cache.forward.on(device)
 
 
-def _check_whole(cache: CacheParts, first: int, query: int) -> None:
+def _check_whole(cache: WholeCache, first: int, query: int) -> None:
     """Raises KVCalError, before a forward changes anything, unless all layers hold the same tokens.
 
     Layers below `first` hold the new ones, too.
@@ -48,7 +48,7 @@ def _check_whole(cache: CacheParts, first: int, query: int) -> None:
     cache.record.check_returned()
 
 
-def _begin(cache: CacheParts, batch: int, query: int) -> Plan:
+def _begin(cache: WholeCache, batch: int, query: int) -> Plan:
     """The ledger's plan of a call of so many rows and new tokens, which it counts from now on, with their positions."""
     past = cache.ledger.columns
     check_capacity(cache, query)
@@ -68,7 +68,7 @@ def _begin(cache: CacheParts, batch: int, query: int) -> Plan:
     return plan
 
 
-def check_capacity(cache: CacheParts, query: int) -> None:
+def check_capacity(cache: WholeCache, query: int) -> None:
     """Raises KVCalError where a row cannot have so many more columns."""
     if cache.max_length is not None and cache.ledger.columns + query > cache.max_length:
         raise KVCalError(

@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeAlias, TypedDict
 import torch
 from torch import Tensor, nn
 
+from kvcal_kernels.layout import Blocks
+
 from .. import hf
 from ..codecs import Codec, Context, Packed
 from ..paths.choose import LayerPaths
@@ -15,12 +17,12 @@ from ..scheme import LayerCodecs, Scheme
 from ..storage.eviction import EvictingLedger
 from ..storage.ledger import Ledger
 from ..storage.plan import Plan
+from ..storage.static_storage import Contents, Steps
 from .forward import Forward
 from .record import Record
 from .rope import StoredRope
 from .shared_memory import SharedMemory
-from .static_storage import Contents, Steps
-from .statistic import Statistic
+from .statistics.base import Statistic
 
 AnyLedger: TypeAlias = Ledger | EvictingLedger
 AnyLayer: TypeAlias = Any  # a KVCalLayer, or one of Transformers' own classes, which share no base with all methods
@@ -52,6 +54,7 @@ class LayerProtocol(Protocol):
 
     index: int
     site: hf.AttentionSite
+    rotary: int
     title: str
     codecs: LayerCodecs
     paths: LayerPaths
@@ -75,6 +78,9 @@ class LayerProtocol(Protocol):
     def rotates(self) -> bool: ...
     @property
     def block_slots(self) -> int: ...
+    def finish(self, plan: Plan, stored: list[Tensor], extended: list[Tensor] | None = None) -> None: ...
+    def as_blocks(self, packed: list[Packed]) -> tuple[Blocks, Blocks]: ...
+    def query_factor(self) -> Tensor | None: ...
     def learns(self, keys: Tensor, values: Tensor) -> bool: ...
     def current_statistics(self) -> dict[str, Tensor]: ...
     def decode(self, packed: list[Packed], context: Context) -> tuple[Tensor, Tensor]: ...

@@ -11,8 +11,8 @@ from ..codecs import Context
 from ..paths import dequantised
 from ..storage import block_store
 from ..storage.plan import Plan
+from ..storage.slots import take_slots
 from .protocols import LayerProtocol
-from .slots import take_slots
 
 
 def materialise(layer: LayerProtocol, plan: Plan, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:

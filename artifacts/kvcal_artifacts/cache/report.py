@@ -5,13 +5,13 @@ from __future__ import annotations
 from ..errors import KVCalError
 from ..paths import choose
 from .layer import KVCalLayer
-from .parts import CacheParts
 from .protocols import AnyLayer
+from .whole_cache import WholeCache
 
 PARTS = ("packed", "window", "bookkeeping", "decoded")
 
 
-def nbytes(cache: CacheParts, part: str) -> int:
+def nbytes(cache: WholeCache, part: str) -> int:
     """The bytes of real storage of one of PARTS."""
     if part not in PARTS:
         raise KVCalError(f"nbytes({part!r}): allowed are {', '.join(PARTS)}")
@@ -26,7 +26,7 @@ def nbytes(cache: CacheParts, part: str) -> int:
     return sum(storages.values())
 
 
-def packed_values(cache: CacheParts) -> int:
+def packed_values(cache: WholeCache) -> int:
     """How many numbers the packed blocks stand for; those of evicted tokens do not count."""
     pairs = [pair for pair in cache.scheme.layers if pair is not None]
     numbers = sum(pair.key.shape.values + pair.value.shape.values for pair in pairs)
@@ -35,7 +35,7 @@ def packed_values(cache: CacheParts) -> int:
     return cache.evicting_ledger.packed_tokens * numbers // cache.scheme.windows.block
 
 
-def describe(cache: CacheParts) -> dict[str, object]:
+def describe(cache: WholeCache) -> dict[str, object]:
     """The result of KVCalCache.describe, whose docstring explains its keys."""
     return {
         "windows": vars(cache.scheme.windows),
@@ -60,7 +60,7 @@ def describe(cache: CacheParts) -> dict[str, object]:
     }
 
 
-def _row(cache: CacheParts, index: int, layer: AnyLayer) -> dict[str, object]:
+def _row(cache: WholeCache, index: int, layer: AnyLayer) -> dict[str, object]:
     if not isinstance(layer, KVCalLayer):
         return {"layer": index, "state": "skipped", "why": cache.scheme.skipped[index]}
     key, value = layer.codecs.key.describe(), layer.codecs.value.describe()

@@ -8,9 +8,9 @@ from torch import Tensor
 from ..modes import without_grad
 from ..storage import block_store
 from ..storage.plan import Plan
+from ..storage.slots import fill_slots, own_storage, take_slots
 from . import packing
 from .protocols import LayerProtocol
-from .slots import fill_slots, own_storage, take_slots
 
 
 @without_grad

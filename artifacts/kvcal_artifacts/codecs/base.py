@@ -31,7 +31,7 @@ class Context:
     """What the layers below decoded of the tokens being coded; every tensor (B, H, T, D) float32 or absent.
 
     k1, v1: of the previous layer; k2, v2: of the one before; k0: this layer's keys (for values only). stats: run-time
-    statistics by name (see cache/statistics.py), (B, H, N or 1, ...) for the N blocks being encoded; for decoding those
+    statistics by name (see cache/statistics/), (B, H, N or 1, ...) for the N blocks being encoded; for decoding those
     that it needs, (B, H, 1, ...).
     """
 

@@ -42,6 +42,7 @@ class Constant:
 
 
 def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype as errors have it: float16 of torch.float16."""
     return str(dtype).removeprefix("torch.")
 
 

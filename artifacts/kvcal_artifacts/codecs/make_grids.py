@@ -21,6 +21,7 @@ SIZES = ((2, 16), (2, 64), (2, 256), (4, 256), (1, 4), (1, 8), (1, 16))
 
 
 def samples(count: int, d: int, seed: int, device: str) -> Tensor:
+    """Normal numbers (count, d) float32, the same on every device."""
     x = torch.randn(count, d, generator=torch.Generator().manual_seed(seed))
     return x.to(device)
 
@@ -37,6 +38,9 @@ def assign(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lloyd(x: Tensor, n: int, seed: int, steps: int) -> Tensor:
+    """A grid (n, d) by Lloyd's algorithm on x (count, d), from n of its rows; a point that no row is nearest to
+    moves.
+    """
     generator = torch.Generator().manual_seed(seed)
     grid = x[torch.randperm(len(x), generator=generator)[:n].to(x.device)].clone()
     for _ in range(steps):
@@ -63,6 +67,7 @@ def lloyd_max(n: int, steps: int = 10_000) -> Tensor:
 
 
 def make(d: int, n: int, device: str) -> Tensor:
+    """The grid (n, d) float32 of a normal distribution: the best of three starts, refined on more numbers, sorted."""
     if d == 1:
         return lloyd_max(n)
     large = n >= 256
@@ -81,6 +86,7 @@ def make(d: int, n: int, device: str) -> Tensor:
 
 
 def main() -> None:
+    """Write the grids of all SIZES to the file that is named on the command line, and print their errors."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     grids = {}
     for d, n in SIZES:

@@ -167,4 +167,5 @@ class PredictorSettings(TypedDict):
 
 
 def predictor_config(predictor: Predictor, inputs: tuple[str, ...]) -> PredictorSettings:
+    """What a bundle says of a predictor besides its tensors."""
     return {"kind": predictor.name, "inputs": list(inputs)}

@@ -22,6 +22,12 @@ class ModelConfig(Protocol):
     _attn_implementation: str | None
 
 
+class Configured(Protocol):
+    """An attention module, as its attention function is given it."""
+
+    config: ModelConfig
+
+
 class Decoder(Protocol):
     """The module whose forward takes attention_mask and past_key_values."""
 

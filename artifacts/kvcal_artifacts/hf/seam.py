@@ -26,7 +26,7 @@ from kvcal_kernels.device import capturing as capturing
 
 from ..errors import KVCalError
 from .attention import plain_config, weights_wanted
-from .protocols import ModelConfig, attribute
+from .protocols import Configured, ModelConfig, attribute
 from .sites import AttentionSite
 
 OURS = "kvcal"
@@ -136,10 +136,10 @@ class SeamConfig:
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: Any
+    module: Configured, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The model's own attention function, or the operator over what the layer's cache holds."""
-    config: ModelConfig = attribute(module, "config")
+    config = module.config
     hand_off: HandOff | None = getattr(config, "kvcal_hand_off", None)  # None: another thread closed it in this call
     entry = None if hand_off is None else hand_off.take(key, value)
     if entry is None:
@@ -174,7 +174,7 @@ def _attention(
 
 
 def _own_attention(
-    module: nn.Module,
+    module: Configured,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -183,7 +183,7 @@ def _own_attention(
     options: dict[str, object],
 ) -> tuple[Tensor, Tensor | None]:
     """The model's own attention function. grown: the keys are those of the call before and one token."""
-    kind = plain_config(attribute(module, "config"))._attn_implementation or "eager"
+    kind = plain_config(module.config)._attn_implementation or "eager"
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     call = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager)
     plain = grown and kind == "sdpa" and attention_mask is None

@@ -144,6 +144,7 @@ class LayerPaths:
 
 
 def check_choice(kernels: str) -> None:
+    """Raises UsageError for a `kernels` that is not one of CHOICES, or that needs a Triton which is not installed."""
     if kernels not in CHOICES:
         raise UsageError(f"kernels={kernels!r}: allowed are {', '.join(map(repr, CHOICES))}")
     if kernels == "triton" and verdicts.triton_version() is None:
@@ -222,6 +223,7 @@ def warn_of_shape(kernels: str, pair: LayerCodecs, device: torch.device, why: st
 
 
 def runs_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device, as far as it is known without a trial."""
     return verdicts.unsupported(device) is None
 
 

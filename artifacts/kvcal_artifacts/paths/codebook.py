@@ -32,6 +32,7 @@ def both(pair: LayerCodecs) -> bool:
 
 
 def coded(pair: LayerCodecs, packed: list[Packed]) -> tuple[Coded, Coded]:
+    """Packed keys and values of vector codes as the kernels take them."""
     assert is_vector(pair.key) and is_vector(pair.value)
     return pair.key.coded(packed[0]), pair.value.coded(packed[1])
 
@@ -48,6 +49,7 @@ def refusal(pair: LayerCodecs) -> str | None:
 
 
 def most_queries(ratio: int) -> int:
+    """The most new tokens of a call that the kernels take. ratio: query heads per kv head."""
     return max(1, min(fused.QUERIES, ROWS // ratio))
 
 
@@ -59,6 +61,7 @@ def least_tokens(pair: LayerCodecs) -> int:
 
 
 def verdict(pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernels do not pass their trial on a GPU; None if they do. ratio: query heads per kv head."""
     assert is_vector(pair.key) and is_vector(pair.value)
     return verdicts.codebook_verdict(pair.key, pair.value, ratio, dtype, device)
 

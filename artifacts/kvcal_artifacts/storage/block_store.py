@@ -88,10 +88,12 @@ def from_block(stored: Stored, start: int) -> Stored:
 
 
 def move(stored: Stored, device: torch.device | str) -> Stored:
+    """Blocks on another device; the host does not wait for the copy."""
     if isinstance(stored, Ragged):
         return Ragged(stored.data.to(device, non_blocking=True), stored.counts.to(device, non_blocking=True))
     return stored.to(device, non_blocking=True)
 
 
 def tensors_of(stored: Stored) -> list[Tensor]:
+    """The tensors that blocks are stored in."""
     return [stored.data, stored.counts] if isinstance(stored, Ragged) else [stored]

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.cache.static import StaticLayer
+from kvcal_artifacts.cache.static.layer import StaticLayer
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape, Squat, Uniform
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.paths import choose, codebook

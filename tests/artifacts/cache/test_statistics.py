@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from kvcal_artifacts.cache.prefixes import Prefixes
 from kvcal_artifacts.cache.statistics import statistic
-from kvcal_artifacts.cache.subspace import refits
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes
+from kvcal_artifacts.cache.statistics.subspace import refits
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.codecs.ragged import Ragged
 from kvcal_artifacts.errors import KVCalError

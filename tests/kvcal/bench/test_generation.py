@@ -26,7 +26,7 @@ from kvcal.bench.rows import Row
 from kvcal.models import configuration, names
 from kvcal.models.catalogue import Geometry
 from kvcal.report import bench as bench_report
-from kvcal_artifacts.cache.static import StaticLayer
+from kvcal_artifacts.cache.static.layer import StaticLayer
 from kvcal_artifacts.scheme import HeavyHitters, Scheme, Windows
 from tests.support.architectures import build
 from tests.support.pages import ROOT

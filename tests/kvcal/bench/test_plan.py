@@ -36,7 +36,7 @@ from kvcal.models.catalogue import CATALOGUE, Geometry
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.cache.static import StaticLayer
+from kvcal_artifacts.cache.static.layer import StaticLayer
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, UnsupportedModel, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme

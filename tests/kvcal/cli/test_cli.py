@@ -83,7 +83,7 @@ def test_rows_of_an_evaluation(evaluation: Done) -> None:
         assert list(row)[: len(ROW)] == ROW
         assert row["tokens"] == WINDOWS * (LENGTH - 1)
     assert found[0]["kl"] == 0
-    assert found[0]["bits_per_value"] == 32
+    assert found[0]["bits_per_value"] == 16
     assert (found[0]["window_bytes"], found[0]["resident_bytes"]) == (0, 0)
 
 

@@ -176,6 +176,8 @@ GIVEN: dict[str, list[str]] = {
     "card": ["BUNDLE"],
     "combine": ["BUNDLE", "BUNDLE"],
     "fold": ["--bundle", "BUNDLE", "--output", "folded", "--model", "MODEL"],
+    "export": ["--to", "fp8", "--model", "MODEL"],
+    "report": ["BUNDLE"],
     "inspect": ["BUNDLE"],
     "reproduce": ["BUNDLE", "--model", "MODEL"],
     "build": ["recipe.toml"],

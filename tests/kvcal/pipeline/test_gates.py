@@ -406,7 +406,7 @@ def test_a_layer_that_does_not_read_what_it_packed_is_found(
     monkeypatch.setattr(KVCalLayer, "decode", cheat)
     done = gate(base, "good", *gates)
     assert done.code == 3
-    assert "layer 1: other packed blocks gave the same logits, so what is packed was not read" in done.err
+    assert "layer 1: other packed blocks gave the same output, so what is packed was not read" in done.err
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def folder() -> Path:
+    """The folder in which verdicts are stored: KVCAL_CACHE_DIR, else where the system has its caches."""
     if directory := os.environ.get("KVCAL_CACHE_DIR"):
         return Path(directory).expanduser()
     if sys.platform == "win32":
@@ -61,6 +62,7 @@ def folder() -> Path:
 
 @cache
 def triton_version() -> str | None:
+    """The version of the Triton that is installed; None without one."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

@@ -10,7 +10,7 @@ from .. import hf
 from ..errors import KVCalError
 from ..paths import choose
 from ..scheme import Scheme
-from .parts import CacheParts
+from .whole_cache import WholeCache
 
 
 def checked_config(model: nn.Module, scheme: Scheme) -> Any:
@@ -29,13 +29,13 @@ def checked_config(model: nn.Module, scheme: Scheme) -> Any:
     return config
 
 
-def require_kernels(cache: CacheParts) -> None:
+def require_kernels(cache: WholeCache) -> None:
     """Raises KernelsUnavailable where a layer, as far as it can be known before keys come, takes no kernel."""
     paths = [(layer.index, layer.paths) for layer in cache.own_layers]
     choose.require([(index, path.refused) for index, path in paths if path.refused and path.dequantiser is None])
 
 
-def hooks(cache: CacheParts) -> hf.Hooks:
+def hooks(cache: WholeCache) -> hf.Hooks:
     """The hooks that tell the cache of forwards: of keys before RoPE, queries and masks only where they are needed."""
     layers, selects = cache.own_layers, cache.scheme.selection is not None
     compressed = [layer.site for layer in layers]

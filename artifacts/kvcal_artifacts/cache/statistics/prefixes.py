@@ -7,8 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..scheme import Windows
-from ..storage.plan import Plan
+from ...scheme import Windows
+from ...storage.plan import Plan
 
 
 class Prefixes:

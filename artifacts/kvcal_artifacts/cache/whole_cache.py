@@ -10,7 +10,7 @@ from .masks import MaskHistory
 from .protocols import AnyLayer, CacheProtocol
 
 
-class CacheParts(CacheProtocol, hf.Listener, Protocol):
+class WholeCache(CacheProtocol, hf.Listener, Protocol):
     """A cache and its layers; KVCalCache is one, and explains its attributes."""
 
     layers: list[AnyLayer]

@@ -10,18 +10,18 @@ from torch import Tensor
 from kvcal_kernels import quantise
 from kvcal_kernels.layout import BLOCK
 
-from .. import hf
-from ..errors import KVCalError, NonFiniteError, UsageError
-from ..paths import codebook, fused
-from ..scheme import LayerCodecs, Scheme
-from ..storage.ledger import Ledger
-from . import planning
-from .layer import KVCalLayer
-from .parts import CacheParts
-from .protocols import AnyLayer
-from .static import StaticLayer
-from .static_storage import STORED, Steps
-from .statistics import KeyScale
+from ... import hf
+from ...errors import KVCalError, NonFiniteError, UsageError
+from ...paths import codebook, fused
+from ...scheme import LayerCodecs, Scheme
+from ...storage.ledger import Ledger
+from ...storage.static_storage import STORED, Steps
+from .. import planning
+from ..layer import KVCalLayer
+from ..protocols import AnyLayer
+from ..statistics.key_scale import KeyScale
+from ..whole_cache import WholeCache
+from .layer import StaticLayer
 
 
 def in_decimals(number: int) -> str:
@@ -84,7 +84,7 @@ def refusal(pair: LayerCodecs, moves: bool) -> str | None:
     return None
 
 
-def static_layers(cache: CacheParts, layers: list[AnyLayer]) -> tuple[list[AnyLayer], str | None]:
+def static_layers(cache: WholeCache, layers: list[AnyLayer]) -> tuple[list[AnyLayer], str | None]:
     """Layers with static storage, if the device can do the step of every one; else the layers themselves, and why.
 
     Whether the kernel runs on the model's device and in its dtype, the first keys show: layers that it refuses then
@@ -100,14 +100,14 @@ def static_layers(cache: CacheParts, layers: list[AnyLayer]) -> tuple[list[AnyLa
     return [StaticLayer(cache, layer.index, layer.codecs, layer.site) for layer in static], None
 
 
-def _is_ready(cache: CacheParts, query: int) -> bool:
+def _is_ready(cache: WholeCache, query: int) -> bool:
     """Whether all layers have their storage on the device, and its kernels take so many new tokens, with no watch."""
     if cache.watch is not None or not cache.is_compileable or query > cache.most_queries:
         return False
     return all(layer.ready for layer in cache.own_layers)
 
 
-def can_step(cache: CacheParts, keys: Tensor) -> bool:
+def can_step(cache: WholeCache, keys: Tensor) -> bool:
     """Whether a forward is a step that the device does by itself. keys: (B, H, Q, D) of one of its layers."""
     query, past, layers = keys.shape[2], cache.ledger.columns, cache.own_layers
     if not _is_ready(cache, query):
@@ -129,14 +129,14 @@ def can_step(cache: CacheParts, keys: Tensor) -> bool:
     return cache.scheme.frame == "post_rope" or cache.full_ledger.follows(forward.positions)
 
 
-def await_offloading(cache: CacheParts) -> None:
+def await_offloading(cache: WholeCache) -> None:
     """Wait for layers that are being copied to host memory: what runs on the host must not come first."""
     started = [layer for layer in cache.own_layers if layer.is_initialized]
     for device in {layer.device for layer in started if layer.device.type == "cuda"}:
         torch.cuda.synchronize(device)
 
 
-def heed_all(cache: CacheParts) -> None:
+def heed_all(cache: WholeCache) -> None:
     """Raise what the devices have found out about their own steps, those that still run included."""
     for device in cache.steps:
         if device.type == "cuda":
@@ -145,7 +145,7 @@ def heed_all(cache: CacheParts) -> None:
         layer.heed()
 
 
-def catch_up(cache: CacheParts) -> None:
+def catch_up(cache: WholeCache) -> None:
     """Update the host about the steps that the device did by itself. Raises KVCalError for what went wrong in them."""
     ready = [layer for layer in cache.own_layers if isinstance(layer, StaticLayer) and layer.ready]
     if not ready:
@@ -167,7 +167,7 @@ def catch_up(cache: CacheParts) -> None:
         layer.overlook(cache.contents)
 
 
-def why_not_compiled(cache: CacheParts, query: int) -> str:
+def why_not_compiled(cache: WholeCache, query: int) -> str:
     """Why a call of so many tokens cannot run compiled, and what to do."""
     numbers = [in_decimals(number) for number in (cache.most_queries, query, cache.ledger.columns)]
     what = f"behind a prompt, of a cache with max_length, not {numbers[1]} behind {numbers[2]}"

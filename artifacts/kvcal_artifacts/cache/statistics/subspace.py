@@ -9,11 +9,11 @@ from torch import Tensor
 
 from kvcal_kernels.device import on
 
-from ..codecs import Shape
-from ..errors import KVCalError
-from ..scheme import Windows
+from ...codecs import Shape
+from ...errors import KVCalError
+from ...scheme import Windows
+from .base import Summed, Wants
 from .prefixes import Prefixes
-from .statistic import Summed, Wants
 
 QUERY_STEP = 2.0**-10  # queries in a Gram matrix are rounded to this and end at +-256: 18 bits and a sign
 QUERY_LIMIT = 2.0**18

@@ -19,7 +19,7 @@ from kvcal_kernels.squat import Digits
 from ..codecs import Codec, Packed
 from ..errors import KVCalError
 from ..scheme.windows import Windows
-from ..storage.ledger import Ledger
+from .ledger import Ledger
 from .slots import take_slots
 
 STORED = ("sink", "window", "blocks")  # of Counts.data: what rows hold after the last call

@@ -5,7 +5,7 @@ so that one CUDA graph of it, or one compiled forward, serves all. Prefill, crop
 for other layers; `publish` then writes their result into the allocated storage, `settle` of the cache reads counts
 back.
 
-Recent tokens lie in a ring, as static_storage.py says.
+Recent tokens lie in a ring, as storage/static_storage.py says.
 """
 
 from __future__ import annotations
@@ -22,19 +22,15 @@ from kvcal_kernels.layout import BLOCK, Form, rope
 from kvcal_kernels.quantise import Counts
 from kvcal_kernels.squat import Digits
 
-from .. import hf, operator
-from ..codecs.squat import corrects
-from ..errors import KVCalError
-from ..modes import without_autocast, without_grad
-from ..paths import codebook, fused
-from ..scheme import LayerCodecs
-from ..storage.plan import Plan
-from . import observing
-from .appending import append
-from .layer import KVCalLayer
-from .protocols import CacheProtocol
-from .slots import over_heads
-from .static_storage import (
+from ... import hf, operator
+from ...codecs.squat import corrects
+from ...errors import KVCalError
+from ...modes import without_autocast, without_grad
+from ...paths import codebook, fused
+from ...scheme import LayerCodecs
+from ...storage.plan import Plan
+from ...storage.slots import over_heads
+from ...storage.static_storage import (
     STORED,
     Allocation,
     Contents,
@@ -45,8 +41,12 @@ from .static_storage import (
     host_bool,
     most_blocks,
 )
-from .statistics import KeyScale
-from .subspace import QuerySubspace
+from .. import observing
+from ..layer import KVCalLayer
+from ..protocols import CacheProtocol
+from ..statistics.key_scale import KeyScale
+from ..statistics.subspace import QuerySubspace
+from .appending import append
 
 
 class StaticLayer(KVCalLayer):
@@ -122,8 +122,8 @@ class StaticLayer(KVCalLayer):
         self._due = None
         hf.drop_hand_off(self.site)
 
-    def _finish(self, plan: Plan, stored: list[Tensor], extended: list[Tensor] | None = None) -> None:
-        super()._finish(plan, stored, extended)
+    def finish(self, plan: Plan, stored: list[Tensor], extended: list[Tensor] | None = None) -> None:
+        super().finish(plan, stored, extended)
         self.publish()
 
     @property
@@ -349,7 +349,7 @@ class StaticLayer(KVCalLayer):
             # not remembered where a replayed graph may change the statistics in place, nor in memory of graphs of a
             # compiled forward
             factor, wide = self.key_factor.of(self, settled and uncompiled, observed)
-            keys, values = self._as_blocks(memory.packed)
+            keys, values = self.as_blocks(memory.packed)
             due = self._keys_due(memory, counts, k)
             if by is not None and not isinstance(self.paths.appends, str):
                 by.append(self._stored(memory), counts, k, v, *self.paths.appends, factor, due)
@@ -398,7 +398,7 @@ class StaticLayer(KVCalLayer):
         """The tensors that the kernel appends to."""
         if self._layer is None or self._layer.flags is not memory.flags:
             sink, ring = (memory.sink[0], memory.sink[1]), (memory.ring[0], memory.ring[1])
-            self._layer = quantise.Layer(*self._as_blocks(memory.packed), sink, ring, memory.flags)
+            self._layer = quantise.Layer(*self.as_blocks(memory.packed), sink, ring, memory.flags)
         return self._layer
 
     def _attend_codes(

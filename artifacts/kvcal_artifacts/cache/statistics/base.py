@@ -8,8 +8,8 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ..codecs import Shape
-from ..errors import KVCalError
+from ...codecs import Shape
+from ...errors import KVCalError
 from .prefixes import Prefixes
 
 Wants: TypeAlias = Literal["q", "q_pre", "k"]

@@ -8,12 +8,12 @@ from torch import Tensor
 from kvcal_kernels import quantise
 from kvcal_kernels.quantise import Counts
 
-from ..codecs import Context
-from ..codecs.refusals import device_only
-from ..paths import fused
-from .protocols import LayerProtocol
-from .slots import take_slots
-from .static_storage import Allocation, ring_slots
+from ...codecs import Context
+from ...codecs.refusals import device_only
+from ...paths import fused
+from ...storage.slots import take_slots
+from ...storage.static_storage import Allocation, ring_slots
+from ..protocols import LayerProtocol
 
 NOT_FINITE, NO_SLOT = quantise.reference.NONFINITE, quantise.reference.NO_SLOT
 
