@@ -8,26 +8,39 @@ does not.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    DynamicCache,
+    PreTrainedModel,
+    StaticCache,
+)
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.cache.protocols import CacheOptions
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.scheme import Windows
 
 from ..models.catalogue import Geometry
 from .filled import fill_cache, scheme_of, tokens
+from .rows import Settings
 from .schemes import Benched
+
+if TYPE_CHECKING:
+    from ..models.weights import CausalLM
 
 FLUSH_AT = 1  # the step, from 0, in which a filled cache packs its next block: early, so that few steps cover it
 GROWS = "its storage grows on the host"
@@ -52,7 +65,7 @@ class Start:
     hold its step. bytes: of the cache, that a step must read; None where it is not known.
     """
 
-    cache: Any
+    cache: Cache
     length: int
     again: Callable[[], None] = _nothing
     goes_back: bool = False
@@ -96,8 +109,8 @@ class Kind:
     bytes_like: str | None = None
     most_tokens: int | None = None
     beyond: str = ""
-    more: dict[str, Any] = field(default_factory=dict, compare=False)
-    settings: dict[str, Any] = field(default_factory=dict, compare=False)
+    more: Mapping[str, Json] = field(default_factory=dict, compare=False)
+    settings: Settings = field(default_factory=Settings, compare=False)
 
     def most_rows(self, length: int) -> int | None:
         return None if self.most_tokens is None else self.most_tokens // length
@@ -110,7 +123,7 @@ class Kind:
 
 
 @contextmanager
-def attention(model: Any, kind: Kind) -> Iterator[None]:
+def attention(model: PreTrainedModel, kind: Kind) -> Iterator[None]:
     """The model with this kind's attention."""
     implementation = model.config._attn_implementation
     with ExitStack() as stack:
@@ -125,7 +138,7 @@ def attention(model: Any, kind: Kind) -> Iterator[None]:
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # as configs call how many there are
 
 
-def weight_bytes(model: Any) -> int | None:
+def weight_bytes(model: CausalLM) -> int | None:
     """Bytes of the parameters that a decode step must read: all but the table of input embeddings, of which it reads a
     row a token, unless the output's is the same. None with experts: which ones are read depends on the tokens.
     """
@@ -134,7 +147,9 @@ def weight_bytes(model: Any) -> int | None:
         return None
     sizes = {p.data_ptr(): p.nbytes for p in model.parameters()}
     table, out = model.get_input_embeddings().weight, model.get_output_embeddings()
-    tied = out is not None and out.weight.data_ptr() == table.data_ptr()
+    assert isinstance(table, Tensor)
+    head = None if out is None else out.weight
+    tied = isinstance(head, Tensor) and head.data_ptr() == table.data_ptr()
     return int(sum(sizes.values()) - (0 if tied else table.nbytes))
 
 
@@ -146,7 +161,7 @@ def installed(module: str) -> bool:
 
 
 def kinds(
-    model: Any,
+    model: PreTrainedModel,
     geometry: Geometry,
     schemes: Sequence[Benched],
     require_kernels: bool = False,
@@ -159,10 +174,14 @@ def kinds(
     all_kinds = [*plain_kinds(model, geometry), *quanto_kinds(model, geometry)]
     all_kinds += [scheme_kind(model, geometry, one, require_kernels, kernels) for one in schemes]
     dtype = str(model.dtype).removeprefix("torch.")
-    return [replace(kind, settings={"dtype": dtype, **kind.settings}) for kind in all_kinds]
+
+    def with_dtype(settings: Settings) -> Settings:
+        return {"dtype": dtype, **settings}
+
+    return [replace(kind, settings=with_dtype(kind.settings)) for kind in all_kinds]
 
 
-def plain_kinds(model: Any, geometry: Geometry) -> list[Kind]:
+def plain_kinds(model: PreTrainedModel, geometry: Geometry) -> list[Kind]:
     """FP16: `full cache` is the fastest that a step can be, its attention without a mask and without a copy."""
     name = "fp32" if model.dtype == torch.float32 else "fp16"
     backends: list[tuple[str, SDPBackend | None]] = [("full cache, sdpa", None)]
@@ -192,7 +211,7 @@ QUANTO_NUMBERS = 1 << 31
 QUANTO_BEYOND = "optimum-quanto's CUDA code counts a layer's keys by 32-bit integers"
 
 
-def quanto_kinds(model: Any, geometry: Geometry) -> list[Kind]:
+def quanto_kinds(model: PreTrainedModel, geometry: Geometry) -> list[Kind]:
     if not installed("optimum.quanto"):
         return []
     note = {"note": "packs all tokens again every 128 steps, which is not in the figure"}
@@ -211,11 +230,12 @@ def quanto_kinds(model: Any, geometry: Geometry) -> list[Kind]:
     ]
 
 
-def scheme_kind(model: Any, geometry: Geometry, one: Benched, require_kernels: bool, kernels: str) -> Kind:
-    options: dict[str, Any] = {"require_kernels": require_kernels, "kernels": kernels}
+def scheme_kind(model: PreTrainedModel, geometry: Geometry, one: Benched, require_kernels: bool, kernels: str) -> Kind:
+    options: CacheOptions = {"require_kernels": require_kernels, "kernels": kernels}
     with KVCalCache(scheme_of(model, one), model, **options) as empty:
         path: str = empty.describe()["path"]
-    more, settings = {"made_up": one.made_up} if one.made_up else {}, dict(one.settings)
+    more: dict[str, Json] = {"made_up": one.made_up} if one.made_up else {}
+    settings: Settings = {"sink": one.windows.sink, "recent": one.windows.recent, "block": one.windows.block}
     if one.scheme.selection is not None:
         return Kind(one.name, None, one.stored_bits, path, UNFILLED, more=more, settings=settings)
     maker = partial(_packed, model, geometry, one, options)
@@ -241,12 +261,13 @@ def start_of(windows: Windows, length: int) -> int:
 
 
 def _packed(
-    model: Any, geometry: Geometry, one: Benched, options: dict[str, Any], batch: int, length: int, steps: int
+    model: PreTrainedModel, geometry: Geometry, one: Benched, options: CacheOptions, batch: int, length: int, steps: int
 ) -> Start:
     windows = one.windows
     start = start_of(windows, length)
     room = max(start + steps, windows.sink + windows.recent + windows.block)
-    cache = KVCalCache(scheme_of(model, one), model, max_length=room, **options)
+    allocated: CacheOptions = {**options, "max_length": room}
+    cache = KVCalCache(scheme_of(model, one), model, **allocated)
 
     def again() -> None:
         cache.reset()
@@ -266,15 +287,18 @@ def packed_bytes(cache: KVCalCache) -> int:
     ledger = cache.full_ledger
     blocks, exact = int(ledger.blocks.sum()), int((ledger.sink + ledger.window).sum())
     plain = [layer for layer, pair in zip(cache.layers, cache.scheme.layers, strict=True) if pair is None]
-    total, model = cache.scheme.resident_bytes() + _held_bytes(plain), cast(Any, cache.model)
+    total, model = cache.scheme.resident_bytes() + _held_bytes(plain), cache.model
+    assert isinstance(model, PreTrainedModel)
     for pair in filter(None, cache.scheme.layers):
         shape, width = pair.key.shape, 2 * model.dtype.itemsize
         total += blocks * (pair.key.block_bytes() + pair.value.block_bytes()) + exact * shape.heads * shape.dim * width
     return total
 
 
-def _held_bytes(layers: Iterable[Any]) -> int:
-    return int(sum(layer.keys.nbytes + layer.values.nbytes for layer in layers))
+def _held_bytes(layers: Iterable[object]) -> int:
+    """Bytes of keys and values of those layers that have some."""
+    with_keys = [layer for layer in layers if isinstance(layer, CacheLayerMixin)]
+    return sum(x.nbytes for layer in with_keys for x in (layer.keys, layer.values) if x is not None)
 
 
 def _witness(cache: KVCalCache) -> list[Tensor]:
@@ -291,33 +315,34 @@ def _witness(cache: KVCalCache) -> list[Tensor]:
 # Of Transformers.
 
 
-def _updated(cache: Any, model: Any, geometry: Geometry, batch: int, length: int) -> Start:
+def _updated(cache: Cache, model: PreTrainedModel, geometry: Geometry, batch: int, length: int) -> Start:
     for layer in range(geometry.layers):
         keys, values = (tokens(model, geometry, batch, length, 2 * layer + role) for role in (0, 1))
         cache.update(keys, values, layer)
     return Start(cache, length)
 
 
-def _dynamic(model: Any, geometry: Geometry, batch: int, length: int, steps: int) -> Start:
+def _dynamic(model: PreTrainedModel, geometry: Geometry, batch: int, length: int, steps: int) -> Start:
     start = _updated(DynamicCache(config=model.config), model, geometry, batch, length)
     return replace(start, bytes=_held_bytes(start.cache.layers))
 
 
-def _quanto(model: Any, geometry: Geometry, bits: int, batch: int, length: int, steps: int) -> Start:
+def _quanto(model: PreTrainedModel, geometry: Geometry, bits: int, batch: int, length: int, steps: int) -> Start:
     from transformers import QuantizedCache
 
     return _updated(QuantizedCache("quanto", model.config, nbits=bits), model, geometry, batch, length)
 
 
-def _static(model: Any, geometry: Geometry, batch: int, length: int, steps: int) -> Start:
+def _static(model: PreTrainedModel, geometry: Geometry, batch: int, length: int, steps: int) -> Start:
     """Attention of each step over all of the room, masked where no token is yet."""
     cache = StaticCache(config=model.config, max_cache_len=length + steps)
     empty, generator = tokens(model, geometry, batch, 0, 0), torch.Generator(model.device).manual_seed(0)
-    layers: list[Any] = cache.layers
+    layers = [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
     for layer in layers:
         layer.lazy_initialization(empty, empty)
-        layer.keys.normal_(generator=generator)
-        layer.values.normal_(generator=generator)
+        for storage in (layer.keys, layer.values):
+            assert storage is not None
+            storage.normal_(generator=generator)
 
     def again() -> None:
         for layer in layers:
@@ -338,7 +363,9 @@ class FullLayer(DynamicLayer):
         self.lazy_initialization(keys, values)
         self.full = self.keys, self.values = keys, values
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         for full, new in zip(self.full, (key_states, value_states), strict=True):
             full[:, :, -1:].copy_(new)
         return self.full
@@ -347,7 +374,7 @@ class FullLayer(DynamicLayer):
         return self.full[0].shape[2], 0
 
 
-def _full(model: Any, geometry: Geometry, batch: int, length: int, steps: int) -> Start:
+def _full(model: PreTrainedModel, geometry: Geometry, batch: int, length: int, steps: int) -> Start:
     cache = DynamicCache(config=model.config)
     cache.layers = [
         FullLayer(*(tokens(model, geometry, batch, length, 2 * layer + role) for role in (0, 1)))

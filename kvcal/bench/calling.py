@@ -12,17 +12,29 @@ import itertools
 import statistics
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    Cache,
+    CompileConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from kvcal_kernels.device import on
 
 from . import decoding
 from .caches import FullLayer, Kind, Start, attention, weight_bytes
 from .decoding import CHECKED, Stepper, peak_bytes, typical, wait
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..models.weights import CausalLM
 
 WARM_UP = 4  # tokens: a block is packed; a compiled forward is compiled, recorded and replayed
 TOKENS = 17  # 16 times
@@ -67,14 +79,15 @@ class Stamps(StoppingCriteria):
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.BoolTensor:
         wait(input_ids.device)
         self.times.append(time.perf_counter())
         over = len(self.times) >= LEAST and self.times[-1] - self.times[0] > SECONDS
-        return torch.full((len(input_ids),), over, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
+        rows, device = len(input_ids), input_ids.device
+        return torch.full((rows,), over, dtype=torch.bool, device=device)  # type: ignore[return-value]
 
 
-def run(model: Any, kind: Kind, batch: int, length: int, compiled: CompileConfig | None = None) -> Called | str:
+def run(model: CausalLM, kind: Kind, batch: int, length: int, compiled: CompileConfig | None = None) -> Called | str:
     """A cache of `length` tokens a row is filled and handed to generate(), whose forward is called as it is, or
     compiled in that way; why not, where it does not compile with such a cache.
     """
@@ -93,7 +106,7 @@ def run(model: Any, kind: Kind, batch: int, length: int, compiled: CompileConfig
                 vars(model).pop("_compiled_call", None)
 
 
-def why_not_compiled(model: Any, cache: Any, compiled: CompileConfig) -> str | None:
+def why_not_compiled(model: PreTrainedModel, cache: Cache, compiled: CompileConfig) -> str | None:
     if model.device.type != "cuda" and not compiled._compile_all_devices:
         return "generate() compiles on a GPU only"
     return None if cache.is_compileable else "generate() does not compile with this cache"
@@ -120,8 +133,8 @@ def _run(stepper: Stepper, batch: int, compiled: CompileConfig | None) -> Called
 
 
 def generate(
-    model: Any,
-    cache: Any,
+    model: CausalLM,
+    cache: Cache,
     batch: int,
     tokens: int,
     heard: Heard,
@@ -132,8 +145,8 @@ def generate(
     is cached and that one: generate() cuts off what the cache has.
     """
     length = int(cache.get_seq_length())
-    compiling = {"disable_compile": True} if compiled is None else {"compile_config": compiled}
-    ids: Tensor = model.generate(
+    compiling: dict[str, object] = {"disable_compile": True} if compiled is None else {"compile_config": compiled}
+    ids = model.generate(
         torch.zeros(batch, length + 1, dtype=torch.long, device=model.device),
         attention_mask=torch.ones(batch, length + 1, dtype=torch.long, device=model.device),
         past_key_values=cache,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from ..models.memory import cuda_bytes, is_oom
 from .caches import FLUSH_AT, Kind, Start, attention, weight_bytes
 from .layer import fill, some_rows
 from .peers import first_line
+
+if TYPE_CHECKING:
+    from ..models.weights import CausalLM
 
 WARM_UP = FLUSH_AT + 2  # steps nobody times: kernels are compiled, a block is packed
 CHECKED = FLUSH_AT + 3  # steps of which logits are compared
@@ -63,12 +66,18 @@ class Ran:
     read: int | None = None
 
 
+class Output(Protocol):
+    """What the forward of a causal language model returns: logits (B, T, vocabulary)."""
+
+    logits: Tensor
+
+
 class Stepper:
     """The model with a cache, and what goes from one step to the next: token (B, 1) and position (1, 1)."""
 
-    def __init__(self, model: Any, start: Start, batch: int) -> None:
+    def __init__(self, model: CausalLM, start: Start, batch: int) -> None:
         self.model, self.start = model, start
-        self.forward = model
+        self.forward: Callable[..., Output] = model
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
         self.place = torch.full((1, 1), start.length, dtype=torch.long, device=model.device)
         self.rows = some_rows(
@@ -78,7 +87,7 @@ class Stepper:
     def step(self) -> Tensor:
         """Logits (B, vocabulary) of the next token, which is chosen."""
         inputs = {"input_ids": self.token, "position_ids": self.place, "past_key_values": self.start.cache}
-        logits: Tensor = self.forward(**inputs, use_cache=True).logits[:, -1]
+        logits = self.forward(**inputs, use_cache=True).logits[:, -1]
         self.token.copy_(logits.argmax(-1, keepdim=True))
         self.place.add_(1)
         return logits
@@ -103,7 +112,7 @@ class Pass:
 
 
 @torch.no_grad()
-def run(model: Any, kind: Kind, batch: int, length: int, steps: int = STEPS, compiled: bool = False) -> Ran:
+def run(model: CausalLM, kind: Kind, batch: int, length: int, steps: int = STEPS, compiled: bool = False) -> Ran:
     """A cache of `length` tokens a row is filled, steps are taken eagerly, then by a graph where there can be one; all
     on the model's device, whose streams, events and graphs are the current ones meanwhile. compiled: the graph is one
     of the forward that torch.compile makes.
@@ -233,7 +242,9 @@ def _record(stepper: Stepper) -> tuple[Callable[[], None], Tensor] | str:
 def _compare(
     stepper: Stepper, eager: Pass, replay: Callable[[], None], logits: Tensor, compiled: bool = False
 ) -> tuple[str | None, float]:
-    """Why the steps of a graph are not the eager ones from the same start, None if they are; relative error of logits."""
+    """Why the steps of a graph are not the eager ones from the same start, None if they are; relative error of
+    logits.
+    """
     stepper.back()
     worst = 0.0
     for token, expected in zip(eager.tokens, eager.logits, strict=True):

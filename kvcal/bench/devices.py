@@ -73,7 +73,10 @@ B200_SEEN = "https://docs.vultr.com/inference-cookbook/cuda/getting-started/hard
 RTX_4090_SEEN = "https://github.com/3DTopia/Phidias-Diffusion/issues/8 (total capacity of 23.64 GiB)"
 LIKE_4090 = "no figure of this card was found: the same part of its memory as the RTX 4090 has"
 SYSTEM = "what a Jetson's system has of its memory, see PART"
-H200_CLOCK = "https://geektopia.es/es/technology/2023/11/13/noticias/nvidia-anuncia-la-aceleradora-h200-tiene-141-gb-de-hbm3e.html"
+H200_CLOCK = (
+    "https://geektopia.es/es/technology/2023/11/13/noticias/"
+    "nvidia-anuncia-la-aceleradora-h200-tiene-141-gb-de-hbm3e.html"
+)
 
 
 @dataclass(frozen=True)

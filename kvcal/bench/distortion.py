@@ -107,7 +107,8 @@ def promised(codec: Codec, x: Tensor, context: Context) -> tuple[Tensor, Tensor 
         case Higgs():
             return _of_grid(codec, x), None
         case Scaled():
-            factor = codec.key_factor(context) if codec.role == "key" else codec.factor.double()[:, None]  # type: ignore[union-attr]
+            constant = None if codec.factor is None else codec.factor.double()[:, None]
+            factor = codec.key_factor(context) if codec.role == "key" else constant
             assert factor is not None
             error, again = promised(codec.inner, x / factor.double(), context)
             return error * factor.double().square(), None if again is None else again * factor.double()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer
+from kvcal_artifacts.cache.protocols import CacheOptions
 from kvcal_artifacts.cache.static.layer import StaticLayer
 from kvcal_artifacts.cache.statistics.prefixes import Prefixes
 from kvcal_artifacts.codecs.ragged import Ragged
@@ -24,7 +26,7 @@ from .schemes import Benched
 BLOCKS = 4  # random ones, which repeat
 
 
-def scheme_of(model: Any, one: Benched) -> Scheme:
+def scheme_of(model: PreTrainedModel, one: Benched) -> Scheme:
     """A bundle's own scheme; else the benched layer's codecs for every layer, in the lowest ones without their
     predictors.
     """
@@ -38,7 +40,9 @@ def scheme_of(model: Any, one: Benched) -> Scheme:
     return Scheme(one.windows, one.frame, tuple([inner] * depth + layers[depth:]))
 
 
-def filled_cache(model: Any, geometry: Geometry, one: Benched, batch: int, length: int, **options: Any) -> KVCalCache:
+def filled_cache(
+    model: PreTrainedModel, geometry: Geometry, one: Benched, batch: int, length: int, **options: Unpack[CacheOptions]
+) -> KVCalCache:
     """A cache of that scheme that holds `length` random tokens in each row; options: of KVCalCache."""
     cache = KVCalCache(scheme_of(model, one), model, **options)
     fill_cache(cache, geometry, one, batch, length)
@@ -46,8 +50,11 @@ def filled_cache(model: Any, geometry: Geometry, one: Benched, batch: int, lengt
 
 
 def fill_cache(cache: KVCalCache, geometry: Geometry, one: Benched, batch: int, length: int) -> None:
-    """Into an empty cache; after a reset() the same bytes again, where storage is allocated once at the same addresses."""
-    model: Any = cache.model
+    """Into an empty cache; after a reset() the same bytes again, where storage is allocated once at the same
+    addresses.
+    """
+    model = cache.model
+    assert isinstance(model, PreTrainedModel)
     plan = cache.ledger.begin(batch, length, None)
     if one.frame == "pre_rope":
         places = torch.arange(length, dtype=torch.int32, device=model.device)
@@ -76,7 +83,7 @@ def _fill_layer(layer: KVCalLayer, case: Case, batch: int, plan: Plan, length: i
     layer.columns = length
     if isinstance(layer, StaticLayer):  # packed blocks go where they stay: a copy of all would not fit beside them
         layer.publish()
-        # The storage itself: what the host would look at as `packed` brings a copy of the window with it, in each layer.
+        # The storage itself: what the host would look at as `packed` brings a copy of each layer's window with it.
         stored = layer.packed if layer.allocation is None else layer.allocation.packed
         for role, packed in enumerate(filled.packed):
             for name, x in packed.items():
@@ -119,7 +126,7 @@ def repeated(stored: Stored, batch: int, blocks: int) -> Stored:
     return out
 
 
-def tokens(model: Any, geometry: Geometry, batch: int, length: int, seed: int) -> Tensor:
+def tokens(model: PreTrainedModel, geometry: Geometry, batch: int, length: int, seed: int) -> Tensor:
     """Random keys or values (batch, kv_heads, length, head_dim) in the model's dtype."""
     generator = torch.Generator(model.device).manual_seed(seed)
     size = (batch, geometry.kv_heads, length, geometry.head_dim)

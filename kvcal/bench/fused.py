@@ -5,11 +5,11 @@ runs, of kvcal_kernels.attention or, for vector codes, of kvcal_kernels.residual
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import KernelsUnavailable
 from kvcal_artifacts.paths import codebook, dequantised
 from kvcal_artifacts.paths.choose import DTYPES_TAKEN, absence, format_refusal, ratio_refusal
@@ -97,7 +97,7 @@ def fused_attention(case: Case) -> Prepared:
     )
 
 
-Run = tuple[Attend, str, dict[str, Any]]  # what runs, which code it is, what only such rows have
+Run = tuple[Attend, str, dict[str, Json]]  # what runs, which code it is, what only such rows have
 
 
 def _rows(case: Case, count: int) -> Tensor:
@@ -132,7 +132,7 @@ def _over_vectors(case: Case, filled: Filled, sink: Exact, recent: Exact) -> Run
     count = packed_blocks(case)
     blocks, space = _rows(case, count), codebook.workspace("triton", case.device, False)
     scaling, least = case.geometry.head_dim**-0.5, codebook.least_tokens(filled.codecs)
-    more: dict[str, Any] = {"codebook_bytes": filled.book_bytes}
+    more: dict[str, Json] = {"codebook_bytes": filled.book_bytes}
     if count * case.scheme.windows.block <= least:
         more["note"] = f"a cache decodes up to {least} packed tokens of a row: with such codebooks that is faster"
 

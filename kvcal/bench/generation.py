@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from transformers import CompileConfig
 
@@ -21,6 +21,11 @@ from .decoding import Ran, ran_out, released
 from .memory import vqkv_beside
 from .peers import first_line
 from .rows import Row
+
+if TYPE_CHECKING:
+    from kvcal_artifacts.checked import Json
+
+    from ..models.weights import CausalLM
 
 LARGEST = 1 << 24  # where a search for a length or a batch ends
 TRIALS = 8  # of a largest batch, each some seconds of a GPU
@@ -34,22 +39,23 @@ AT_BATCH, AT_LARGEST = ("generate", COMPILED_STEPS, CALLED), ("largest-batch", L
 FEWER = 2  # times that a smaller batch is tried where generate() does not fit at the largest one of steps
 NEEDS_GPU = "needs a CUDA GPU: steps of a compiled forward are measured under a CUDA graph"
 FP16 = ("fp16", "fp32")  # schemes that compress nothing
+Measured = TypeVar("Measured")
 
 
 def tried(
-    model: Any, kind: Kind, batch: int, length: int, steps: int = decoding.STEPS, compiled: bool = False
+    model: CausalLM, kind: Kind, batch: int, length: int, steps: int = decoding.STEPS, compiled: bool = False
 ) -> Ran | str:
     """How decode steps ran; else why they did not: memory, a backend that is not there, or what the kind itself
     refuses. What else is raised goes on.
     """
     run = partial(decoding.run, compiled=True) if compiled else decoding.run
-    ran: Ran | str = kind.refusal(batch, length) or _attempted(
-        model, kind, lambda: run(model, kind, batch, length, steps)
-    )
-    return ran
+    refusal = kind.refusal(batch, length)
+    if refusal is not None:
+        return refusal
+    return _attempted(model, kind, lambda: run(model, kind, batch, length, steps))
 
 
-def _attempted(model: Any, kind: Kind, run: Callable[[], Any]) -> Any:
+def _attempted(model: CausalLM, kind: Kind, run: Callable[[], Measured]) -> Measured | str:
     """What `run` gives; else, as a text, why it did not run."""
     released(model.device)
     try:
@@ -64,7 +70,7 @@ def _attempted(model: Any, kind: Kind, run: Callable[[], Any]) -> Any:
 
 def generate_rows(
     model_name: str,
-    model: Any,
+    model: CausalLM,
     every: Sequence[Kind],
     shapes: Sequence[tuple[int, int]],
     device: str,
@@ -86,7 +92,7 @@ def generate_rows(
 
 def compiled_rows(
     model_name: str,
-    model: Any,
+    model: CausalLM,
     every: Sequence[Kind],
     shapes: Sequence[tuple[int, int]],
     device: str,
@@ -122,21 +128,22 @@ def _timed(
     operation: str,
     ran: Ran | str,
     copy: float | None,
-    **more: Any,
+    **more: Json,
 ) -> Iterator[Row]:
     """An eager row, and one of a graph where one could be recorded; where it was refused, it says so."""
     if isinstance(ran, str):
         yield _row(model, kind, batch, length, device, operation, None, refused=ran)
         return
-    shared = {"tokens": ran.length, "peak_bytes": ran.bytes, **kind.more, **more}
+    shared: dict[str, Json] = {"tokens": ran.length, "peak_bytes": ran.bytes, **kind.more, **more}
 
-    def row(mode: str, taken: float | None, flush: float | None, refused: str | None = None, **figures: Any) -> Row:
+    def row(mode: str, taken: float | None, flush: float | None, refused: str | None = None, **figures: Json) -> Row:
         if taken is not None:
             figures = {"tokens_per_second": batch * 1e6 / taken, "flush_microseconds": flush, **figures}
         at = replace(kind, path=f"{kind.path}; {mode}")
         plain_row = _row(model, at, batch, length, device, operation, taken, refused, more={**figures, **shared})
-        rated = ran.read is not None and copy is not None and taken is not None
-        return replace(plain_row, bytes=ran.read, fraction_of_copy=ran.read / copy * 1e6 / taken if rated else None)  # type: ignore[operator]
+        if ran.read is None or copy is None or taken is None:
+            return replace(plain_row, bytes=ran.read)
+        return replace(plain_row, bytes=ran.read, fraction_of_copy=ran.read / copy * 1e6 / taken)
 
     failed = ran.no_graph is not None and ran.apart is not None
     graph = COMPILED_GRAPH if operation == COMPILED_STEPS else GRAPH
@@ -154,7 +161,7 @@ def _row(
     operation: str,
     taken: float | None,
     refused: str | None = None,
-    more: dict[str, Any] | None = None,
+    more: dict[str, Json] | None = None,
 ) -> Row:
     return Row(
         operation=operation,
@@ -181,7 +188,7 @@ def _row(
 
 def called_rows(
     model_name: str,
-    model: Any,
+    model: CausalLM,
     every: Sequence[Kind],
     shapes: Sequence[tuple[int, int]],
     device: str,
@@ -199,7 +206,7 @@ def called_rows(
 
 def largest_called_rows(
     model_name: str,
-    model: Any,
+    model: CausalLM,
     kind: Kind,
     length: int,
     largest: int,
@@ -227,12 +234,13 @@ def largest_called_rows(
     return [called]
 
 
-def _called(model: Any, kind: Kind, batch: int, length: int, compiled: CompileConfig | None) -> calling.Called | str:
+def _called(
+    model: CausalLM, kind: Kind, batch: int, length: int, compiled: CompileConfig | None
+) -> calling.Called | str:
     refusal = kind.refusal(batch, length)
-    ran: calling.Called | str = refusal or _attempted(
-        model, kind, lambda: calling.run(model, kind, batch, length, compiled)
-    )
-    return ran
+    if refusal is not None:
+        return refusal
+    return _attempted(model, kind, lambda: calling.run(model, kind, batch, length, compiled))
 
 
 def _call_row(
@@ -245,7 +253,7 @@ def _call_row(
     ran: calling.Called | str,
     copy: float | None,
     mode: str,
-    **more: Any,
+    **more: Json,
 ) -> Row:
     at = replace(kind, path=f"{kind.path}; {mode}")
     if isinstance(ran, str):
@@ -260,8 +268,7 @@ def _call_row(
         **more,
     }
     plain_row = _row(model, at, batch, length, device, operation, ran.taken, more=more)
-    rated = ran.read is not None and copy is not None
-    fraction = ran.read / copy * 1e6 / ran.taken if rated else None  # type: ignore[operator]
+    fraction = None if ran.read is None or copy is None else ran.read / copy * 1e6 / ran.taken
     return replace(plain_row, bytes=ran.read, fraction_of_copy=fraction, repeats=ran.timed)
 
 
@@ -289,13 +296,20 @@ def _beside(row: Row, rows: Sequence[Row]) -> Row:
     ]
     if not peers or not row.microseconds:
         return row
-    best = max(peers, key=lambda one: float(one.more["tokens_per_second"]))
-    ratio = float(row.more["tokens_per_second"]) / float(best.more["tokens_per_second"])
+    best = max(peers, key=_speed)
+    ratio = _speed(row) / _speed(best)
     if at_batch:
         return replace(row, ratio_to_fp16=ratio, fp16_backend=best.path)
     most = max(one.batch for one in peers)
     more = {"throughput_to_fp16": ratio, "batch_to_fp16": row.batch / most}
     return replace(row, fp16_backend=best.path, more={**row.more, **more})
+
+
+def _speed(row: Row) -> float:
+    """Tokens a second."""
+    speed = row.more["tokens_per_second"]
+    assert isinstance(speed, (int, float))
+    return float(speed)
 
 
 # How far a memory goes.
@@ -353,7 +367,7 @@ def estimate(used: dict[int, int], total: float) -> int:
 
 def largest_batch_rows(
     model_name: str,
-    model: Any,
+    model: CausalLM,
     every: Sequence[Kind],
     length: int,
     device: str,
@@ -395,7 +409,11 @@ def largest_batch_rows(
             yield _row(model_name, kind, 1, length, device, "largest-batch", None, why)
             continue
         largest[kind.path] = batch
-        more = {"largest_batch": batch, "one_more_fails": search.proven, "limited_by": kind.refusal(batch + 1, length)}
+        more: dict[str, Json] = {
+            "largest_batch": batch,
+            "one_more_fails": search.proven,
+            "limited_by": kind.refusal(batch + 1, length),
+        }
         yield from _timed(model_name, kind, batch, length, device, "largest-batch", ran[batch], copy, **more)
 
 
@@ -409,7 +427,7 @@ def _probed(search: Search) -> bool:
 
 
 def longest_rows(
-    model_name: str, model: Any, every: Sequence[Kind], batch: int, memory: float, device: str
+    model_name: str, model: CausalLM, every: Sequence[Kind], batch: int, memory: float, device: str
 ) -> list[Row]:
     """Measured: the most tokens a row can hold and still make the next one (VQKV Table 3)."""
     rows = []
@@ -417,12 +435,12 @@ def longest_rows(
         if kind.maker is None:
             continue
         try:
-            longest = Search(lambda length, kind=kind: _goes_on(model, kind, batch, length), 256).run(1024)  # type: ignore[misc]
+            longest = Search(partial(_goes_on, model, kind, batch), 256).run(1024)
         except Exception as error:  # of this kind alone, and not of memory
-            none = {"longest_length": 0, "memory_gib": memory}
+            none: dict[str, Json] = {"longest_length": 0, "memory_gib": memory}
             rows.append(_row(model_name, kind, batch, 0, device, "longest-generation", None, first_line(error), none))
             continue
-        more = {
+        more: dict[str, Json] = {
             "longest_length": longest,
             "memory_gib": memory,
             **vqkv_beside(model_name, kind.name, memory, model.dtype.itemsize),
@@ -431,5 +449,5 @@ def longest_rows(
     return rows
 
 
-def _goes_on(model: Any, kind: Kind, batch: int, length: int) -> bool:
+def _goes_on(model: CausalLM, kind: Kind, batch: int, length: int) -> bool:
     return not isinstance(tried(model, kind, batch, length, steps=1), str)

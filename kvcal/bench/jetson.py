@@ -6,13 +6,14 @@ though 8 kv heads hold them. So its FP16 keys of 32768 tokens are 32 * 32768 * 1
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.paths import codebook
 from kvcal_artifacts.paths.preflight.verdicts import triton_version
+from kvcal_artifacts.scheme import Windows
 from kvcal_kernels.layout import Form
 
 from ..models.catalogue import CATALOGUE, Geometry
@@ -69,7 +70,9 @@ def _bits(scheme: str, geometry: Geometry) -> tuple[float, float]:
 def _cell(
     machine: Machine, geometry: Geometry, part: str, length: int, bits: tuple[float, float], heads: int | None = None
 ) -> tuple[float, float, int]:
-    """(projected µs, bytes, launches) of one part of the table; heads: how many copies are read (default: query heads)."""
+    """(projected µs, bytes, launches) of one part of the table; heads: how many copies are read (default: query
+    heads).
+    """
     values = (geometry.heads if heads is None else heads) * geometry.head_dim * length
     chosen = {"K": bits[:1], "V": bits[1:], "total": bits}[part]
     size = sum(values * b / 8 for b in chosen)
@@ -128,8 +131,16 @@ def projected(
     beyond = _beyond(device, size)
     full = None if beyond else machine.time(size, 2 * values * length, roofline.FP16_LOOP)
 
-    def row(scheme: str, bits: float, size: float, microseconds: float | None, path: str, **more: Any) -> Row:
-        """more: other fields."""
+    def row(
+        scheme: str,
+        bits: float,
+        size: float,
+        microseconds: float | None,
+        path: str,
+        more: Mapping[str, Json] | None = None,
+        refused: str | None = None,
+        windows: Windows | None = None,
+    ) -> Row:
         ratio = None if microseconds is None or full is None else full / microseconds
         fraction = None if microseconds is None else machine.reading(size) / microseconds
         return Row(
@@ -148,11 +159,15 @@ def projected(
             path=path,
             bytes=round(size),
             dtype="float16",
-            **more,
+            refused=refused,
+            sink=None if windows is None else windows.sink,
+            recent=None if windows is None else windows.recent,
+            block=None if windows is None else windows.block,
+            more=more or {},
         )
 
     bound = None if beyond else _bound(machine, size, 2 * values * length, roofline.FP16_LOOP)
-    more = {"bound": bound} | _note(None if beyond else roofline.of_another(geometry.head_dim))
+    more: dict[str, Json] = {"bound": bound, **_note(None if beyond else roofline.of_another(geometry.head_dim))}
     newer = device.needs_triton(triton_version())
     rows = [row("fp16", FP16_BITS, size, full, "projected: roofline", refused=beyond, more=more)]
     for one in schemes:
@@ -160,16 +175,20 @@ def projected(
         case = Case(one, geometry, batch, length, torch.device("meta"), torch.float16)
         instructions = device.why_no_triton or refuses_anywhere(case) or _beyond(device, size) or _instructions(case)
         if isinstance(instructions, str):
-            rows.append(row(one.name, one.stored_bits, size, None, "projected", refused=instructions, **one.settings))
+            rows.append(
+                row(one.name, one.stored_bits, size, None, "projected", refused=instructions, windows=one.windows)
+            )
             continue
         elements = 2 * values * length
         bound = _bound(machine, size, elements, instructions)
-        more = {"bound": bound, "instructions_per_element": instructions} | _note(
-            roofline.counted_at(*_counted_of(case)), newer
-        )
+        more = {
+            "bound": bound,
+            "instructions_per_element": instructions,
+            **_note(roofline.counted_at(*_counted_of(case)), newer),
+        }
         time = machine.time(size, elements, instructions)
         path = "projected: roofline of the fused kernel"
-        rows.append(row(one.name, one.stored_bits, size, time, path, more=more, **one.settings))
+        rows.append(row(one.name, one.stored_bits, size, time, path, more=more, windows=one.windows))
     return rows
 
 
@@ -194,7 +213,7 @@ def _counted_of(case: Case) -> tuple[Form, Form, bool, int]:
     return keys, values, case.scheme.frame == "pre_rope", case.group
 
 
-def _note(*notes: str | None) -> dict[str, Any]:
+def _note(*notes: str | None) -> dict[str, Json]:
     every = ", ".join(filter(None, notes))
     return {"note": every} if every else {}
 
@@ -216,8 +235,9 @@ def _size(one: Benched, values: int, length: int) -> float:
 def largest_miss(rows: Iterable[Row]) -> float:
     """The largest relative error of the FP16 totals that were not fitted."""
     misses = [
-        abs(float(row.more["off_by"]))
+        abs(off)
         for row in rows
         if row.scheme == "fp16" and row.operation.endswith("total") and not row.more["used_for_fit"]
+        if isinstance(off := row.more["off_by"], (int, float))
     ]
     return max(misses, default=0.0)

@@ -131,7 +131,8 @@ def reconstruct(case: Case) -> Prepared:
         outputs, exact = run(), filled.decoded()
         expected = [*exact, turn(exact[0])] if turn else [*exact]
         for name, x, exactly in zip(("keys", "values", "keys after RoPE"), outputs, expected, strict=False):
-            error, rounding = (float((y.float() - exactly).norm()) for y in (x, exactly.to(case.dtype)))  # type: ignore[union-attr]
+            assert x is not None
+            error, rounding = (float((y.float() - exactly).norm()) for y in (x, exactly.to(case.dtype)))
             limit = ROUNDINGS * rounding + 1e-5 * float(exactly.norm())
             if not error <= limit:
                 return f"check failed: {name} off by {error:.2g}, {limit:.2g} allowed"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -190,11 +189,15 @@ def _contexts(
         name: case.random(case.geometry.kv_heads, tokens, salt=10 + i, rows=1).float()
         for i, name in enumerate(sorted(case.scheme.codecs.needs - {"k0"}))
     }
-    parts: dict[str, Any] = below
     return (
-        Context(stats={name: x for name, x in observed.items() if x is not None}, **parts),
-        Context(stats={name: x for name, x in current.items() if x is not None}, **parts),
+        _context(below, {name: x for name, x in observed.items() if x is not None}),
+        _context(below, {name: x for name, x in current.items() if x is not None}),
     )
+
+
+def _context(below: Mapping[str, Tensor], stats: dict[str, Tensor]) -> Context:
+    k1, v1, k2, v2 = (below.get(name) for name in ("k1", "v1", "k2", "v2"))
+    return Context(k1=k1, v1=v1, k2=k2, v2=v2, stats=stats)
 
 
 def _joined(rows: list[Filled]) -> Filled:
@@ -223,8 +226,8 @@ def _joined(rows: list[Filled]) -> Filled:
 def _contexts_joined(rows: list[Context]) -> Context:
     stats = {name: torch.cat([row.stats[name] for row in rows]) for name in rows[0].stats}
     names = [name for name in ("k1", "v1", "k2", "v2") if getattr(rows[0], name) is not None]
-    parts: dict[str, Any] = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
-    return Context(stats=stats, **parts)
+    parts = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
+    return _context(parts, stats)
 
 
 def join(rows: Sequence[Stored]) -> Stored:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
 
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.codecs import Exact, Shape
 from kvcal_artifacts.scheme import LayerCodecs, Windows
 
@@ -19,7 +20,7 @@ from .operation import Operation, Prepared
 from .peers import DTYPE_NAMES, Peer
 from .rows import Row
 from .schemes import Benched
-from .timing import Clock
+from .timing import Clock, Timed
 
 Say = Callable[[str], None]
 POSSIBLE = 1.2  # times the rate of torch's own product: more is no speed, but something left out
@@ -116,7 +117,7 @@ def _fraction(size: float, microseconds: float | None, clock: Clock) -> float | 
     return None if microseconds is None else size / clock.copy_bandwidth() * 1e6 / microseconds
 
 
-def _spread(timed: Any, per: float = 1.0) -> dict[str, Any]:
+def _spread(timed: Timed | None, per: float = 1.0) -> dict[str, Json]:
     return {} if timed is None else {"low_microseconds": timed.low / per, "high_microseconds": timed.high / per}
 
 
@@ -180,23 +181,44 @@ def _fraction_of_matmul(prepared: Prepared, microseconds: float, clock: Clock) -
     return rate / clock.matmul_rate(again=True) if prepared.bounded and fraction > POSSIBLE else fraction
 
 
-def _figure(model: str, case: Case, operation: Operation, device: str, prepared: Prepared | None, **fields: Any) -> Row:
-    empty = {"microseconds": None, "fraction_of_copy": None, "ratio_to_fp16": None, "fp16_backend": None}
+class Figures(TypedDict, total=False):
+    """Fields of a Row that a measurement gives, or why there is none."""
+
+    microseconds: float
+    fraction_of_copy: float | None
+    ratio_to_fp16: float | None
+    fp16_backend: str | None
+    repeats: int
+    refused: str
+    more: Mapping[str, Json]
+
+
+def _figure(
+    model: str, case: Case, operation: Operation, device: str, prepared: Prepared | None, **figures: Unpack[Figures]
+) -> Row:
     without = case.scheme.name == "fp16"  # an operation that no scheme has a part in
-    windows = {} if without else case.scheme.settings
+    windows = None if without else case.scheme.windows
     return Row(
         operation=operation.name,
         scheme="none" if without else case.scheme.name,
         model=model,
         batch=case.batch,
         length=case.length,
+        microseconds=figures.get("microseconds"),
         stored_bits=None if without else case.scheme.stored_bits,
+        fraction_of_copy=figures.get("fraction_of_copy"),
+        ratio_to_fp16=figures.get("ratio_to_fp16"),
+        fp16_backend=figures.get("fp16_backend"),
         projected=False,
         device=device,
         path="none" if prepared is None else prepared.path,
         bytes=None if prepared is None else prepared.bytes,
+        repeats=figures.get("repeats"),
+        refused=figures.get("refused"),
         dtype=DTYPE_NAMES[case.dtype],
+        sink=None if windows is None else windows.sink,
+        recent=None if windows is None else windows.recent,
+        block=None if windows is None else windows.block,
         queries=case.new if operation.of_calls else None,
-        **windows,
-        **(empty | fields),
+        more=figures.get("more", {}),
     )

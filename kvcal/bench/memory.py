@@ -6,11 +6,12 @@ count too. No row is longer than the model's own context.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+
+from kvcal_artifacts.checked import Json
 
 from ..models.catalogue import Geometry
 from . import paper
@@ -20,7 +21,7 @@ from .peers import SIXTEEN
 from .planning import memory as planning
 from .planning.memory import Load, Model
 from .planning.memory import Windows as Exact
-from .rows import Row
+from .rows import Row, Settings
 from .schemes import Benched
 
 MOST_ROWS = 1 << 20
@@ -33,7 +34,7 @@ class Footprint:
     name: str
     stored_bits: float
     load: Load
-    settings: Mapping[str, Any]
+    settings: Settings
 
     def used(self, batch: int, length: int) -> float:
         """Bytes in use in a decode step of `batch` rows of so many tokens."""
@@ -61,14 +62,14 @@ def footprints(
     width = dtype.itemsize
     model = Model(geometry, float(geometry.parameters * width), width)
     layers = geometry.layers - geometry.sliding_layers
-    kind = {"dtype": str(dtype).removeprefix("torch.")}
+    kind: Settings = {"dtype": str(dtype).removeprefix("torch.")}
     all_footprints = [Footprint("fp32" if width == 4 else "fp16", 8.0 * width, Load(model, Exact()), kind)]
     for one in schemes:
         windows = Exact(one.windows.sink, one.windows.recent, one.windows.block)
         blocks = layers * (one.codecs.key.block_bytes() + one.codecs.value.block_bytes())
         decodes = decodes_all or unreadable(one, one.codecs, geometry.heads // geometry.kv_heads) is not None
         load = Load(model, windows, blocks, constants(one, layers), decodes)
-        all_footprints.append(Footprint(one.name, one.stored_bits, load, kind | one.settings))
+        all_footprints.append(Footprint(one.name, one.stored_bits, load, {**kind, **one.settings}))
     return all_footprints
 
 
@@ -87,7 +88,7 @@ def projected_longest(model: str, every: Sequence[Footprint], batch: int, gib: f
     for one in every:
         length = one.longest(gib * 2**30, batch)
         ends = {"note": "the model's own context"} if length == one.load.model.geometry.context else {}
-        more = {"longest_length": length, **ends, **vqkv_beside(model, one.name, gib, width)}
+        more: dict[str, Json] = {"longest_length": length, **ends, **vqkv_beside(model, one.name, gib, width)}
         rows.append(_row("longest-generation", model, one, batch, length, gib, device, **more))
     return rows
 
@@ -107,7 +108,7 @@ def too_large(model: str, geometry: Geometry, gib: float, width: int = 2) -> str
 
 
 def _row(
-    operation: str, model: str, one: Footprint, batch: int, length: int, gib: float, device: str, **more: Any
+    operation: str, model: str, one: Footprint, batch: int, length: int, gib: float, device: str, **more: Json
 ) -> Row:
     layer = ", one decoded layer" if one.load.decodes else ""
     why = None if gib * 2**30 > one.fixed else f"weights, constants and runtime alone take {one.fixed / 2**30:.1f} GiB"
@@ -134,7 +135,7 @@ def _row(
 PAPER_GIB = 40
 
 
-def vqkv_beside(model: str, name: str, gib: float, width: int) -> dict[str, Any]:
+def vqkv_beside(model: str, name: str, gib: float, width: int) -> dict[str, Json]:
     """The paper's figure, where the run is like the paper's: Llama-3.1-8B in float32 on 40 GB. width: bytes of a
     weight.
     """

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_artifacts.storage import block_store
@@ -35,7 +36,7 @@ class Prepared:
     per: float = 1.0
     flops: float = 0.0
     bounded: bool = True
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Json] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,9 @@ def needs_a_block(case: Case) -> int:
 
 
 def needs_of_append(case: Case) -> int:
-    """Bytes an append needs: on a GPU, whose kernels put a block behind none, the least, elsewhere the store is copied."""
+    """Bytes an append needs: on a GPU, whose kernels put a block behind none, the least, elsewhere the store is
+    copied.
+    """
     return needs_a_block(case) if case.device.type == "cuda" else needed.whole(case)
 
 
@@ -149,7 +152,9 @@ def misattended(attend: Attend, queries: Tensor, filled: Filled) -> str | None:
 
 
 def misappended(old: Filled, new: Filled, grown: Sequence[Packed], by: LayerCodecs | None = None) -> str | None:
-    """Keys and values as appending left them are the old blocks, byte by byte, then the new ones. by: as of misencoded."""
+    """Keys and values as appending left them are the old blocks, byte by byte, then the new ones. by: as of
+    misencoded.
+    """
     before, allowed = packed_blocks(old.case), _apart(new, by)
     for codec, was, more, now in zip(old.pair, old.packed, new.packed, grown, strict=True):
         for name, stored in now.items():

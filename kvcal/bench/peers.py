@@ -1,4 +1,6 @@
-"""The best FP16 there is: decode attention over uncompressed keys and values by every backend of torch, and FlashInfer."""
+"""The best FP16 there is: decode attention over uncompressed keys and values by every backend of torch, and
+FlashInfer.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,6 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -226,7 +227,7 @@ def _candidates(keys: Tensor, values: Tensor, ratio: int, new: int) -> Iterator[
     for name, backend in BACKENDS.items():
         bias = causal_lower_right(new, tokens) if new > 1 and name == "flash" else mask
 
-        def gqa(queries: Tensor, backend: SDPBackend = backend, bias: Any = bias) -> Tensor:
+        def gqa(queries: Tensor, backend: SDPBackend = backend, bias: Tensor | None = bias) -> Tensor:
             with sdpa_kernel(backend):
                 return scaled_dot_product_attention(queries, keys, values, attn_mask=bias, enable_gqa=True)
 

@@ -1,5 +1,5 @@
-"""Quantise-and-pack and append by the kernels of kvcal_kernels.quantise and residual_vq.append, where they run and know the
-format; else by the codecs, with the kernels that they have of their own.
+"""Quantise-and-pack and append by the kernels of kvcal_kernels.quantise and residual_vq.append, where they run and know
+the format; else by the codecs, with the kernels that they have of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ VECTORS_APART = 1e-3  # of the squared error: codes of the kernel against the co
 
 
 def rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
-    """Rules of keys and values that steps append, of SQuat's as they are corrected; else why the reference is measured."""
+    """Rules of keys and values that steps append, of SQuat's as they are corrected; else why the reference is
+    measured.
+    """
     return device_steps.refusal(case.scheme.codecs, False) or block_rules(case)
 
 
@@ -205,7 +207,8 @@ def append_vectors(case: Case) -> Prepared:
             decoded, expected = (codec.decode(one, new.decoding) for one in (packed, codec.encode(raw, new.encoding)))
             off, least = (float((x - raw.float()).square().sum()) for x in (decoded, expected))
             if not off <= least * (1 + VECTORS_APART):
-                return f"check failed: squared error of {codec.role}s {off / least:.3g} times that of the codec's own codes"
+                apart = f"{off / least:.3g} times that of the codec's own codes"
+                return f"check failed: squared error of {codec.role}s {apart}"
             if why := distortion.misread(new, new.pair.index(codec), decoded):
                 return why
         return None

@@ -1,11 +1,12 @@
-"""What is benchmarked: one layer's codecs from a preset, a pair of codecs, a bundle, or one of the shapes named here."""
+"""What is benchmarked: one layer's codecs from a preset, a pair of codecs, a bundle, or one of the shapes named
+here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from ..methods.mixkvq import MixKVQ
 from ..methods.registry import backbone
 from ..models.catalogue import Geometry
 from ..report.suggest import allowed
+from .rows import WindowSettings
 
 WINDOWS = Windows(32, 96, 32)  # of all rows but bundles': so that schemes differ in their codecs alone
 LONG = 128  # tokens a group, and a block, of the schemes that end in -g128
@@ -44,7 +46,7 @@ class Benched:
         return self.codecs.bits_per_value()
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> WindowSettings:
         """The settings as rows have them."""
         return {"sink": self.windows.sink, "recent": self.windows.recent, "block": self.windows.block}
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.codecs import MixKVQ, Uniform
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_kernels.layout import Form, pack_scales, unpack_scales
@@ -54,7 +54,7 @@ def quantise_step_of(role: int) -> Callable[[Case], Prepared]:
 def _per_step(case: Case, prepared: Prepared, roles: slice) -> Prepared:
     """prepared: of a block. roles: of the paper's columns."""
     block = case.scheme.windows.block
-    more: dict[str, Any] = {"calls": f"one in {block} steps", "paper_table": "InnerQ Table 5"}
+    more: dict[str, Json] = {"calls": f"one in {block} steps", "paper_table": "InnerQ Table 5"}
     if case.scheme.name in paper.TABLE_5 and case.batch == 1:
         more["paper_microseconds"] = round(sum(paper.TABLE_5[case.scheme.name][roles]), 1)
         more["paper_device"] = "Jetson Xavier NX"
@@ -88,7 +88,7 @@ def hybrid_share(percent: int) -> Callable[[Case], Prepared]:
             return None if off <= allowed else f"check failed: off by {off:.2g}, allowed {allowed:.2g}"
 
         share = 100 * values.symmetric_share(packed)
-        more: dict[str, Any] = {"symmetric_percent": round(share, 2), "paper_table": "InnerQ Table 6"}
+        more: dict[str, Json] = {"symmetric_percent": round(share, 2), "paper_table": "InnerQ Table 6"}
         if case.length in paper.TABLE_6[percent] and case.batch == 1:
             more |= {"paper_microseconds": paper.TABLE_6[percent][case.length], "paper_device": "Jetson Xavier NX"}
         size = sum(nbytes(t) for t in packed.values())

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from kvcal_artifacts.bundle import SUFFIX, Bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
@@ -22,6 +22,9 @@ from ..report.front import front_png
 from ..report.plots import head_errors_png
 from ..report.records import Table, check_depth, is_number, kind_of
 from .provenance import Recorded, recorded
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
 
 LICENCES = {"tiny": "apache-2.0"}  # of models that come with kvcal; others say so on their own pages
 METHODS = {
@@ -49,7 +52,7 @@ def make_card(
     sha256: str,
     *,
     repo: str | None = None,
-    evaluation: Mapping[str, Any] | None = None,
+    evaluation: Mapping[str, object] | None = None,
     licence: str | None = None,
     defaults_of: DefaultsOf = lambda command: {},
     check: Callable[[Recorded], None] = lambda was: None,
@@ -81,20 +84,21 @@ ABOUT = ("windows", "length", "step", "dtype", "text")  # what an evaluation say
 FIGURES = ("perplexity", "kl", "bits_per_value", "cache_bytes")
 
 
-def _broken(bundle: Bundle, evaluation: Mapping[str, Any]) -> str | None:
-    """What is said of a bundle whose evaluation broke off, which `kvcal eval` counts as a failed gate; None for others."""
+def _broken(bundle: Bundle, evaluation: Mapping[str, object]) -> str | None:
+    """What is said of a bundle whose evaluation broke off, which `kvcal eval` counts as a failed gate; None for
+    others.
+    """
     gates = evaluation.get("gates")
     for check in gates if isinstance(gates, list) else []:
         if isinstance(check, dict) and (check.get("name"), check.get("gate")) == (bundle.name, "evaluation"):
-            return f"## Quality\n\nThe evaluation broke off: {markdown(message(' '.join(str(check.get('detail')).split())))}."
+            why = message(" ".join(str(check.get("detail")).split()))
+            return f"## Quality\n\nThe evaluation broke off: {markdown(why)}."
     return None
 
 
-def _own_row(bundle: Bundle, sha256: str, evaluation: Mapping[str, Any]) -> Mapping[str, Any]:
+def _own_row(bundle: Bundle, sha256: str, evaluation: Mapping[str, object]) -> Mapping[str, object]:
     """The bundle's figures. Raises UsageError where the file holds none, or those of another file of this name."""
-    rows = evaluation.get("rows")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and "name" in row for row in rows):
-        raise UsageError("--eval: not what `kvcal eval --json` prints (no rows with names)")
+    rows = _rows(evaluation)
     missing = [name for name in ABOUT if name not in evaluation]
     missing += [f"{name} of {row['name']}" for row in rows for name in FIGURES if name not in row]
     names = [str(row["name"]) for row in rows]
@@ -103,7 +107,7 @@ def _own_row(bundle: Bundle, sha256: str, evaluation: Mapping[str, Any]) -> Mapp
     if missing:
         raise UsageError(f"--eval: not what `kvcal eval --json` prints (no {missing[0]})")
     _check_types(evaluation, rows)
-    evaluated: Mapping[str, Any] = rows[names.index(bundle.name)]
+    evaluated = rows[names.index(bundle.name)]
     if evaluated.get("sha256") != sha256:
         shown = f"sha256 {str(evaluated['sha256'])[:16]}…" if "sha256" in evaluated else "no sha256 (an older kvcal's)"
         raise UsageError(
@@ -113,10 +117,19 @@ def _own_row(bundle: Bundle, sha256: str, evaluation: Mapping[str, Any]) -> Mapp
     return evaluated
 
 
+def _rows(evaluation: Mapping[str, object]) -> list[dict[str, object]]:
+    """The rows of an evaluation, each with a name. Raises UsageError where there are none."""
+    entries = evaluation.get("rows")
+    rows = [row for row in entries if isinstance(row, dict) and "name" in row] if isinstance(entries, list) else None
+    if rows is None or not isinstance(entries, list) or len(rows) < len(entries):
+        raise UsageError("--eval: not what `kvcal eval --json` prints (no rows with names)")
+    return rows
+
+
 EVALUATED: dict[str, type] = {"windows": int, "length": int, "step": int, "dtype": str, "text": str}
 
 
-def _check_types(evaluation: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+def _check_types(evaluation: Mapping[str, object], rows: Sequence[Mapping[str, object]]) -> None:
     """UsageError for a value of another type than `kvcal eval --json` prints."""
     for name, kind in EVALUATED.items():
         if type(evaluation[name]) is not kind:
@@ -130,7 +143,7 @@ def _check_types(evaluation: Mapping[str, Any], rows: Sequence[Mapping[str, Any]
 
 
 def _front(
-    bundle: Bundle, evaluation: Mapping[str, Any] | None, row: Mapping[str, Any] | None, licence: str | None
+    bundle: Bundle, evaluation: Mapping[str, object] | None, row: Mapping[str, object] | None, licence: str | None
 ) -> str:
     from huggingface_hub import ModelCardData
 
@@ -154,26 +167,37 @@ def _front(
     return str(data.to_yaml())
 
 
-def _results(bundle: Bundle, evaluation: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+class Results(TypedDict, total=False):
+    """Fields of a ModelCardData that state figures."""
+
+    model_name: str
+    eval_results: list[EvalResult]
+
+
+def _results(bundle: Bundle, evaluation: Mapping[str, object], row: Mapping[str, object]) -> Results:
     from huggingface_hub import EvalResult
 
     text = shown(evaluation.get("text", "text"))
-    model_index: dict[str, Any] = {
-        "task_type": "text-generation",
-        "dataset_type": _id(text.split(":")[0]) or "text",  # of a local file the name of its loader in `datasets`
-        "dataset_name": text,
-    }
     figures = {"perplexity": row["perplexity"], "kl_divergence": row["kl"], "bits_per_value": row["bits_per_value"]}
     results = [
-        EvalResult(metric_type=kind, metric_value=value, metric_name=kind, **model_index)
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=_id(text.split(":")[0]) or "text",  # of a local file the name of its loader in `datasets`
+            dataset_name=text,
+            metric_type=kind,
+            metric_value=value,
+            metric_name=kind,
+        )
         for kind, value in figures.items()
         if is_number(value)
     ]
     return {"model_name": shown(bundle.name), "eval_results": results}
 
 
-def _id(label: Any) -> str | None:
-    """The hub refuses a card (HTTP 400) whose base_model or datasets are no ids; what is local stands in the text only."""
+def _id(label: object) -> str | None:
+    """The hub refuses a card (HTTP 400) whose base_model or datasets are no ids; what is local stands in the text
+    only.
+    """
     return label if isinstance(label, str) and HUB_ID.fullmatch(label) else None
 
 
@@ -269,7 +293,8 @@ def _facts(bundle: Bundle, sha256: str) -> str:
         "windows": f"sink {windows.sink}, recent {windows.recent}, block {windows.block}; keys {scheme.frame}",
         "token selection": None if scheme.selection is None else f"H2O, keep {scheme.selection.keep:g}",
         "resident bytes": f"{scheme.resident_bytes():,}",
-        "made for": f"{model.architecture}, {model.layers} layers, {model.kv_heads} × {model.head_dim}, {model.revision}",
+        "made for": f"{model.architecture}, {model.layers} layers, {model.kv_heads} × {model.head_dim}, "
+        f"{model.revision}",
         "calibrated on": text.fault or (f"{text.said('source')}: {counts}" if text else None),
         "text sha256": text.said("sha256"),
         "other text": record.table("other_text").fault or record.table("other_text").said("source"),
@@ -281,18 +306,18 @@ def _facts(bundle: Bundle, sha256: str) -> str:
     return "## What it is\n\n" + table(["", ""], cells)
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     return "" if value is None else markdown(" ".join(str(value).split()) if not isinstance(value, Markdown) else value)
 
 
-def _evaluation(bundle: Bundle, evaluation: Mapping[str, Any]) -> str:
-    def cells(row: Mapping[str, Any]) -> list[str | None]:
+def _evaluation(bundle: Bundle, evaluation: Mapping[str, object]) -> str:
+    def cells(row: Mapping[str, object]) -> list[object]:
         formats = dict(zip(FIGURES, (".4f", ".5f", ".3f", ","), strict=True))
         return [row["name"], *(_figure(row[name], style) for name, style in formats.items())]
 
@@ -308,7 +333,7 @@ def _evaluation(bundle: Bundle, evaluation: Mapping[str, Any]) -> str:
         "text": _place(str(evaluation["text"])),
         **{name: evaluation[name] for name in ("windows", "length", "step", "dtype")},
     }
-    if evaluation["text"].startswith("random-tokens:"):  # what --random-weights takes where there is no tokenizer
+    if str(evaluation["text"]).startswith("random-tokens:"):  # what --random-weights takes where there is no tokenizer
         del options["text"]
     line = shell(
         [
@@ -319,16 +344,18 @@ def _evaluation(bundle: Bundle, evaluation: Mapping[str, Any]) -> str:
             *_random_weights(bundle),
         ]
     )
-    figures = table(["", "perplexity", "KL", "bits a value", "packed bytes a window"], map(cells, evaluation["rows"]))
+    figures = table(["", "perplexity", "KL", "bits a value", "packed bytes a window"], map(cells, _rows(evaluation)))
     return f"## Quality\n\n{setup}\n\n{figures}\n\n{block('bash', [line])}"
 
 
-def _figure(value: Any, style: str) -> str | None:
-    """None: full precision packs nothing. `kvcal eval --json` writes null for NaN too, but only where a figure must be."""
+def _figure(value: object, style: str) -> str | None:
+    """None: full precision packs nothing. `kvcal eval --json` writes null for NaN too, but only where a figure must
+    be.
+    """
     return format(value, style) if is_number(value) else "not finite" if style in (".4f", ".5f") else None
 
 
-def counted(count: Any, what: str) -> str:
+def counted(count: object, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import IncompatibleBundle, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
@@ -79,5 +77,5 @@ def _windows(bundle: Bundle) -> str:
     return ", ".join(f"{name} {value}" for name, value in vars(bundle.scheme.windows).items())
 
 
-def _origin(bundle: Bundle, sha256: str) -> dict[str, Any]:
+def _origin(bundle: Bundle, sha256: str) -> dict[str, object]:
     return {"bundle": bundle.name, "sha256": sha256, "provenance": bundle.provenance}

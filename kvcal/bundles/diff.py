@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -16,31 +16,45 @@ from kvcal_artifacts.codecs import state_of
 
 from ..report.records import check_depth, is_number
 
-Difference = dict[str, Any]
+Difference = dict[str, Any]  # "what" and the values, as `diff` says
 SECTIONS = ("model", "settings", "scheme", "codecs", "tensors", "metrics")
 
 
-def diff(a: Bundle, b: Bundle, *, same_bytes: bool) -> dict[str, Any]:
-    """{"same", "first_tensor", SECTION: [difference, ...]}; same_bytes: whether the two files are equal.
+class Differences(TypedDict):
+    """What differs between two bundles, section by section. same: whether their files are equal."""
+
+    same: bool
+    first_tensor: Difference | None
+    model: list[Difference]
+    settings: list[Difference]
+    scheme: list[Difference]
+    codecs: list[Difference]
+    tensors: list[Difference]
+    metrics: list[Difference]
+
+
+def diff(a: Bundle, b: Bundle, *, same_bytes: bool) -> Differences:
+    """The differences of two bundles. same_bytes: whether the two files are equal.
 
     A difference has "what" and the values "a" and "b", or "only_in"; numbers also "change", tensors how many entries
     differ, which first, and how much. A tensor that many layers share is listed at the first of them.
     """
     for bundle in (a, b):
         check_depth(bundle)
-    differences: dict[str, Any] = {
+    tensors = list(_tensors(a, b))
+    return {
+        "same": same_bytes,
+        "first_tensor": tensors[0] if tensors else None,
         "model": compared(asdict(a.fingerprint), asdict(b.fingerprint)),
         "settings": compared(a.provenance, b.provenance),
         "scheme": compared(_scheme(a), _scheme(b)),
         "codecs": compared(_codecs(a), _codecs(b)),
-        "tensors": list(_tensors(a, b)),
+        "tensors": tensors,
         "metrics": compared(a.metrics, b.metrics),
     }
-    first = differences["tensors"][0] if differences["tensors"] else None
-    return {"same": same_bytes, "first_tensor": first, **differences}
 
 
-def compared(a: Any, b: Any, where: str = "") -> list[Difference]:
+def compared(a: object, b: object, where: str = "") -> list[Difference]:
     """Leaves of two JSON values that differ, in the order of their names; where: path of the values."""
     if isinstance(a, dict) and isinstance(b, dict):
         names = [*a, *(name for name in b if name not in a)]
@@ -49,22 +63,22 @@ def compared(a: Any, b: Any, where: str = "") -> list[Difference]:
         return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in compared(x, y, f"{where}.{i}")]
     if a == b and isinstance(a, bool) == isinstance(b, bool):
         return []
-    change = {"change": b - a} if is_number(a) and is_number(b) and is_number(b - a) else {}
+    change: Difference = {"change": b - a} if is_number(a) and is_number(b) and is_number(b - a) else {}
     return [{"what": where, "a": a, "b": b, **change}]
 
 
-def _member(a: dict[str, Any], b: dict[str, Any], name: str, where: str) -> list[Difference]:
+def _member(a: Mapping[str, object], b: Mapping[str, object], name: str, where: str) -> list[Difference]:
     if name in a and name in b:
         return compared(a[name], b[name], where)
     side = "a" if name in a else "b"
     return [{"what": where, "only_in": side, side: (a if name in a else b)[name]}]
 
 
-def _scheme(bundle: Bundle) -> dict[str, Any]:
-    return bundle.scheme.config() | {"skipped": {str(i): reason for i, reason in bundle.scheme.skipped.items()}}
+def _scheme(bundle: Bundle) -> dict[str, object]:
+    return dict(bundle.scheme.config()) | {"skipped": {str(i): reason for i, reason in bundle.scheme.skipped.items()}}
 
 
-def _codecs(bundle: Bundle) -> dict[str, Any]:
+def _codecs(bundle: Bundle) -> dict[str, object]:
     """ "layers.0.key" -> codec and config."""
     return {
         f"layers.{index}.{role}": state_of(codec)
@@ -157,6 +171,6 @@ def phrase(difference: Difference) -> str:
     return text
 
 
-def short(value: Any, limit: int = 60) -> str:
+def short(value: object, limit: int = 60) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"

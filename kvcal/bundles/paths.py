@@ -1,4 +1,6 @@
-"""Bundle files as commands are given them: a preset's or a method's name in a path's place is answered as what it is."""
+"""Bundle files as commands are given them: a preset's or a method's name in a path's place is answered as what it
+is.
+"""
 
 from __future__ import annotations
 

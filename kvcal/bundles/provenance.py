@@ -8,12 +8,13 @@ from it. Hub models and data sets by their names are.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from kvcal_artifacts.bundle import SUFFIX, Bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.scheme import Frame
 
 from ..methods.data_free import COMPOSED, PRESETS
 from ..methods.squat import TASKS, paper_settings
@@ -23,7 +24,8 @@ from ..report.escape import shell
 from ..report.records import is_number, kind_of
 from ..text.sources import EMBEDDED
 
-Options = dict[str, Any]
+Options = dict[str, Any]  # of a command, by name
+Fields = Mapping[str, object]  # of a record, not checked yet
 LOCAL = ("file:", "folder:")  # texts whose place is not recorded, only name and hash
 REPOSITORY = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*"  # no part of it begins with a dot, so that it leads nowhere else
 HUB_MODEL = re.compile(REPOSITORY, re.ASCII)
@@ -45,10 +47,18 @@ NOT_RECORDED = {
 }  # places and ways to run: none of a record's affair
 
 
+class Input(TypedDict):
+    """A bundle that a command reads: its name, its file's hash, and the command that made it."""
+
+    name: str
+    sha256: str
+    recorded: Recorded
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A command of kvcal. options: by name, without those at their defaults' meaning; inputs: bundles that it reads
-    (combine, fold), as {"name", "sha256", "recorded"}, made first. text, other_text, model: labels as recorded.
+    (combine, fold), made first. text, other_text, model: labels as recorded.
     """
 
     command: str
@@ -56,8 +66,8 @@ class Recorded:
     positional: tuple[str, ...] = ()
     text: str | None = None
     other_text: str | None = None
-    model: Mapping[str, Any] = field(default_factory=dict)
-    inputs: tuple[Mapping[str, Any], ...] = ()
+    model: Mapping[str, Any] = field(default_factory=dict)  # name, kind, revision and random_weights, as checked
+    inputs: tuple[Input, ...] = ()
     cpu: Mapping[str, Any] = field(default_factory=dict)
 
     def line(self, defaults: Options, output: str | None = None) -> str:
@@ -81,7 +91,7 @@ class Recorded:
         return shell(words)
 
 
-def _words(name: str, value: Any) -> list[str]:
+def _words(name: str, value: object) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return [flag] if value else []
@@ -94,10 +104,8 @@ def checked_options(was: Recorded, defaults_of: DefaultsOf, options_of: OptionsO
     """All options of the command, the recorded ones as the command line would take them. Raises KVCalError."""
     if was.command == "combine":
         return {}
-    options, needed = (
-        dict(was.options),
-        {"name": was.positional[0]} if was.command == "preset" and was.positional else {},
-    )
+    options = dict(was.options)
+    needed: Options = {"name": was.positional[0]} if was.command == "preset" and was.positional else {}
     if was.command == "fold":
         needed = {"bundle": "bundle", "output": options.pop("output")}  # places, which `kvcal reproduce` fills in
     allowed = set(defaults_of(was.command)) - NOT_RECORDED
@@ -116,7 +124,7 @@ def checked_options(was: Recorded, defaults_of: DefaultsOf, options_of: OptionsO
     return read | empty
 
 
-def _as_typed(recorded: Any, read: Any) -> bool:
+def _as_typed(recorded: object, read: object) -> bool:
     """Whether the command line reads back what the record holds, of the same type; a whole number may be a float."""
     if isinstance(recorded, list):
         return isinstance(read, (list, tuple)) and list(read) == recorded
@@ -124,7 +132,7 @@ def _as_typed(recorded: Any, read: Any) -> bool:
     return bool(same and recorded == read)
 
 
-def check_threads(count: Any) -> None:
+def check_threads(count: object) -> None:
     """KVCalError for a recorded number of threads that is none."""
     if count is not None and (type(count) is not int or not 1 <= count <= MOST_THREADS):
         raise KVCalError(f"provenance says {count!r} threads: needs a whole number from 1 to {MOST_THREADS}")
@@ -135,7 +143,7 @@ def recorded(bundle: Bundle) -> Recorded:
     return _recorded(bundle.provenance, bundle.name)
 
 
-def _recorded(provenance: Mapping[str, Any], name: str, depth: int = 0) -> Recorded:
+def _recorded(provenance: Fields, name: str, depth: int = 0) -> Recorded:
     try:
         if depth > DEEPEST:
             raise ValueError(f"bundles within bundles, more than {DEEPEST} deep")
@@ -178,18 +186,18 @@ def _check(command: Recorded) -> None:
         check_task(task)
 
 
-def _check_name(what: str, name: Any) -> None:
+def _check_name(what: str, name: object) -> None:
     """Names become names of files: one with a folder in it would be written there."""
     if not isinstance(name, str) or not name.strip() or name in (".", "..") or {"/", "\0"} & set(name):
         raise ValueError(f"{what} {name!r} is no name")
 
 
-def _check_hash(sha256: Any) -> None:
+def _check_hash(sha256: object) -> None:
     if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
         raise ValueError(f"sha256 {sha256!r} is none")
 
 
-def _check_model(model: Mapping[str, Any]) -> None:
+def _check_model(model: Fields) -> None:
     name, kind, revision = model["name"], model["kind"], model["revision"]
     if type(model["random_weights"]) is not bool:
         raise ValueError(f"random_weights of the model is {kind_of(model['random_weights'])}, not true or false")
@@ -217,7 +225,7 @@ def _check_text(label: str | None) -> None:
         raise ValueError(f"text {label!r} is neither embedded nor a data set's name: a path is taken from --text alone")
 
 
-def _check_option(name: str, value: Any) -> None:
+def _check_option(name: str, value: object) -> None:
     """One value, or a list of some, of a size that a command can take."""
     for one in value if isinstance(value, list) else [value]:
         if one is not None and not isinstance(one, (str, bool)) and not is_number(one):
@@ -226,7 +234,7 @@ def _check_option(name: str, value: Any) -> None:
             raise ValueError(f"{name} is {one}, at most {most} is taken from a record")
 
 
-def tasks_of(options: Mapping[str, Any]) -> list[str]:
+def tasks_of(options: Fields) -> list[str]:
     """Names that an --objective of tasks has."""
     objective = options.get("objective")
     if not isinstance(objective, str) or not objective.startswith("task:"):
@@ -240,7 +248,7 @@ def check_task(task: str) -> None:
         raise ValueError(f"task {task!r} is no task's name: files of tasks are taken from --tasks-path alone")
 
 
-def _made(provenance: Mapping[str, Any], depth: int) -> Recorded:
+def _made(provenance: Fields, depth: int) -> Recorded:
     if "folded_from" in provenance:
         return _fold(provenance, depth)
     if provenance["method"] == "combine":
@@ -248,10 +256,34 @@ def _made(provenance: Mapping[str, Any], depth: int) -> Recorded:
     return _fit(provenance) if "text" in provenance else _preset(provenance)
 
 
-def _fit(p: Mapping[str, Any]) -> Recorded:
-    command, options_of = FITS[p["method"]]
-    text = p["text"]
-    options = options_of(p["settings"], p) | {
+# A record may hold any JSON: a TypeError is what `_recorded` says of a value of another type.
+
+
+def _table(fields: Fields, name: str) -> Fields:
+    value = fields[name]
+    if not isinstance(value, Mapping):
+        raise TypeError(name)
+    return value
+
+
+def _string(fields: Fields, name: str) -> str:
+    value = fields[name]
+    if not isinstance(value, str):
+        raise TypeError(name)
+    return value
+
+
+def _list(fields: Fields, name: str) -> Sequence[object]:
+    value = fields[name]
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(name)
+    return value
+
+
+def _fit(p: Fields) -> Recorded:
+    command, options_of = FITS[_string(p, "method")]
+    text, model = _table(p, "text"), _table(p, "model")
+    options = options_of(_table(p, "settings"), p) | {
         "windows": _whole(text, "train_windows") + _whole(text, "holdout_windows"),
         "holdout": _whole(text, "holdout_windows"),
         "length": _whole(text, "length"),
@@ -263,46 +295,52 @@ def _fit(p: Mapping[str, Any]) -> Recorded:
     if "column" in text:
         options["column"] = text["column"]
     options |= _selection(p)
-    other = p.get("other_text", {}).get("source")
+    other = _table(p, "other_text").get("source") if "other_text" in p else None
     return Recorded(
         command,
-        options | _weights(p["model"]),
+        options | _weights(model),
         text=_text(text["source"]),
         other_text=_text(other),
-        model=p["model"],
-        cpu=dict(p.get("cpu", {})),
+        model=model,
+        cpu=dict(_table(p, "cpu")) if "cpu" in p else {},
     )
 
 
-def _whole(fields: Mapping[str, Any], name: str) -> int:
+def _whole(fields: Fields, name: str) -> int:
     value = fields[name]
     if type(value) is not int:
         raise ValueError(f"{name} is {kind_of(value)}, expected a whole number")
     return value
 
 
-def _text(label: str | None) -> str | None:
+def _text(label: object) -> str | None:
     """What --text takes. Random token ids are no text."""
-    return None if label is None or label.startswith("random-tokens:") else label
+    if label is None:
+        return None
+    if not isinstance(label, str):
+        raise TypeError("source")
+    return None if label.startswith("random-tokens:") else label
 
 
-def _weights(model: Mapping[str, Any]) -> Options:
+def _weights(model: Fields) -> Options:
     if model["random_weights"]:
         return {"random_weights": True}
     return {"revision": model["revision"]} if model["kind"] == "hub" and model["revision"] else {}
 
 
-def _selection(p: Mapping[str, Any]) -> Options:
-    selection = p.get("selection")
-    return {} if selection is None else {"keep": selection["keep"], "heavy": selection["heavy"]}
+def _selection(p: Fields) -> Options:
+    if p.get("selection") is None:
+        return {}
+    selection = _table(p, "selection")
+    return {"keep": selection["keep"], "heavy": selection["heavy"]}
 
 
-def _preset(p: Mapping[str, Any]) -> Recorded:
-    settings, model = p["settings"], p["model"]
+def _preset(p: Fields) -> Recorded:
+    settings, model, method = _table(p, "settings"), _table(p, "model"), _string(p, "method")
     options: Options = {name: settings[name] for name in ("sink", "recent", "block")}
     if "rope" in settings:
         options["frame"] = settings["rope"]
-        preset = PRESETS.get(p["method"])
+        preset = PRESETS.get(method)
         for option, name in (("keys", "key"), ("values", "value")):
             if settings[name] != getattr(preset, name, None):
                 options[option] = settings[name]
@@ -311,102 +349,111 @@ def _preset(p: Mapping[str, Any]) -> Recorded:
     if model["revision"] is None:
         options["config_only"] = True
     elif model["random_weights"]:
-        options["seed"] = int(model["revision"].removeprefix("random:"))
-    return Recorded("preset", options, () if p["method"] == COMPOSED else (p["method"],), model=model)
+        options["seed"] = int(_string(model, "revision").removeprefix("random:"))
+    return Recorded("preset", options, () if method == COMPOSED else (method,), model=model)
 
 
-def _combine(p: Mapping[str, Any], depth: int) -> Recorded:
-    parts = [p[name] for name in ("keys", "values")]
+def _combine(p: Fields, depth: int) -> Recorded:
+    parts = [_table(p, name) for name in ("keys", "values")]
     return Recorded(
         "combine",
         {},
         tuple(f"{part['bundle']}{SUFFIX}" for part in parts),
-        inputs=tuple(_input(part["bundle"], part["sha256"], part["provenance"], depth) for part in parts),
+        inputs=tuple(_input(part["bundle"], part["sha256"], _table(part, "provenance"), depth) for part in parts),
     )
 
 
-def _fold(p: Mapping[str, Any], depth: int) -> Recorded:
-    before = p["folded_from"]
-    unfolded = {name: value for name, value in p.items() if name != "folded_from"} | {"model": before["model"]}
+def _fold(p: Fields, depth: int) -> Recorded:
+    before = _table(p, "folded_from")
+    model = _table(before, "model")
+    unfolded = {name: value for name, value in p.items() if name != "folded_from"} | {"model": model}
     unfolded["tool"] = before.get("tool", p["tool"])
-    options: Options = {"output": p["model"]["name"], "dtype": before.get("dtype", "auto"), **_weights(before["model"])}
+    output = _table(p, "model")["name"]
+    options: Options = {"output": output, "dtype": before.get("dtype", "auto"), **_weights(model)}
     source = _input(before.get("bundle", "unfolded"), before["bundle_sha256"], unfolded, depth)
-    return Recorded("fold", options, model=before["model"], inputs=(source,))
+    return Recorded("fold", options, model=model, inputs=(source,))
 
 
-def _input(name: str, sha256: str, provenance: Mapping[str, Any], depth: int) -> Mapping[str, Any]:
-    return {"name": name, "sha256": sha256, "recorded": _recorded(provenance, name, depth + 1)}
+def _input(name: object, sha256: object, provenance: Fields, depth: int) -> Input:
+    inner = _recorded(provenance, str(name), depth + 1)
+    if not isinstance(name, str):
+        raise ValueError(f"bundle {name!r} is no name")
+    if not isinstance(sha256, str):
+        raise ValueError(f"sha256 {sha256!r} is none")
+    return {"name": name, "sha256": sha256, "recorded": inner}
 
 
 # Settings of each method -> options of its command. A field that is no option has the command's own value.
 
 
-def _renamed(settings: Mapping[str, Any], names: Mapping[str, str], drop: tuple[str, ...] = ()) -> Options:
+def _renamed(settings: Fields, names: Mapping[str, str], drop: tuple[str, ...] = ()) -> Options:
     return {names.get(name, name): value for name, value in settings.items() if name not in drop}
 
 
-def _joined(values: list[Any]) -> str:
+def _joined(values: Iterable[object]) -> str:
     return ",".join(map(str, values)) or "none"
 
 
-def _aqua_kv(s: Mapping[str, Any], p: Mapping[str, Any]) -> Options:
-    inputs = {name: _joined(s[name]) for name in ("key_inputs", "value_inputs")}
+def _aqua_kv(s: Fields, p: Fields) -> Options:
+    inputs = {name: _joined(_list(s, name)) for name in ("key_inputs", "value_inputs")}
     return _renamed(s, {"rope": "frame"}) | inputs
 
 
-def _innerq(s: Mapping[str, Any], p: Mapping[str, Any]) -> Options:
+def _innerq(s: Fields, p: Fields) -> Options:
     return {"search": "plain"} | _renamed(s, {"key": "keys", "value": "values"})  # bundles of before the option
 
 
-def _squat(s: Mapping[str, Any], p: Mapping[str, Any]) -> Options:
+def _squat(s: Fields, p: Fields) -> Options:
     options = _renamed(s, {"rope": "frame", "prompt": "prompt_tokens"}, ("search_ranks", "search_strengths"))
     if s["search_ranks"]:  # a search names no point; --settings says where it starts from
         rank, strength = options.pop("rank"), options.pop("strength")
-        options |= {"search": True, "settings": _task(p["model"]["name"], s["rope"], rank, strength)}
+        options |= {"search": True, "settings": _task(_table(p, "model")["name"], s["rope"], rank, strength)}
     return options
 
 
-def _task(model: str, frame: Any, rank: int, strength: float) -> str:
+def _task(model: object, frame: object, rank: object, strength: object) -> str:
+    space: Frame = "pre_rope" if frame == "pre_rope" else "post_rope"
     for task in TASKS:
         try:
-            if paper_settings(task, model, frame)[:2] == (rank, strength):
+            if paper_settings(task, str(model), space)[:2] == (rank, strength):
                 return task
         except KVCalError:  # the paper has it for other models
             continue
     return TASKS[0]
 
 
-def _vqkv(s: Mapping[str, Any], p: Mapping[str, Any]) -> Options:
+def _vqkv(s: Fields, p: Fields) -> Options:
     names = {"high": "high_dims", "split": "split_by", "rope": "frame"}
     options = _renamed(s, names, ("training", "shared", "stages", "sizes"))
     training = {"least": "min_iterations", "most": "max_iterations", "batch": "batch_vectors"}
     return (
         options
-        | {"stages": _joined(s["stages"]), "sizes": _joined(s["sizes"]), "per_layer": not s["shared"]}
-        | _renamed(s["training"], training, ("seed",))
+        | {"stages": _joined(_list(s, "stages")), "sizes": _joined(_list(s, "sizes")), "per_layer": not s["shared"]}
+        | _renamed(_table(s, "training"), training, ("seed",))
     )
 
 
-def _mixkvq(s: Mapping[str, Any], p: Mapping[str, Any]) -> Options:
+def _mixkvq(s: Fields, p: Fields) -> Options:
     drop = ("tau_low", "tau_high", "normalise", "value_group")
     options = _renamed(s, {"raw": "raw_dtype"}, drop) | {"raw_salience": s["normalise"] == "none"}
-    search = p.get("search")
-    if search is None:
+    if p.get("search") is None:
         fixed = s["full"] is not None
         return options if fixed else options | {name: str(s[name]) for name in ("tau_low", "tau_high")}
-    goal = search["objective"]
-    options |= {name: _joined(search["space"][name]) for name in ("tau_low", "tau_high")}
+    search = _table(p, "search")
+    goal, space = _table(search, "objective"), _table(search, "space")
+    options |= {name: _joined(_list(space, name)) for name in ("tau_low", "tau_high")}
     options |= {"trials": search["trials"], "max_bits": search["max_bits"], "objective": goal["name"]}
     if goal["name"] == "task":
-        options |= {"objective": "task:" + ",".join(goal["tasks"]), "limit": goal["limit"], "metric": goal["metric"]}
+        tasks = ",".join(map(str, _list(goal, "tasks")))
+        options |= {"objective": f"task:{tasks}", "limit": goal["limit"], "metric": goal["metric"]}
     return options | ({"step": goal["step"]} if "step" in goal else {})
 
 
-def _kvtuner(s: Mapping[str, Any], p: Mapping[str, Any]) -> Options:
-    return _renamed(s, {"choices": "bits"}) | {"bits": _joined(s["choices"])}
+def _kvtuner(s: Fields, p: Fields) -> Options:
+    return _renamed(s, {"choices": "bits"}) | {"bits": _joined(_list(s, "choices"))}
 
 
-FITS: dict[str, tuple[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Options]]] = {
+FITS: dict[str, tuple[str, Callable[[Fields, Fields], Options]]] = {
     "aqua-kv": ("fit-predictors", _aqua_kv),
     "innerq": ("fit-norms", _innerq),
     "squat": ("measure-subspaces", _squat),

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvcal_artifacts.bundle import SUFFIX, load_bundle
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, ModelUnavailable, UsageError
@@ -24,6 +24,10 @@ from ..models import hub
 from ..models.names import HUB_ID
 from ..report.outputs import check_output
 from .card import Card
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi, ModelInfo
+    from huggingface_hub.hf_api import RepoSibling
 
 CARD = "README.md"
 RECORD = ".pulled.json"
@@ -114,6 +118,7 @@ def pull(
     api = _api(repo)
     with _explained(repo, revision, "read"):
         info = api.model_info(repo, revision=revision, files_metadata=True)
+    commit = str(info.sha)
     name = _chosen(repo, info, file)
     names = [name, *_companions(info, name)]
     places = {part: _local(name) if part == CARD else part for part in names}
@@ -123,16 +128,16 @@ def pull(
     with _temporary(folder, name) as temporary:
         for part, place in places.items():
             with _explained(repo, revision, "read", part):
-                _download(repo, part, info.sha, temporary)
+                _download(repo, part, commit, temporary)
             contents[place] = (temporary / part).read_bytes()
-            _compare(f"{repo} at {info.sha[:12]}: {part}", contents[place], _entry(info, part))
+            _compare(f"{repo} at {commit[:12]}: {part}", contents[place], _entry(info, part))
         digest = hashlib.sha256(contents[name]).hexdigest()
         if sha256 is not None and digest != sha256.lower():
             raise CorruptBundle(
                 f"{repo}: {name} has sha256 {digest[:16]}…, --sha256 says {sha256[:16]}…; nothing was written"
             )
         _check(repo, temporary / name)
-    pulled = Pulled(repo, hub.public(api.endpoint), revision, info.sha, name, digest, tuple(places.values()))
+    pulled = Pulled(repo, hub.public(api.endpoint), revision, commit, name, digest, tuple(places.values()))
     contents[record] = (json.dumps(asdict(pulled), indent=2, sort_keys=True) + "\n").encode()
     write_together({folder / place: contents[place] for place in reversed(contents)})  # the bundle comes last
     return pulled
@@ -151,7 +156,9 @@ def _unwritable(folder: Path, error: OSError) -> KVCalError:
 
 @contextmanager
 def _temporary(folder: Path, name: str) -> Iterator[Path]:
-    """A folder for what is not checked yet, locked while in use; those that a killed pull left, which are not, go away."""
+    """A folder for what is not checked yet, locked while in use; those that a killed pull left, which are not, go
+    away.
+    """
     with ExitStack() as stack:
         try:
             temporary = stack.enter_context(temporary_folder(folder / name))
@@ -160,7 +167,7 @@ def _temporary(folder: Path, name: str) -> Iterator[Path]:
         yield temporary
 
 
-def _api(repo: str) -> Any:
+def _api(repo: str) -> HfApi:
     from huggingface_hub import HfApi, constants
 
     if not HUB_ID.fullmatch(repo):
@@ -189,8 +196,8 @@ def _download(repo: str, name: str, commit: str, folder: Path) -> None:
     )
 
 
-def _chosen(repo: str, info: Any, file: str | None) -> str:
-    bundles: list[str] = sorted(one.rfilename for one in info.siblings or [] if _is_bundle(one.rfilename))
+def _chosen(repo: str, info: ModelInfo, file: str | None) -> str:
+    bundles = sorted(one.rfilename for one in info.siblings or [] if _is_bundle(one.rfilename))
     if file is not None and file in bundles:
         return file
     if file is None and len(bundles) == 1:
@@ -199,7 +206,7 @@ def _chosen(repo: str, info: Any, file: str | None) -> str:
     if file is None and bundles:
         raise UsageError(f"{repo} holds several bundles ({names}): say which with --file")
     what = f"file {file}" if file is not None else f"bundle (*{SUFFIX})"
-    raise ModelUnavailable(f"{repo} at {info.sha[:12]} holds no {what}; its bundles: {names}")
+    raise ModelUnavailable(f"{repo} at {str(info.sha)[:12]} holds no {what}; its bundles: {names}")
 
 
 def _is_bundle(name: str) -> bool:
@@ -207,7 +214,7 @@ def _is_bundle(name: str) -> bool:
     return name.endswith(SUFFIX) and "/" not in name
 
 
-def _companions(info: Any, name: str) -> list[str]:
+def _companions(info: ModelInfo, name: str) -> list[str]:
     """Card and plots of a bundle."""
     stem = name.removesuffix(SUFFIX)
     ours = {CARD, f"{stem}.errors.png", f"{stem}.front.png"}
@@ -219,24 +226,22 @@ def _local(name: str) -> str:
     return f"{name.removesuffix(SUFFIX)}.card.md"
 
 
-def _entry(info: Any, name: str) -> Any:
+def _entry(info: ModelInfo, name: str) -> RepoSibling:
     entry = next((one for one in info.siblings or [] if one.rfilename == name), None)
     if entry is None:
-        raise CorruptBundle(f"{name}: not in commit {info.sha[:12]}, although the hub took it")
+        raise CorruptBundle(f"{name}: not in commit {str(info.sha)[:12]}, although the hub took it")
     return entry
 
 
-def _compare(what: str, data: bytes, entry: Any) -> None:
+def _compare(what: str, data: bytes, entry: RepoSibling) -> None:
     """Content against the hash that the hub lists: sha256 of large files, git's own sha1 of others."""
     if entry.lfs is not None:
-        stated, computed = entry.lfs.sha256, hashlib.sha256(data).hexdigest()
+        stated, computed = str(entry.lfs.sha256), hashlib.sha256(data).hexdigest()
     else:
-        stated, computed = (
-            entry.blob_id,
-            hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest(),
-        )
+        computed = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+        stated = str(entry.blob_id)
     if stated != computed:
-        raise CorruptBundle(f"{what} has hash {computed[:16]}…, the hub lists {str(stated)[:16]}…; try again")
+        raise CorruptBundle(f"{what} has hash {computed[:16]}…, the hub lists {stated[:16]}…; try again")
 
 
 def _check(repo: str, path: Path) -> None:

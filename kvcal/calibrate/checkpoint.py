@@ -12,10 +12,10 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcal_artifacts.bundle import Bundle, Fingerprint, load_bundle
 from kvcal_artifacts.bundle.canonical import canonical, sha256_text
@@ -27,6 +27,9 @@ from kvcal_artifacts.shown import message
 
 from ..methods.base import Method
 from ..report.outputs import check_output
+
+if TYPE_CHECKING:
+    from kvcal_artifacts.checked import Json
 
 SETTINGS = "settings.json"
 DAYS = 30  # after which nobody is expected to go on with a killed run that has no output
@@ -101,7 +104,7 @@ class CheckpointFolder:
     resume: False removes what the same record left, too. Raises KVCalError where the folder is not one of ours.
     """
 
-    def __init__(self, folder: Path, record: Any, resume: bool) -> None:
+    def __init__(self, folder: Path, record: object, resume: bool) -> None:
         self.folder, self.key = folder, sha256_text(canonical(record))
         check_ours(self.folder)
         if self.folder.exists() and (not resume or stored_key(self.folder) != self.key):
@@ -128,7 +131,7 @@ class CommandCheckpoint(CheckpointFolder):
     """
 
     def __init__(
-        self, command: str, record: Any, *, output: Path | None, resume: bool, say: Callable[[str], None]
+        self, command: str, record: object, *, output: Path | None, resume: bool, say: Callable[[str], None]
     ) -> None:
         key = [command, record]
         folder = in_cache(command, canonical(key)) if output is None else partial_folder(output)
@@ -150,7 +153,7 @@ class CommandCheckpoint(CheckpointFolder):
         values = (self.read(path.stem) for path in sorted(self.folder.glob(f"{start}*.json")))
         return (value for value in values if value is not None)
 
-    def keep(self, name: str, value: Any) -> None:
+    def keep(self, name: str, value: object) -> None:
         if (path := self.file(f"{name}.json")) is None:
             return
         self.own.add(name)
@@ -219,7 +222,7 @@ class CommandCheckpoint(CheckpointFolder):
             return None
 
 
-def _hash(value: Any) -> str:
+def _hash(value: object) -> str:
     """Figures may be NaN, which `canonical` refuses."""
     return sha256_text(json.dumps(value, sort_keys=True))
 
@@ -245,6 +248,7 @@ class BatchCheckpoint:
         self.resumed = 0
 
     def load(self) -> dict[str, Any] | None:
+        """The state that was kept, as `keep` was given it; None: there is none."""
         saved: dict[str, Any] | None = self._work.read(self._name)
         if saved is not None and self._name not in self._work.own:
             self.resumed = saved["windows"]
@@ -260,7 +264,7 @@ class BatchCheckpoint:
 class LayerCheckpoint(CheckpointFolder):
     """A hidden folder beside the output: one small bundle a fitted layer, for the settings it was made with."""
 
-    def __init__(self, output: Path, record: dict[str, Any], resume: bool) -> None:
+    def __init__(self, output: Path, record: Mapping[str, Json], resume: bool) -> None:
         check_output(output)
         super().__init__(partial_folder(output), record, resume)
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.bundle.canonical import canonical, tensor_bytes
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import check_regular, write_atomically
@@ -77,7 +78,7 @@ class Vectors:
 class TrainResult(FitResult):
     """stages: a row a stage (StageReport, quantiser). peak_bytes: of the device's memory, of the process on a CPU."""
 
-    stages: list[dict[str, Any]] = field(default_factory=list)
+    stages: list[dict[str, Json]] = field(default_factory=list)
     resumed_stages: int = 0
     peak_bytes: int = 0
 
@@ -301,7 +302,7 @@ class LayerSample:
     def gather(self) -> Sample:
         """Run the layer once; what was picked, divided by its scales."""
         taken: dict[str, list[Picked]] = {"train": [], "held": []}
-        squares: dict[str, Any] = {}
+        squares: dict[str, Tensor] = {}
         cuda = False
         for batch in self.taps.batches(self.method.taps, self.method.frame, advance=True):
             assert batch.k is not None and batch.v is not None
@@ -311,7 +312,8 @@ class LayerSample:
             fitted = max(0, self.windows - batch.rows.start)
             for tap, x in (("k", batch.k), ("v", batch.v), ("q", batch.q)):
                 if x is not None and fitted:
-                    squares[tap] = squares.get(tap, 0) + self._squares(x[:fitted])
+                    square = self._squares(x[:fitted])
+                    squares[tap] = squares[tap] + square if tap in squares else square
         mean = {name: total / (self.windows * self.tokens) for name, total in squares.items()}
         self.scales = two_scales(self.method, mean["k"], mean["v"], mean.get("q"))
         fitted = self._scaled(taken["train"], torch.bfloat16 if cuda else torch.float32)
@@ -334,7 +336,9 @@ class LayerSample:
         return Picked(keys[window, head, token], values[window, head, token], head)
 
     def _squares(self, x: Tensor) -> Tensor:
-        """Sum of squares over windows and coded tokens, the mean over query heads that share a kv head: float64 (H, D)."""
+        """Sum of squares over windows and coded tokens, the mean over query heads that share a kv head: float64 (H,
+        D).
+        """
         grouped = x[:, :, self.method.sink :].unflatten(1, (self.heads, -1))
         total: Tensor = grouped.float().square().sum(3).double().sum(0).mean(1)
         return total
@@ -361,8 +365,8 @@ class StageCheckpoint(LayerCheckpoint):
 
     VERSION = 2  # of a report: 1 had no errors by iteration
 
-    def __init__(self, output: Path, record: dict[str, Any], resume: bool) -> None:
-        super().__init__(output, record | {"stage_report": self.VERSION}, resume)
+    def __init__(self, output: Path, record: Mapping[str, Json], resume: bool) -> None:
+        super().__init__(output, {**record, "stage_report": self.VERSION}, resume)
 
     def count(self) -> int:
         return sum(1 for _ in self.folder.glob("*-*.safetensors"))
@@ -394,16 +398,16 @@ class StageCheckpoint(LayerCheckpoint):
         return samples
 
     def keep_sample(self, layer: int, sample: Sample) -> None:
-        record = {"roles": list(sample.scales), "rotary": sample.rotary, "probe": sample.probe}
+        record: dict[str, Json] = {"roles": list(sample.scales), "rotary": sample.rotary, "probe": sample.probe}
         self._write(self._sample(layer), sample.tensors, record)
 
     def drop_samples(self) -> None:
         for path in self.folder.glob(self._sample(0).name.replace("0", "[0-9]")):
             path.unlink(missing_ok=True)
 
-    def _write(self, path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+    def _write(self, path: Path, tensors: dict[str, Tensor], record: Mapping[str, Json]) -> None:
         on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        signed = record | {"sha256": _digest(on_host)}
+        signed = {**record, "sha256": _digest(on_host)}
         write_atomically(self.place(path.name), save(on_host, metadata={"stage": canonical(signed)}))
 
     def _read(self, path: Path, make: Callable[[dict[str, Tensor], dict[str, Any]], Made]) -> Made | None:
@@ -449,8 +453,8 @@ class Run:
         """numbers: of the layers whose vectors these are; None: 0, 1, 2, ..."""
         self.numbers = range(len(vectors.scales)) if numbers is None else numbers
         self.method, self.vectors, self.work, self.timer, self.say = method, vectors, work, timer, say
-        self.rows: list[dict[str, Any]] = []
-        self.splits: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Json]] = []
+        self.splits: list[dict[str, Json]] = []
         self.resumed = 0
         self.left = {"key": torch.zeros_like(vectors.held_keys), "value": torch.zeros_like(vectors.held_values)}
 
@@ -541,7 +545,7 @@ class Run:
         )
         return book, report
 
-    def metrics(self, scheme: Scheme) -> dict[str, Any]:
+    def metrics(self, scheme: Scheme) -> dict[str, Json]:
         """What the bundle says of itself: no times, nothing that differs from run to run."""
         dim = self.vectors.keys.shape[1]
         return {

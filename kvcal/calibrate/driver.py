@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import KVCalError, NonFiniteError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, coverage
 
@@ -43,12 +44,12 @@ def fit(
     text: Windows,
     output: Path,
     *,
-    model_record: dict[str, Any],
+    model_record: Mapping[str, Json],
     revision: str | None,
     device: torch.device,
     seed: int = 0,
     options: FitOptions | None = None,
-    searched: Mapping[str, Mapping[str, Any]] | None = None,
+    searched: Mapping[str, Mapping[str, Json]] | None = None,
     say: Callable[[str], None] = lambda line: None,
     other: Windows | None = None,
     selection: HeavyHitters | None = None,
@@ -78,7 +79,7 @@ def fit_together(
     source: LayerSource,
     text: Windows,
     *,
-    model_record: dict[str, Any],
+    model_record: Mapping[str, Json],
     revision: str | None,
     device: torch.device,
     options: FitOptions | None = None,
@@ -145,7 +146,9 @@ def _scanned(parts: Sequence[Part], scan: Scan) -> tuple[float, ...]:
 
 
 def _warn(jobs: Sequence[FitJob], parts: Sequence[Part], scan: Scan) -> None:
-    """Complete every part, and say what the fitted schemes are forecast to cost, where that is much: one pass for all."""
+    """Complete every part, and say what the fitted schemes are forecast to cost, where that is much: one pass for
+    all.
+    """
     names = [job.output.name.removesuffix(SUFFIX) for job in jobs]
     if len(set(names)) < len(names):  # outputs of one name in several folders
         names = [str(job.output) for job in jobs]
@@ -259,13 +262,14 @@ def _one_layer(
     return result.codecs, result.metrics
 
 
-def averages(metrics: list[dict[str, Any]]) -> dict[str, float]:
+def averages(metrics: Sequence[Mapping[str, Json]]) -> dict[str, float]:
     """Means over the layers that have the figure; lists, a number a head, have none."""
-    names = dict.fromkeys(name for row in metrics for name, value in row.items() if not isinstance(value, list))
-    return {
-        name: round(sum(row[name] for row in metrics if name in row) / sum(name in row for row in metrics), 6)
-        for name in names
-    }
+    figures: dict[str, list[float]] = {}
+    for row in metrics:
+        for name, value in row.items():
+            if isinstance(value, (int, float)):
+                figures.setdefault(name, []).append(value)
+    return {name: round(sum(values) / len(values), 6) for name, values in figures.items()}
 
 
 @contextmanager
@@ -295,7 +299,7 @@ def train(
     text: Windows,
     output: Path,
     *,
-    model_record: dict[str, Any],
+    model_record: Mapping[str, Json],
     revision: str | None,
     device: torch.device,
     seed: int = 0,

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from kvcal_artifacts.codecs import Context, Exact
 from kvcal_artifacts.errors import NonFiniteError
-from kvcal_artifacts.hf import AttentionSite, attention_site, check_frame
+from kvcal_artifacts.hf import AttentionSite, Decoder, attention_site, check_frame
 from kvcal_artifacts.scheme import Scheme
 
 from ..capture.call import LayerCall, call_layer, check_rotation
@@ -99,7 +99,7 @@ def forecasts(
         return _kls(capture, ids, x[:, prompt:], runs, worst)
 
 
-def _own_cache(capture: Capture, index: int, layer: Any, x: Tensor, runs: Mapping[str, _Run]) -> Tensor:
+def _own_cache(capture: Capture, index: int, layer: nn.Module, x: Tensor, runs: Mapping[str, _Run]) -> Tensor:
     """A layer that keeps a cache of its own, of input x (N, T, hidden size): its output; advances each run."""
     kwargs = capture.kwargs_of(index)
     output = _output(layer(x, **kwargs))
@@ -115,7 +115,7 @@ def _compressed(
     KVCalError where a scheme stores keys before RoPE, and these do not become the model's.
     """
     kwargs, site = capture.kwargs_of(index), attention_site(capture.decoder, index)
-    rope = kwargs.get("position_embeddings") if site.rope else None
+    rope = capture.rope_of(index) if site.rope else None
     taps = {name: run.taps(index) for name, run in runs.items()}
     if any(taps.values()):
         check_frame([site], "pre_rope")  # else no keys or queries before RoPE are known
@@ -215,9 +215,8 @@ class _Run:
         return keys, values
 
 
-def _output(output: Any) -> Tensor:
-    hidden: Tensor = output[0] if isinstance(output, tuple) else output
-    return hidden
+def _output(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _kls(
@@ -250,8 +249,8 @@ def _log_probabilities(capture: Capture, ids: Tensor, x: Tensor) -> Tensor:
 
 
 @contextmanager
-def _layers_give(decoder: Any, x: Tensor) -> Iterator[None]:
-    before: list[Callable[..., Any] | None] = [vars(layer).get("forward") for layer in decoder.layers]
+def _layers_give(decoder: Decoder, x: Tensor) -> Iterator[None]:
+    before: list[Callable[..., object] | None] = [vars(layer).get("forward") for layer in decoder.layers]
     for layer in decoder.layers:
         layer.forward = lambda *args, **kwargs: x
     try:

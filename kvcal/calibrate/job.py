@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import Bundle, Fingerprint
+from kvcal_artifacts.checked import Json
+from kvcal_artifacts.hf import ModelConfig
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 
 from ..capture.scan import LayerSource, LayerTaps, default_batch
@@ -58,7 +60,7 @@ class FitJob:
     method: Method | VQKV
     output: Path
     seed: int = 0
-    searched: Mapping[str, Mapping[str, Any]] | None = None
+    searched: Mapping[str, Mapping[str, Json]] | None = None
     selection: HeavyHitters | None = None
 
 
@@ -70,7 +72,7 @@ class Scan:
     text: Windows
     other: Windows | None
     ids: Tensor
-    model_record: dict[str, Any]
+    model_record: Mapping[str, Json]
     revision: str | None
     device: torch.device
     options: FitOptions
@@ -78,7 +80,7 @@ class Scan:
     say: Callable[[str], None]
 
     @property
-    def config(self) -> Any:
+    def config(self) -> ModelConfig:
         return hf.config_of(self.source.model)
 
     @property
@@ -102,7 +104,7 @@ class Scan:
         dtype: torch.dtype = next(self.source.model.parameters()).dtype
         return dtype
 
-    def record(self, job: FitJob) -> dict[str, Any]:
+    def record(self, job: FitJob) -> dict[str, Json]:
         batch = self.options.batch or default_batch(self.ids.shape[1], self.device)
         record = provenance(job.method, self.text, self.model_record, self.device, self.dtype, batch, job.seed)
         if job.searched is not None and "provenance" in job.searched:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvcal_artifacts.codecs import Role, Shape
 
@@ -19,6 +19,9 @@ from ..methods.kvtuner import KVTuner
 from ..methods.squat import Squat
 from ..methods.transform import TransformBackbone
 from ..methods.vqkv import VQKV
+
+if TYPE_CHECKING:
+    from kvcal_artifacts.checked import Json
 
 ADVISED = 4  # times what is determined
 SHOWN = 12  # layers that a line names
@@ -114,7 +117,9 @@ def few_tokens(probes: Mapping[str, int], tokens: int) -> list[str]:
 
 
 def worse_than_none(what: str, scores: Sequence[float | None]) -> str | None:
-    """A line where the held-out explained variance of some layers is negative; None where it is not. scores: by layer."""
+    """A line where the held-out explained variance of some layers is negative; None where it is not. scores: by
+    layer.
+    """
     below = [(layer, score) for layer, score in enumerate(scores) if score is not None and score < 0]
     if not below:
         return None
@@ -127,10 +132,14 @@ def worse_than_none(what: str, scores: Sequence[float | None]) -> str | None:
     )
 
 
-def predictions_worse_than_none(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
+def _number(value: Json) -> float | None:
+    return value if isinstance(value, (int, float)) else None
+
+
+def predictions_worse_than_none(metrics: Sequence[Mapping[str, Json]]) -> list[str]:
     """`worse_than_none` of the keys and the values that a bundle's predictors predict. metrics: a row a layer."""
     lines = (
-        worse_than_none(f"predicted {role}s", [row.get(f"{role}_explained_variance") for row in metrics])
+        worse_than_none(f"predicted {role}s", [_number(row.get(f"{role}_explained_variance")) for row in metrics])
         for role in ("key", "value")
     )
     return [line for line in lines if line is not None]

@@ -58,9 +58,13 @@ class Alternative:
 
 
 ALTERNATIVES = (  # in the order in which they are named, by bits
-    Alternative("uniform-2-channel"), Alternative("uniform-3-channel"), Alternative("uniform-4-channel"),
-    Alternative("uniform-4"), Alternative("uniform-4-channel", "uniform-4"), Alternative("uniform-8", "uniform-8"),
-)  # fmt: skip
+    Alternative("uniform-2-channel"),
+    Alternative("uniform-3-channel"),
+    Alternative("uniform-4-channel"),
+    Alternative("uniform-4"),
+    Alternative("uniform-4-channel", "uniform-4"),
+    Alternative("uniform-8", "uniform-8"),
+)
 
 
 WINDOWS = 2  # of text that a forecast is made from, at most

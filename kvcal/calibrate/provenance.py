@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import platform
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
+
+from kvcal_artifacts.checked import Json
 
 from .. import __version__
 from ..methods.base import Method, settings_of
@@ -18,12 +21,12 @@ if TYPE_CHECKING:
 def provenance(
     method: Method | VQKV,
     text: Windows,
-    model_record: dict[str, Any],
+    model_record: Mapping[str, Json],
     device: torch.device,
     dtype: torch.dtype,
     batch: int,
     seed: int,
-) -> dict[str, Any]:
+) -> dict[str, Json]:
     """Everything that decides the bytes; no times, no paths of this machine."""
     import transformers
 
@@ -58,6 +61,6 @@ def device_name(device: torch.device) -> str:
     return device.type if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
-def cpu_record() -> dict[str, Any]:
+def cpu_record() -> dict[str, Json]:
     """What decides the last bits of sums on a CPU: how they are split over threads, and its vector instructions."""
     return {"threads": torch.get_num_threads(), "vectors": torch.backends.cpu.get_cpu_capability()}

@@ -1,4 +1,6 @@
-"""One decoder layer called with a stand-in for its cache, which receives keys and values and can stop the layer there."""
+"""One decoder layer called with a stand-in for its cache, which receives keys and values and can stop the layer
+there.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.hf import (
     AttentionSite,
+    Decoder,
     layer_kind,
 )
 
@@ -73,21 +76,23 @@ class _StandIn:
 
 
 @torch.no_grad()
-def layer_calls(decoder: Any, ids: Tensor) -> tuple[Tensor, dict[str, dict[str, Any]]]:
+def layer_calls(decoder: Decoder, ids: Tensor) -> tuple[Tensor, dict[str, dict[str, object]]]:
     """The first layer's input (B, T, hidden size) for ids (B, T), and the keyword arguments of the layers of each kind.
 
     No layer runs. No inference mode: rotary modules keep tensors made here, and methods may train on what they are
     handed.
     """
+    assert isinstance(decoder, nn.Module)
     kinds = [layer_kind(decoder.config, index) for index in range(decoder.config.num_hidden_layers)]
     missing = set(kinds)
-    caught: dict[str, dict[str, Any]] = {}
+    caught: dict[str, dict[str, object]] = {}
     inputs: list[Tensor] = []
 
     def catch(kind: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             options = dict(kwargs)
             x = args[0] if args else options.pop("hidden_states")
+            assert isinstance(x, Tensor)
             if len(args) > 1 or x.ndim != 3:
                 raise KVCalError(
                     f"{type(decoder).__name__} calls its layers with {max(1, len(args))} tensors, the first of "
@@ -112,7 +117,7 @@ def layer_calls(decoder: Any, ids: Tensor) -> tuple[Tensor, dict[str, dict[str, 
 
 
 @contextmanager
-def _passed_by(layer: Any) -> Iterator[None]:
+def _passed_by(layer: nn.Module) -> Iterator[None]:
     """Let the layer give back its input within the block."""
     before = vars(layer).get("forward")
     layer.forward = lambda hidden_states, *args, **kwargs: hidden_states
@@ -128,7 +133,7 @@ def _passed_by(layer: Any) -> Iterator[None]:
 def call_layer(
     layer: nn.Module,
     x: Tensor,
-    kwargs: dict[str, Any],
+    kwargs: dict[str, object],
     site: AttentionSite,
     want: frozenset[str],
     stop: bool,
@@ -141,7 +146,7 @@ def call_layer(
     cache, noted = _StandIn(stop, repeat, change), {}
 
     def note(name: str, read: Callable[[Tensor], Tensor]) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        def hook(module: nn.Module, args: tuple[object, ...], output: Tensor) -> None:
             noted[name] = read(output)
 
         return hook

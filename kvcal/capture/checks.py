@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 from kvcal_artifacts.hf import (
@@ -25,7 +25,7 @@ def checked_ids(ids: Tensor, config: Any) -> Tensor:
     return ids
 
 
-def check_model(model: Any, decoder: Any) -> None:
+def check_model(model: nn.Module, decoder: object) -> None:
     """Raise for a model that cannot be calibrated: UnsupportedModel, or UsageError in training mode."""
     check_supported(model)
     if model.training:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,13 @@ from kvcal_artifacts.hf import (
     layer_kind,
     unsupported_layers,
 )
+from kvcal_artifacts.hf.protocols import attribute
 
 from .call import LayerCall, call_layer, check_rotation, layer_calls
 from .checks import check_finite, check_model, checked_ids
 from .spill import SpillStore, Where
 
+Item = TypeVar("Item")
 Frame = Literal["pre_rope", "post_rope"]
 Timer = Callable[[str], AbstractContextManager[None]]
 
@@ -50,7 +52,9 @@ TOKENS_PER_BATCH = {"cuda": 16384, "cpu": 4096}
 class LayerSource(Protocol):
     """A source of the model's parts. `kvcal.models.layerwise.LayerwiseWeights` is one, `WholeModel` another."""
 
-    model: Any  # complete in structure; its layers may be on the meta device
+    @property
+    def model(self) -> nn.Module:
+        """The model, complete in structure; its layers may be on the meta device."""
 
     def load_outer(self) -> object:
         """Put embedding and rotary module on the device."""
@@ -66,7 +70,7 @@ class LayerSource(Protocol):
 class WholeModel:
     """An ordinary model in memory, already on the device it runs on."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def load_outer(self) -> None: ...
@@ -74,9 +78,7 @@ class WholeModel:
     def free_outer(self) -> None: ...
 
     def load_layer(self, index: int) -> nn.Module:
-        decoder: Any = decoder_of(self.model)
-        layer: nn.Module = decoder.layers[index]
-        return layer
+        return decoder_of(self.model).layers[index]
 
     def free_layer(self, index: int) -> None: ...
 
@@ -120,8 +122,8 @@ class Capture:
     ) -> None:
         self.source: LayerSource = WholeModel(source) if isinstance(source, nn.Module) else source
         self.device = torch.device(device)
-        self.dtype: torch.dtype = self.source.model.dtype
-        self.decoder: Any = decoder_of(self.source.model)
+        self.dtype: torch.dtype = attribute(self.source.model, "dtype")
+        self.decoder = decoder_of(self.source.model)
         self.ids = checked_ids(ids, self.decoder.config)
         check_model(self.source.model, self.decoder)
         self.skipped = unsupported_layers(self.decoder.config)
@@ -133,7 +135,7 @@ class Capture:
             raise UsageError(f"batch of {self.batch} windows: it takes at least 1")
         self.timer: Timer = timer or _untimed
         self.hidden: SpillStore | None = None
-        self.layer_kwargs: dict[str, dict[str, Any]] = {}  # by the layers' kind
+        self.layer_kwargs: dict[str, dict[str, object]] = {}  # by the layers' kind
         self._where: Where = hidden
         self._spill_dir = spill_dir
 
@@ -176,9 +178,15 @@ class Capture:
         assert self.hidden is not None
         return self.hidden.read(slice(0, self.windows))
 
-    def kwargs_of(self, index: int) -> dict[str, Any]:
+    def kwargs_of(self, index: int) -> dict[str, object]:
         """What a layer is called with besides hidden states."""
         return self.layer_kwargs[layer_kind(self.decoder.config, index)]
+
+    def rope_of(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """cos and sin (1, T, rotary dim) that a layer is called with; None where it is called without."""
+        rope = self.kwargs_of(index).get("position_embeddings")
+        assert rope is None or isinstance(rope, tuple)
+        return rope
 
     def _probes_of_skipped(self) -> dict[int, tuple[float, ...]]:
         """hf.key_probe of the layers that a fingerprint looks at and that are not handed out."""
@@ -223,7 +231,7 @@ class Capture:
             label="hidden states",
         )
 
-    def _checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _checked(self, kwargs: dict[str, object]) -> dict[str, object]:
         """One call must fit batches of every size: tensors of batch dimension 1, and no mask where causality says it
         all.
         """
@@ -298,7 +306,7 @@ class LayerTaps:
     @property
     def rope(self) -> tuple[Tensor, Tensor] | None:
         """cos and sin (1, T, rotary dim) of any window, for `site.rotate`; None in a layer without RoPE."""
-        return self._capture.kwargs_of(self.index)["position_embeddings"] if self.site.rope else None
+        return self._capture.rope_of(self.index) if self.site.rope else None
 
     def chunks(self, rows: slice | None = None) -> list[slice]:
         """The rows of each batch that `batches` gives: to read a SpillStore in step with it."""
@@ -409,7 +417,7 @@ def _untimed(phase: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _timed(items: Iterator[Any], timer: Timer, phase: str) -> Iterator[Any]:
+def _timed(items: Iterator[Item], timer: Timer, phase: str) -> Iterator[Item]:
     """Yield the same items, the time to fetch each charged to a phase."""
     while True:
         with timer(phase):

@@ -268,7 +268,11 @@ def _with_shares(rows: list[Row]) -> list[Row]:
             and row.microseconds
         ):
             share, calls = paper.MIXKVQ_SHARES[names[row.operation]]
-            of_paper = {"paper_table": MIXKVQ, "paper_share_percent": share, "paper_calls_percent": calls}
+            of_paper: dict[str, Any] = {
+                "paper_table": MIXKVQ,
+                "paper_share_percent": share,
+                "paper_calls_percent": calls,
+            }
             row = replace(row, more={**row.more, "share_percent": 100 * row.microseconds / sum(times), **of_paper})
         out.append(row)
     return out
@@ -368,7 +372,7 @@ def _largest_batch_rows(generating: Generating, length: int) -> list[Row]:
             copy,
         )
         rows += sized
-        if sizes := [row.more["largest_batch"] for row in sized if "largest_batch" in row.more]:
+        if sizes := [size for row in sized if isinstance(size := row.more.get("largest_batch"), int)]:
             largest[kind.path] = sizes[0]
             rows += generating.rows(
                 f"{generation.LARGEST_CALLED} {kind.name} ({kind.path}), length {length}",

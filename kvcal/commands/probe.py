@@ -74,7 +74,9 @@ def run_probe(o: Options, say: Say) -> dict[str, Any]:
     for line in few_tokens({probe.name: len(probe.inputs) * width for probe in settings.probes}, tokens):
         say(line)
     everything = _everything(o, settings, of)
-    record = everything | decided_by(o, of.opened.source.model.dtype, of.opened.device, of.text.ids_sha256)
+    record = everything | decided_by(
+        o, next(of.opened.source.model.parameters()).dtype, of.opened.device, of.text.ids_sha256
+    )
     work = CommandCheckpoint("probe", record, output=o["output"], resume=of.options.resume, say=say)
     ledger = Ledger("probe", o["output"], everything, work, of.options.resume)
     resumed = len(ledger.rows)

@@ -16,14 +16,19 @@ import lzma
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedModel
 
 SEPARATOR = "<|endoftext|>"
 BOS, EOS = "<|bos|>", "<|eos|>"
@@ -35,7 +40,7 @@ def read_documents(path: Path) -> list[str]:
     return [part.strip() for part in raw.split(f"\n{SEPARATOR}\n") if part.strip()]
 
 
-def train_tokenizer(documents: list[str], vocab: int) -> Any:
+def train_tokenizer(documents: list[str], vocab: int) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -52,13 +57,13 @@ def train_tokenizer(documents: list[str], vocab: int) -> Any:
     return tokenizer
 
 
-def encode_stream(tokenizer: Any, documents: list[str]) -> Tensor:
+def encode_stream(tokenizer: Tokenizer, documents: list[str]) -> Tensor:
     """All documents as one int64 stream, each opened by BOS."""
     pieces = [np.asarray(e.ids, dtype=np.int64) for e in tokenizer.encode_batch(documents)]
     return torch.from_numpy(np.concatenate(pieces))
 
 
-def build_model(args: argparse.Namespace, vocab: int) -> Any:
+def build_model(args: argparse.Namespace, vocab: int) -> PreTrainedModel:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -93,7 +98,7 @@ def windows_at(stream: Tensor, starts: Tensor, context: int) -> Tensor:
 
 
 @torch.no_grad()
-def heldout_loss(model: Any, stream: Tensor, context: int, device: torch.device) -> float:
+def heldout_loss(model: PreTrainedModel, stream: Tensor, context: int, device: torch.device) -> float:
     """Mean nats per token over consecutive held-out windows."""
     starts = torch.arange(0, len(stream) - context, context, device=stream.device)
     total, count = 0.0, 0
@@ -115,7 +120,7 @@ def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-def pack(model: Any) -> dict[str, Tensor]:
+def pack(model: PreTrainedModel) -> dict[str, Tensor]:
     packed: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight":  # tied
@@ -129,7 +134,7 @@ def pack(model: Any) -> dict[str, Tensor]:
     return {name: tensor.cpu().contiguous() for name, tensor in packed.items()}
 
 
-def write_tokenizer(tokenizer: Any, out: Path, context: int) -> None:
+def write_tokenizer(tokenizer: Tokenizer, out: Path, context: int) -> None:
     tokenizer.save(str(out / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -147,7 +152,7 @@ def train(args: argparse.Namespace) -> None:
     out = Path(args.output)
     out.mkdir(parents=True, exist_ok=True)
     text = prepare(Path(args.text), out, args, device)
-    model = build_model(args, text.tokenizer.get_vocab_size()).to(device)
+    model: PreTrainedModel = build_model(args, text.tokenizer.get_vocab_size()).train().to(device)
     curve = run_steps(model, text, args, device)
     write_model(model, text, curve, out, args, device)
 
@@ -157,7 +162,7 @@ class Prepared:
     """A text split into documents to train on and held-out ones, as tokens on the device."""
 
     source: Path
-    tokenizer: Any
+    tokenizer: Tokenizer
     train_docs: list[str]
     heldout_docs: list[str]
     stream: Tensor
@@ -185,7 +190,7 @@ def prepare(source: Path, out: Path, args: argparse.Namespace, device: torch.dev
     return Prepared(source, tokenizer, train_docs, heldout_docs, stream, heldout, heldout_bytes)
 
 
-def optimizer_of(model: Any, args: argparse.Namespace, device: torch.device) -> torch.optim.Optimizer:
+def optimizer_of(model: PreTrainedModel, args: argparse.Namespace, device: torch.device) -> torch.optim.Optimizer:
     """AdamW; matrices decay."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim != 2]
@@ -197,7 +202,9 @@ def optimizer_of(model: Any, args: argparse.Namespace, device: torch.device) -> 
     )
 
 
-def run_steps(model: Any, text: Prepared, args: argparse.Namespace, device: torch.device) -> list[dict[str, float]]:
+def run_steps(
+    model: PreTrainedModel, text: Prepared, args: argparse.Namespace, device: torch.device
+) -> list[dict[str, float]]:
     """Train; returns the losses now and then. Shortens args.steps to --budget-seconds."""
     optimizer = optimizer_of(model, args, device)
     runner = torch.compile(model) if device.type == "cuda" else model
@@ -239,9 +246,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class Output(Protocol):
+    """What the forward returns: logits (B, T, vocabulary)."""
+
+    logits: Tensor
+
+
 def train_step(
-    runner: Any,
-    model: Any,
+    runner: Callable[..., Output],
+    model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     stream: Tensor,
     generator: torch.Generator,
@@ -261,7 +274,7 @@ def train_step(
 
 
 def write_model(
-    model: Any,
+    model: PreTrainedModel,
     text: Prepared,
     curve: list[dict[str, float]],
     out: Path,

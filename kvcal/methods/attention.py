@@ -8,7 +8,6 @@ cache that is called token by token; all other keys and values are exact. Some q
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,13 +50,19 @@ class Probe:
         )
 
     def to(self, device: torch.device | str) -> Probe:
-        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in ("q", "at", "k", "v")}
-        return replace(self, **moved, stats={name: x.to(device) for name, x in self.stats.items()})
+        return replace(
+            self,
+            q=self.q.to(device),
+            at=self.at.to(device),
+            k=self.k.to(device),
+            v=self.v.to(device),
+            stats={name: x.to(device) for name, x in self.stats.items()},
+        )
 
     def rows(self, first: int, end: int | None = None) -> Probe:
         """The windows from `first` on, up to `end`."""
-        cut: dict[str, Any] = {name: getattr(self, name)[first:end] for name in ("q", "k", "v")}
-        return replace(self, **cut, stats={name: x[first:end] for name, x in self.stats.items()})
+        stats = {name: x[first:end] for name, x in self.stats.items()}
+        return replace(self, q=self.q[first:end], k=self.k[first:end], v=self.v[first:end], stats=stats)
 
     def context(self) -> Context:
         return Context(self.layer, stats=self.stats)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcal_artifacts import hf
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.codecs import Context, Shape
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
@@ -53,8 +54,9 @@ class Carry:
         return {n: self._heads(self.stores[n].read(rows).float()) for n in names}
 
     def context(self, layer: int, names: Iterable[str], rows: slice) -> Context:
-        parts: dict[str, Any] = dict(self.read(names, rows))
-        return Context(layer, **parts)
+        parts = self.read(names, rows)
+        k0, k1, v1, k2, v2 = (parts.get(name) for name in ("k0", "k1", "v1", "k2", "v2"))
+        return Context(layer, k1, v1, k2, v2, k0)
 
     def write(self, name: str, rows: slice, x: Tensor) -> None:
         """x (B, H, tokens, D)."""
@@ -125,7 +127,7 @@ def layer_by_layer(
     return Scheme(windows, frame, layers, skipped)
 
 
-def settings_of(method: Any) -> dict[str, Any]:
+def settings_of(method: Any) -> dict[str, Json]:
     """Every field, JSON-able."""
     return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(method).items()}
 
@@ -155,7 +157,7 @@ class HoldoutError:
             self.residual = self.residual + (wide - guess).square().sum(0)
         self.count += len(x)
 
-    def metrics(self, role: str, heads: int) -> dict[str, Any]:
+    def metrics(self, role: str, heads: int) -> dict[str, Json]:
         """relative_error: |x - decoded|^2 / |x|^2. explained_variance: mean over channels, AQUA-KV section 3.1.
 
         head_errors: the relative error of each of the kv heads, a list. key_channel_error: mean over channels of their
@@ -178,7 +180,7 @@ class HoldoutError:
             variance = (square - total.square() / self.count).clamp_min(1e-30)
             out[f"{role}_explained_variance"] = float((1 - residual / variance).mean())
         rounded = [round(value, 6) for value in by_head.tolist()]
-        return {name: round(value, 6) for name, value in out.items()} | {f"{role}_head_errors": rounded}
+        return {**{name: round(value, 6) for name, value in out.items()}, f"{role}_head_errors": rounded}
 
 
 def coded_tokens(length: int, sink: int, block: int) -> slice:

@@ -116,7 +116,9 @@ def shrinkage(moment: Tensor, bits: float) -> tuple[Tensor, Tensor]:
 
 
 def first_map(moment: Tensor, size: int) -> Tensor:
-    """W (d, d) float64 that gives rows of the frozen codebook the second moment of the best code of so many codewords."""
+    """W (d, d) float64 that gives rows of the frozen codebook the second moment of the best code of so many
+    codewords.
+    """
     vector, factors = shrinkage(moment, _bits(size))
     return (vector * (factors * len(moment)).sqrt()) @ vector.T
 
@@ -126,7 +128,9 @@ def _bits(k: int) -> float:
 
 
 class KMeans:
-    """Residual k-means: a codeword is the mean of its vectors. It starts from vectors shrunk as the best code would be."""
+    """Residual k-means: a codeword is the mean of its vectors. It starts from vectors shrunk as the best code would
+    be.
+    """
 
     def __init__(self, size: int, label: str, training: Training) -> None:
         self.size, self.label, self.reseeded, self.round = size, label, 0, 0
@@ -155,7 +159,9 @@ class KMeans:
 
 
 class ClosedForm:
-    """SimVQ by alternation: assign, solve for W, move dead rows of the frozen codebook to where W maps them on vectors."""
+    """SimVQ by alternation: assign, solve for W, move dead rows of the frozen codebook to where W maps them on
+    vectors.
+    """
 
     def __init__(self, size: int, label: str, training: Training) -> None:
         self.size, self.label, self.reseeded = size, label, 0

@@ -1,4 +1,6 @@
-"""Methods that need no data: one codec for keys, one for values, exceptions by layer. Presets of `kvcal eval --preset`."""
+"""Methods that need no data: one codec for keys, one for values, exceptions by layer. Presets of `kvcal eval
+--preset`.
+"""
 
 from __future__ import annotations
 

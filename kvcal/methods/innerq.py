@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvcal_artifacts import hf
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.codecs import Codec, Scaled, Uniform
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
@@ -160,7 +161,7 @@ class _Errors:
             if name == "logit_error":
                 self.keys.add(flat(keys), None, flat(decoded))
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Json]:
         """Squared errors over squares; of logits over their variance, since a constant added to all changes nothing."""
         heads = self.key.shape.heads
         metrics = self.keys.metrics("key", heads) | self.values.metrics("value", heads)

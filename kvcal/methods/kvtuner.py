@@ -121,7 +121,9 @@ class KVTuner:
         return fitted, rows
 
     def _budget(self, shape: Shape, layers: int) -> int:
-        """Sum of key and value bits that all layers may have together; what scales and minima take is the same for all."""
+        """Sum of key and value bits that all layers may have together; what scales and minima take is the same for
+        all.
+        """
         least = min(self.choices)
         smallest = LayerCodecs(self.codec(shape, "key", least), self.codec(shape, "value", least)).bits_per_value()
         if self.max_bits < smallest:

@@ -8,13 +8,15 @@ attention outputs lose.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import nn
 
 from kvcal_artifacts import codecs
 from kvcal_artifacts.codecs import Codec, Shape, Uniform
 from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.hf.protocols import attribute
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 from kvcal_artifacts.storage import block_store
 
@@ -95,11 +97,13 @@ class MixKVQ:
         keys = min(self.key_codec(shape, dtype, tier).bits_per_value() for tier in tiers)
         return (keys + self.value_codec(shape).bits_per_value()) / 2
 
-    def scheme(self, model: Any) -> Scheme:
+    def scheme(self, model: nn.Module) -> Scheme:
         """These thresholds for a model, uncalibrated: what a block takes is known when it is packed."""
 
+        dtype: torch.dtype = attribute(model, "dtype")
+
         def pair(layer: int, shape: Shape) -> LayerCodecs:
-            return LayerCodecs(self.key_codec(shape, model.dtype), self.value_codec(shape))
+            return LayerCodecs(self.key_codec(shape, dtype), self.value_codec(shape))
 
         return layer_by_layer(model, self.windows, self.frame, pair)
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, MixKVQ, Role, Scaled, Shape, Squat, Uniform
-from kvcal_artifacts.codecs.higgs import Points
+from kvcal_artifacts.codecs.higgs import Axis, Gain, Points, Span
 from kvcal_artifacts.codecs.transform import MSE as TRANSFORM_MSE
 from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import UsageError
@@ -32,9 +31,10 @@ def divisor(limit: int, length: int) -> int:
     return next(size for size in range(min(limit, length), 0, -1) if length % size == 0)
 
 
-def _higgs(d: int, n: int, rotation: str, axis: str = "channel", gain: str = "mse", points: str = "exact") -> Backbone:
-    settings: Any = {"d": d, "n": n, "rotation": rotation, "axis": axis, "gain": gain, "points": points}
-    return lambda shape, role: Higgs(shape, role, **settings)
+def _higgs(
+    d: int, n: int, rotation: Span, axis: Axis = "channel", gain: Gain = "mse", points: Points = "exact"
+) -> Backbone:
+    return lambda shape, role: Higgs(shape, role, d=d, n=n, rotation=rotation, axis=axis, gain=gain, points=points)
 
 
 def _uniform(bits: int, axis: str) -> Backbone:
@@ -110,14 +110,17 @@ def _turboquant(bits: int, points: Points = "exact") -> Backbone:
     return lambda shape, role: Higgs(shape, role, d=1, n=2**bits, norm="head", points=points)
 
 
+GAINS: tuple[tuple[str, Gain], ...] = (("", "mse"), ("-debiased", "debiased"))  # by the ends of names
+
+
 def _table() -> dict[str, Backbone]:
     table: dict[str, Backbone] = {}
     for name, d, n in (("2", 2, 16), ("3", 2, 64), ("4", 2, 256), ("2-d4", 4, 256)):
-        for suffix, gain in (("", "mse"), ("-debiased", "debiased")):
+        for suffix, gain in GAINS:
             table[f"higgs-{name}{suffix}"] = _higgs(d, n, "head", gain=gain)
             table[f"higgs-{name}-wide{suffix}"] = _higgs(d, n, "token", gain=gain)
             table[f"higgs-{name}-channel{suffix}"] = _higgs(d, n, "token", "token", gain=gain)
-    for suffix, gain in (("", "mse"), ("-debiased", "debiased")):
+    for suffix, gain in GAINS:
         table[f"higgs-2-bytes{suffix}"] = _higgs(2, 16, "head", gain=gain, points="bytes")
     for bits in range(1, 9):
         table[f"uniform-{bits}"] = _uniform(bits, "channel")

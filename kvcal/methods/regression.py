@@ -19,13 +19,17 @@ CHUNK = 8192  # tokens a product: float32 sums of this length round at 1e-6, far
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of sums over CHUNK tokens: float64 costs nothing worth having on a CPU; many GPUs are 64 times slower."""
+    """The dtype of sums over CHUNK tokens: float64 costs nothing worth having on a CPU; many GPUs are 64 times
+    slower.
+    """
     return torch.float64 if device.type == "cpu" else torch.float32
 
 
 @dataclass
 class Gram:
-    """Sums over tokens: xx = X'X (Cin+1, Cin+1), xy = X'Y (Cin+1, C), yy (C,), count; float64, X with a column of ones."""
+    """Sums over tokens: xx = X'X (Cin+1, Cin+1), xy = X'Y (Cin+1, C), yy (C,), count; float64, X with a column of
+    ones.
+    """
 
     xx: Tensor
     xy: Tensor

@@ -18,6 +18,7 @@ from kvcal_artifacts import codecs
 from kvcal_artifacts.cache.statistics import statistic
 from kvcal_artifacts.cache.statistics.prefixes import Prefixes
 from kvcal_artifacts.cache.statistics.subspace import due_tokens, principal, subspace
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.codecs import Context, Shape, Uniform
 from kvcal_artifacts.codecs.squat import CHOICES
 from kvcal_artifacts.errors import UsageError
@@ -224,7 +225,8 @@ class _LayerRun:
 
     def _chosen(self, points: list[LayerCodecs], grid: list[tuple[int, float]], sums: _Holdout) -> LayerFit:
         """The point with the lowest logit error, and what was measured."""
-        metrics, logits = sums.deviation_metrics(), sums.logit_errors()
+        metrics: dict[str, Json] = {**sums.deviation_metrics()}
+        logits = sums.logit_errors()
         best = 0
         if logits:
             best = min(range(len(grid)), key=lambda i: logits[i])
@@ -281,7 +283,9 @@ class _Holdout:
         return self.taps.site.rotate(x, cos, sin)
 
     def _encode(self, queries: Tensor, x: Tensor, packed: slice) -> list[Tensor]:
-        """The error of each codec on keys x (B, H, packed tokens, D), as attention multiplies it; queries: its queries."""
+        """The error of each codec on keys x (B, H, packed tokens, D), as attention multiplies it; queries: its
+        queries.
+        """
         widest, errors = max(self.tried, key=lambda codec: codec.rank), []
         subspaces = window_subspaces(queries, widest.shape, self.method.windows, widest.statistic)
         for codec, total in zip(self.tried, self.key_errors, strict=True):
@@ -293,7 +297,9 @@ class _Holdout:
         return errors
 
     def _deviate(self, q: Tensor, vectors: dict[str, Tensor]) -> None:
-        """Queries q (B, H, group, T, D) behind the prompt, from subspaces of their prompt, their window, and `vectors`."""
+        """Queries q (B, H, group, T, D) behind the prompt, from subspaces of their prompt, their window, and
+        `vectors`.
+        """
         prompt = self.method.prompt or q.shape[3] // 4
         if not 0 < prompt < q.shape[3]:
             raise UsageError(f"--prompt-tokens {prompt}: windows have {q.shape[3]} tokens")

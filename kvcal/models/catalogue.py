@@ -8,17 +8,20 @@ head_dim.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvcal_artifacts.errors import ModelUnavailable
 
+if TYPE_CHECKING:
+    from kvcal_artifacts.checked import Json
+
 TINY = Path(__file__).parents[1] / "demo" / "tiny"
 
-Settings = Mapping[str, Any]
+Settings: TypeAlias = "Mapping[str, Json]"  # fields of a config.json
 
 
 @dataclass(frozen=True)
@@ -42,23 +45,28 @@ class Geometry:
 
     @classmethod
     def from_config(cls, config: Settings) -> Geometry:
-        """Read the fields of a config.json (or `config.to_dict()`), defaults as Transformers sets them."""
-        heads = config["num_attention_heads"]
-        sliding = config.get("sliding_window")
+        """Read the fields of a config.json (or `config.to_dict()`), defaults as Transformers sets them.
+
+        Raises KeyError for a field that is missing and TypeError for one of another type.
+        """
+        heads = _whole(config, "num_attention_heads")
+        sliding = _whole_or_none(config, "sliding_window")
         if config.get("model_type") in ("qwen2", "qwen3", "smollm3") and not config.get("use_sliding_window"):
             sliding = None  # these carry a width that is only used when the switch is on
-        layers = config["num_hidden_layers"]
+        layers, hidden = _whole(config, "num_hidden_layers"), _whole(config, "hidden_size")
         kinds = config.get("layer_types") or ["sliding_attention" if sliding else "full_attention"] * layers
+        if not isinstance(kinds, Sequence):
+            raise TypeError("list of layer_types")
         return cls(
-            model_type=config["model_type"],
+            model_type=str(config["model_type"]),
             layers=layers,
-            hidden=config["hidden_size"],
+            hidden=hidden,
             heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            intermediate=config["intermediate_size"],
-            vocab=config["vocab_size"],
-            context=config["max_position_embeddings"],
+            kv_heads=_whole_or_none(config, "num_key_value_heads") or heads,
+            head_dim=_whole_or_none(config, "head_dim") or hidden // heads,
+            intermediate=_widest(config, "intermediate_size"),
+            vocab=_whole(config, "vocab_size"),
+            context=_whole(config, "max_position_embeddings"),
             tied=bool(config.get("tie_word_embeddings", False)),
             sliding_window=sliding,
             attention_bias=bool(config.get("attention_bias", False)),
@@ -99,6 +107,25 @@ class Geometry:
         return 3 * self.hidden * self.intermediate + bias
 
 
+def _whole(config: Settings, name: str) -> int:
+    value = config[name]
+    if not isinstance(value, int):
+        raise TypeError(f"whole number for {name}")
+    return value
+
+
+def _whole_or_none(config: Settings, name: str) -> int | None:
+    return None if config.get(name) is None else _whole(config, name)
+
+
+def _widest(config: Settings, name: str) -> int:
+    """A width that some architectures state for each layer: the largest."""
+    value = config[name]
+    if not isinstance(value, list):
+        return _whole(config, name)
+    return max(_whole({name: one}, name) for one in value)
+
+
 @dataclass(frozen=True)
 class ModelEntry:
     """One short name. `config` is empty for the embedded model, whose config.json lies in the package."""
@@ -107,9 +134,9 @@ class ModelEntry:
     hub_id: str | None
     config: Settings
     aliases: tuple[str, ...] = ()
-    overrides: Mapping[str, Settings] = field(default_factory=dict)  # method -> settings unlike the paper's
+    overrides: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # method -> settings unlike the paper's
 
-    def config_fields(self) -> dict[str, Any]:
+    def config_fields(self) -> dict[str, Json]:
         """Everything `AutoConfig.for_model` needs, `model_type` included."""
         return dict(self.config) if self.config else _tiny_config()
 
@@ -118,22 +145,22 @@ class ModelEntry:
         return Geometry.from_config(self.config_fields())
 
     @property
-    def presets(self) -> dict[str, dict[str, Any]]:
+    def presets(self) -> dict[str, dict[str, int]]:
         """method -> settings: the papers' own, as far as this geometry admits them."""
         base = paper_presets(self.geometry)
         return {method: {**settings, **self.overrides.get(method, {})} for method, settings in base.items()}
 
 
 @cache
-def _tiny_config() -> dict[str, Any]:
+def _tiny_config() -> dict[str, Json]:
     try:
-        fields: dict[str, Any] = json.loads((TINY / "config.json").read_text("utf-8"))
+        fields: dict[str, Json] = json.loads((TINY / "config.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ModelUnavailable(f"tiny: {TINY / 'config.json'} cannot be read; install kvcal again") from error
     return {k: v for k, v in fields.items() if k not in ("transformers_version", "dtype")}
 
 
-def paper_presets(geometry: Geometry) -> dict[str, dict[str, Any]]:
+def paper_presets(geometry: Geometry) -> dict[str, dict[str, int]]:
     """The papers' calibration settings, method by method.
 
     AQUA-KV: 256 sequences of 8192 tokens, 32 of them held out, seed 0. A model with a shorter context gets as
@@ -156,7 +183,7 @@ def paper_presets(geometry: Geometry) -> dict[str, dict[str, Any]]:
     }
 
 
-def _rope(theta: float, **scaling: Any) -> dict[str, Any]:
+def _rope(theta: float, **scaling: str | float) -> dict[str, Json]:
     return {"rope_type": "default", "rope_theta": theta, **scaling}
 
 
@@ -168,8 +195,8 @@ def _decoder(
     kv_heads: int,
     intermediate: int,
     vocab: int,
-    **fields: Any,
-) -> dict[str, Any]:
+    **fields: Json,
+) -> dict[str, Json]:
     return {
         "model_type": model_type,
         "hidden_size": hidden,
@@ -186,8 +213,8 @@ def _decoder(
 
 def _llama3(
     hidden: int, layers: int, heads: int, head_dim: int, intermediate: int, factor: float, tied: bool
-) -> dict[str, Any]:
-    scaling = {
+) -> dict[str, Json]:
+    scaling: dict[str, str | float] = {
         "rope_type": "llama3",
         "factor": factor,
         "low_freq_factor": 1.0,
@@ -212,7 +239,7 @@ def _llama3(
     )
 
 
-def _llama2(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, Any]:
+def _llama2(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, Json]:
     return _decoder(
         "llama",
         hidden,
@@ -230,7 +257,7 @@ def _llama2(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str
     )
 
 
-def _mistral_v03() -> dict[str, Any]:
+def _mistral_v03() -> dict[str, Json]:
     return _decoder(
         "mistral",
         4096,
@@ -262,7 +289,7 @@ def _qwen2(
     context: int = 131072,
     eps: float = 1e-6,
     theta: float = 1e6,
-) -> dict[str, Any]:
+) -> dict[str, Json]:
     return _decoder(
         "qwen2",
         hidden,
@@ -281,7 +308,7 @@ def _qwen2(
     )
 
 
-def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, tied: bool) -> dict[str, Any]:
+def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, tied: bool) -> dict[str, Json]:
     return _decoder(
         "qwen3",
         hidden,
@@ -301,7 +328,7 @@ def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, tied: bool) 
     )
 
 
-def _phi3_mini() -> dict[str, Any]:
+def _phi3_mini() -> dict[str, Json]:
     return _decoder(
         "phi3",
         3072,
@@ -322,7 +349,7 @@ def _phi3_mini() -> dict[str, Any]:
     )
 
 
-def _smollm3() -> dict[str, Any]:
+def _smollm3() -> dict[str, Json]:
     return _decoder(
         "smollm3",
         2048,
@@ -343,7 +370,7 @@ def _smollm3() -> dict[str, Any]:
     )
 
 
-def _granite33(hidden: int, intermediate: int, attention: float, logits: float) -> dict[str, Any]:
+def _granite33(hidden: int, intermediate: int, attention: float, logits: float) -> dict[str, Json]:
     return _decoder(
         "granite",
         hidden,
@@ -366,7 +393,7 @@ def _granite33(hidden: int, intermediate: int, attention: float, logits: float) 
     )
 
 
-def _olmo2(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, Any]:
+def _olmo2(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, Json]:
     return _decoder(
         "olmo2",
         hidden,
@@ -384,7 +411,7 @@ def _olmo2(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str,
     )
 
 
-def _distill(size: str, config: dict[str, Any]) -> ModelEntry:
+def _distill(size: str, config: dict[str, Json]) -> ModelEntry:
     """DeepSeek-R1 distilled into a Llama or a Qwen of that size."""
     family, _, count = size.partition("-")
     hub_id = f"deepseek-ai/DeepSeek-R1-Distill-{family.capitalize()}-{count.upper()}"
@@ -457,12 +484,12 @@ ALIASES: dict[str, str] = {alias: entry.name for entry in _ENTRIES for alias in 
 BY_HUB_ID: dict[str, ModelEntry] = {entry.hub_id: entry for entry in _ENTRIES if entry.hub_id}
 
 
-def models_table() -> list[dict[str, Any]]:
+def models_table() -> list[dict[str, str | int | None]]:
     """The rows of `kvcal models`, in catalogue order."""
     return [_row(entry) for entry in CATALOGUE.values()]
 
 
-def _row(entry: ModelEntry) -> dict[str, Any]:
+def _row(entry: ModelEntry) -> dict[str, str | int | None]:
     geometry = entry.geometry
     return {
         "name": entry.name,

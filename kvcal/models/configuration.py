@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvcal_artifacts.errors import ModelUnavailable, UnsupportedModel
 from kvcal_artifacts.files import read_text
@@ -14,6 +14,11 @@ from . import hub
 from .catalogue import Geometry, ModelEntry, paper_presets
 from .hub import one_line
 from .names import ModelSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from kvcal_artifacts.checked import Json
 
 
 def geometry(source: ModelSource, *, download: bool = True) -> Geometry:
@@ -34,11 +39,14 @@ def geometry(source: ModelSource, *, download: bool = True) -> Geometry:
 
 
 COUNTS = {  # of a config.json -> whether there is no default where it is null or missing, which from_config says itself
-    "num_hidden_layers": True, "num_attention_heads": True, "num_key_value_heads": False, "head_dim": False,
-}  # fmt: skip
+    "num_hidden_layers": True,
+    "num_attention_heads": True,
+    "num_key_value_heads": False,
+    "head_dim": False,
+}
 
 
-def check_count(source: ModelSource, name: str, value: Any, needed: bool) -> None:
+def check_count(source: ModelSource, name: str, value: object, needed: bool) -> None:
     if value is None or (type(value) is int and value >= 1):
         return
     raise ModelUnavailable(
@@ -47,24 +55,26 @@ def check_count(source: ModelSource, name: str, value: Any, needed: bool) -> Non
     )
 
 
-def _text_config(config: Any) -> Any:
+def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
-def presets(source: ModelSource) -> dict[str, dict[str, Any]]:
+def presets(source: ModelSource) -> dict[str, dict[str, int]]:
     """method -> the settings its paper used, as far as this model admits them."""
     return source.entry.presets if source.entry is not None else paper_presets(geometry(source))
 
 
-def load_config(source: ModelSource) -> Any:
+def load_config(source: ModelSource) -> PreTrainedConfig:
     """The Transformers config; `_commit_hash` is set for a hub model."""
     from transformers import AutoConfig
 
     folder = config_path(source).parent
-    _check_object(source, folder / "config.json")
+    _object(source, folder / "config.json")
     try:
         with hub.quiet():
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # a broken file, an unknown model type, a field out of range
         raise ModelUnavailable(
             f"{source.label}: its config.json cannot be used ({one_line(error)}); remote code is never run"
@@ -78,10 +88,12 @@ def load_config(source: ModelSource) -> Any:
     return config
 
 
-def _check_object(source: ModelSource, path: Path) -> None:
-    """Raises ModelUnavailable where config.json is JSON, but no object: Transformers speaks of a missing field then."""
+def _object(source: ModelSource, path: Path) -> dict[str, Json]:
+    """The fields of a config.json. Raises ModelUnavailable where it holds no object: Transformers speaks of a missing
+    field then.
+    """
     try:
-        content = json.loads(read_text(path))
+        content: Json = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelUnavailable(f"{source.label}: its config.json cannot be used ({one_line(error)})") from error
     if not isinstance(content, dict):
@@ -90,6 +102,7 @@ def _check_object(source: ModelSource, path: Path) -> None:
             "settings); "
             "put the model's own there"
         )
+    return content
 
 
 def check_config(source: ModelSource, *, random_weights: bool = False) -> None:
@@ -103,7 +116,7 @@ def check_config(source: ModelSource, *, random_weights: bool = False) -> None:
         load_config(source)
 
 
-def check_supported(label: str, config: Any) -> None:
+def check_supported(label: str, config: PreTrainedConfig) -> None:
     """Raises UnsupportedModel, before any weights are read, with the reason that every command gives."""
     key = config.to_json_string()
     if key not in _REASONS:
@@ -115,7 +128,7 @@ def check_supported(label: str, config: Any) -> None:
 _REASONS: dict[str, str | None] = {}  # by config
 
 
-def _unsupported(config: Any) -> str | None:
+def _unsupported(config: PreTrainedConfig) -> str | None:
     import torch
 
     from kvcal_artifacts import hf
@@ -134,22 +147,22 @@ def config_path(source: ModelSource) -> Path:
     return source.folder / "config.json"
 
 
-def catalogue_config(entry: ModelEntry) -> Any:
+def catalogue_config(entry: ModelEntry) -> PreTrainedConfig:
     """The Transformers config of a catalogue entry, built without any file of the hub."""
     from transformers import AutoConfig
 
     fields = entry.config_fields()
-    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    config: PreTrainedConfig = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+    return config
 
 
-def geometry_config(source: ModelSource) -> Any:
+def geometry_config(source: ModelSource) -> PreTrainedConfig:
     """The config for random weights: the catalogue's for a hub model in it, so nothing is downloaded."""
     if source.kind == "hub" and source.entry is not None:
         return catalogue_config(source.entry)
     return load_config(source)
 
 
-def config_fields(source: ModelSource) -> dict[str, Any]:
-    """The raw config.json of a source, as it lies there."""
-    fields: dict[str, Any] = json.loads(read_text(config_path(source)))
-    return fields
+def config_fields(source: ModelSource) -> dict[str, Json]:
+    """The raw config.json of a source, as it lies there. Raises ModelUnavailable where it holds no object."""
+    return _object(source, config_path(source))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch import Tensor
 from kvcal_artifacts.errors import ModelUnavailable
 
 from .hub import one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Read = Callable[[str], Tensor]  # the name of a tensor in the checkpoint -> the tensor, or a meta tensor of its shape
 
@@ -30,14 +33,14 @@ class Origin:
     """
 
     first: str
-    converter: Any | None = None
+    converter: Any | None = None  # a WeightConverter, which also takes functions where it is typed to take futures
     parts: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
         return [name for _, name in self.parts]
 
-    def make(self, read: Read, model: Any) -> dict[str, Tensor]:
+    def make(self, read: Read, model: PreTrainedModel) -> dict[str, Tensor]:
         """Parameters by name. Raises what the conversion raises where parts are missing or do not fit together."""
         if self.converter is None:
             return {self.first: read(self.names[0])}
@@ -51,7 +54,7 @@ class Origin:
 class Origins:
     """Origins of all parameters of a model (maybe on the meta device) in a checkpoint with tensors of these names."""
 
-    def __init__(self, model: Any, names: Iterable[str]) -> None:
+    def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvcal_artifacts.errors import ModelUnavailable
 
@@ -12,10 +12,13 @@ from .configuration import check_config, config_path
 from .hub import INDEX, SAFETENSORS, one_line
 from .names import ModelSource
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 PACKED = "packed.safetensors"
 
 
-def load_tokenizer(source: ModelSource) -> Any:
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """The model's tokenizer. Raises ModelUnavailable, for a config.json that cannot be used first."""
     from transformers import AutoTokenizer
 
@@ -36,7 +39,7 @@ def load_tokenizer(source: ModelSource) -> Any:
         raise ModelUnavailable(f"{source.label}: its tokenizer cannot be read ({one_line(error)})") from error
 
 
-def local_tokenizer(source: ModelSource) -> Any | None:
+def local_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
     """The tokenizer where it lies on this machine for certain; with random weights no model needs one."""
     has = source.folder is not None and any((source.folder / name).is_file() for name in hub.TOKENIZER_FILES)
     return load_tokenizer(source) if has else None

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -29,6 +29,8 @@ from . import configuration, devices, hub, layerwise
 from .names import ModelSource
 
 if TYPE_CHECKING:
+    from kvcal_artifacts.checked import Json
+
     from .layerwise import LayerwiseWeights
 
 SHARD_BYTES = 4 << 30
@@ -173,7 +175,7 @@ def write_folded(source: ModelSource, factors: Mapping[int, Tensor], output: Pat
     return sorted(rows)
 
 
-def plain_fields(source: ModelSource) -> dict[str, Any]:
+def plain_fields(source: ModelSource) -> dict[str, Json]:
     """config.json of a model whose weights are not quantised."""
     fields = configuration.config_fields(source)
     if "quantization_config" in fields:
@@ -200,7 +202,7 @@ def write_model(
     source: ModelSource,
     output: Path,
     kind: str,
-    fields: dict[str, Any],
+    fields: dict[str, Json],
     write: Callable[[LayerwiseWeights, Path], None],
 ) -> None:
     """A new model folder, all or nothing: weights as `write` puts them there, config of these fields, tokenizer.
@@ -228,7 +230,7 @@ def _open_up(folder: Path) -> None:
         path.chmod(mode)
 
 
-def _dtype(fields: dict[str, Any], asked: str) -> str:
+def _dtype(fields: Mapping[str, Json], asked: str) -> str:
     if asked != "auto":
         devices.to_dtype(asked)
         return asked
@@ -294,7 +296,7 @@ def _shards(sizes: Mapping[str, int]) -> list[list[str]]:
     return shards
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: Mapping[str, Json]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
@@ -317,7 +319,7 @@ def _rest(source: ModelSource) -> Iterator[Path]:
 
 
 def write_with_tensors(
-    source: ModelSource, output: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Any], *, dtype: str = "auto"
+    source: ModelSource, output: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Json], *, dtype: str = "auto"
 ) -> None:
     """Write the model as a new folder with these tensors beside its weights, and these fields in its config.json."""
     before = plain_fields(source)

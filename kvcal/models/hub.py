@@ -13,20 +13,29 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable
 
 from .catalogue import BY_HUB_ID
 
+if TYPE_CHECKING:
+    from huggingface_hub import DatasetInfo
+
 PROBE_SECONDS = 4.0
 SAFETENSORS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 NOISY = ("huggingface_hub", "transformers", "datasets", "httpx", "httpx2", "filelock", "fsspec")
 
 
@@ -230,7 +239,7 @@ def revision_of(config_path: Path) -> str:
     return config_path.parent.name
 
 
-def dataset_info(repo: str) -> Any:
+def dataset_info(repo: str) -> DatasetInfo:
     """What the hub says of a data set; errors of huggingface_hub pass through."""
     from huggingface_hub import HfApi
 

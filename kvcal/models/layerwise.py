@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -19,12 +19,13 @@ from kvcal_artifacts.errors import ModelUnavailable, UsageError
 from kvcal_artifacts.hf import decoder_of
 
 from . import configuration, devices, files, hub, loading
-from .weights import FileWeights, Weights, empty_model, fill, release, tie, tied
+from .weights import FileWeights, Weights, empty_model, fill, head_of, release, tie, tied
 
 if TYPE_CHECKING:
     import torch
 
     from .names import ModelSource
+    from .weights import CausalLM
 
 
 NORMS = ("norm", "final_layernorm")  # what architectures call the last one
@@ -46,7 +47,7 @@ class LayerwiseWeights:
     def __init__(
         self,
         source: ModelSource,
-        model: Any,
+        model: CausalLM,
         weights: Weights,
         *,
         device: torch.device,
@@ -61,10 +62,12 @@ class LayerwiseWeights:
         self.random_weights = random_weights
         self._weights = weights
         self._dtype: torch.dtype = next(model.parameters()).dtype
-        self._base: Any = decoder_of(model)
+        base = decoder_of(model)
+        assert isinstance(base, nn.Module)
+        self._base = base
         names = {module: name for name, module in model.named_modules()}
         self._prefix = f"{names[self._base]}."
-        self._head = f"{names[model.get_output_embeddings()]}."
+        self._head = f"{names[head_of(model)]}."
         norms = [getattr(self._base, name) for name in NORMS if hasattr(self._base, name)]
         if not hasattr(self._base, "embed_tokens") or not norms:
             raise ModelUnavailable(
@@ -88,19 +91,19 @@ class LayerwiseWeights:
 
     def load_outer(self) -> Outer:
         """Embedding, final norm, rotary and head, on the device. A tied head is the embedding."""
-        head = self.model.get_output_embeddings()
+        head = head_of(self.model)
         with loading.out_of_memory(self.source, self._dtype):
             for name, child in self._outer_children():
                 fill(child, f"{self._prefix}{name}.", self._weights, self.device, self.model)
             if not tied(self.model):
                 fill(head, self._head, self._weights, self.device, self.model)
         tie(self.model)
-        return Outer(self._base.embed_tokens, self._norm, self._base.rotary_emb, head)
+        return Outer(self._base.get_submodule("embed_tokens"), self._norm, self._base.rotary_emb, head)
 
     def free_outer(self) -> None:
         for _, child in self._outer_children():
             release(child)
-        release(self.model.get_output_embeddings())
+        release(head_of(self.model))
         tie(self.model)
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -135,7 +138,7 @@ def open_layerwise(
     return LayerwiseWeights(source, model, weights, device=target, revision=revision, random_weights=random_weights)
 
 
-def _stored(source: ModelSource, model: Any) -> Weights:
+def _stored(source: ModelSource, model: CausalLM) -> Weights:
     if source.kind == "embedded":
         from .embedded import EmbeddedWeights
 

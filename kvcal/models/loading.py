@@ -26,14 +26,15 @@ from .names import ModelSource
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-    from .weights import Weights
+    from .weights import CausalLM, LoadingReport, Weights
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    model: Any  # a transformers PreTrainedModel, in eval mode
-    tokenizer: Any | None  # None for random weights of a hub model: nothing is downloaded then
+    model: CausalLM  # in eval mode
+    tokenizer: PreTrainedTokenizerBase | None  # None for random weights of a hub model: nothing is downloaded then
     source: ModelSource
     revision: str
     random_weights: bool
@@ -71,13 +72,13 @@ def _random(source: ModelSource, dtype: torch.dtype, device: torch.device, seed:
     return LoadedModel(model, local_tokenizer(source), source, revision, random_weights=True)
 
 
-def random_source(config: Any, seed: int) -> Weights:
+def random_source(config: PreTrainedConfig, seed: int) -> Weights:
     from .weights import RandomWeights
 
     return RandomWeights(seed, getattr(config, "initializer_range", 0.02))
 
 
-def _embedded(source: ModelSource, dtype: torch.dtype, device: torch.device) -> Any:
+def _embedded(source: ModelSource, dtype: torch.dtype, device: torch.device) -> CausalLM:
     from . import weights
     from .embedded import EmbeddedWeights
 
@@ -87,7 +88,7 @@ def _embedded(source: ModelSource, dtype: torch.dtype, device: torch.device) -> 
     return model
 
 
-def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device) -> Any:
+def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device) -> CausalLM:
     from . import weights
 
     config = load_config(source)
@@ -95,28 +96,29 @@ def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device) -
     quantised = getattr(config, "quantization_config", None) is not None
     if not quantised:  # whose tensors have shapes of their own
         weights.check_shapes(source.label, folder / weights_index(source).name, weights.empty_model(config, dtype))
-    options = {
-        "dtype": dtype,
-        "use_safetensors": True,
-        "local_files_only": True,
-        "trust_remote_code": False,  # None would ask on the terminal
-        "output_loading_info": True,
-    }
-    model: Any
-    report: dict[str, Any]
     try:
         with _silent_loading():
-            loaded: Any = weights.model_class(config).from_pretrained(folder, config=config, **options)
-        model, report = loaded
+            loaded: Any = weights.model_class(config).from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,  # None would ask on the terminal
+                output_loading_info=True,
+            )
+        model: CausalLM = loaded[0]
+        report: LoadingReport = loaded[1]
     except Exception as error:  # a damaged shard, shapes that do not fit, an unknown architecture
         if is_oom(error):
             raise
         raise ModelUnavailable(f"{source.label}: cannot be loaded ({one_line(error)})") from error
     _check_complete(source, report)
-    return model.eval().requires_grad_(False).to(device)
+    model.eval().requires_grad_(False).to(device)
+    return model
 
 
-def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
+def _check_complete(source: ModelSource, report: LoadingReport) -> None:
     """Transformers fills what is missing with random numbers and prints a table; here it is an error."""
     missing = sorted(map(str, report.get("missing_keys") or ()))
     if missing:

@@ -6,13 +6,16 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvcal_artifacts.errors import ModelUnavailable
 
 from . import configuration
 from .catalogue import Geometry
 from .names import ModelSource
+
+if TYPE_CHECKING:
+    from kvcal_artifacts.checked import Json
 
 # Architectures whose config.json is read as it lies: where it leaves a field out, what Geometry.from_config takes
 # instead is Transformers' own default. Of others Transformers is asked.
@@ -21,9 +24,14 @@ UNTIED = ("llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")  # embeddings a
 PLAIN = {*HEAD_DIM, *UNTIED, "gemma3_text"}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # as configs call how many there are
 NEEDED = (
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
     "max_position_embeddings",
-)  # fmt: skip
+)
 
 
 def geometry(source: ModelSource) -> Geometry:
@@ -33,34 +41,32 @@ def geometry(source: ModelSource) -> Geometry:
     if source.entry is not None:
         return source.entry.geometry
     fields = _fields(source)
-    if fields is None or not _says_all(fields):
+    if not _says_all(fields):
         return configuration.geometry(source)
     for name, needed in configuration.COUNTS.items():
         configuration.check_count(source, name, fields.get(name), needed)
-    return Geometry.from_config(fields)
+    try:
+        return Geometry.from_config(fields)
+    except TypeError:  # Transformers says what is wrong with the field
+        return configuration.geometry(source)
 
 
 def experts(source: ModelSource) -> bool:
     """Whether the model has experts, of which each token's path reads a few: its weights are not known by its shape."""
     if source.entry is not None:
         return False
-    fields = _fields(source) or {}
+    fields = _fields(source)
     return any(fields.get(name) for name in EXPERTS)
 
 
-def _fields(source: ModelSource) -> dict[str, Any] | None:
-    """config.json, of the model's text part; None where it is none, which load_config then says."""
-    try:
-        fields: Any = configuration.config_fields(source)
-    except ValueError:
-        return None
-    if not isinstance(fields, dict):
-        return None
+def _fields(source: ModelSource) -> dict[str, Json]:
+    """config.json, of the model's text part."""
+    fields = configuration.config_fields(source)
     text = fields.get("text_config")
     return text if isinstance(text, dict) else fields
 
 
-def _says_all(fields: Mapping[str, Any]) -> bool:
+def _says_all(fields: Mapping[str, Json]) -> bool:
     kind = fields.get("model_type")
     if kind not in PLAIN or any(type(fields.get(name)) is not int for name in NEEDED):
         return False

@@ -10,9 +10,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +23,19 @@ from kvcal_artifacts.files import open_regular, read_text
 
 from .conversion import Origin, Origins, check_shape
 from .hub import INDEX, one_line
+
+if TYPE_CHECKING:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+    class CausalLM(PreTrainedModel):
+        """What Transformers' auto classes for text make: a PreTrainedModel that is a GenerationMixin, too."""
+
+        def generate(self, inputs: Tensor, **options: object) -> Tensor:
+            """Token ids (B, T): those of `inputs` and the new ones behind them."""
+            ...
+
+        def get_output_embeddings(self) -> nn.Module | None: ...
+
 
 FULL_HASH_BYTES = 1 << 30
 SAMPLE_BYTES = 4096
@@ -42,13 +55,13 @@ class FileWeights:
     model: whose parameters these are, on the meta device: names and shapes in the files may be older (see checkpoint).
     """
 
-    def __init__(self, label: str, index: Path, locate: Callable[[str], Path], model: Any) -> None:
+    def __init__(self, label: str, index: Path, locate: Callable[[str], Path], model: PreTrainedModel) -> None:
         self.label = label
         self.locate = locate
         self.shard_of = shard_map(label, index)
         self._model, self._origins = model, Origins(model, self.shard_of)
         self._ready: dict[str, Tensor] = {}  # made together with what was asked for
-        self._open: dict[tuple[str, str], Any] = {}
+        self._open: dict[tuple[str, str], safe_open] = {}
 
     def get(self, name: str, like: Tensor, device: torch.device) -> Tensor:
         if name not in self._origins:
@@ -87,7 +100,7 @@ class FileWeights:
         """The shape of a tensor in the files."""
         return tuple(self._reader(self.shard_of[name], torch.device("cpu")).get_slice(name).get_shape())
 
-    def _reader(self, shard: str, device: torch.device) -> Any:
+    def _reader(self, shard: str, device: torch.device) -> safe_open:
         key = (shard, str(device))
         if key not in self._open:
             self._open[key] = open_shard(self.label, self.locate(shard), str(device))
@@ -110,7 +123,7 @@ class _Shapes(Mapping[str, tuple[str, tuple[int, ...]]]):
         return len(self._names)
 
 
-def check_shapes(label: str, index: Path, model: Any) -> None:
+def check_shapes(label: str, index: Path, model: PreTrainedModel) -> None:
     """Raises ModelUnavailable, naming file and tensor, where tensors do not have the shapes that the model's config
     asks for.
 
@@ -165,7 +178,14 @@ def _int32(value: int) -> int:
     return (value + 2**31) % 2**32 - 2**31
 
 
-def model_class(config: Any) -> Any:
+class LoadingReport(TypedDict, total=False):
+    """Names of parameters that Transformers did not find in the files, and of tensors that it did not use."""
+
+    missing_keys: Collection[str]
+    unexpected_keys: Collection[str]
+
+
+def model_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
     """Transformers' auto class for models of this config that generate text: causal LMs, else those that also read
     images.
     """
@@ -176,17 +196,20 @@ def model_class(config: Any) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
-def empty_model(config: Any, dtype: torch.dtype) -> Any:
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> CausalLM:
     """The model of that config, a causal LM or one that also reads images, on the meta device: no memory is taken."""
     try:
         with torch.device("meta"):
-            model = model_class(config).from_config(config, dtype=dtype)
+            model: CausalLM = model_class(config).from_config(config, dtype=dtype)
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError, ImportError, RuntimeError) as error:
         raise ModelUnavailable(f"model type {config.model_type!r}: {one_line(error)}") from error
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    return model
 
 
-def fill(module: nn.Module, prefix: str, weights: Weights, device: torch.device, model: Any = None) -> None:
+def fill(
+    module: nn.Module, prefix: str, weights: Weights, device: torch.device, model: nn.Module | None = None
+) -> None:
     """Put real parameters in place of a module's meta ones; tied ones once, under their first name.
 
     prefix: the module's name in the model, "" or ending in a dot. model: that it is part of, None: it is the model.
@@ -207,23 +230,26 @@ def fill(module: nn.Module, prefix: str, weights: Weights, device: torch.device,
 def place_rotary(module: nn.Module, device: torch.device) -> None:
     """Rebuild rotary modules: their frequencies come from the config, no checkpoint holds them."""
     for child in [child for child in module.modules() if any(name.endswith("inv_freq") for name in child._buffers)]:
-        maker: Any = type(child)
-        for key, buffer in maker(config=child.config).to(device).named_buffers():
+        fresh = type(child)(config=child.config).to(device)
+        for key, buffer in fresh.named_buffers():
             child.register_buffer(key, buffer, persistent=False)
 
 
-def place_buffers(module: nn.Module, device: torch.device, model: Any) -> None:
-    """Rebuild what no checkpoint holds: rotary modules, and other buffers that the model's class sets when it is made."""
+def place_buffers(module: nn.Module, device: torch.device, model: nn.Module) -> None:
+    """Rebuild what no checkpoint holds: rotary modules, and other buffers that the model's class sets when it is
+    made.
+    """
     place_rotary(module, device)
     for child in module.modules():
         waiting = {name: one for name, one in child._buffers.items() if one is not None and one.is_meta}
         waiting = {name: one for name, one in waiting.items() if name in child._non_persistent_buffers_set}
-        if not waiting or not hasattr(model, "_init_weights"):
+        start = getattr(model, "_init_weights", None)
+        if not waiting or start is None:
             continue
         for name, one in waiting.items():
             child._buffers[name] = torch.full_like(one, UNSET if one.is_floating_point() else 0, device=device)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            model._init_weights(child)
+            start(child)
         for name, one in waiting.items():
             if one.is_floating_point() and bool(child._buffers[name].isnan().any()):  # type: ignore[union-attr]
                 child._buffers[name] = one
@@ -232,13 +258,21 @@ def place_buffers(module: nn.Module, device: torch.device, model: Any) -> None:
 UNSET = float("nan")
 
 
-def tie(model: Any) -> None:
+def tie(model: CausalLM) -> None:
     """Share the embedding with the head where the config says so."""
     if tied(model):
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+        head_of(model).weight = model.get_input_embeddings().weight
 
 
-def tied(model: Any) -> bool:
+def head_of(model: CausalLM) -> nn.Module:
+    """The layer that makes logits. Raises ModelUnavailable where there is none."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ModelUnavailable(f"{type(model).__name__} has no output embeddings; load a causal language model")
+    return head
+
+
+def tied(model: PreTrainedModel) -> bool:
     """Whether the head is the embedding; a model that also reads images may say so in its text part alone."""
     config = model.config
     outer = getattr(config, "tie_word_embeddings", None)
@@ -266,7 +300,7 @@ def shard_map(label: str, index: Path) -> dict[str, str]:
     return {str(name): str(shard) for name, shard in mapping.items()}
 
 
-def open_shard(label: str, path: Path, device: str) -> Any:
+def open_shard(label: str, path: Path, device: str) -> safe_open:
     try:
         return safe_open(path, framework="pt", device=device)
     except FileNotFoundError:

@@ -27,13 +27,19 @@ from ..models.names import resolve
 from ..models.weights import file_sha256
 from ..text import sources
 from .gates import Check, Limits
-from .scheme_file import GOVERNED, check_fields, read_toml, refuse_unknown, with_recipe
+from .scheme_file import GOVERNED, check_fields, read_toml, refuse_unknown, table_of, with_recipe
 
 TOP = {"output": str, "defaults": dict, "models": dict, "bundles": dict, "gates": dict, "evaluation": dict}
 COMMANDS = {
-    "aqua-kv": "fit-predictors", "vqkv": "train-codebooks", "mixkvq": "tune-thresholds", "squat": "measure-subspaces",
-    "innerq": "fit-norms", "kvtuner": "tune-bits", "preset": "preset", "combine": "combine",
-}  # fmt: skip
+    "aqua-kv": "fit-predictors",
+    "vqkv": "train-codebooks",
+    "mixkvq": "tune-thresholds",
+    "squat": "measure-subspaces",
+    "innerq": "fit-norms",
+    "kvtuner": "tune-bits",
+    "preset": "preset",
+    "combine": "combine",
+}
 OWN = ("method", "models", "matrix", "gates")  # keys of a bundle that are no options of its command
 FROM_MODEL = ("model", "revision")
 NOT_GIVEN = ("output", "json", "plot", "resume", "storage", "heartbeat", "name")  # the build's own affair
@@ -44,9 +50,9 @@ MAYBE_PATHS = ("model", "text", "other_text")  # or a name: a path if there is o
 EVALUATION = {"text": str, "column": str, "length": int, "windows": int, "step": int, "batch": int}
 NAME = re.compile(r"[\w.+-]+")
 
-Options = Mapping[str, Any]
-OptionsOf = Callable[[str, Options], dict[str, Any]]  # kvcal.cli.defaults.options_of
-DefaultsOf = Callable[[str], dict[str, Any]]
+Options = Mapping[str, object]
+OptionsOf = Callable[[str, Options], dict[str, object]]  # kvcal.cli.defaults.options_of
+DefaultsOf = Callable[[str], dict[str, object]]
 
 
 @dataclass(frozen=True)
@@ -96,19 +102,20 @@ class _Reader:
             self._tables(name)
             if not fields.get(name):
                 raise self._wrong(f"has no [{name}.NAME]: nothing to build")
-        check_fields(self.path, "evaluation.", fields.get("evaluation", {}), EVALUATION)
-        refuse_unknown(self.path, "gates.", fields.get("gates", {}), Limits.names())
+        check_fields(self.path, "evaluation.", table_of(fields, "evaluation"), EVALUATION)
+        refuse_unknown(self.path, "gates.", table_of(fields, "gates"), Limits.names())
         anything = {option for command in COMMANDS.values() for option in self._known(command)}
-        refuse_unknown(self.path, "defaults.", fields.get("defaults", {}), sorted(anything))
-        for name, table in fields["models"].items():
-            refuse_unknown(self.path, f"models.{name}.", table, sorted(anything | set(FROM_MODEL)))
-        unsorted = [entry for bundle in fields["bundles"] for entry in self._entries(bundle)]
-        order = list(fields["models"])  # one model after the other: the one in memory serves all its bundles
+        refuse_unknown(self.path, "defaults.", table_of(fields, "defaults"), sorted(anything))
+        models = table_of(fields, "models")
+        for name in models:
+            refuse_unknown(self.path, f"models.{name}.", table_of(models, name), sorted(anything | set(FROM_MODEL)))
+        unsorted = [entry for bundle in table_of(fields, "bundles") for entry in self._entries(bundle)]
+        order = list(models)  # one model after the other: the one in memory serves all its bundles
         entries = tuple(sorted(unsorted, key=lambda entry: order.index(entry.model)))
         self._check_names(entries)
         self._check_parts(entries)
-        evaluation = {model: self._evaluation(model) for model in fields["models"]}
-        return BuildRecipe(self.path, self._folder / fields.get("output", "."), entries, evaluation)
+        evaluation = {model: self._evaluation(model) for model in models}
+        return BuildRecipe(self.path, self._folder / str(fields.get("output", ".")), entries, evaluation)
 
     @property
     def _folder(self) -> Path:
@@ -118,7 +125,7 @@ class _Reader:
         return UsageError(f"recipe {self.path}: {what}")
 
     def _tables(self, name: str) -> None:
-        for key, table in self.fields.get(name, {}).items():
+        for key, table in table_of(self.fields, name).items():
             if not isinstance(table, dict):
                 raise self._wrong(f"{name}.{key} is {table!r}; it must be a table")
             if not NAME.fullmatch(key):
@@ -128,27 +135,32 @@ class _Reader:
         return [name for name in self.defaults_of(command) if name not in (*FROM_MODEL, *NOT_GIVEN)]
 
     def _entries(self, bundle: str) -> Iterator[Entry]:
-        table, where = self.fields["bundles"][bundle], f"bundles.{bundle}."
+        table, where = table_of(table_of(self.fields, "bundles"), bundle), f"bundles.{bundle}."
         method = self._method(bundle, table)
         names = ["keys", "values"] if method == "combine" else self._known(COMMANDS[method])
         named = ["preset"] if method == "preset" else []
         refuse_unknown(self.path, where, table, [*OWN, *named, *names])
-        matrix = table.get("matrix", {})
-        check_fields(self.path, where, {"matrix": matrix}, {"matrix": dict})
+        check_fields(self.path, where, {"matrix": table.get("matrix", {})}, {"matrix": dict})
+        matrix = table_of(table, "matrix")
         refuse_unknown(self.path, f"{where}matrix.", matrix, [*named, *names])
+        choices: dict[str, list[object]] = {}
         for name, values in matrix.items():
             if not isinstance(values, list) or not values:
                 raise self._wrong(f"{where}matrix.{name} is {values!r}; it must be a list of what {name} may be")
+            choices[name] = values
         options = {name: value for name, value in table.items() if name in (*named, *names)}
-        gates = self._gates(where, table.get("gates", {}))
+        check_fields(self.path, where, {"gates": table.get("gates", {})}, {"gates": dict})
+        gates = self._gates(where, table_of(table, "gates"))
         for model in self._models(where, table.get("models")):
-            for values in itertools.product(*matrix.values()):
-                variant = dict(zip(matrix, values, strict=True))
+            for combination in itertools.product(*choices.values()):
+                variant = dict(zip(choices, combination, strict=True))
                 name = "-".join([model, bundle, *(_slug(option, value) for option, value in variant.items())])
                 yield self._entry(name, model, method, options | variant, gates, where)
 
     def _method(self, bundle: str, table: Options) -> str:
-        has_preset = "preset" in table or "preset" in table.get("matrix", {})
+        matrix = table.get("matrix")
+        names = {*table, *(matrix if isinstance(matrix, dict) else ())}
+        has_preset = "preset" in names
         method = table.get("method", "preset" if has_preset else None)
         if method is None:
             raise self._wrong(f"bundles.{bundle} names no method; give method ({', '.join(COMMANDS)}) or preset")
@@ -156,13 +168,13 @@ class _Reader:
             near = difflib.get_close_matches(str(method), COMMANDS, 1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(COMMANDS)}"
             raise self._wrong(f"bundles.{bundle}.method {method!r} is not known; {hint}")
-        composed = "recipe" in table or {"keys", "values"} <= {*table, *table.get("matrix", {})}
+        composed = "recipe" in table or {"keys", "values"} <= names
         if method == "preset" and not has_preset and not composed:
             raise self._wrong(f'bundles.{bundle} names no preset; give preset = "NAME", or keys and values, or recipe')
         return method
 
-    def _models(self, where: str, value: Any) -> list[str]:
-        models = self.fields["models"]
+    def _models(self, where: str, value: object) -> list[str]:
+        models = table_of(self.fields, "models")
         if value is None:
             return list(models)
         if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
@@ -172,10 +184,9 @@ class _Reader:
         return value
 
     def _gates(self, where: str, table: Options) -> Limits:
-        check_fields(self.path, where, {"gates": table}, {"gates": dict})
         refuse_unknown(self.path, f"{where}gates.", table, Limits.names())
         try:
-            return Limits.of(self.fields.get("gates", {}) | dict(table), "gates.")
+            return Limits.of({**table_of(self.fields, "gates"), **table}, "gates.")
         except UsageError as error:
             raise self._wrong(str(error)) from error
 
@@ -192,13 +203,17 @@ class _Reader:
             merged |= {"name": merged.pop("preset")} if "preset" in merged else {}
         return Entry(name, model, method, self._options(COMMANDS[method], merged, where), gates)
 
-    def _with_model(self, command: str, model: str, options: Options) -> dict[str, Any]:
-        """What [defaults] and [models.MODEL] say that the command has an option for, and that no scheme recipe decides."""
-        table = {"model": model} | self.fields["models"][model]
+    def _with_model(self, command: str, model: str, options: Options) -> dict[str, object]:
+        """What [defaults] and [models.MODEL] say that the command has an option for, and that no scheme recipe
+        decides.
+        """
+        table: Options = {"model": model, **table_of(table_of(self.fields, "models"), model)}
         names = {*self.defaults_of(command)} - {*(GOVERNED if "recipe" in options else ())}
-        return {name: value for name, value in (self.fields.get("defaults", {}) | table).items() if name in names}
+        return {
+            name: value for name, value in ({**table_of(self.fields, "defaults"), **table}).items() if name in names
+        }
 
-    def _options(self, command: str, options: dict[str, Any], where: str) -> dict[str, Any]:
+    def _options(self, command: str, options: Options, where: str) -> dict[str, object]:
         placed = {name: self._placed(name, value) for name, value in options.items()}
         whole = {name for name, value in self.defaults_of(command).items() if type(value) is int}
         if odd := [name for name, value in options.items() if name in whole and isinstance(value, float)]:
@@ -211,20 +226,20 @@ class _Reader:
         except UsageError as error:
             raise self._wrong(f"{where.rstrip('.')}: {error}") from error
 
-    def _placed(self, name: str, value: Any) -> Any:
+    def _placed(self, name: str, value: object) -> object:
         """Files are meant from the recipe's folder."""
         if not isinstance(value, str) or name not in (*PATHS, *MAYBE_PATHS):
             return value
         there = self._folder / Path(value).expanduser()
         return str(there) if name in PATHS or (value.strip() and there.exists()) else value
 
-    def _evaluation(self, model: str) -> dict[str, Any]:
+    def _evaluation(self, model: str) -> dict[str, object]:
         names = self.defaults_of("eval")
-        table = {"model": model} | self.fields["models"][model]
+        table: Options = {"model": model, **table_of(table_of(self.fields, "models"), model)}
         basic = {
             name: table[name] for name in (*FROM_MODEL, "random_weights", "seed", "dtype", "device") if name in table
         }
-        options = {name: value for name, value in self.fields.get("evaluation", {}).items() if name in names}
+        options = {name: value for name, value in table_of(self.fields, "evaluation").items() if name in names}
         return self._options("eval", basic | options, "evaluation")
 
     def _check_names(self, entries: Collection[Entry]) -> None:
@@ -246,7 +261,7 @@ class _Reader:
             ready.add(entry.name)
 
 
-def _slug(option: str, value: Any) -> str:
+def _slug(option: str, value: object) -> str:
     """A variant's part of a name: higgs-2, recent64, no-search."""
     if isinstance(value, bool):
         return option if value else f"no-{option}"
@@ -257,13 +272,15 @@ def _slug(option: str, value: Any) -> str:
 # What a bundle is made of.
 
 
-def model_identity(options: Options) -> dict[str, Any]:
+def model_identity(options: Options) -> dict[str, object]:
     """The weights' revision and, of a folder, a hash of its other files: config and tokenizer decide bytes too."""
-    source = resolve(options["model"], options["revision"])
+    revision, seed = options["revision"], options.get("seed", 0)
+    assert (revision is None or isinstance(revision, str)) and isinstance(seed, int)
+    source = resolve(str(options["model"]), revision)
     random = bool(options.get("random_weights"))
-    identity: dict[str, Any] = {
+    identity: dict[str, object] = {
         "name": source.stem,
-        "revision": weights_revision(source, random_weights=random, seed=options.get("seed", 0)),
+        "revision": weights_revision(source, random_weights=random, seed=seed),
     }
     if source.folder is not None:
         names = [*hub.TOKENIZER_FILES, "config.json"]
@@ -278,7 +295,7 @@ def files_sha256(files: Iterable[Path]) -> str:
     return sha256_text(canonical(listed))
 
 
-def text_identity(origin: str, column: str | None, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def text_identity(origin: str, column: str | None, earlier: Mapping[str, object] | None = None) -> dict[str, object]:
     """Where a text comes from and its content's hash; of a hub data set its commit, or, offline, the `earlier` one."""
     source = sources.resolve_text(origin, column=column)
     if source.dataset is not None:
@@ -314,34 +331,34 @@ def code_identity() -> dict[str, str]:
     }
 
 
-def settings_identity(options: Options) -> dict[str, Any]:
+def settings_identity(options: Options) -> dict[str, object]:
     """Every option that may decide a byte and is not stated by content elsewhere."""
     left_out = {*FROM_MODEL, *NOT_GIVEN, *HOW, *IN_IDENTITY}
-    settings = {name: value for name, value in options.items() if name not in left_out}
+    settings: dict[str, object] = {name: value for name, value in options.items() if name not in left_out}
     if options.get("tasks_path") is not None:
-        settings["tasks"] = files_sha256(sorted(p for p in Path(options["tasks_path"]).rglob("*") if p.is_file()))
+        settings["tasks"] = files_sha256(sorted(p for p in Path(str(options["tasks_path"])).rglob("*") if p.is_file()))
     return dict(json.loads(json.dumps(settings, default=list)))
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+def differences(old: Mapping[str, object], new: Mapping[str, object]) -> str:
     """Why inputs that differ differ, in a few words."""
     lines = [
         f"the {name.replace('_', ' ')} changed" for name in ("model", "text", "other_text") if _changed(old, new, name)
     ]
-    settings = (old.get("settings", {}), new.get("settings", {}))
+    settings = (_inputs(old, "settings"), _inputs(new, "settings"))
     lines += [
         f"{name}: {settings[0].get(name)} -> {settings[1].get(name)}"
         for name in sorted({*settings[0], *settings[1]})
         if settings[0].get(name) != settings[1].get(name)
     ]
-    code = (old.get("code", {}), new.get("code", {}))
+    code = (_inputs(old, "code"), _inputs(new, "code"))
     versions = [name for name in code[1] if name != "source" and code[0].get(name) != code[1][name]]
     lines += [f"{name} {code[0].get(name)} -> {code[1][name]}" for name in versions]
     if not versions and code[0] != code[1]:
         lines.append("kvcal's code changed")
     if _changed(old, new, "device"):
         lines.append(f"device {old.get('device')} -> {new.get('device')}")
-    cpu = (old.get("cpu") or {}, new.get("cpu") or {})
+    cpu = (_inputs(old, "cpu"), _inputs(new, "cpu"))
     lines += [
         f"the CPU's {name}: {cpu[0].get(name)} -> {cpu[1].get(name)}"
         for name in sorted({*cpu[0], *cpu[1]})
@@ -351,7 +368,13 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     return "; ".join(lines) or "what it is made of changed"
 
 
-def _changed(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> bool:
+def _inputs(fields: Mapping[str, object], name: str) -> dict[str, object]:
+    """Inputs that are a table themselves; an empty one where there is none."""
+    inputs = fields.get(name)
+    return inputs if isinstance(inputs, dict) else {}
+
+
+def _changed(old: Mapping[str, object], new: Mapping[str, object], name: str) -> bool:
     return bool(old.get(name) != new.get(name))
 
 
@@ -371,7 +394,9 @@ class Lock:
     @classmethod
     def read(cls, path: Path) -> Lock:
         try:
-            content = json.loads(read_text(path))
+            content: object = json.loads(read_text(path))
+            if not isinstance(content, dict):
+                raise ValueError("no table")
             if content["format"] != cls.FORMAT:
                 raise ValueError(f"format {content['format']!r}, not {cls.FORMAT!r}")
             _check_lock(content["bundles"], content["gates"])
@@ -399,30 +424,37 @@ class Lock:
         return gone
 
 
-ROW = {"file": str, "sha256": str, "bytes": int, "key": str, "inputs": dict}
-GATED = {"key": str, "checks": list}
+ROW: dict[str, type] = {"file": str, "sha256": str, "bytes": int, "key": str, "inputs": dict}
+GATED: dict[str, type] = {"key": str, "checks": list}
 TABLES = ("model", "settings", "code", "text", "other_text", "cpu")  # inputs that are tables themselves
 
 
-def _check_lock(bundles: Any, gates: Any) -> None:
+def _check_lock(bundles: object, gates: object) -> None:
     """Raise ValueError unless both hold what `Lock` says: people edit such files, and merges damage them."""
-    for part, rows, fields in (("bundles", bundles, ROW), ("gates", gates, GATED)):
-        if not isinstance(rows, dict):
-            raise ValueError(f"{part} is no table")
-        for name, row in rows.items():
-            if not isinstance(row, dict):
-                raise ValueError(f"{part}.{name} is no table")
-            if wrong := [key for key, kind in fields.items() if not isinstance(row.get(key), kind)]:
-                raise ValueError(f"{part}.{name}.{wrong[0]} is {row.get(wrong[0])!r}")
-    for name, row in bundles.items():
-        if wrong := [key for key in TABLES if not isinstance(row["inputs"].get(key, {}), dict)]:
+    built, gated = _rows("bundles", bundles, ROW), _rows("gates", gates, GATED)
+    for name, row in built.items():
+        inputs = table_of(row, "inputs")
+        if wrong := [key for key in TABLES if not isinstance(inputs.get(key, {}), dict)]:
             raise ValueError(f"bundles.{name}.inputs.{wrong[0]} is no table")
-    for name, row in gates.items():
-        for check in row["checks"]:
+    for name, row in gated.items():
+        checks = row["checks"]
+        for check in checks if isinstance(checks, list) else ():
             try:
                 Check.of(check)
             except ValueError as error:
                 raise ValueError(f"gates.{name}: {error}") from error
+
+
+def _rows(part: str, rows: object, fields: Mapping[str, type]) -> dict[str, dict[str, object]]:
+    """The tables of a part of the lock file, whose fields have these types. Raises ValueError."""
+    if not isinstance(rows, dict):
+        raise ValueError(f"{part} is no table")
+    for name, row in rows.items():
+        if not isinstance(row, dict):
+            raise ValueError(f"{part}.{name} is no table")
+        if wrong := [key for key, kind in fields.items() if not isinstance(row.get(key), kind)]:
+            raise ValueError(f"{part}.{name}.{wrong[0]} is {row.get(wrong[0])!r}")
+    return rows
 
 
 @dataclass(frozen=True)
@@ -431,12 +463,12 @@ class Planned:
 
     entry: Entry
     path: Path
-    inputs: dict[str, Any]
+    inputs: dict[str, object]
     key: str
     why: str | None
 
 
-def planned(entry: Entry, folder: Path, inputs: dict[str, Any], lock: Lock) -> Planned:
+def planned(entry: Entry, folder: Path, inputs: dict[str, object], lock: Lock) -> Planned:
     path, row = folder / entry.file, lock.bundles.get(entry.name)
     key = sha256_text(canonical(inputs))
     if row is None:

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 from kvcal_artifacts.bundle import Bundle
@@ -43,8 +42,10 @@ class Limits:
         return tuple(field.name for field in fields(cls))
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], prefix: str = "--") -> Limits:
-        """Read limits from options or a recipe's table; numbers, or text as "1%". prefix: how messages name an option."""
+    def of(cls, options: Mapping[str, object], prefix: str = "--") -> Limits:
+        """Read limits from options or a recipe's table; numbers, or text as "1%". prefix: how messages name an
+        option.
+        """
         limits: dict[str, float | None] = {}
         for name in cls.names():
             value = options.get(name)
@@ -56,7 +57,7 @@ class Limits:
         return any(value is not None for value in asdict(self).values())
 
 
-def _number(label: str, value: Any) -> float:
+def _number(label: str, value: object) -> float:
     text = str(value).strip()
     percent = text.endswith("%")
     try:
@@ -82,10 +83,10 @@ class Check:
     detail: str = ""
 
     @classmethod
-    def of(cls, record: Any) -> Check:
+    def of(cls, record: object) -> Check:
         """Read a check from what `asdict` made of one. Raises ValueError where it is something else."""
         number, whole = (int, float, type(None)), (int, type(None))
-        kinds: dict[str, Any] = {
+        kinds: dict[str, type | tuple[type, ...]] = {
             "name": str,
             "gate": str,
             "passed": bool,
@@ -137,23 +138,35 @@ def check_recorded(limits: Limits, name: str, bundle: Bundle | None) -> None:
         ) from error
 
 
+def _figure(row: Mapping[str, object], name: str) -> float:
+    figure = _figure_or_none(row, name)
+    assert figure is not None
+    return figure
+
+
+def _figure_or_none(row: Mapping[str, object], name: str) -> float | None:
+    figure = row[name]
+    assert figure is None or isinstance(figure, (int, float))
+    return figure
+
+
 def check_row(
-    row: Mapping[str, Any],
-    full: Mapping[str, Any],
+    row: Mapping[str, object],
+    full: Mapping[str, object],
     limits: Limits,
-    layers: Sequence[dict[str, Any]],
+    layers: Sequence[dict[str, object]],
     alive: Canary,
     bundle: Bundle | None,
     scheme: Scheme,
 ) -> list[Check]:
     """The canary, then every gate that has a limit. row, full: of an evaluation; layers: LayerErrors.rows()."""
-    name, blame = row["name"], worst_layer(layers, None if bundle is None else recorded_rows(bundle.metrics))
+    name, blame = str(row["name"]), worst_layer(layers, None if bundle is None else recorded_rows(bundle.metrics))
     checks = [Check(name, "canary", alive.alive, layer=alive.layer, detail=str(alive))]
     figures: dict[str, float | None] = {
-        "max_ppl_increase": row["perplexity"] / full["perplexity"] - 1,
-        "max_kl": row["kl"],
-        "max_bits": row["bits_per_value"],
-        "max_cache_bytes": row["cache_bytes"] + row["window_bytes"],
+        "max_ppl_increase": _figure(row, "perplexity") / _figure(full, "perplexity") - 1,
+        "max_kl": _figure_or_none(row, "kl"),
+        "max_bits": _figure_or_none(row, "bits_per_value"),  # None where nothing was packed
+        "max_cache_bytes": _figure(row, "cache_bytes") + _figure(row, "window_bytes"),
         "max_layer_drift": None if blame is None else blame.drift,
     }
     for gate, limit in asdict(limits).items():
@@ -176,7 +189,7 @@ def _holds(figure: float | None, limit: float) -> bool:
     return figure is not None and figure <= limit
 
 
-def recalled(name: str, limits: Limits, records: Iterable[Mapping[str, Any]]) -> list[Check] | None:
+def recalled(name: str, limits: Limits, records: Iterable[object]) -> list[Check] | None:
     """Checks of an earlier run, judged anew by their figures; None where they are not those of these limits. A canary
     has no figure, so that only one that sang is believed, and no other is kept (see `worth_keeping`).
     """

@@ -34,14 +34,19 @@ from kvcal_artifacts.files import read_text
 TOP = {"frame": str, "codec": str, "keys": str, "values": str, "layers": dict, "windows": dict, "predictor": dict}
 WINDOWS = {"sink": int, "recent": int, "block": int}
 PREDICTOR = {
-    "kind": str, "keys": list, "values": list, "rank": int, "ridge": float, "quantiser_agnostic": bool,
+    "kind": str,
+    "keys": list,
+    "values": list,
+    "rank": int,
+    "ridge": float,
+    "quantiser_agnostic": bool,
     "mlp_epochs": int,
-}  # fmt: skip
+}
 OPTIONS = {"kind": "predictor", "keys": "key_inputs", "values": "value_inputs"}  # where an option's name differs
 GOVERNED = (
-    "backbone", "first_layer", "keys", "values", "per_layer", "frame", "sink", "recent", "block", "predictor", "rank",
-    "key_inputs", "value_inputs", "ridge", "quantiser_agnostic", "mlp_epochs",
-)  # fmt: skip
+    *("backbone", "first_layer", "keys", "values", "per_layer", "frame", *WINDOWS),
+    *("predictor", "rank", "key_inputs", "value_inputs", "ridge", "quantiser_agnostic", "mlp_epochs"),
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Recipe:
     """A read and checked file."""
 
     path: Path
-    fields: dict[str, Any]
+    fields: dict[str, object]
 
     @property
     def predicts(self) -> bool:
@@ -58,7 +63,7 @@ class Recipe:
     @property
     def said(self) -> set[str]:
         """Names of the options that its [predictor] gives, be it at their default."""
-        return {OPTIONS.get(name, name) for name in self.fields.get("predictor", {})}
+        return {OPTIONS.get(name, name) for name in table_of(self.fields, "predictor")}
 
     def options(self) -> dict[str, Any]:
         """The options of `kvcal fit-predictors` that it stands for; others keep their defaults."""
@@ -69,12 +74,12 @@ class Recipe:
         if not self.predicts:
             options |= {"key_inputs": "none", "value_inputs": "none"}
         options["per_layer"] = [
-            text for layers, codec in fields.get("layers", {}).items() for text in _exception(layers, codec)
+            text for layers, codec in table_of(fields, "layers").items() for text in _exception(layers, codec)
         ]
         if fields.get("keys") or fields.get("values") or "codec" in fields:
             options["first_layer"] = ""  # a recipe names all its codecs
-        options |= fields.get("windows", {})
-        for name, value in fields.get("predictor", {}).items():
+        options |= table_of(fields, "windows")
+        for name, value in table_of(fields, "predictor").items():
             options[OPTIONS.get(name, name)] = ",".join(value) or "none" if isinstance(value, list) else value
         return options
 
@@ -92,8 +97,16 @@ class Recipe:
         return {name: filled[name] for name in ("keys", "values", "frame", "per_layer", *WINDOWS) if name in filled}
 
 
-def _exception(layers: str, codec: str | dict[str, str]) -> list[str]:
-    if isinstance(codec, str):
+def table_of(fields: Mapping[str, object], name: str) -> dict[str, object]:
+    """The table of that name, whose type `check_fields` has checked; an empty one where there is none."""
+    table = fields.get(name, {})
+    assert isinstance(table, dict)
+    return table
+
+
+def _exception(layers: str, codec: object) -> list[str]:
+    """codec: a name, or a table of keys and values."""
+    if not isinstance(codec, dict):
         return [f"{layers}={codec}"]
     return [f"{layers}:{role}={name}" for role, name in codec.items()]
 
@@ -102,9 +115,9 @@ def read_recipe(path: Path) -> Recipe:
     """Raises UsageError naming the file, what it holds and what is allowed."""
     fields = read_toml(path)
     check_fields(path, "", fields, TOP)
-    check_fields(path, "windows.", fields.get("windows", {}), WINDOWS)
-    check_fields(path, "predictor.", fields.get("predictor", {}), PREDICTOR)
-    for layers, codec in fields.get("layers", {}).items():
+    check_fields(path, "windows.", table_of(fields, "windows"), WINDOWS)
+    check_fields(path, "predictor.", table_of(fields, "predictor"), PREDICTOR)
+    for layers, codec in table_of(fields, "layers").items():
         if not isinstance(codec, str):
             if not isinstance(codec, dict):
                 raise UsageError(
@@ -116,7 +129,7 @@ def read_recipe(path: Path) -> Recipe:
     return Recipe(path, fields)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, object]:
     try:
         return tomllib.loads(read_text(path))
     except OSError as error:
@@ -134,7 +147,7 @@ def refuse_unknown(path: Path, where: str, names: Iterable[str], names_allowed: 
             raise UsageError(f"recipe {path}: unknown key {where}{name}; {hint}")
 
 
-def check_fields(path: Path, where: str, fields: dict[str, Any], types: Mapping[str, type]) -> None:
+def check_fields(path: Path, where: str, fields: Mapping[str, object], types: Mapping[str, type]) -> None:
     """Every name known, every value of its type; raises UsageError."""
     refuse_unknown(path, where, fields, types)
     for name, value in fields.items():
@@ -156,18 +169,19 @@ def _kind(kind: type) -> str:
     return names[kind]
 
 
-def with_recipe(options: dict[str, Any], typed: Collection[str], plain: bool = False) -> dict[str, Any]:
+def with_recipe(options: dict[str, object], typed: Collection[str], plain: bool = False) -> dict[str, object]:
     """Options with those of `--recipe` in place. typed: names of those that somebody gave, be it at their default; one
     that the recipe governs may not be among them: UsageError. plain: of `kvcal preset`.
     """
     if options.get("recipe") is None:
         return options
+    path = Path(str(options["recipe"]))
     for name in GOVERNED:
         if name in typed:
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} and --recipe both say what to store: put it into the recipe")
     if plain and options["name"] is not None:
-        raise UsageError(f"{options['name']} and --recipe {options['recipe']} both say what to store: leave one out")
-    recipe = read_recipe(options["recipe"])
+        raise UsageError(f"{options['name']} and --recipe {path} both say what to store: leave one out")
+    recipe = read_recipe(path)
     from_recipe = recipe.plain() if plain else recipe.options()
     return options | {name: value for name, value in from_recipe.items() if name in options}

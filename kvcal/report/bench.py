@@ -45,7 +45,8 @@ def rates(result: Found) -> Iterator[str]:
         )
     if result.get("resumed_copy_gb_per_s"):
         copies = ", ".join(f"{rate:.1f}" for rate in result["resumed_copy_gb_per_s"])
-        yield f"{result['resumed_rows']} rows are of a run before this one, beside its copy: {copies} GB/s read and written"
+        rows = result["resumed_rows"]
+        yield f"{rows} rows are of a run before this one, beside its copy: {copies} GB/s read and written"
 
 
 def _hidden(row: Found) -> bool:

@@ -265,7 +265,7 @@ def _memory(report: Report) -> str:
     longest = LENGTHS[-1]
     sizes = ", ".join(f"{text(name)} {number(points[-1][1])}B" for name, points in report.memory.items())
     words = (
-        f"Packed blocks, windows and constants. Projected from the measured window at each row's stored bits per value. "
-        f"At {longest:,} tokens: {sizes}."
+        "Packed blocks, windows and constants. Projected from the measured window at each row's stored bits per "
+        f"value. At {longest:,} tokens: {sizes}."
     )
     return _section("Memory against length", words, _wide("chart of memory", chart), legend(series))

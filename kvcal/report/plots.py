@@ -221,7 +221,9 @@ def head_errors_figure(key: Rows, value: Rows, title: str) -> Figure:
 
 
 def needle_table(scores: Mapping[str, float]) -> tuple[list[int], list[float], list[list[float]]]:
-    """Scores by needle@LENGTH/DEPTH -> lengths, depths, and a row of scores a depth; names of other tasks are left out."""
+    """Scores by needle@LENGTH/DEPTH -> lengths, depths, and a row of scores a depth; names of other tasks are left
+    out.
+    """
     places = {name: name.removeprefix("needle@").split("/") for name in scores if name.startswith("needle@")}
     by_place = {(int(length), float(depth)): scores[name] for name, (length, depth) in places.items()}
     lengths, depths = (sorted(set(axis)) for axis in zip(*by_place, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, overload
 
 from kvcal_artifacts.errors import CorruptBundle
 
@@ -12,28 +12,33 @@ if TYPE_CHECKING:
     from kvcal_artifacts.bundle import Bundle
 
 KINDS: dict[type, str] = {
-    bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a table",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a table",
     type(None): "nothing",
-}  # fmt: skip
+}
 DEEPEST = 64  # tables and lists within each other; ours have 12, and Python's own limit is near 1000 calls
 
 Kind = TypeVar("Kind")
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """The type of a JSON value in words: "text", "a list"."""
     return KINDS.get(type(value), "something else")
 
 
-def mistyped(value: Any, kind: type) -> str:
+def mistyped(value: object, kind: type) -> str:
     """What to show in place of a value of another type than wanted."""
     return f"recorded as {kind_of(value)}, expected {KINDS[kind]}"
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Whether it is a finite number that a float can hold; true and false are none."""
     try:
-        return type(value) in (int, float) and math.isfinite(value)
+        return (type(value) is int or type(value) is float) and math.isfinite(value)
     except OverflowError:  # a whole number of 400 digits
         return False
 
@@ -47,10 +52,10 @@ def check_depth(bundle: Bundle) -> None:
             raise CorruptBundle(f"{bundle.name}: its {name} has more than {DEEPEST} lists and tables within each other")
 
 
-def _too_deep(value: Any) -> bool:
+def _too_deep(value: object) -> bool:
     level = [value]
     for _ in range(DEEPEST):
-        inner: list[Any] = []
+        inner: list[object] = []
         for one in level:
             inner += one.values() if isinstance(one, dict) else one if isinstance(one, (list, tuple)) else ()
         level = [one for one in inner if isinstance(one, (dict, list, tuple))]
@@ -62,10 +67,9 @@ def _too_deep(value: Any) -> bool:
 class Table:
     """A JSON table by name. fault: what to show where it is none; it then reads as an empty one."""
 
-    def __init__(self, value: Any) -> None:
-        good = isinstance(value, Mapping)
-        self.fields: Mapping[str, Any] = value if good else {}
-        self.fault = None if good or value is None else mistyped(value, dict)
+    def __init__(self, value: object) -> None:
+        self.fields: Mapping[str, object] = value if isinstance(value, Mapping) else {}
+        self.fault = None if value is None or isinstance(value, Mapping) else mistyped(value, dict)
 
     def __bool__(self) -> bool:
         return bool(self.fields)
@@ -75,19 +79,23 @@ class Table:
 
     def value(self, name: str, kind: type[Kind]) -> Kind | None:
         """The value of that name if it is of that type, else None. float: any finite number."""
-        value = self.fields.get(name)
-        if kind is float:
-            return value if is_number(value) else None
-        return value if type(value) is kind else None
+        value: Any = self.fields.get(name)  # of type `kind` where it is returned: a whole number passes for a float
+        return value if (is_number(value) if kind is float else type(value) is kind) else None
 
-    def said(self, name: str, kind: type = str) -> Any:
+    @overload
+    def said(self, name: str) -> str | None: ...
+
+    @overload
+    def said(self, name: str, kind: type[Kind]) -> Kind | str | None: ...
+
+    def said(self, name: str, kind: type = str) -> object:
         """The value to be shown; where it is of another type, what it was recorded as; None where it is missing or
         null.
         """
         value = self.fields.get(name)
         return value if value is None or self.value(name, kind) is not None else mistyped(value, kind)
 
-    def items(self) -> Iterator[tuple[str, Any]]:
+    def items(self) -> Iterator[tuple[str, object]]:
         """Names and values, these as they are shown: floats to five digits."""
         for name, value in self.fields.items():
             yield str(name), f"{value:.5g}" if isinstance(value, float) else value

@@ -112,7 +112,8 @@ class Chart:
                     f'<line class="line {colour}" x1="{self.x(x)}" x2="{self.x(x)}" y1="{ends[0]}" y2="{ends[1]}"/>'
                 )
             self.parts.append(
-                f'<circle class="dot {colour}" cx="{self.x(x)}" cy="{self.y(y)}" r="4"><title>{text(label)}</title></circle>'
+                f'<circle class="dot {colour}" cx="{self.x(x)}" cy="{self.y(y)}" r="4">'
+                f"<title>{text(label)}</title></circle>"
             )
 
     def __str__(self) -> str:

@@ -17,9 +17,9 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvcal_artifacts.errors import TextError
 
@@ -27,14 +27,19 @@ from ..models.hub import one_line
 from .parquet_pages import check_pages
 from .rows import SHOWN_NAME, Picker, columns, cut, listed
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
 Document = Iterable[str]  # in parts of any size, so that a large file is never held whole
-Row = tuple[str, Any]  # where it stands, for messages; the row
+Part = TypeVar("Part")
+Row = tuple[str, object]  # where it stands, for messages; the row
 
 PLAIN = (".txt", ".text", ".raw", ".tokens", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".log", ".srt")
 SOURCE = (
-    ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".cs", ".java", ".kt", ".scala", ".swift", ".js",
-    ".jsx", ".ts", ".tsx", ".go", ".rs", ".rb", ".php", ".pl", ".lua", ".jl", ".r", ".hs", ".ml", ".f90", ".sh", ".sql",
-)  # fmt: skip
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".cs", ".java", ".kt", ".scala", ".swift"),
+    *(".js", ".jsx", ".ts", ".tsx", ".go", ".rs", ".rb", ".php", ".pl", ".lua", ".jl", ".r", ".hs", ".ml", ".f90"),
+    *(".sh", ".sql"),
+)
 ROWS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 PACKED = (".gz", ".xz", ".bz2", ".zst")
 ALLOWED = (
@@ -100,7 +105,7 @@ def read_file(path: Path, column: str | None = None, picker: Picker | None = Non
             yield [text]
 
 
-def _guarded(path: Path, parts: Iterator[Any]) -> Iterator[Any]:
+def _guarded(path: Path, parts: Iterator[Part]) -> Iterator[Part]:
     try:
         yield from parts
     except (lzma.LZMAError, zlib.error, EOFError) as error:
@@ -114,13 +119,20 @@ def _guarded(path: Path, parts: Iterator[Any]) -> Iterator[Any]:
 # Bytes and lines
 
 
-def _opened(path: Path) -> Any:
+class Stream(Protocol):
+    """Unpacked bytes."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
+def _opened(path: Path) -> AbstractContextManager[Stream]:
     """A stream of the unpacked bytes; a context manager with read()."""
     pack = path.suffix.lower()
     if pack == ".zst":
         import pyarrow
 
-        return pyarrow.input_stream(str(path), compression="zstd")
+        unpacked: AbstractContextManager[Stream] = pyarrow.input_stream(str(path), compression="zstd")
+        return unpacked
     if pack == ".xz":
         return io.BufferedReader(_Xz(path))
     if pack == ".gz":
@@ -146,7 +158,8 @@ class _Xz(io.RawIOBase):
         self._file.close()
         super().close()
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
         while not self._ended:
             fresh = self._decoder.eof
             raw = self._decoder.unused_data if fresh else b""
@@ -160,14 +173,14 @@ class _Xz(io.RawIOBase):
             if fresh:
                 self._decoder = self._new()
             try:
-                got = self._decoder.decompress(raw, len(buffer))
+                got = self._decoder.decompress(raw, len(view))
             except lzma.LZMAError as error:
                 if fresh and "emory" not in str(error):  # padding, or bytes behind the end, as lzma.open leaves them
                     self._ended = True
                     break
                 raise
             if got:
-                buffer[: len(got)] = got
+                view[: len(got)] = got
                 return len(got)
         return 0
 
@@ -255,18 +268,20 @@ def _json(path: Path, picker: Picker) -> Iterator[Row]:
         first = next(rows, None)
         if first is None:
             return
-        alone = isinstance(first, dict) and not values.peek() and not picker.takes(first)
-        rows = iter(_array_of(path, first)) if alone else _chained(first, rows)
+        if isinstance(first, dict) and not values.peek() and not picker.takes(first):
+            rows = iter(_array_of(path, first))
+        else:
+            rows = _chained(first, rows)
     for number, row in enumerate(rows, 1):
         yield f"{path} row {number}", row
 
 
-def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+def _chained(first: object, rest: Iterator[object]) -> Iterator[object]:
     yield first
     yield from rest
 
 
-def _array_of(path: Path, whole: dict[str, Any]) -> list[Any]:
+def _array_of(path: Path, whole: dict[str, object]) -> list[object]:
     """{"version": 1, "data": [...]}: the one field that is a list of rows; the object itself, a row, where none is."""
     arrays = [value for value in whole.values() if isinstance(value, list) and _are_rows(value)]
     if len(arrays) > 1:
@@ -276,7 +291,7 @@ def _array_of(path: Path, whole: dict[str, Any]) -> list[Any]:
     return arrays[0] if arrays else [whole]
 
 
-def _are_rows(value: list[Any]) -> bool:
+def _are_rows(value: list[object]) -> bool:
     return bool(value) and all(row is None or isinstance(row, dict | str) for row in value)
 
 
@@ -302,7 +317,7 @@ class _Values:
             if not self._more():
                 return ""
 
-    def of_array(self) -> Iterator[Any]:
+    def of_array(self) -> Iterator[object]:
         self._at += 1
         if self.peek() == "]":
             self._at += 1
@@ -317,14 +332,14 @@ class _Values:
         if self.peek():
             raise TextError(f"{self._path}: text behind the end of its array; give one array, or one object a line")
 
-    def to_end(self) -> Iterator[Any]:
+    def to_end(self) -> Iterator[object]:
         while self.peek():
             yield self._value()
 
     def _where(self) -> str:
         return f"{self._path} row {self._rows}"
 
-    def _value(self) -> Any:
+    def _value(self) -> object:
         self._rows += 1
         self.peek()
         while True:
@@ -459,5 +474,10 @@ def _parquet(path: Path, picker: Picker) -> Iterator[Row]:
 
 
 READERS = {
-    ".json": _json, ".jsonl": _jsonl, ".ndjson": _jsonl, ".csv": _table, ".tsv": _table, ".parquet": _parquet,
-}  # fmt: skip
+    ".json": _json,
+    ".jsonl": _jsonl,
+    ".ndjson": _jsonl,
+    ".csv": _table,
+    ".tsv": _table,
+    ".parquet": _parquet,
+}

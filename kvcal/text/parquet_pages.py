@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO, Protocol
 
 from kvcal_artifacts.errors import TextError
 
@@ -17,7 +17,30 @@ HEADER = 1 << 16  # bytes of a header, at most
 INTEGER = 0x15  # the field behind the last one, an integer
 
 
-def check_pages(path: Path, metadata: Any, names: Collection[str]) -> None:
+class Chunk(Protocol):
+    """A column of a row group, as pyarrow's metadata has it. Offsets and sizes are in bytes."""
+
+    path_in_schema: str
+    dictionary_page_offset: int | None
+    data_page_offset: int
+    total_compressed_size: int
+
+
+class RowGroup(Protocol):
+    num_columns: int
+
+    def column(self, index: int, /) -> Chunk: ...
+
+
+class Metadata(Protocol):
+    """What is read of pyarrow.parquet.FileMetaData."""
+
+    num_row_groups: int
+
+    def row_group(self, index: int, /) -> RowGroup: ...
+
+
+def check_pages(path: Path, metadata: Metadata, names: Collection[str]) -> None:
     """Raises TextError for a page of the columns `names` that is larger than PAGE, or whose header cannot be read.
 
     metadata: the file's, as pyarrow reads it.
@@ -36,7 +59,7 @@ def check_pages(path: Path, metadata: Any, names: Collection[str]) -> None:
                             )
 
 
-def _pages(path: Path, file: Any, chunk: Any) -> Iterator[int]:
+def _pages(path: Path, file: BinaryIO, chunk: Chunk) -> Iterator[int]:
     """Unpacked sizes of a column chunk's pages."""
     at = min(offset for offset in (chunk.dictionary_page_offset, chunk.data_page_offset) if offset)
     end = at + chunk.total_compressed_size

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeGuard
 
 from kvcal_artifacts.errors import TextError
 
@@ -24,7 +24,7 @@ SHOWN, SHOWN_NAME, SHOWN_ALL = 20, 30, 200  # columns that a message names, char
 PLAIN_NAME = re.compile(r"[\w.-]+")
 WITHOUT = 1 << 18  # rows without text, one after another, at most
 
-Message = dict[str, Any]  # role, content and what else the template may read
+Message = dict[str, object]  # role, content and what else the template may read
 Render = Callable[[list[Message]], str]
 
 
@@ -93,12 +93,12 @@ class Picker:
         self._chosen = chosen
         return chosen
 
-    def takes(self, row: Mapping[str, Any]) -> bool:
+    def takes(self, row: Mapping[str, object]) -> bool:
         """Whether an object is a row, and not what holds an array of them."""
         chosen = columns(list(row), self.column)
         return bool(chosen) and all(_is_value(row[name]) for name in chosen)
 
-    def text(self, row: Any, where: str) -> str | None:
+    def text(self, row: object, where: str) -> str | None:
         """A row's text; None for one that has none. Raises TextError."""
         self.rows += 1
         try:
@@ -115,7 +115,7 @@ class Picker:
             raise TextError(f"{where}: the last {WITHOUT:,} rows are empty or null; give a file of text")
         return text
 
-    def _text(self, row: Any, where: str) -> str | None:
+    def _text(self, row: object, where: str) -> str | None:
         if row is None or row == {}:
             return None
         if isinstance(row, str) and self.column is None:
@@ -134,7 +134,7 @@ class Picker:
             raise TypeError(f"columns {' and '.join(chosen)} are text and a chat; both must be one or the other")
         return "\n".join(texts)
 
-    def _chat(self, turns: list[Any], where: str) -> str:
+    def _chat(self, turns: list[Mapping[str, object]], where: str) -> str:
         messages = [_message(one) for one in turns]
         if not any(message.get("content") or message.get("tool_calls") for message in messages):
             return ""
@@ -150,17 +150,17 @@ class Picker:
             raise TextError(f"{where}: the tokenizer's chat template refuses this chat ({one_line(error)})") from error
 
 
-def _is_value(value: Any) -> bool:
+def _is_value(value: object) -> bool:
     return (
         value is None or isinstance(value, str) or (isinstance(value, list) and all(_is_message(one) for one in value))
     )
 
 
-def _is_message(one: Any) -> bool:
+def _is_message(one: object) -> TypeGuard[Mapping[str, object]]:
     return isinstance(one, Mapping) and ("role" in one or "from" in one)
 
 
-def _value(row: Mapping[str, Any], name: str) -> str | list[Any] | None:
+def _value(row: Mapping[str, object], name: str) -> str | list[Mapping[str, object]] | None:
     """Text, a chat, or None where the row has null. Raises TypeError for anything else."""
     if name not in row:
         raise TypeError(f"column {name!r} is missing, not text")
@@ -178,7 +178,7 @@ def _value(row: Mapping[str, Any], name: str) -> str | list[Any] | None:
     raise TypeError(f"column {name!r} is {kind}, not text")
 
 
-def _message(fields: Mapping[str, Any]) -> Message:
+def _message(fields: Mapping[str, object]) -> Message:
     """{"role", "content"} of a message, or of ShareGPT's {"from", "value"}; what else it has stays, without nulls."""
     role = fields.get("role") or fields.get("from")
     if not isinstance(role, str):
@@ -188,7 +188,7 @@ def _message(fields: Mapping[str, Any]) -> Message:
     return {"role": ROLES.get(role.lower(), role), "content": content, **more}
 
 
-def _content(content: Any) -> str:
+def _content(content: object) -> str:
     """Text, or a list of parts that are text."""
     if content is None:
         return ""

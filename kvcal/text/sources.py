@@ -14,17 +14,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvcal_artifacts.errors import KVCalError, TextError, TextUnavailable, UsageError
 
 from ..models import hub
 from ..models.hub import one_line
 from .files import ALLOWED, Document, folder_files, kind_of, looks_like_file, read_file
-from .rows import Picker, Render
+from .rows import Message, Picker, Render
 
 if TYPE_CHECKING:
-    from torch import LongTensor
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
     from ..models.names import ModelSource
 
@@ -52,8 +53,8 @@ Say = Callable[[str], None]
 class Windows:
     """Calibration windows. `sha256` is of the text read (UTF-8), `ids_sha256` of the two tensors."""
 
-    train: LongTensor  # (N, T)
-    holdout: LongTensor  # (M, T)
+    train: Tensor  # (N, T) int64
+    holdout: Tensor  # (M, T) int64
     source: str
     sha256: str
     ids_sha256: str
@@ -70,7 +71,7 @@ class Windows:
 class EvaluationWindows:
     """Consecutive windows from the start of a text, for perplexity."""
 
-    ids: LongTensor  # (N, T)
+    ids: Tensor  # (N, T) int64
     source: str
     sha256: str
     ids_sha256: str
@@ -135,7 +136,7 @@ def _dataset(text: str, column: str | None) -> TextSource:
 
 
 def token_windows(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     text: str | TextSource,
     *,
     windows: int,
@@ -175,7 +176,7 @@ def token_windows(
 
 
 def evaluation_windows(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     text: str | TextSource,
     *,
     windows: int | None,
@@ -213,7 +214,7 @@ def random_windows(vocab: int, *, windows: int, length: int, holdout: int = 0, s
     train, heldout = ids[: windows - holdout], ids[windows - holdout :]
     label = f"random-tokens:{seed}"
     digest = hashlib.sha256(f"{label}:{vocab}".encode()).hexdigest()
-    return Windows(train, heldout, label, digest, ids_hash(train, heldout), windows * length, bos=False)  # type: ignore[arg-type]
+    return Windows(train, heldout, label, digest, ids_hash(train, heldout), windows * length, bos=False)
 
 
 def random_evaluation(vocab: int, *, windows: int, length: int, seed: int = 0) -> EvaluationWindows:
@@ -223,7 +224,7 @@ def random_evaluation(vocab: int, *, windows: int, length: int, seed: int = 0) -
     return EvaluationWindows(ids, drawn.source, drawn.sha256, ids_hash(ids), ids.numel(), bos=False)
 
 
-def ids_hash(*tensors: Any) -> str:
+def ids_hash(*tensors: Tensor) -> str:
     """SHA-256 of token ids as little-endian int64, shapes included."""
     digest = hashlib.sha256()
     for tensor in tensors:
@@ -239,7 +240,7 @@ def _check_counts(windows: int, length: int, holdout: int) -> None:
         raise UsageError(f"{holdout} of {windows} windows held out: at least one must be left to train on")
 
 
-def _choose(slots: int, train: int, holdout: int, seed: int) -> tuple[Any, Any]:
+def _choose(slots: int, train: int, holdout: int, seed: int) -> tuple[Tensor, Tensor]:
     """Seeded indices: held-out ones from the last slots, in proportion, training ones from those before."""
     import torch
 
@@ -279,13 +280,15 @@ def _too_little(source: TextSource, reader: _Reader, windows: int, length: int, 
 class _Reader:
     """A text's tokens, read as far as needed; remembers the hash of what it read."""
 
-    def __init__(self, tokenizer: Any, source: TextSource, piece: int, progress: Progress | None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, source: TextSource, piece: int, progress: Progress | None
+    ) -> None:
         self.tokenizer = tokenizer
         self.bos = _bos(tokenizer)
         self.count = 0
         self.blank = True  # nothing read so far but blanks
         self._progress = progress
-        self._chunks: list[Any] = []
+        self._chunks: list[Tensor] = []
         self._digest = hashlib.sha256()
         self.picker = Picker(source.column, chat_renderer(tokenizer))
         documents, self.label = open_documents(source, self.picker)
@@ -313,15 +316,20 @@ class _Reader:
         for piece in batch:
             self._digest.update(_encoded(piece, self.label))
             self.blank = self.blank and not piece.strip()
-        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        encoded = self.tokenizer(batch, return_token_type_ids=False, **options)
+        encoded = self.tokenizer(
+            batch,
+            add_special_tokens=False,
+            return_token_type_ids=False,
+            return_attention_mask=False,
+            verbose=False,
+        )
         for ids in encoded["input_ids"]:
             self._chunks.append(torch.tensor(ids, dtype=torch.int32))
             self.count += len(ids)
         if self._progress is not None:
             self._progress(self.count if slots is None else min(self.count, slots), slots or self.count)
 
-    def slots(self, body: int) -> Any:
+    def slots(self, body: int) -> Tensor:
         """All tokens read as (slots, body), the rest cut off."""
         import torch
 
@@ -329,7 +337,7 @@ class _Reader:
         count = len(stream) // body
         return stream[: count * body].view(count, body)
 
-    def with_bos(self, slots: Any) -> Any:
+    def with_bos(self, slots: Tensor) -> Tensor:
         import torch
 
         bos = torch.tensor(self.bos, dtype=torch.int64).expand(len(slots), len(self.bos))
@@ -347,7 +355,7 @@ def _encoded(piece: str, label: str) -> bytes:
         raise TextError(f"text {label} holds half of a surrogate pair near {around}: repair it") from error
 
 
-def _bos(tokenizer: Any) -> list[int]:
+def _bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """[BOS] where the tokenizer puts it before a text of its own accord, else nothing."""
     with_special = tokenizer("a", verbose=False)["input_ids"]
     plain = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
@@ -443,7 +451,7 @@ def _first(paths: list[Path], most: int = 3) -> str:
     return ", ".join([one_line(path.name) for path in paths[:most]] + (["..."] if len(paths) > most else []))
 
 
-def chat_renderer(tokenizer: Any) -> Render | None:
+def chat_renderer(tokenizer: PreTrainedTokenizerBase) -> Render | None:
     """What turns a chat's messages into text as the model was trained on it; None without a chat template.
 
     A BOS that the template begins with is left out where windows get one anyway.
@@ -451,9 +459,10 @@ def chat_renderer(tokenizer: Any) -> Render | None:
     if not getattr(tokenizer, "chat_template", None):
         return None
     bos = tokenizer.bos_token if _bos(tokenizer) else None
+    template: Callable[..., object] = tokenizer.apply_chat_template  # which names strings alone as parts of messages
 
-    def render(messages: list[dict[str, Any]]) -> str:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    def render(messages: list[Message]) -> str:
+        text = template(messages, tokenize=False)
         assert isinstance(text, str)
         return text.removeprefix(bos) if bos else text
 
@@ -490,13 +499,16 @@ def dataset_commit(source: TextSource) -> str | None:
     return sha
 
 
-def _rows(source: TextSource, sha: str | None) -> Any:
+def _rows(source: TextSource, sha: str | None) -> Iterable[object]:
     import datasets
 
-    return datasets.load_dataset(source.dataset, source.config, split=source.split, streaming=True, revision=sha)
+    rows: Iterable[object] = datasets.load_dataset(
+        source.dataset, source.config, split=source.split, streaming=True, revision=sha
+    )
+    return rows
 
 
-def _dataset_texts(source: TextSource, rows: Any, picker: Picker) -> Iterator[Document]:
+def _dataset_texts(source: TextSource, rows: Iterable[object], picker: Picker) -> Iterator[Document]:
     number = 0
     picker.begin(f"data set {source.label}")
     try:

@@ -38,7 +38,9 @@ def assign(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lloyd(x: Tensor, n: int, seed: int, steps: int) -> Tensor:
-    """A grid (n, d) by Lloyd's algorithm on x (count, d), from n of its rows; a point that no row is nearest to moves."""
+    """A grid (n, d) by Lloyd's algorithm on x (count, d), from n of its rows; a point that no row is nearest to
+    moves.
+    """
     generator = torch.Generator().manual_seed(seed)
     grid = x[torch.randperm(len(x), generator=generator)[:n].to(x.device)].clone()
     for _ in range(steps):

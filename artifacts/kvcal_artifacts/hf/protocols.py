@@ -13,7 +13,9 @@ Mask: TypeAlias = Tensor | Mapping[str, Tensor | None] | None  # as a decoder is
 class ModelConfig(Protocol):
     """The config of a decoder. What only some architectures have is read by getattr."""
 
-    model_type: str
+    @property
+    def model_type(self) -> str: ...  # a class variable of some, which a protocol's own variable would not allow
+
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int

@@ -166,8 +166,8 @@ def _error(part: Tensor, bits: int, group: int) -> Tensor:
 def integers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return x as float64 integers of at most 2^bits and their power-of-two unit, one for the last two dimensions.
 
-    The exponent is read from the number's bits: torch 2.11's frexp reads and writes wrong memory where x is on another GPU
-    than the current one.
+    The exponent is read from the number's bits: torch 2.11's frexp reads and writes wrong memory where x is on another
+    GPU than the current one.
     """
     largest = x.abs().flatten(-2).amax(-1)[..., None, None] if x.numel() else x.new_zeros(*x.shape[:-2], 1, 1)
     exponent = torch.where(largest > 0, (largest.double().view(torch.int64) >> 52) - 1022, 0)

@@ -134,8 +134,8 @@ class Load:
         return self.packed_bytes(length) + self.window_bytes(length)
 
     def _storage(self, length: int) -> tuple[float, float]:
-        """(packed, windows): bytes of a row of a cache that is made for so many tokens; of one that grows, its window as
-        full as it gets.
+        """(packed, windows): bytes of a row of a cache that is made for so many tokens; of one that grows, its
+        window as full as it gets.
         """
         windows = self.windows
         if not self.static:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 from . import quality, schemes, speed
 from .cards import Card
@@ -61,7 +61,32 @@ def full(model: Model) -> Candidate:
     return Candidate(FULL if model.width == 2 else "fp32", Load(model, Windows()))
 
 
-def rows(goal: Goal, planned: Sequence[Planned], card: Card) -> list[dict[str, Any]]:
+class Row(TypedDict):
+    """A scheme, or FP16, on the model and card. Bytes of a row of `context` tokens; seconds and KL where known."""
+
+    scheme: str
+    bits: float
+    cache_bytes: int
+    times_smaller: float
+    fits: str
+    longest_context: int
+    longest_context_whole_prompt: int
+    largest_batch: int
+    tokens_per_second: float | None
+    step: str
+    kl: float | None
+    kl_class: str | None
+    kl_models: list[str]
+    kl_same_architecture: bool | None
+    within_budget: bool | None
+    bytes: dict[str, int]
+    decode_peak_bytes: int
+    prefill_peak_bytes: int
+    prefill_in_chunks_peak_bytes: int
+    next: str | None
+
+
+def rows(goal: Goal, planned: Sequence[Planned], card: Card) -> list[Row]:
     """FP16 first, then the schemes by size, the largest first."""
     first = full(goal.model)
     others = [candidate(scheme, goal.model, card) for scheme in planned]
@@ -70,7 +95,7 @@ def rows(goal: Goal, planned: Sequence[Planned], card: Card) -> list[dict[str, A
     return [_row(goal, one, card, size) for one in (first, *others)]
 
 
-def _row(goal: Goal, one: Candidate, card: Card, full_size: float) -> dict[str, Any]:
+def _row(goal: Goal, one: Candidate, card: Card, full_size: float) -> Row:
     load, length, batch = one.load, goal.context, goal.batch
     cache = load.held(length)
     decode, prefill = load.decode(batch, length), load.prefill(batch, length)
@@ -161,16 +186,18 @@ def _next(one: Candidate, model: str) -> str | None:
     return f"kvcal {scheme.command} -m {model}"
 
 
-def recommended(planned_rows: Sequence[dict[str, Any]]) -> str | None:
+def recommended(planned_rows: Sequence[Row]) -> str | None:
     """The scheme with the smallest cache of those that fit and whose measured KL is in the budget, or without one in
     the lowest class; not slower than FP16 where there is such a one. None where none is.
     """
-    rows_in = [row for row in planned_rows[1:] if row["fits"] != NO and row["kl"] is not None and _good(row)]
+    rows_in = [row for row in planned_rows[1:] if row["fits"] != NO and _good(row)]
     full_speed = planned_rows[0]["tokens_per_second"] or 0.0
     quick = [row for row in rows_in if (row["tokens_per_second"] or 0.0) >= full_speed]
     return min(quick or rows_in, key=lambda row: row["cache_bytes"])["scheme"] if rows_in else None
 
 
-def _good(row: dict[str, Any]) -> bool:
-    within: bool | None = row["within_budget"]
-    return row["kl"] < quality.CLASSES[0] if within is None else within
+def _good(row: Row) -> bool:
+    kl, within = row["kl"], row["within_budget"]
+    if kl is None:
+        return False
+    return kl < quality.CLASSES[0] if within is None else within

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 FILE = Path(__file__).with_name("measured_kl.json")
 CLASSES = (0.01, 0.05, 0.2)  # nats a token: upper ends of the classes
@@ -29,23 +29,48 @@ class Quality:
         return f"> {CLASSES[-1]:g}" if upper is None else f"< {upper:g}"
 
 
+class MeasuredModel(TypedDict):
+    """On what a model's figures were measured, and the file with all of them."""
+
+    model_type: str
+    text: str
+    windows: int
+    length: int
+    dtype: str
+    measured: str
+    file: str
+
+
+class Figures(TypedDict):
+    """KL in nats a token and stored bits a value of one scheme on one model."""
+
+    kl: float
+    bits: float
+
+
+class Measured(TypedDict):
+    """The whole file. schemes: by scheme, then by model."""
+
+    models: dict[str, MeasuredModel]
+    schemes: dict[str, dict[str, Figures]]
+
+
 @cache
-def _measured() -> dict[str, Any]:
-    measured: dict[str, Any] = json.loads(FILE.read_text("utf-8"))
+def _measured() -> Measured:
+    measured: Measured = json.loads(FILE.read_text("utf-8"))
     return measured
 
 
-def models() -> dict[str, dict[str, Any]]:
+def models() -> dict[str, MeasuredModel]:
     """Name of a measured model -> model_type, text, windows, length, device and the file with all figures."""
-    measured: dict[str, dict[str, Any]] = _measured()["models"]
-    return measured
+    return _measured()["models"]
 
 
 def expected(scheme: str, model_type: str) -> Quality | None:
     """KL on the measured model of this architecture, else the largest of all measured ones; None where the scheme was
     never measured.
     """
-    by_model: dict[str, dict[str, float]] = _measured()["schemes"].get(scheme, {})
+    by_model = _measured()["schemes"].get(scheme, {})
     if not by_model:
         return None
     alike = [name for name in by_model if models()[name]["model_type"] == model_type]
@@ -55,5 +80,4 @@ def expected(scheme: str, model_type: str) -> Quality | None:
 
 def largest_bits(scheme: str) -> float:
     """The most stored bits a value that a scheme took on a measured model, for those whose blocks differ in size."""
-    bits: list[float] = [row["bits"] for row in _measured()["schemes"][scheme].values()]
-    return max(bits)
+    return max(row["bits"] for row in _measured()["schemes"][scheme].values())

@@ -101,9 +101,21 @@ _TABLE = (
 SCHEMES: dict[str, Planned] = {planned.name: planned for planned in _TABLE}
 ALIASES = {"turboquant-k4v3": "turboquant-4-3"}
 DEFAULT = (
-    "uniform-8", "fp8", "kivi-4", "uniform-4", "higgs-4", "turboquant-4-3", "mixkvq", "innerq-base", "higgs-3",
-    "innerq-small", "kivi-2", "squat-pre-2", "aqua-kv", "higgs-2",
-)  # fmt: skip
+    "uniform-8",
+    "fp8",
+    "kivi-4",
+    "uniform-4",
+    "higgs-4",
+    "turboquant-4-3",
+    "mixkvq",
+    "innerq-base",
+    "higgs-3",
+    "innerq-small",
+    "kivi-2",
+    "squat-pre-2",
+    "aqua-kv",
+    "higgs-2",
+)
 
 
 def planned(name: str) -> Planned:
@@ -115,8 +127,8 @@ def planned(name: str) -> Planned:
     if not plus:
         hint = allowed(name, [*SCHEMES, *ALIASES], "kvcal names preset")
         raise UsageError(f"--preset {name!r}: cannot be planned; {hint}, or give KEYCODEC+VALUECODEC")
-    for role, codec in (("key", key), ("value", value)):
-        formats.codec(codec, role, Shape(1, 128, 32))  # type: ignore[arg-type]  # names are checked
+    formats.codec(key, "key", Shape(1, 128, 32))  # names are checked
+    formats.codec(value, "value", Shape(1, 128, 32))
     return Planned(name, key, value, command=COMPOSED)
 
 
@@ -133,7 +145,7 @@ def sizes(scheme: Planned, geometry: Geometry) -> Sizes:
     if scheme.key == "mixkvq":
         bits = quality.largest_bits(scheme.name)
         return Sizes((round(numbers * bits / 8),) * layers, THRESHOLDS, 0, bits, f"{bits:.2f} bits, as measured")
-    key, value = (formats.codec(name, role, shape) for name, role in ((scheme.key, "key"), (scheme.value, "value")))  # type: ignore[arg-type]
+    key, value = formats.codec(scheme.key, "key", shape), formats.codec(scheme.value, "value", shape)
     blocks = [key.bytes + value.bytes] * layers
     if scheme.first is not None and blocks:
         blocks[0] = sum(formats.codec(scheme.first, role, shape).bytes for role in ("key", "value"))
@@ -156,5 +168,7 @@ def _why_decoded(scheme: Planned, key: Codec, value: Codec, geometry: Geometry) 
 
 
 def _predictors(width: int, layers: int) -> int:
-    """AQUA-KV's linear predictors in float16: keys from keys of the layer below, values from its values and the keys."""
+    """AQUA-KV's linear predictors in float16: keys from keys of the layer below, values from its values and the
+    keys.
+    """
     return max(0, layers - 1) * 2 * (width * width + width + 2 * width * width + width)

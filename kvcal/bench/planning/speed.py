@@ -46,8 +46,8 @@ class Step:
 
 
 def seconds(step: Step, card: Card) -> float | None:
-    """None where the card's bandwidth is not known. Where blocks are decoded, Python launches the step kernel by kernel,
-    which takes its own time.
+    """None where the card's bandwidth is not known. Where blocks are decoded, Python launches the step kernel by
+    kernel, which takes its own time.
     """
     device = device_seconds(step, card)
     return max(device, step.layers * EAGER) if device is not None and step.decoded else device
