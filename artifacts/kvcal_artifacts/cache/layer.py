@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcal_kernels.device import on
-from kvcal_kernels.layout import Blocks
+from kvcal_kernels.layout import Blocks, TransformBlocks
 
 from .. import hf, operator
 from ..codecs import Codec, Context
@@ -128,7 +128,8 @@ class KVCalLayer(CacheLayerMixin):
     def packed(self, value: list[Packed]) -> None:
         self.storage.packed, self._shown = value, None
 
-    _shown: tuple[list[Packed], tuple[Blocks, Blocks]] | None = None  # packed tensors, and how the kernel sees them
+    # packed tensors, and how the kernel sees them
+    _shown: tuple[list[Packed], tuple[Blocks | TransformBlocks, Blocks | TransformBlocks]] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -277,7 +278,7 @@ class KVCalLayer(CacheLayerMixin):
         factor = self._key_factor()[1]
         return fused.attention(kernels, q, keys, values, blocks, sink, recent, scaling, factor, space, turns=turns)
 
-    def _as_blocks(self, packed: list[Packed]) -> tuple[Blocks, Blocks]:
+    def _as_blocks(self, packed: list[Packed]) -> tuple[Blocks | TransformBlocks, Blocks | TransformBlocks]:
         """Keys and values as the kernel takes them; made once for tensors that stay."""
         if self._shown is None or self._shown[0] is not packed:
             keys, values = (codec.as_blocks(tensors) for codec, tensors in zip(self.pair, packed, strict=True))

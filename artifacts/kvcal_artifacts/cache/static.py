@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels import quantise
-from kvcal_kernels.layout import BLOCK, Form, rope
+from kvcal_kernels.layout import BLOCK, Blocks, rope
 from kvcal_kernels.quantise import Counts
 from kvcal_kernels.squat import Digits
 
@@ -254,7 +254,7 @@ class StaticLayer(KVCalLayer):
 
     def _reserve(self, batch: int, heads: int, many: int) -> None:
         keys, values = self.codecs.key.fused(), self.codecs.value.fused()
-        assert isinstance(keys, Form) and isinstance(values, Form)
+        assert not isinstance(keys, str) and not isinstance(values, str)
         space, blocks = self.cache.workspace(self.device), many * fused.kernel_blocks(self.codecs)
         assert self.room is not None
         windows = self.room.sink[0].shape[2], self.room.ring[0].shape[2]
@@ -390,7 +390,9 @@ class StaticLayer(KVCalLayer):
         """What the kernel appends to."""
         if self._layer is None or self._layer.flags is not room.flags:
             sink, ring = (room.sink[0], room.sink[1]), (room.ring[0], room.ring[1])
-            self._layer = quantise.Layer(*self._as_blocks(room.packed), sink, ring, room.flags)
+            keys, values = self._as_blocks(room.packed)
+            assert isinstance(keys, Blocks) and isinstance(values, Blocks)  # of a rule, so no coordinates
+            self._layer = quantise.Layer(keys, values, sink, ring, room.flags)
         return self._layer
 
     def _attend_codes(self, room: Room, counts: Counts, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:

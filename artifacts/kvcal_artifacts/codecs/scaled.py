@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_kernels.layout import Blocks, Form
+from kvcal_kernels.layout import Blocks, Form, TransformForm
 from kvcal_kernels.quantise import AnyRule
 
 from ..checked import INNER, Choice, Constant, Table, constants, split
@@ -74,7 +74,7 @@ class Scaled(Codec):
             raise KVCalError(f"layer {context.layer}: run-time statistic {STATISTIC} is missing")
         return context.stats[STATISTIC]
 
-    def fused(self) -> Form | str:
+    def fused(self) -> Form | TransformForm | str:
         if self.role == "value":
             return "values divided by factors: the fused kernel adds packed and exact ones into one output"
         return self.inner.fused()
@@ -90,7 +90,8 @@ class Scaled(Codec):
         return self.inner
 
     def as_blocks(self, packed: Packed) -> Blocks:
-        return self.inner.as_blocks(packed)
+        blocks: Blocks = self.inner.as_blocks(packed)
+        return blocks
 
     def for_decoding(self) -> Scaled:
         inner = self.inner.for_decoding()

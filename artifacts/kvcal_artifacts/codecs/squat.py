@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvcal_kernels import squat
 from kvcal_kernels.hadamard import tree_sum
-from kvcal_kernels.layout import Blocks, Form
+from kvcal_kernels.layout import Blocks, Form, TransformForm
 from kvcal_kernels.squat import Digits, Moves
 
 from ..checked import HEAD_DIM, INNER, Choice, Constant, Number, Table, Whole, constants, split
@@ -266,11 +266,12 @@ class Squat(Codec):
             if start < stop:
                 yield slice(start, stop), torch.cat([subspaces[:, :, start].double() * root, *fixed], 2)
 
-    def fused(self) -> Form | str:
+    def fused(self) -> Form | TransformForm | str:
         return self.inner.fused()
 
     def as_blocks(self, packed: Packed) -> Blocks:
-        return self.inner.as_blocks(packed)
+        blocks: Blocks = self.inner.as_blocks(packed)
+        return blocks
 
     def key_factor(self, context: Context = EMPTY) -> Tensor | None:
         return self.inner.key_factor(context)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels import quantise
-from kvcal_kernels.attention import fast, reference
-from kvcal_kernels.layout import BLOCK, Blocks, Form, Rope, rope
+from kvcal_kernels.attention import fast, reference, transform
+from kvcal_kernels.layout import BLOCK, Blocks, Form, Rope, TransformBlocks, TransformForm, rope
 from kvcal_kernels.quantise import AnyRule
 
 from ..scheme import LayerCodecs
@@ -21,8 +21,8 @@ Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), tokens of
 def attention(
     kernels: str,
     q: Tensor,
-    keys: Blocks,
-    values: Blocks,
+    keys: Blocks | TransformBlocks,
+    values: Blocks | TransformBlocks,
     blocks: Tensor,
     sink: Exact,
     recent: Exact,
@@ -38,6 +38,9 @@ def attention(
     packed_q, arguments = queries_for(q, factor), (q, keys, values, blocks, sink, recent, scaling)
     if kernels == "torch":
         return reference.attend(*arguments, packed_q, ring, turns)
+    if isinstance(keys, TransformBlocks):
+        by_basis: Tensor = transform().attend(*arguments, None, workspace, ring)
+        return by_basis
     out: Tensor = fast().attend(*arguments, None, workspace, packed_q, ring, turns)
     return out
 
@@ -50,8 +53,8 @@ def workspace(kernels: str, device: torch.device) -> Any:
 def reserve(
     kernels: str,
     space: Any,
-    keys: Form,
-    values: Form,
+    keys: Form | TransformForm,
+    values: Form | TransformForm,
     batch: int,
     heads: int,
     ratio: int,
@@ -62,8 +65,12 @@ def reserve(
     """Have the memory of any step over `room` blocks before a graph of one is recorded: it must not move. rotary: channels
     that the kernel turns by RoPE.
     """
-    if kernels != "torch":
-        for queries in range(1, QUERIES + 1):
+    if kernels == "torch":
+        return
+    for queries in range(1, QUERIES + 1):
+        if isinstance(keys, TransformForm):
+            transform().reserve(space, keys, values, batch, heads, ratio, room, windows, queries)
+        else:
             fast().reserve(space, keys, values, batch, heads, ratio, room, windows, queries, rotary // (2 * rope.PIECE))
 
 

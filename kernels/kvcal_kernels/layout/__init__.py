@@ -9,13 +9,17 @@ from .blocks import Blocks, decode, launch_key, pack, pack_scales, pack_tiers, u
 from .form import BLOCK, Form
 from .grids import Grid, grid_of
 from .rope import Rope
+from .transform import Basis, TransformBlocks, TransformForm
 
 __all__ = [
     "BLOCK",
+    "Basis",
     "Blocks",
     "Form",
     "Grid",
     "Rope",
+    "TransformBlocks",
+    "TransformForm",
     "decode",
     "grid_of",
     "grids",

@@ -12,6 +12,7 @@ from ..hadamard import unrotate
 from . import grids
 from .form import BLOCK, HALF_TILE, PIECE, Form, TierFields, field_number, together
 from .grids import Grid
+from .transform import TransformBlocks
 
 
 @dataclass(frozen=True)
@@ -256,8 +257,10 @@ def unpack_scales(packed: Tensor, form: Form) -> tuple[Tensor, Tensor | None]:
     return parts[0], parts[1] if kinds == 2 else None
 
 
-def decode(blocks: Blocks) -> Tensor:
+def decode(blocks: Blocks | TransformBlocks) -> Tensor:
     """Return the numbers of blocks, (B, H, N * 32, D) float32."""
+    if isinstance(blocks, TransformBlocks):
+        return blocks.decoded()
     form = blocks.form
     if form.tiered:
         return _decode_tiers(blocks)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvcal_kernels import attention, dequantise, layout, quantise, residual_vq, squat
 from kvcal_kernels.attention import reference
 from kvcal_kernels.dequantise import Rotation
-from kvcal_kernels.layout import BLOCK, Form
+from kvcal_kernels.layout import BLOCK, Form, TransformBlocks, TransformForm
 from kvcal_kernels.quantise import AnyRule, GridRule
 from kvcal_kernels.squat import Moves
 
@@ -63,6 +63,60 @@ def trial(
             if why := _apart(actual, expected, dtype, where):
                 return why
     return None
+
+
+def transform_trial(
+    keys: TransformForm, values: TransformForm, heads: int, ratio: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """The kernel over the transform codec on random rows of different lengths against the reference in float32, as `trial`
+    tries the others.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    points = {b: torch.randn(1 << 2 * b, 2, generator=generator, device=device).half().float() for b in (4, 3, 2)}
+    points[1] = torch.tensor([[-0.75], [0.75]], device=device)
+    pair = (
+        _coordinates(keys, heads, points, device, generator),
+        _coordinates(values, heads, points, device, generator),
+    )
+    counts = [torch.tensor(n, dtype=torch.int32, device=device) for n in (BLOCKS, SINK, RECENT)]
+
+    def random(count: int, tokens: int) -> Tensor:
+        size = (len(BLOCKS), count, tokens, keys.dim)
+        return torch.randn(size, generator=generator, device=device).to(dtype)
+
+    def exact(tokens: int, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return random(heads, tokens), random(heads, tokens), count
+
+    sink, recent = exact(max(SINK), counts[1]), exact(-(-max(RECENT) // BLOCK) * BLOCK, counts[2])
+    for queries, ring in CALLS:
+        q, arguments = random(heads * ratio, queries), (*pair, counts[0], sink, recent, keys.dim**-0.5)
+        actual = attention.transform().attend(q, *arguments, ring=ring)
+        expected = reference.attend(q.float(), *pair, counts[0], sink, recent, keys.dim**-0.5, ring=ring)
+        if why := _apart(actual, expected, dtype, f"{queries} new tokens{' behind a ring' if ring else ''}"):
+            return why
+    return None
+
+
+def _coordinates(
+    form: TransformForm, heads: int, points: dict[int, Tensor], device: torch.device, generator: torch.Generator
+) -> TransformBlocks:
+    """Random blocks of a random basis, numbers of variance about 1."""
+
+    def bytes_of(*size: int) -> Tensor:
+        return torch.randint(0, 256, size, generator=generator, device=device, dtype=torch.uint8)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    rows = len(BLOCKS), heads, max(BLOCKS)
+    codes = tuple(
+        bytes_of(*rows, *((2 * count, 4) if bits == 1 else (count, layout.transform.PAIR_BYTES[bits])))
+        for bits, count in form.tiers
+    )
+    decoder = (normal(heads, form.dim, form.dim) * form.dim**-0.5).half()
+    basis = layout.Basis(decoder, (normal(heads, form.dim) / 2).half(), points, dict.fromkeys(points, 1.25))
+    norm = torch.rand(len(BLOCKS), 1, max(BLOCKS), BLOCK, generator=generator, device=device) + 0.5
+    return TransformBlocks(form, codes, norm.half(), basis)
 
 
 def _turns(rotary: int, sink: int, blocks: int, recent: int, device: torch.device) -> layout.Rope:
@@ -165,24 +219,26 @@ def _misplaced(x: Tensor, turn: Rotation | None, kernel: Reconstruction) -> str 
 
 
 def encode_trial(codec: Codec, dtype: torch.dtype, device: torch.device, blocks: int = 2) -> str | None:
-    """The kernel on random tokens, one of them nothing, against the codec on the CPU, bit by bit."""
+    """The kernel on random tokens, one of them nothing, against the codec on the CPU, bit by bit; on the same device where a
+    codec's bytes are the device's.
+    """
     shape, generator = codec.shape, torch.Generator().manual_seed(0)
     x = 3 * torch.randn(2, shape.heads, blocks * shape.block, shape.dim, generator=generator)
     x[..., ::9] *= 20
     x[0, :, 3] = 0
     x, stats = x.to(dtype), codec.example_stats(2, blocks, generator)
-    contexts = [Context(stats={name: one.to(where) for name, one in stats.items()}) for where in (device, x.device)]
-    pair = codec.to(device).by_kernel(), codec.to(x.device)
-    if isinstance(codec.fused(), Form):
+    places = device, x.device if codec.same_bytes_everywhere else device
+    contexts = [Context(stats={name: one.to(where) for name, one in stats.items()}) for where in places]
+    pair = codec.to(device).by_kernel(), codec.to(places[1])
+    if isinstance(codec.fused(), Form | TransformForm):
         actual, expected = (
-            coder.encode(x.to(where), now) for coder, where, now in zip(pair, (device, x.device), contexts, strict=True)
+            coder.encode(x.to(where), now) for coder, where, now in zip(pair, places, contexts, strict=True)
         )
     else:  # as layers that are predicted from it need it, too
         (actual, here), (expected, there) = (
-            coder.encode_decode(x.to(where), now)
-            for coder, where, now in zip(pair, (device, x.device), contexts, strict=True)
+            coder.encode_decode(x.to(where), now) for coder, where, now in zip(pair, places, contexts, strict=True)
         )
-        if not torch.equal(here.cpu(), there):
+        if not torch.equal(here.cpu(), there.cpu()):
             return f"what packed {codec.role}s decode to differs"
     apart = [name for name, one in expected.items() if not _same(actual[name], one)]
     return f"{apart[0]} of packed {codec.role}s differ" if apart else None
@@ -193,7 +249,7 @@ def _same(actual: Stored, expected: Stored) -> bool:
     if isinstance(actual, Ragged) and isinstance(expected, Ragged):
         return torch.equal(actual.counts.cpu(), expected.counts) and torch.equal(actual.data.cpu(), expected.data)
     assert isinstance(actual, Tensor) and isinstance(expected, Tensor)
-    return torch.equal(actual.cpu(), expected)
+    return torch.equal(actual.cpu(), expected.cpu())
 
 
 def quantise_trial(

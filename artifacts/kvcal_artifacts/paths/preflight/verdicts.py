@@ -24,7 +24,7 @@ import torch
 
 import kvcal_kernels
 from kvcal_kernels.device import capturing, on
-from kvcal_kernels.layout import Form
+from kvcal_kernels.layout import Form, TransformForm
 from kvcal_kernels.quantise import AnyRule, Rule
 
 from ... import codecs
@@ -38,6 +38,7 @@ from .trials import (
     encode_trial,
     quantise_trial,
     reconstruct_trial,
+    transform_trial,
     trial,
     vectors_append_trial,
     vectors_trial,
@@ -125,6 +126,14 @@ def verdict(
     parts = ["decode_attention", _said(keys), _said(values), f"d{keys.dim}", f"h{heads}", f"r{ratio}"]
     parts += [f"RoPE of {rotary}"] if rotary else []
     return _found(parts, dtype, device, lambda: trial(keys, values, heads, ratio, dtype, device, rotary))
+
+
+def transform_verdict(
+    keys: TransformForm, values: TransformForm, heads: int, ratio: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """As `verdict`, of the kernel over the transform codec."""
+    parts = ["transform_attention", f"{keys.pairs}", f"{values.pairs}", f"d{keys.dim}", f"h{heads}", f"r{ratio}"]
+    return _found(parts, dtype, device, lambda: transform_trial(keys, values, heads, ratio, dtype, device))
 
 
 def append_verdict(
