@@ -8,13 +8,14 @@ model.generate(**inputs, past_key_values=cache)
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 if TYPE_CHECKING:
     from torch import nn
 
     from .bundle import Bundle
     from .cache import KVCalCache
+    from .cache.protocols import CacheOptions
 
 
 def load_bundle(path: str | os.PathLike[str]) -> Bundle:
@@ -31,21 +32,21 @@ def load_cache(
     keep: float | None = None,
     heavy: float | None = None,
     subspace: str | None = None,
-    **options: Any,
+    **options: Unpack[CacheOptions],
 ) -> KVCalCache:
     """A Transformers cache for `model.generate(past_key_values=cache)` that stores what the bundle says.
 
-    bundle: a path, or what load_bundle gave. keep: hold only this share of the tokens, of these the share `heavy` (0.5) by
-    the attention they get (H2O, see scheme.HeavyHitters); None: as the bundle says. subspace: prompt, calibrated or both,
-    for keys that SQuat stores; None: as the bundle says. options: strict, offload, kernels, require_kernels, max_length
-    (see KVCalCache). Raises errors.IncompatibleBundle, naming both values, if the bundle was made for another model, and
-    errors.UnsupportedModel for a model that cannot be compressed.
+    bundle: a path, or what load_bundle gave. keep: store only this share of the tokens, of these the share `heavy`
+    (0.5) by the attention they get (H2O, see scheme.HeavyHitters); None: as the bundle says. subspace: prompt,
+    calibrated or both, for keys that SQuat stores; None: as the bundle says. options: strict, offload, remember,
+    kernels, require_kernels, max_length (see KVCalCache). Raises errors.IncompatibleBundle, naming both values, if the
+    bundle was made for another model, and errors.UnsupportedModel for a model that cannot be compressed.
     """
     from .bundle import Bundle
     from .cache import KVCalCache
     from .errors import UsageError
     from .hf import check_supported
-    from .windows import HeavyHitters
+    from .scheme import HeavyHitters
 
     if keep is None and heavy is not None:
         raise UsageError(f"heavy={heavy:g} is a share of the tokens that keep=... keeps: give keep too")
@@ -56,7 +57,7 @@ def load_cache(
         loaded.scheme if keep is None else loaded.scheme.keeping(HeavyHitters(keep, 0.5 if heavy is None else heavy))
     )
     if subspace is not None:
-        from .schemes import choose
+        from .scheme.subspace import choose
 
         scheme = choose(scheme, subspace)
     return KVCalCache(scheme, model, **options)

@@ -11,7 +11,7 @@ from .shown import message
 
 
 class KVCalError(Exception):
-    """Root of all of them. Its text is one line: control characters of names and files are escaped, credentials left out."""
+    """The root of all errors. Its text is one line: control characters are escaped, credentials left out."""
 
     exit_code: int = 1
 
@@ -63,7 +63,7 @@ class OutOfMemory(KVCalError):
 
 
 class KernelsUnavailable(KVCalError):
-    """Kernels were required, and a layer cannot take one: no such GPU, a format or shape none reads, or a failed check."""
+    """Kernels were required, and a layer cannot take one: no such GPU, a shape that none reads, or a failed check."""
 
     exit_code = 8
 
@@ -79,6 +79,9 @@ class TextUnavailable(TextError):
 
 
 class NonFiniteError(KVCalError):
-    """NaN or infinity where numbers are needed; the message names layer and head. layer: where a cache could not pack."""
+    """NaN or infinity where numbers are needed; the message names layer and head.
+
+    layer: that a cache could not pack.
+    """
 
     layer: int | None = None

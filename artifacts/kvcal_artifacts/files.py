@@ -1,7 +1,8 @@
 """Files on disk: only regular ones are read, so that no pipe is waited for, and temporary ones are known to be ours.
 
-A temporary file or folder lies beside what it will replace, under a name that no one else uses, and is locked while it is
-written. A lock ends with its process. So a later write of the same path removes what a killed one left, and nothing else.
+A temporary file or folder lies next to what it will replace, under a name that no one else uses, and is locked while it
+is written. A lock ends with its process. So a later write of the same path removes what a killed one left, and nothing
+else.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from .errors import KVCalError
 
@@ -28,10 +28,14 @@ if CAN_LOCK:
     import fcntl
 
 KINDS = {
-    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device", stat.S_IFLNK: "a link that leads to itself",
-}  # fmt: skip
-LONGEST = 180  # bytes of a name that still leave room for what a temporary file's name adds
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a link that leads to itself",
+}
+LONGEST = 180  # bytes of a name to which what a temporary file's name adds still fits
 TRIES = 100
 NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -51,7 +55,7 @@ def check_regular(path: str | os.PathLike[str], mode: int) -> None:
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """A descriptor for reading a regular file, links followed. Raises OSError for anything else, without waiting for it."""
+    """A descriptor for reading a regular file, links followed. Raises OSError for anything else, without waiting."""
     check_regular(path, os.stat(path).st_mode)  # a device is not even opened
     handle = os.open(path, os.O_RDONLY | NO_WAIT)
     try:
@@ -104,12 +108,12 @@ def lock(handle: int, *, wait: bool) -> bool | None:
 
 @cache
 def _host() -> str:
-    """Of this machine: what another one writes into a shared folder is left alone."""
+    """A name of this machine: what another one writes into a shared folder is not touched."""
     return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
 def _stem(place: Path) -> str:
-    """How names of temporary files for `place` begin."""
+    """The beginning of names of temporary files for `place`."""
     name = (
         place.name if len(os.fsencode(place.name)) <= LONGEST else hashlib.sha256(os.fsencode(place.name)).hexdigest()
     )
@@ -122,25 +126,25 @@ def is_temporary(name: str) -> bool:
 
 
 def temporary_file(place: Path) -> tuple[int, Path]:
-    """(descriptor, path) of a new, empty, locked file beside `place`, to be renamed to it.
+    """The descriptor and path of a new, empty, locked file next to `place`, to be renamed to it.
 
-    It has the permissions that new files get: the kernel applies the umask. Close the descriptor after the rename. What killed
-    writers of the same place left is removed first. Raises OSError.
+    It has the permissions that new files get: the kernel applies the umask. Close the descriptor after the rename. What
+    killed writers of the same place left is removed first. Raises OSError.
     """
     _sweep(place)
     for _ in range(TRIES):
         path = _new(place)
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK, 0o666)
-        if _is_kept(handle, path):
+        if _is_locked(handle, path):
             return handle, path
     raise OSError(errno.EEXIST, os.strerror(errno.EEXIST), str(place))
 
 
 @contextmanager
 def temporary_folder(place: Path) -> Iterator[Path]:
-    """A new, empty, locked folder beside `place`, to be renamed to it; what is left of it afterwards is removed.
+    """A new, empty, locked folder next to `place`, to be renamed to it; what remains of it afterwards is removed.
 
-    As `temporary_file`. Raises OSError.
+    What killed writers of the same place left is removed first. Raises OSError.
     """
     _sweep(place)
     path, handle = _locked_folder(place)
@@ -160,7 +164,7 @@ def _locked_folder(place: Path) -> tuple[Path, int | None]:
             return path, None
         with suppress(FileNotFoundError):  # swept away between the two calls
             handle = os.open(path, os.O_RDONLY | NO_LINK)
-            if _is_kept(handle, path):
+            if _is_locked(handle, path):
                 return path, handle
     raise OSError(errno.EEXIST, os.strerror(errno.EEXIST), str(place))
 
@@ -169,8 +173,8 @@ def _new(place: Path) -> Path:
     return place.parent / f"{_stem(place)}{secrets.token_hex(4)}.tmp"
 
 
-def _is_kept(handle: int, path: Path) -> bool:
-    """Lock it; False, and closed, where another process took it for a leftover between its making and its lock."""
+def _is_locked(handle: int, path: Path) -> bool:
+    """Lock a new file or folder; False, and closed, where another process took it for a leftover before the lock."""
     lock(handle, wait=True)
     if _is_at(handle, path):
         return True
@@ -186,7 +190,7 @@ def _is_at(handle: int, path: str | os.PathLike[str]) -> bool:
 
 
 def _sweep(place: Path) -> None:
-    """Remove what killed writers of `place` left: files and folders of our names that nobody has locked."""
+    """Remove what killed writers of `place` left: files and folders with our names that nobody has locked."""
     if not CAN_LOCK:
         return
     ours = re.compile(re.escape(_stem(place)) + r"[0-9a-f]{8}\.tmp")
@@ -223,23 +227,25 @@ def new_file_mode(folder: Path) -> int:
 
 
 def is_read_only(path: Path, status: os.stat_result) -> bool:
-    """Whether an existing file is protected from writing: by its mode, for root too, or as the system says for this user."""
-    options: dict[str, Any] = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
-    return not status.st_mode & 0o222 or not os.access(path, os.W_OK, **options)
+    """Whether an existing file is protected from writing, by its mode, for root too, or for this user by the system."""
+    by_effective_ids = os.access in os.supports_effective_ids
+    return not status.st_mode & 0o222 or not os.access(path, os.W_OK, effective_ids=by_effective_ids)
 
 
 STANDARD_STREAMS = {1: "standard output", 2: "standard error"}
 
 
 def named(path: Path) -> str:
-    """For messages. An empty path is the current folder to pathlib: nobody would find the option that an empty variable left
-    so in a message of `.` alone.
+    """The path, for messages.
+
+    An empty path is the current folder to pathlib: nobody would find the option that an empty variable left so in a
+    message of `.` alone.
     """
     return "'' or ." if path == Path() else str(path)
 
 
 def refuse_dash(path: Path, option: str = "") -> None:
-    """Raise KVCalError for the name "-", which elsewhere means standard output, and here would be a file called so.
+    """Raise KVCalError for the name "-", which elsewhere means standard output, and here would be the name of a file.
 
     option: what the caller calls the path, put before it in the message.
     """
@@ -250,9 +256,9 @@ def refuse_dash(path: Path, option: str = "") -> None:
 def file_behind(path: Path, option: str = "") -> Path:
     """The file that `path` names, symlinks followed, there already or not: what a rename may replace.
 
-    option: what the caller calls the path, put before it in messages. Raises KVCalError for what is there and is no regular
-    file, which a rename would destroy, for a file that is protected from writing, and for the file that standard output or
-    standard error goes to, whose text it would lose, and as `refuse_dash`.
+    option: what the caller calls the path, put before it in messages. Raises KVCalError for what is there and is no
+    regular file, which a rename would destroy, for a file that is protected from writing, for the file that standard
+    output or standard error goes to, whose text it would lose, and as `refuse_dash`.
     """
     refuse_dash(path, option)
     name = f"{option} {named(path)}".lstrip()
@@ -276,7 +282,7 @@ def file_behind(path: Path, option: str = "") -> Path:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """None where no file can be reached, of links too."""
+    """The status of the file at a path, links followed; None where none can be reached."""
     try:
         return os.stat(path)
     except OSError as error:
@@ -286,16 +292,17 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def write_atomically(path: Path, data: bytes, option: str = "--output") -> None:
-    """All of `data` under `path`, or nothing. As `write_together`."""
+    """Write all of `data` under `path`, or nothing, as `write_together` does."""
     write_together({path: data}, option)
 
 
 def write_together(files: Mapping[Path, bytes], option: str = "--output") -> None:
-    """All of each file's bytes under its path, in this order: temporary files in the same folders, synced, and renamed once
-    all of them are whole, so that a full disk or an interrupt changes none. What a killed write left there is removed.
+    """Write all files, in this order, or none of them.
 
-    A symlink stays one: the file it leads to is replaced. option: which names the paths, for messages. Raises KVCalError
-    where one cannot be written, and as `file_behind`.
+    Temporary files in the same folders are synced, and renamed once all of them are whole, so that a full disk or an
+    interrupt changes none. What a killed write left there is removed. A symlink stays one: the file it leads to is
+    replaced. option: which names the paths, for messages. Raises KVCalError where one cannot be written, and as
+    `file_behind`.
     """
     with ExitStack() as waiting:
         ready: list[tuple[Path, Path, Path]] = []
@@ -316,7 +323,7 @@ def write_together(files: Mapping[Path, bytes], option: str = "--output") -> Non
 
 
 def _fill(handle: int, data: bytes) -> None:
-    """On the disk; the descriptor stays open."""
+    """Write the data to the disk; the descriptor stays open."""
     with os.fdopen(handle, "wb", closefd=False) as file:
         file.write(data)
         file.flush()

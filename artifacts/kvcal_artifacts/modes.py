@@ -1,5 +1,6 @@
-"""torch's modes, entered only where they are not what is wanted: entering and leaving one costs the host 2 to 4 us, and a
-decode step of a model would do it a few times a layer.
+"""torch's modes, entered only where they would change something.
+
+Entering and leaving one costs the host 2 to 4 us, and a decode step of a model would do it a few times per layer.
 """
 
 from __future__ import annotations
@@ -7,22 +8,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_AS_IT_IS = nullcontext()
+_UNCHANGED = nullcontext()
 
 
-def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Inside, operations on such devices compute in the dtypes they are given."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """A context in which operations on such devices compute in the dtypes they are given."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _UNCHANGED
 
 
 def without_grad(call: Callable[P, R]) -> Callable[P, R]:
-    """As torch.no_grad() around a function."""
+    """The function inside torch.no_grad()."""
 
     @functools.wraps(call)
     def inner(*args: P.args, **kwargs: P.kwargs) -> R:

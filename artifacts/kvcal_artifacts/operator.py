@@ -13,10 +13,10 @@ from .errors import KVCalError
 
 
 class Layer(Protocol):
-    """What the operator finds behind a handle."""
+    """The layer that the operator finds by a handle."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
-        """As decode_attention; stores the new tokens."""
+        """Attention as decode_attention computes it; the layer stores the new tokens."""
 
 
 _LAYERS: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
@@ -33,10 +33,10 @@ def register(layer: Layer) -> int:
 def decode_eagerly(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, handle: int, positions: Tensor | None = None
 ) -> Tensor:
-    """Attention of the new tokens over everything that the layer behind `handle` holds, these included; it holds them then.
+    """Attention of the new tokens over these and all that the layer of `handle` stores; it then stores them, too.
 
-    q (B, Hq, Q, D) after RoPE, k, v (B, H, Q, D), keys as the layer stores them -> (B, Hq, Q, D). positions: int (B or 1, Q)
-    of the new tokens, where keys are stored before RoPE.
+    q (B, Hq, Q, D) after RoPE, k, v (B, H, Q, D), keys as the layer stores them -> (B, Hq, Q, D). positions: int
+    (B or 1, Q) of the new tokens, where keys are stored before RoPE.
     """
     layer = _LAYERS.get(handle)
     if layer is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-# C0 and C1 codes, halves of surrogate pairs, line separators, and what is invisible: among it all that reverses the direction
-# of writing. Joiners (U+200C, U+200D) stay: Persian, Indic scripts and emoji need them.
+# C0 and C1 codes, halves of surrogate pairs, line separators, and what is invisible, which includes all that reverses
+# the direction of writing. Joiners (U+200C, U+200D) stay: Persian, Indic scripts and emoji need them.
 COMMANDS = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
     "\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e007f]"
@@ -18,7 +18,7 @@ SECRETS = (  # what stands in addresses and must not stand in logs
 
 
 def shown(text: object, keep: str = "") -> str:
-    """`str(text)` with control characters as Python writes them: \\n, \\x1b, \\u202e. The rest stays as it is.
+    """The text with control characters as Python writes them: \\n, \\x1b, \\u202e. The rest does not change.
 
     keep: characters that stay, as "\\n" where lines are meant.
     """
@@ -30,9 +30,9 @@ def _escaped(one: str) -> str:
 
 
 def message(text: object) -> str:
-    """`shown` without user names, passwords and tokens: https://user:pass@host loses the first two.
+    """The text `shown` without user names, passwords and tokens: https://user:pass@host loses the first two.
 
-    Line ends with spaces beside them are layout, and become one space.
+    Line ends next to spaces are layout, and become one space.
     """
     line = shown(LAYOUT.sub(" ", str(text)))
     for secret, instead in SECRETS:

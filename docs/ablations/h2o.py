@@ -22,7 +22,7 @@ from kvcal.commands.workbench import open_model
 from kvcal.models import names
 from kvcal.report.progress import progress
 from kvcal.text import sources
-from kvcal_artifacts.windows import HeavyHitters, Windows
+from kvcal_artifacts.scheme import HeavyHitters, Windows
 
 SETS = {
     "row": (0, 2),

@@ -43,8 +43,7 @@ from kvcal.text import sources
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context, Exact, Scaled, Shape, Uniform
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 from kvcal_kernels.quantise import factors_of
 
 WINDOWS, STEP = Windows(32, 96, 32), 32

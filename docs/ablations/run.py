@@ -181,7 +181,7 @@ def measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Figures of some rows, beside one run of full precision."""
     from kvcal.commands.compare import measure
     from kvcal.commands.workbench import cache_makers
-    from kvcal_artifacts.windows import HeavyHitters
+    from kvcal_artifacts.scheme import HeavyHitters
 
     args, loaded, text = STATE["args"], STATE["loaded"], STATE["text"]
     settings = {n: args[n] for n in ("attention_windows", "attention_tokens")} | {

@@ -31,11 +31,12 @@ from kvcal.models.names import resolve
 from kvcal.text import sources
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache, statistics
-from kvcal_artifacts.cache.statistics import QuerySubspace, Statistic, subspace
+from kvcal_artifacts.cache.statistics.base import Statistic
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes
+from kvcal_artifacts.cache.statistics.subspace import QuerySubspace, subspace
 from kvcal_artifacts.codecs import Context, Squat, Uniform
 from kvcal_artifacts.codecs.squat import responses
-from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme, Windows
 
 WINDOWS, LENGTH, STEP = Windows(0, 32, 32), 1024, 32
 ROUNDINGS = ("recursion, float32", "codec", "solve, float64")
@@ -44,7 +45,7 @@ ROUNDINGS = ("recursion, float32", "codec", "solve, float64")
 class PromptOnly(QuerySubspace):
     """The paper's: fitted once, on all of the first call, for every block of the row."""
 
-    def observe(self, x: Tensor, at: statistics.Prefixes) -> Tensor | None:
+    def observe(self, x: Tensor, at: Prefixes) -> Tensor | None:
         if not self.state:
             q = self.grouped(x).flatten(2, 3).double()
             self.state["fitted"] = subspace(q.mT @ q, self.rank).float()

@@ -54,8 +54,8 @@ from kvcal.models import configuration, devices, loading
 from kvcal.models.catalogue import Geometry
 from kvcal.models.names import resolve
 from kvcal_artifacts.hf import seam
-from kvcal_artifacts.paths import choose, dequantised
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.paths import choose, dequantised, packing_rules
+from kvcal_artifacts.scheme import Windows
 
 WINDOWS = Windows(4, 128, 32)
 STEPS = 10  # of a graph, timed
@@ -95,16 +95,16 @@ def compile_for(name: str, geometry: Geometry, dtype: torch.dtype) -> None:
     """
     one, device = benched(name, geometry), torch.device("cuda")
     pair, ratio = one.codecs, geometry.heads // geometry.kv_heads
-    choose.packing("auto", pair, dtype, device)
+    packing_rules.packing("auto", pair, dtype, device)
     if name == FUSED:
         choose.absence("auto", pair, ratio, dtype, device)
-        choose.rules("auto", pair, dtype, device)
-        choose.block_rules("auto", pair, dtype, device)
+        packing_rules.rules("auto", pair, dtype, device)
+        packing_rules.block_rules("auto", pair, dtype, device)
     else:
         dequantised.refusal("auto", pair, dtype, device)
         rotary = geometry.head_dim if one.frame == "pre_rope" else 0
-        reader = dequantised.reader_of(pair, dtype, "auto", 0, 1)
-        reader.turns(rotary, device)
+        reader = dequantised.dequantiser_of(pair, dtype, "auto", 0, 1)
+        reader.rotates(rotary, device)
 
 
 @torch.no_grad()

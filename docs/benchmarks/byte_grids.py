@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.codecs import Higgs, Shape
-from kvcal_artifacts.codecs.higgs import Points, byte_grid, gaussian_grid
+from kvcal_artifacts.codecs.higgs import Points
+from kvcal_artifacts.codecs.higgs_grids import byte_grid, gaussian_grid
 from kvcal_kernels.lattice import nearest
 
 HEADS, DIM, TOKENS = 8, 128, 4096

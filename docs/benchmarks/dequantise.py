@@ -26,7 +26,7 @@ import triton
 from torch import Tensor
 
 from kvcal.bench.timing import Clock
-from kvcal_artifacts.codecs.higgs import GRIDS, gaussian_grid
+from kvcal_artifacts.codecs.higgs_grids import GRIDS, gaussian_grid
 from kvcal_kernels.dequantise import Coded, Rotation, reference
 from kvcal_kernels.dequantise import triton as fused
 from kvcal_kernels.hadamard import signs

@@ -42,7 +42,7 @@ from kvcal.models import configuration, loading
 from kvcal.models.names import resolve
 from kvcal.report.checkout import commit
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import Windows
 
 SCHEMES = "kivi-4,kivi-2,higgs-2"
 LIBRARIES = ("torch", "triton", "transformers")

@@ -34,7 +34,7 @@ import triton
 from torch import Tensor
 
 from kvcal.bench.timing import Clock
-from kvcal_artifacts.codecs.higgs import gaussian_grid
+from kvcal_artifacts.codecs.higgs_grids import gaussian_grid
 from kvcal_kernels.higgs import Rotated
 from kvcal_kernels.higgs import reference as higgs_reference
 from kvcal_kernels.higgs import triton as higgs

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import Windows
 
 from ..models.catalogue import Geometry
 from .filled import fill_cache, scheme_of, tokens
@@ -263,7 +263,8 @@ def packed_bytes(cache: KVCalCache) -> int:
     """Bytes of what rows hold, spare capacity left out: packed blocks, windows, layers left to Transformers; and
     constants of the codecs.
     """
-    blocks, exact = int(cache.ledger.blocks.sum()), int((cache.ledger.sink + cache.ledger.window).sum())
+    ledger = cache.full_ledger
+    blocks, exact = int(ledger.blocks.sum()), int((ledger.sink + ledger.window).sum())
     plain = [layer for layer, pair in zip(cache.layers, cache.scheme.layers, strict=True) if pair is None]
     total, model = cache.scheme.resident_bytes() + _held_bytes(plain), cast(Any, cache.model)
     for pair in filter(None, cache.scheme.layers):

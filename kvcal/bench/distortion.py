@@ -29,7 +29,7 @@ from kvcal_artifacts.codecs import (
 )
 from kvcal_artifacts.codecs.exact import DTYPES
 from kvcal_artifacts.codecs.float8 import FORMATS
-from kvcal_artifacts.codecs.higgs import GRID_MSE, gaussian_grid
+from kvcal_artifacts.codecs.higgs_grids import GRID_MSE, gaussian_grid
 from kvcal_artifacts.codecs.transform import GRID_OF, MSE, ONE_BIT
 from kvcal_artifacts.errors import KVCalError
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer
-from kvcal_artifacts.cache.static import StaticLayer
-from kvcal_artifacts.cache.statistics import Prefixes
+from kvcal_artifacts.cache.static.layer import StaticLayer
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes
 from kvcal_artifacts.codecs.ragged import Ragged
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.storage.block_store import Stored
-from kvcal_artifacts.storage.ledger import Ledger, Plan
+from kvcal_artifacts.storage.ledger import Ledger
+from kvcal_artifacts.storage.plan import Plan
 
 from ..models.catalogue import Geometry
 from .layer import Case, fill
@@ -51,7 +52,7 @@ def fill_cache(cache: KVCalCache, geometry: Geometry, one: Benched, batch: int, 
     if one.frame == "pre_rope":
         places = torch.arange(length, dtype=torch.int32, device=model.device)
         cache.ledger.positions = places[None].repeat(batch, 1)
-        cache.ledger.starts = torch.zeros(batch, dtype=torch.long)
+        cache.full_ledger.starts = torch.zeros(batch, dtype=torch.long)
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, KVCalLayer):
             codecs = cache.scheme.layers[index]
@@ -76,7 +77,7 @@ def _fill_layer(layer: KVCalLayer, case: Case, batch: int, plan: Plan, length: i
     if isinstance(layer, StaticLayer):  # packed blocks go where they stay: a copy of all would not fit beside them
         layer.publish()
         # The storage itself: what the host would look at as `packed` brings a copy of the window with it, in each layer.
-        stored = layer.packed if layer.room is None else layer.room.packed
+        stored = layer.packed if layer.allocation is None else layer.allocation.packed
         for role, packed in enumerate(filled.packed):
             for name, x in packed.items():
                 assert isinstance(x, Tensor)

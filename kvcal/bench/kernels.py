@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvcal_artifacts.codecs import Codec, Predicted, ResidualVQ
 from kvcal_artifacts.codecs.base import Packed
-from kvcal_artifacts.codecs.reconstruct import Reconstruction
+from kvcal_artifacts.codecs.dequantise import Dequantiser
 from kvcal_artifacts.storage import block_store
 from kvcal_artifacts.storage.ledger import Ledger
 from kvcal_kernels import residual_vq
@@ -116,8 +116,7 @@ def reconstruct(case: Case) -> Prepared:
     filled, pre_rope = fill(case), case.scheme.frame == "pre_rope"
     tokens, dim = packed_blocks(case) * case.scheme.windows.block, case.geometry.head_dim
     keys, values = (
-        Reconstruction(codec, case.dtype, rotary)
-        for codec, rotary in zip(filled.pair, (dim * pre_rope, 0), strict=True)
+        Dequantiser(codec, case.dtype, rotary) for codec, rotary in zip(filled.pair, (dim * pre_rope, 0), strict=True)
     )
     turn = rope(tokens, dim, case.device) if pre_rope else None
     below = {name: getattr(filled.decoding, name) for name in filled.codecs.needs - {"k0"}}

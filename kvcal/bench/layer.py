@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.cache.statistics import Prefixes, Statistic, statistic
+from kvcal_artifacts.cache.statistics import statistic
+from kvcal_artifacts.cache.statistics.base import Statistic
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes
 from kvcal_artifacts.codecs import Codec, Context
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.codecs.ragged import Ragged
 from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_artifacts.storage.block_store import Stored, tensors_of
-from kvcal_artifacts.storage.ledger import Ledger, Plan
+from kvcal_artifacts.storage.ledger import Ledger
+from kvcal_artifacts.storage.plan import Plan
 from kvcal_kernels.dequantise import Rotation
 
 from ..models.catalogue import Geometry

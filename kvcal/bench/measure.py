@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from kvcal_artifacts.codecs import Exact, Shape
-from kvcal_artifacts.scheme import LayerCodecs
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import LayerCodecs, Windows
 
 from ..models.catalogue import Geometry
 from . import peers

@@ -11,11 +11,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.cache import device_steps
+from kvcal_artifacts.cache.static import device_steps
 from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Squat
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.paths import codebook
-from kvcal_artifacts.paths.choose import DTYPES_TAKEN, packing, rule_of
+from kvcal_artifacts.paths.choose import DTYPES_TAKEN
+from kvcal_artifacts.paths.packing_rules import packing, rule_of
 from kvcal_artifacts.paths.preflight.verdicts import interpreted, unsupported
 from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_kernels import residual_vq

@@ -13,8 +13,7 @@ from torch import Tensor
 from kvcal_artifacts.codecs import Predicted, ResidualVQ, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KVCalError, UsageError
-from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 
 from ..bundles.paths import given_bundle
 from ..methods.data_free import PRESETS, Preset

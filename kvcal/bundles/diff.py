@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.bundle import Bundle
-from kvcal_artifacts.canonical import dtype_name, tensor_bytes
+from kvcal_artifacts.bundle.canonical import dtype_name, tensor_bytes
 from kvcal_artifacts.codecs import state_of
 
 from ..report.records import check_depth, is_number

@@ -17,11 +17,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import Bundle, load_bundle
-from kvcal_artifacts.canonical import canonical, sha256_text
+from kvcal_artifacts.bundle import Bundle, Fingerprint, load_bundle
+from kvcal_artifacts.bundle.canonical import canonical, sha256_text
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.files import is_temporary, kind_of, read_text, write_atomically
-from kvcal_artifacts.fingerprint import Fingerprint
 from kvcal_artifacts.paths.preflight import verdicts
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.shown import message

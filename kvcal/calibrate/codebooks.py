@@ -25,12 +25,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import Bundle
-from kvcal_artifacts.canonical import canonical, tensor_bytes
+from kvcal_artifacts.bundle import Bundle, Fingerprint
+from kvcal_artifacts.bundle.canonical import canonical, tensor_bytes
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import check_regular, write_atomically
-from kvcal_artifacts.fingerprint import Fingerprint
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
 from ..capture.scan import Capture, LayerTaps

@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import SUFFIX, Bundle
+from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint
 from kvcal_artifacts.errors import KVCalError, NonFiniteError
-from kvcal_artifacts.fingerprint import Fingerprint
-from kvcal_artifacts.scheme import LayerCodecs, Scheme, coverage
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, coverage
 
 from ..capture.checks import check_model
 from ..capture.scan import Capture, LayerSource, LayerTaps

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kvcal_artifacts.codecs import Context
+from kvcal_artifacts.codecs import Context, Exact
 from kvcal_artifacts.errors import NonFiniteError
 from kvcal_artifacts.hf import AttentionSite, attention_site, check_frame
 from kvcal_artifacts.scheme import Scheme
@@ -102,9 +102,10 @@ def forecasts(
 def _own_cache(capture: Capture, index: int, layer: Any, x: Tensor, runs: Mapping[str, _Run]) -> Tensor:
     """A layer that keeps a cache of its own, of input x (N, T, hidden size): its output; advances each run."""
     kwargs = capture.kwargs_of(index)
+    output = _output(layer(x, **kwargs))
     for run in runs.values():
-        run.x = _output(layer(run.x, **kwargs))
-    return _output(layer(x, **kwargs))
+        run.x = output if run.x is x else _output(layer(run.x, **kwargs))
+    return output
 
 
 def _compressed(
@@ -123,6 +124,10 @@ def _compressed(
     for role, states in (("key", exact.keys), ("value", exact.values)):
         check_finite(states, f"layer {index}, {role} head", slice(0, len(x)))
     for name, run in runs.items():
+        if run.x is x and run.is_exact(index):  # nothing below was changed either
+            assert exact.output is not None
+            run.x = exact.output
+            continue
         stopped = call_layer(layer, run.x, kwargs, site, taps[name], stop=True)
         run.pack(_Layer(index, site, rope), stopped)
         attended = call_layer(layer, run.x, kwargs, site, frozenset(), stop=False, change=run.packed_in)
@@ -152,6 +157,12 @@ class _Run:
         self.broken = False  # whether a codec was given numbers that are none
         self._below: dict[str, Tensor] = {}
         self._made: tuple[Tensor, Tensor] | None = None
+
+    def is_exact(self, index: int) -> bool:
+        """Whether the layer's codecs give back what they are given, and no layer is predicted."""
+        pair = self.scheme.layers[index]
+        codecs = () if pair is None else (pair.key, pair.value)
+        return not self.scheme.chained and all(isinstance(one, Exact) and one.dtype == "float32" for one in codecs)
 
     def taps(self, index: int) -> frozenset[str]:
         """What the layer's codecs ask of keys ("k") and queries ("q") before RoPE."""

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import Bundle
-from kvcal_artifacts.fingerprint import Fingerprint
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.bundle import Bundle, Fingerprint
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 
 from ..capture.scan import LayerSource, LayerTaps, default_batch
 from ..capture.spill import Where

@@ -115,6 +115,19 @@ def warnings(
     return lines + [_line(name, by_name[name], word, instead[name]) for name, word in words.items()]
 
 
+def measured_warning(name: str, kl: float | None, command: str) -> str | None:
+    """The line for a scheme whose KL was measured: mean nats of the tokens that see packed blocks. None where it is not
+    warned of, or nothing was packed. command: what forecasts better codecs.
+    """
+    word = None if kl is None else grade(kl)
+    if word is None:
+        return None
+    return (
+        f"warning: {name} {word} here: KL {kl:.2g} nats per token, measured on tokens behind packed ones; "
+        f"`{command}` forecasts what would be better"
+    )
+
+
 def _source(model: LayerSource | nn.Module) -> LayerSource:
     return WholeModel(model) if isinstance(model, nn.Module) else model
 

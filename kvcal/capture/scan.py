@@ -24,8 +24,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from kvcal_artifacts.bundle import probed_layers
 from kvcal_artifacts.errors import KVCalError, UsageError
-from kvcal_artifacts.fingerprint import probed_layers
 from kvcal_artifacts.hf import (
     AttentionSite,
     attention_site,

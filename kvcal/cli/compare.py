@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from kvcal.cli.evaluate import bits, spread
 from kvcal.cli.options import (
     Batch,
     Bundles,
@@ -105,35 +106,31 @@ def compare(
         print_json(result)
         return
     line(f"full precision: perplexity {result['full_perplexity']:.4f}")
-    print_table(
-        [
-            "name",
-            "bits/value",
-            "paper's count",
-            "perplexity",
-            "KL",
-            "logit error",
-            "output error",
-            f"bytes at {result['at_length']}",
-            "front",
-        ],
-        [
-            [
-                row["name"],
-                "-" if row["bits_per_value"] is None else f"{row['bits_per_value']:.3f}",
-                f"{row['paper_bits']:.3f}",
-                f"{row['perplexity']:.4f}",
-                f"{row['kl']:.5f}",
-                _error(row["logit_error"]),
-                _error(row["output_error"]),
-                f"{row['bytes_at_length']:,}",
-                "*" if row["front"] else "",
-            ]
-            for row in result["rows"]
-        ],
-    )
+    columns = ["name", "bits/value", "paper's count", "KL", "±", "median", "99 %", "max", "same top"]
+    columns += ["logit error", "output error", f"bytes at {result['at_length']}", "× smaller", "front", "perplexity"]
+    print_table(columns, map(_cells, result["rows"]))
     if result["max_bits"] is not None:
         line(f"best at no more than {result['max_bits']} bits a value: {result['best'] or 'none'}")
+        if result["ties"]:
+            line(f"within the spread over windows of it: {', '.join(result['ties'])}")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["name"],
+        bits(row["bits_per_value"]),
+        f"{row['paper_bits']:.3f}",
+        f"{row['kl']:.5f}",
+        spread(row["kl_se"]),
+        *(f"{row[name]:.5f}" for name in ("kl_median", "kl_p99", "kl_max")),
+        f"{row['same_top']:.2%}",
+        _error(row["logit_error"]),
+        _error(row["output_error"]),
+        f"{row['bytes_at_length']:,}",
+        f"{row['smaller']:.2f}",
+        "*" if row["front"] else "",
+        f"{row['perplexity']:.4f}",
+    ]
 
 
 def _error(value: float | None) -> str:

@@ -49,6 +49,34 @@ def evaluate(
     require_kernels: RequireKernels = False,
     subspace: Subspace = None,
     batch: Batch = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Tasks, each with its difference to full precision on the same questions: names of lm-eval's "
+            "(gsm8k, niah_single_1), humaneval, needle, context-once, agreement; may be repeated, or given as a,b."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Of --task: questions, of needle and others contexts.")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Of --task: tokens of synthetic contexts (RULER, needle and others), as 4k,8k.")
+    ] = None,
+    tasks_path: Annotated[
+        Path | None, typer.Option(help="Of --task: a folder of task files; lm-eval runs the Python in it.")
+    ] = None,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Of --task humaneval: run generated programs, in a sandbox.")
+    ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Of --task: lm-eval's prompts in the tokenizer's chat template.")
+    ] = False,
+    needle_plot: Annotated[
+        Path | None, typer.Option(help="Of --task needle: PNG of what was found, by length and depth.")
+    ] = None,
+    max_score_drop: Annotated[
+        float | None, typer.Option(min=0, help="Gate: any task's mean score below full precision's, at most.")
+    ] = None,
     max_ppl_increase: Annotated[
         str | None, typer.Option(help="Gate: perplexity above full precision's by at most this share, as 1% or 0.01.")
     ] = None,
@@ -90,6 +118,7 @@ def evaluate(
         print_json(result)
     else:
         print_rows(result["rows"])
+        print_tasks(result["rows"])
         print_gates(result["gates"])
     raise_if_failed(result["gates"])
 
@@ -111,17 +140,56 @@ def print_gates(checks: list[Any]) -> None:
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    """Rows of an evaluation as a table; sizes per window."""
+    """Rows of an evaluation as a table; sizes are of one window's end."""
+    columns = ["name", "KL", "±", "median", "99 %", "max", "same top", "bits/value", "bytes", "× smaller", "perplexity"]
 
     def cells(row: dict[str, Any]) -> list[str]:
-        bits = "-" if row["bits_per_value"] is None else f"{row['bits_per_value']:.3f}"
-        sizes = [f"{row[name]:,}" for name in ("cache_bytes", "window_bytes", "resident_bytes")]
-        return [row["name"], f"{row['perplexity']:.4f}", f"{row['kl']:.5f}", bits, *sizes, f"{row['tokens']:,}"]
+        figures = [f"{row[name]:.5f}" for name in ("kl_median", "kl_p99", "kl_max")]
+        size = f"{row['cache_bytes'] + row['window_bytes']:,}"
+        return [
+            row["name"],
+            f"{row['kl']:.5f}",
+            spread(row["kl_se"]),
+            *figures,
+            f"{row['same_top']:.2%}",
+            bits(row["bits_per_value"]),
+            size,
+            f"{row['smaller']:.2f}",
+            f"{row['perplexity']:.4f}",
+        ]
 
-    print_table(
-        ["name", "perplexity", "KL", "bits/value", "packed bytes", "window bytes", "resident bytes", "tokens"],
-        [cells(row) for row in rows],
-    )
+    print_table(columns, [cells(row) for row in rows])
+    compressed = [row for row in rows if row["positions"]]
+    if compressed:
+        names = [f"{bucket['first']}-{bucket['last']}" for bucket in compressed[0]["positions"]]
+        print_table(
+            ["KL by position", *names],
+            [[row["name"], *(f"{bucket['kl']:.5f}" for bucket in row["positions"])] for row in compressed],
+        )
+
+
+def print_tasks(rows: list[dict[str, Any]]) -> None:
+    """A line a task and row: scores, their difference with its interval, McNemar's p-value; nothing without tasks."""
+    lines = [(row["name"], name, paired) for row in rows for name, paired in row.get("tasks", {}).items()]
+    if lines:
+        columns = ["task", "name", "score", "full", "difference", "95 % from", "to", "McNemar p", "questions"]
+        print_table(columns, [[name, row, *_task_cells(paired)] for row, name, paired in lines])
+
+
+def _task_cells(paired: dict[str, Any]) -> list[str]:
+    p_value = paired["mcnemar"]
+    figures = [f"{paired[name]:.4f}" for name in ("score", "full", "difference", "low", "high")]
+    return [*figures, "-" if p_value is None else f"{p_value:.3f}", f"{paired['n']:,}"]
+
+
+def spread(error: float | None) -> str:
+    """A standard error over windows; one window has none."""
+    return "-" if error is None else f"{error:.5f}"
+
+
+def bits(value: float | None) -> str:
+    """Stored bits a value; a cache that packed nothing has none."""
+    return "-" if value is None else f"{value:.3f}"
 
 
 def generate(

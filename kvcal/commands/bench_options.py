@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvcal_artifacts.errors import KVCalError, UsageError
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import Windows
 
 from ..bench import paper, schemes
 from ..bench.operations import OPERATIONS, TABLES

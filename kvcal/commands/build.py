@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from kvcal_artifacts.bundle import SUFFIX
-from kvcal_artifacts.canonical import canonical, sha256_text
+from kvcal_artifacts.bundle.canonical import canonical, sha256_text
 from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.scheme import Windows
 from kvcal_artifacts.shown import message
-from kvcal_artifacts.windows import Windows
 
 from ..calibrate import provenance
 from ..calibrate.driver import fit_together

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.scheme import HeavyHitters
 
 from ..calibrate.driver import fit
 from ..calibrate.job import FitOptions, FitResult

@@ -17,8 +17,7 @@ from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.paths.fused import QUERIES
 from kvcal_artifacts.paths.preflight.verdicts import triton_version
-from kvcal_artifacts.scheme import coverage
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.scheme import HeavyHitters, coverage
 
 from ..calibrate.provenance import cpu_record, device_name
 from ..methods.aqua_kv import AquaKV

@@ -15,8 +15,7 @@ from torch import Tensor
 from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
 from kvcal_artifacts.errors import CorruptBundle, UsageError
 from kvcal_artifacts.files import write_atomically
-from kvcal_artifacts.scheme import FRAMES
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.scheme import FRAMES, HeavyHitters
 
 from .. import __version__
 from ..bundles.paths import given_bundle
@@ -24,9 +23,9 @@ from ..calibrate.checkpoint import BatchCheckpoint as SavedBatches
 from ..calibrate.checkpoint import CommandCheckpoint, partial_folder, short
 from ..calibrate.driver import fit
 from ..calibrate.job import FitOptions
-from ..calibrate.outlier_guard import warnings
 from ..capture.scan import WholeModel
 from ..evaluate.attention_error import attention_errors
+from ..evaluate.divergence import ties
 from ..evaluate.perplexity import Batches, CacheMaker, evaluate
 from ..methods.aqua_kv import AquaKV
 from ..methods.composition import Composition
@@ -36,7 +35,7 @@ from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
 from ..pipeline.scheme_file import Recipe, read_recipe
 from ..report.outputs import check_output
-from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results
+from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results, within
 from ..text.sources import EvaluationWindows
 from .common import (
     Options,
@@ -57,12 +56,13 @@ from .common import (
 from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
 from .fit_predictors import check_taken as check_predictor
-from .guard import schemes_of
+from .guard import measured_warnings
 from .workbench import cache_makers, open_given
 
 PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
 PREDICTED = ("first_layer", "key_inputs", "value_inputs")
 FITTED = ("calibration", "fit_windows", "fit_length")
+FIGURES = 2  # which figures a row has; rows of result files that have others are measured again
 UNPREDICTED = {"first_layer": "", "key_inputs": "none", "value_inputs": "none"}
 
 
@@ -170,8 +170,6 @@ def run_compare(o: Options, fit_options: Options, say: Say, typed: Collection[st
     settings = _settings(o, texts, loaded, selection)
     ready = {row.name: row.what for row in rows if not isinstance(row.what, AquaKV)}  # a fit says it itself
     cache_makers(loaded.model, ready, loaded.revision, selection)  # refuses bundles of other models before any work
-    for line in warnings(loaded.model, texts.evaluation.ids, schemes_of(loaded.model, ready)):
-        say(line)
     hashes = [texts.evaluation.ids_sha256, *([texts.fitting["text"].ids_sha256] if texts.fitting else [])]
     record = settings | decided_by(o, loaded.model.dtype, loaded.model.device, *hashes)
     work = CommandCheckpoint("compare", record, output=o["output"], resume=o["resume"], say=say)
@@ -184,6 +182,9 @@ def run_compare(o: Options, fit_options: Options, say: Say, typed: Collection[st
         return cache_makers(loaded.model, {name: method}, loaded.revision, selection, require)
 
     _measure_rows(rows, ledger, work, loaded, texts, makers, settings, o["batch"], say)
+    behind = {row.name: ledger.rows[row.key]["kl_behind"] for row in rows}
+    for line in measured_warnings(o["model"], ready, behind):
+        say(line)
     return settings | _judged(o, rows, ledger, texts.evaluation.source, resumed)
 
 
@@ -244,6 +245,7 @@ def _settings(o: Options, texts: Texts, loaded: LoadedModel, selection: HeavyHit
         "attention_windows": min(o["attention_windows"], len(text.ids)),
         "at_length": o["at_length"] or length,
         "version": __version__,
+        "figures": FIGURES,
     }
     if selection is not None:  # figures of one kind in a file, as with every other setting
         settings |= {"selection": asdict(selection)}
@@ -297,6 +299,7 @@ def _judged(o: Options, rows: list[Candidate], ledger: Ledger, text: str, resume
         "resumed_rows": resumed,
         "max_bits": o["max_bits"],
         "best": chosen["name"] if chosen else None,
+        "ties": ties([row for row in measured if within(row, o["max_bits"])], chosen) if chosen else [],
     }
 
 

@@ -12,9 +12,8 @@ import torch
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import NonFiniteError, UsageError
-from kvcal_artifacts.scheme import Scheme
-from kvcal_artifacts.schemes import choose, has_subspace
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.scheme import HeavyHitters, Scheme
+from kvcal_artifacts.scheme.subspace import choose, has_subspace
 
 from ..calibrate.checkpoint import BatchCheckpoint, CommandCheckpoint, short
 from ..calibrate.outlier_guard import warnings
@@ -47,9 +46,14 @@ from .common import (
     text_for,
     tokenizer_for,
 )
-from .guard import guard_window, schemes_of
+from .guard import guard_window, measured_warnings, schemes_of
+from .tasks import Answered, judged, run_tasks, task_names
 from .workbench import cache_makers, open_given, rows_named
 
+# of --task, where `kvcal build` and `kvcal reproduce` evaluate
+TASKLESS: Options = dict.fromkeys(
+    ("task", "limit", "lengths", "tasks_path", "allow_code", "chat", "needle_plot", "max_score_drop")
+)
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
 
@@ -60,23 +64,39 @@ def run_eval(
     default those of the options for all. typed: names of the options that somebody gave; UsageError for one that
     nothing takes.
     """
+    o = {**TASKLESS, **o}
     refuse_idle_seed(o, typed)
-    plan = _planned(o, say, limits)
-    text = evaluation_text(o, plan.source, tokenizer_for(o, plan.source, plan.origin), plan.origin, plan.length, say)
+    plan, tasks = _planned(o, say, limits), task_names(o)
+    tokenizer = tokenizer_for(o, plan.source, plan.origin)
+    if tasks and not plan.methods:
+        raise UsageError("--task compares caches with full precision: give a bundle, or --preset")
+    text = evaluation_text(o, plan.source, tokenizer, plan.origin, plan.length, say)
     check_context(plan.source, plan.length, say)
-    loaded, makers = _opened(o, plan, text, say)
+    loaded, makers = _opened(o, plan, say)
     started = time.monotonic()
     work = CommandCheckpoint("eval", _record(o, plan, loaded.model, text), output=None, resume=o["resume"], say=say)
     with work.until_done():
         measured, broken = _measured(loaded.model, text.ids, makers, o, work, say)
+        sound = {name: maker for name, maker in makers.items() if name not in broken}
+        answered = run_tasks(o, loaded.model, known(tokenizer), sound, work, say) if tasks else Answered()
     row_names = dict(zip(makers, plan.methods, strict=True))  # a row's name tells of --keep, too
     for name, (_, why) in broken.items():
         if not plan.limits[row_names[name]]:
             raise NonFiniteError(f"{name}: {why}")
-    checks = _judged(plan, row_names, measured, broken, say)
+    behind = {row_names[row.name]: row.kl_behind for row in measured.rows[1:]}
+    for line in measured_warnings(o["model"], plan.methods, behind):
+        say(line)
+    checks = _judged(plan, row_names, measured, broken, say) + judged(answered, o["max_score_drop"])
+    if o["needle_plot"] is not None:
+        from ..report.plots import plot_needle_maps
+
+        plot_needle_maps(answered.needles, f"{plan.source.public}: needles found", o["needle_plot"])
     selection = plan.selection
     return {
-        "rows": [row.as_dict() | plan.hashes.get(row_names.get(row.name, ""), {}) for row in measured.rows],
+        "rows": [
+            row.as_dict() | plan.hashes.get(row_names.get(row.name, ""), {}) | answered.of(row.name)
+            for row in measured.rows
+        ],
         "layers": {name: watched.rows for name, watched in measured.watched.items()},
         "canary": {name: str(alive) for name, alive in measured.canaries.items()},
         "gates": checks,
@@ -141,16 +161,13 @@ def _hashes(methods: Mapping[str, DataFree | Bundle]) -> dict[str, dict[str, str
     return {name: {"sha256": file_sha256(bundle.path)} for name, bundle in bundles.items() if bundle.path is not None}
 
 
-def _opened(o: Options, plan: Plan, text: EvaluationWindows, say: Say) -> tuple[LoadedModel, dict[str, CacheMaker]]:
-    """The model and a maker of caches for each row; says what the outlier guard has to say."""
+def _opened(o: Options, plan: Plan, say: Say) -> tuple[LoadedModel, dict[str, CacheMaker]]:
+    """The model and a maker of caches for each row."""
     loaded = open_given(o)
     if plan.methods:
         say_coverage(loaded.model, say)
     # refuses bundles of other models
-    makers = cache_makers(loaded.model, plan.methods, loaded.revision, plan.selection, plan.require)
-    for line in warnings(loaded.model, text.ids, schemes_of(loaded.model, plan.methods)):
-        say(line)
-    return loaded, makers
+    return loaded, cache_makers(loaded.model, plan.methods, loaded.revision, plan.selection, plan.require)
 
 
 def _record(o: Options, plan: Plan, model: Any, text: EvaluationWindows) -> dict[str, Any]:

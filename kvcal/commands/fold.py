@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import Bundle
+from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import refuse_dash
-from kvcal_artifacts.fingerprint import Fingerprint
 
 from .. import __version__
 from ..bundles.paths import given_bundle

@@ -1,11 +1,13 @@
-"""The outlier guard at the commands' doors: a scheme whose forecast KL on this model is high is named before it serves.
+"""The outlier guard at the commands' doors: a scheme whose KL on this model is high is named.
 
-Presets and bundles are forecast alike: what a bundle's file records of its own quality is anybody's claim.
+Presets and bundles are judged alike: what a bundle's file records of its own quality is anybody's claim. `generate` and
+`preset` forecast it. `eval` and `compare` measure it anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.scheme import Scheme
 
-from ..calibrate.outlier_guard import LENGTH, WINDOWS, window_length
+from ..calibrate.outlier_guard import LENGTH, WINDOWS, measured_warning, window_length
 from ..methods.data_free import DataFree
 from ..text import sources
 
@@ -31,3 +33,18 @@ def guard_window(tokenizer: Any, schemes: Mapping[str, Scheme]) -> Tensor:
     """
     pieces = -(-window_length(schemes.values()) // LENGTH) + 1  # one more: joined windows lose a BOS each
     return sources.evaluation_windows(tokenizer, TEXT, windows=WINDOWS * pieces, length=LENGTH).ids
+
+
+def measured_warnings(
+    model: str, rows: Mapping[str, DataFree | Bundle], kl: Mapping[str, float | None]
+) -> Iterator[str]:
+    """A line for each row whose measured KL is warned of. model: as the command line names it. kl: by the rows' names,
+    mean nats of tokens that see packed blocks, None where there is none.
+    """
+    for name, row in rows.items():
+        if isinstance(row, Bundle):
+            better = f"kvcal generate --model {shlex.quote(model)} --bundle {shlex.quote(str(row.path))} --prompt TEXT"
+        else:
+            better = f"kvcal generate --model {shlex.quote(model)} --preset {shlex.quote(name)} --prompt TEXT"
+        if (line := measured_warning(name, kl.get(name), better)) is not None:
+            yield line

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from kvcal_artifacts.bundle import Bundle
+from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.fingerprint import Fingerprint
 from kvcal_artifacts.scheme import Scheme
 
 from .. import __version__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 from kvcal_artifacts.errors import UsageError
@@ -11,7 +12,10 @@ from ..methods.kvtuner import KVTuner
 from ..models import names
 from .calibration import prepare, written
 from .common import Options, Say, output_for
+from .tune_kl import refuse_other, run_tune_kl
 from .tune_thresholds import window_counts
+
+OBJECTIVES = ("attention", "kl")
 
 
 def kvtuner_method(o: Options) -> KVTuner:
@@ -24,9 +28,16 @@ def kvtuner_method(o: Options) -> KVTuner:
     )
 
 
-def run_tune_bits(o: Options, say: Say) -> dict[str, Any]:
-    """Options by name, as the command line gives them -> what was chosen and written."""
+def run_tune_bits(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+    """Options by name, as the command line gives them -> what was chosen and written. typed: names of those that
+    somebody gave; UsageError for one of the other objective.
+    """
     started = time.monotonic()
+    if o["objective"] not in OBJECTIVES:
+        raise UsageError(f"--objective {o['objective']}: allowed are {', '.join(OBJECTIVES)}")
+    refuse_other(o, typed)
+    if o["objective"] == "kl":
+        return run_tune_kl(o, say)
     method = kvtuner_method(o)
     source = names.resolve(o["model"], o["revision"])
     output = output_for(o, source, method.name)

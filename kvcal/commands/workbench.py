@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import SUFFIX, Bundle
+from kvcal_artifacts.bundle import SUFFIX, Bundle, probed_layers
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.fingerprint import probed_layers
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.scheme import HeavyHitters
 
 from ..bundles.paths import given_bundle
 from ..capture.scan import LayerSource, WholeModel

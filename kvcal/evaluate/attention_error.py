@@ -1,8 +1,9 @@
 """What a scheme does to attention, layer by layer, on the very keys and values of the full-precision model.
 
-A cache of the scheme is run by the model as in decoding, but every layer gets the exact keys and values back, so that
-each is judged on the same inputs. What the cache would have given is compared with what was given, on the model's own
-queries.
+The model runs over a window once, with exact keys and values in every layer, so that each is judged on the same inputs.
+What a token would have attended to in a cache of the scheme, packed blocks of older tokens decoded, is compared with what
+it attended to, on the model's own queries. Where what blocks decode to changes with the text behind them (run-time
+statistics), the cache is run in steps instead.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer
+from kvcal_artifacts.cache.chain import Chain
 
 from ..report.progress import progress
 
@@ -58,22 +60,24 @@ class AttentionErrors:
 def attention_errors(
     model: Any, ids: Tensor, make: Callable[[], KVCalCache], *, step: int = 32, batch: int | None = None
 ) -> AttentionErrors | None:
-    """Over token windows ids (N, T), in steps of `step` tokens; None for a scheme that evicts tokens: it gives back
-    other tokens than the model has, and a score of one that is gone has no error.
+    """Over token windows ids (N, T), of the tokens behind the first `step`, each of which sees what was packed before
+    its step of `step` tokens. None for a scheme that evicts tokens: it gives back other tokens than the model has, and a
+    score of one that is gone has no error.
     """
     sums: dict[int, LayerError] = {}
     device = next(model.parameters()).device
     parts = ids.split(batch or len(ids))
-    with progress("Attention errors", total=len(parts) * -(-ids.shape[1] // step)) as advance:
+    with progress("Attention errors", total=ids.numel()) as advance:
         for part in parts:
             with make() as cache:
                 if cache.scheme.selection is not None:
                     return None
-                meter = Meter(cache, sums)
+                whole = decodes_alike(cache)
+                meter = (WholeMeter if whole else Meter)(cache, sums, step)
                 try:
-                    for chunk in part.to(device).split(step, 1):
+                    for chunk in part.to(device).split(part.shape[1] if whole else step, 1):
                         model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                        advance()
+                        advance(chunk.numel())
                 finally:
                     meter.close()
     return AttentionErrors(
@@ -82,11 +86,16 @@ def attention_errors(
     )
 
 
+def decodes_alike(cache: KVCalCache) -> bool:
+    """Whether packed blocks decode to the same at any time: no codec has run-time statistics."""
+    return not any(layer.statistics for layer in cache.own_layers)
+
+
 class Meter:
     """Puts itself between a cache's layers and the model: layers store and decode, the model gets what is exact."""
 
-    def __init__(self, cache: KVCalCache, sums: dict[int, LayerError]) -> None:
-        self._cache, self._sums = cache, sums
+    def __init__(self, cache: KVCalCache, sums: dict[int, LayerError], step: int) -> None:
+        self._cache, self._sums, self._step = cache, sums, step
         self._queries: dict[int, Tensor] = {}
         self._handles = []
         for layer in cache.own_layers:
@@ -112,14 +121,97 @@ class Meter:
         def metered(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             decoded = update(keys, values, *args, **kwargs)
             exact = uncompressed.update(keys, values, 0)
-            q = self._queries.pop(layer.index)
-            q = site.rotate(q, *self._cache.rope_now(q)) if site.rope else q
+            q = self._rotated_queries(layer)
             if decoded[0].shape[2] > q.shape[2]:  # the first call sees nothing packed
                 outputs = attention(site, q, *exact), attention(site, q, *decoded)
                 self._sums[layer.index].add(*outputs)
             return exact
 
         return metered
+
+    def _rotated_queries(self, layer: KVCalLayer) -> Tensor:
+        """The current call's queries (B, heads, Q, D) after RoPE."""
+        q = self._queries.pop(layer.index)
+        return layer.site.rotate(q, *self._cache.rope_now(q)) if layer.site.rope else q
+
+
+QUERIES = 256  # of a window that are compared at a time: scores (B, heads, QUERIES, T) are held
+
+
+class WholeMeter(Meter):
+    """A Meter of one call for the whole window, of codecs whose blocks decode to the same at any time."""
+
+    def __init__(self, cache: KVCalCache, sums: dict[int, LayerError], step: int) -> None:
+        super().__init__(cache, sums, step)
+        self._chain = Chain(cache.scheme)
+
+    def _update(self, layer: KVCalLayer, update: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+        def metered(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            exact = update(keys, values, *args, **kwargs)
+            q, decoded = self._rotated_queries(layer), self._decoded(layer, keys, values)
+            for queries in torch.arange(self._step, keys.shape[2], device=q.device).split(QUERIES):
+                visible = slice(0, int(queries[-1]) + 1)
+                states = [x[:, :, visible] for x in (keys, values, *decoded)]
+                now = q[:, :, queries[0] : queries[-1] + 1]
+                self._sums[layer.index].add(*mixed_attention(layer.site, now, states, queries, self._packed(queries)))
+            return exact
+
+        return metered
+
+    def _decoded(self, layer: KVCalLayer, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """Keys after RoPE and values (B, H, T, D) of the whole window, those of packed blocks as they decode."""
+        context, sink = self._chain.context("old", layer.index, keys.device), self._cache.scheme.windows.sink
+        whole = [keys.clone(), values.clone()]
+        if not layer.block_slots:
+            self._chain.leave("old", layer.index, None, None)
+            return whole
+        decoded = layer.decode(layer.packed, context)
+        self._chain.leave("old", layer.index, *decoded)
+        columns = slice(sink, sink + decoded[0].shape[2])
+        packed = [x.to(layer.dtype) for x in decoded]
+        if layer.rotates:
+            packed[0] = layer.site.rotate(packed[0], *self._cache.rope(columns, packed[0]))
+        for states, x in zip(whole, packed, strict=True):
+            states[:, :, columns] = x
+        return whole
+
+    def _packed(self, queries: Tensor) -> tuple[int, Tensor]:
+        """Of these positions: the first packed column, and the one behind the last that is packed before the position's
+        step begins.
+        """
+        windows = self._cache.scheme.windows
+        begun = queries // self._step * self._step
+        blocks = ((begun - windows.sink - windows.recent) // windows.block).clamp_min(0)
+        return windows.sink, windows.sink + blocks * windows.block
+
+
+def mixed_attention(
+    site: Any, q: Tensor, states: list[Tensor], positions: Tensor, packed: tuple[int, Tensor]
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """What `attention` gives with exact keys and values, and with those that each query sees of a cache.
+
+    q (B, heads, S, D) at `positions` (S,). states: exact keys and values, then decoded ones, (B, H, T, D) each. packed:
+    first column, and one behind the last (S,), in whose place a query sees decoded states.
+    """
+    keys, values, decoded_keys, decoded_values = (x.float()[:, :, None] for x in states)
+    heads, length = keys.shape[1], keys.shape[3]
+    scaling = float(getattr(site.module, "scaling", q.shape[3] ** -0.5))
+    grouped = torch.unflatten(q.float(), 1, (heads, -1)) * scaling
+    columns = torch.arange(length, device=q.device)
+    future = columns > positions[:, None]
+    compressed = (columns >= packed[0]) & (columns < packed[1][:, None])
+    exact = grouped @ keys.transpose(-1, -2)
+    mixed = torch.where(compressed, grouped @ decoded_keys.transpose(-1, -2), exact)
+
+    def outputs(scores: Tensor, packed_values: Tensor) -> Tensor:
+        """Both sums apart for exact states too, so that an exact codec has an error of exactly 0."""
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        return weights.masked_fill(compressed, 0) @ values + weights.masked_fill(~compressed, 0) @ packed_values
+
+    return (
+        (_centred(exact, future, positions), outputs(exact, values)),
+        (_centred(mixed, future, positions), outputs(mixed, decoded_values)),
+    )
 
 
 def attention(site: Any, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,6 +225,11 @@ def attention(site: Any, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tenso
     at = torch.arange(length - new, length, device=q.device)
     future = torch.arange(length, device=q.device) > at[:, None]
     outputs = scores.masked_fill(future, float("-inf")).softmax(-1) @ values.float()[:, :, None]
+    return _centred(scores, future, at), outputs
+
+
+def _centred(scores: Tensor, future: Tensor, positions: Tensor) -> Tensor:
+    """Scores (..., S, T) less their mean over what the queries at `positions` (S,) see, zero elsewhere."""
     scores = scores.masked_fill(future, 0)
-    scores -= scores.sum(-1, keepdim=True) / (at + 1)[:, None]
-    return scores.masked_fill_(future, 0), outputs
+    scores -= scores.sum(-1, keepdim=True) / (positions + 1)[:, None]
+    return scores.masked_fill_(future, 0)

@@ -2,21 +2,23 @@
 
 An evaluation whose cache kept exact copies aside, or never came to read a block, would give good figures of nothing.
 Three facts together exclude that. In the evaluation's own calls, attention receives what the packed blocks decode to
-(Audit). What they decode to hangs on the bytes of keys and of values, block by block. And the logits hang on each
-layer's blocks.
+(Audit). What they decode to hangs on the bytes of keys and of values, block by block. And what each layer gives hangs
+on its blocks.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.cache import KVCalCache, KVCalLayer
+from kvcal_artifacts import hf
+from kvcal_artifacts.cache import KVCalCache, KVCalLayer, copying
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.errors import GateFailed
 from kvcal_artifacts.storage import block_store
@@ -29,8 +31,8 @@ SAME = 1e-9  # |received - decoded|^2 over |decoded|^2: the same computation twi
 
 @dataclass(frozen=True)
 class Canary:
-    """layers: whose blocks were exchanged. blocks: that each held. unread: layers whose exchange left the logits as
-    they were.
+    """layers: whose blocks were exchanged. blocks: that each held. unread: layers whose exchange left what
+    the layer gives as it was.
 
     deaf: layer, role and block whose other bytes decoded to the same. bypassed: layer and role of which attention
     received something else than what the blocks decode to. uncounted: layers that packed blocks in the evaluation
@@ -51,7 +53,7 @@ class Canary:
     @property
     def layer(self) -> int | None:
         """The first to blame."""
-        named = [*self.unread, *(pair[0] for pair in self.bypassed), *(one[0] for one in self.deaf), *self.uncounted]
+        named = [*(pair[0] for pair in self.bypassed), *self.unread, *(one[0] for one in self.deaf), *self.uncounted]
         return named[0] if named else None
 
     def counted(self, rows: Iterable[Mapping[str, Any]], audit: Audit) -> Canary:
@@ -67,18 +69,18 @@ class Canary:
     def __str__(self) -> str:
         if not self.blocks:
             return "no block was packed before the last step: nothing compressed was measured; take longer windows"
-        if self.unread:
-            layers = ", ".join(map(str, self.unread))
-            return f"layer {layers}: other packed blocks gave the same logits, so what is packed was not read"
         if self.bypassed:
             layer, role = self.bypassed[0]
             return f"layer {layer}: attention received other {role}s than the packed blocks decode to"
+        if self.unread:
+            layers = ", ".join(map(str, self.unread))
+            return f"layer {layers}: other packed blocks gave the same output, so what is packed was not read"
         if self.deaf:
             layer, role, block = self.deaf[0]
             return f"layer {layer}: block {block} of {role}s decodes to the same whatever its bytes are"
         if self.uncounted:
             return f"layer {', '.join(map(str, self.uncounted))}: packed blocks were never read in the evaluation"
-        return f"other packed blocks gave other logits in each of {self.layers} layers"
+        return f"other packed blocks gave another output of each of {self.layers} layers"
 
     def check(self, name: str) -> None:
         """Raise GateFailed where packed blocks were not read."""
@@ -155,38 +157,114 @@ def _same(expected: Tensor, received: Tensor) -> bool:
     return bool((difference <= SAME * expected.float().square().sum((2, 3), dtype=torch.float64)).all())
 
 
+BLOCK_TOKENS = 96  # tokens in packed blocks of a canary's windows, and two blocks at least
+
+
 @torch.no_grad()
 def canary(model: Any, ids: Tensor, maker: CacheMaker, *, step: int = 32) -> Canary:
-    """Two windows of ids (N, T) run up to their last `step` tokens, which then run in the first of them: once as it is,
-    with the first, middle and last block of each layer's keys and of its values decoded with other bytes too; then with
-    layer after layer's packed blocks taken from the other window: bytes as valid as the row's own, whatever the codec.
-    step: the evaluation's.
+    """The starts of two windows of ids (N, T), as long as packs a few blocks, run up to their last `step` tokens. These
+    then run in the first of them, with the first, middle and last block of each layer's keys and of its values decoded
+    with other bytes too, and with each layer run twice: first with all its packed blocks taken from the other window,
+    bytes as valid as the row's own, whatever the codec. step: the evaluation's.
     """
     device = next(model.parameters()).device
-    window_ids = ids[:1].to(device)
-    other = ids[1:2].to(device) if len(ids) > 1 else window_ids.roll(max(1, ids.shape[1] // 2), 1)
-    last = max(1, min(step, ids.shape[1] - 1))
     with maker() as cache, maker() as twin:
-        for filled, window in ((cache, window_ids), (twin, other)):
+        length = _length(cache, ids.shape[1], step)
+        last = max(1, min(step, length - 1))
+        window_ids = ids[:1, :length].to(device)
+        other = ids[1:2, :length].to(device) if len(ids) > 1 else ids[:1].to(device).roll(ids.shape[1] // 2, 1)
+        for filled, window in ((cache, window_ids), (twin, other[:, :length])):
             model(input_ids=window[:, :-last], past_key_values=filled, use_cache=True, logits_to_keep=1)
         layers = [layer.index for layer in cache.own_layers]
         blocks = min((_blocks(layer) for layer in cache.own_layers), default=0)
         if not blocks:
             return Canary(len(layers), 0)
         tokens = window_ids[:, -last:]
-        audit, deaf = Audit(ids.shape[1]), dict[tuple[int, str, int], None]()
+        audit, deaf = Audit(length), dict[tuple[int, str, int], None]()
         with copy.deepcopy(cache) as probed:
             audit.attach(
                 probed, lambda layer: deaf.update(dict.fromkeys(_deaf(probed, layer, twin.layers[layer.index])))
             )
-            right = _logits(model, probed, tokens)
-        unread = []
-        for index in layers:
-            with copy.deepcopy(cache) as changed:
-                changed.layers[index].packed = _others(cache.layers[index], twin.layers[index])
-                if torch.equal(right, _logits(model, changed, tokens)):
-                    unread.append(index)
+            if cache.scheme.selection is None:
+                with _doubled(model, probed, twin) as unread:
+                    _logits(model, probed, tokens)
+            else:
+                unread = _unread_by_logits(model, cache, twin, _logits(model, probed, tokens), tokens)
     return Canary(len(layers), blocks, tuple(unread), tuple(deaf), tuple(audit.bypassed))
+
+
+def _length(cache: KVCalCache, most: int, step: int) -> int:
+    """Tokens of a window, at most `most`, of which a few blocks are packed before its last `step` tokens; all where the
+    scheme evicts tokens.
+    """
+    windows, selection = cache.scheme.windows, cache.scheme.selection
+    if selection is not None:
+        return most
+    return min(most, windows.sink + windows.recent + max(2 * windows.block, BLOCK_TOKENS) + step)
+
+
+@contextmanager
+def _doubled(model: Any, cache: KVCalCache, twin: KVCalCache) -> Iterator[list[int]]:
+    """Within the block each decoder layer runs twice in a call with `cache`: with its packed blocks taken from `twin`,
+    and as it is. Yields the layers whose output the exchange left as it was.
+
+    What a layer gives goes to all above it, so that a layer whose output hangs on its blocks has a say in the logits.
+    """
+    decoder_layers: Any = hf.decoder_of(model).layers
+    unread: list[int] = []
+    before = {layer.index: vars(decoder_layers[layer.index]).get("forward") for layer in cache.own_layers}
+    for layer in cache.own_layers:
+        module = decoder_layers[layer.index]
+        module.forward = _twice(module.forward, cache, layer, twin.layers[layer.index], unread)
+    try:
+        yield unread
+    finally:
+        for index, forward in before.items():
+            del decoder_layers[index].forward
+            if forward is not None:
+                decoder_layers[index].forward = forward
+
+
+def _twice(
+    forward: Callable[..., Any], cache: KVCalCache, layer: KVCalLayer, other: KVCalLayer, unread: list[int]
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _restored(cache, layer):
+            layer.packed = _others(layer, other)
+            exchanged = _hidden(forward(*args, **kwargs))
+        output = forward(*args, **kwargs)
+        if torch.equal(exchanged, _hidden(output)):
+            unread.append(layer.index)
+        return output
+
+    return run
+
+
+def _hidden(output: Any) -> Tensor:
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
+
+
+@contextmanager
+def _restored(cache: KVCalCache, layer: KVCalLayer) -> Iterator[None]:
+    """Whatever a call does to one layer, and to what it leaves for those above, is undone; no audit watches it."""
+    audited = vars(layer).pop("update")
+    with copying.undone(cache, layer):
+        yield
+    layer.update = audited  # type: ignore[method-assign]
+
+
+def _unread_by_logits(model: Any, cache: KVCalCache, twin: KVCalCache, right: Tensor, tokens: Tensor) -> list[int]:
+    """The layers whose exchange leaves the logits `right` as they are, each in a call of its own: what a layer evicts
+    hangs on the whole call.
+    """
+    unread = []
+    for layer in cache.own_layers:
+        with copy.deepcopy(cache) as changed:
+            changed.layers[layer.index].packed = _others(layer, twin.layers[layer.index])
+            if torch.equal(right, _logits(model, changed, tokens)):
+                unread.append(layer.index)
+    return unread
 
 
 def _logits(model: Any, cache: KVCalCache, ids: Tensor) -> Tensor:

@@ -1,13 +1,12 @@
 """Perplexity and KL to the full-precision logits, teacher-forced through the cache in small steps.
 
 Every step attends to what the cache gives back, so sinks, blocks and the recent window act as in generation (AQUA-KV
-section 4). Full precision runs through DynamicCache in the same steps, side by side.
+section 4). Full precision runs once for all rows, stretch by stretch through DynamicCache.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -20,6 +19,8 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 
 from ..report.progress import progress
+from .calls import calls, longest_call, segments
+from .divergence import EXACT, Reference, Spread, Tokens, standard_error
 
 CacheMaker = Callable[[], KVCalCache]
 TOKENS_PER_BATCH = {"cuda": 1 << 18, "cpu": 1 << 13}
@@ -29,9 +30,11 @@ TOKENS_PER_BATCH = {"cuda": 1 << 18, "cpu": 1 << 13}
 class Row:
     """One cache on the whole text. kl: mean nats to the full-precision logits. Bytes are of one window's end, mean.
 
-    bits_per_value: stored bits of packed blocks over the values they stand for; for `full` the bits of its dtype.
-    paper_bits: as the codecs' own papers count. bytes_at_16_bit: what the same tokens take uncompressed at 16 bits a
-    value. kl_se: standard error of kl over windows, None of one window. kl_windows: kl of each window, in order.
+    bits_per_value: stored bits of packed blocks over the values they stand for. The `full` row is counted in 16-bit
+    numbers, the model's own, whatever dtype measured it. paper_bits: as the codecs' own papers count. bytes_at_16_bit:
+    what the same tokens take uncompressed at 16 bits a value. kl_se: standard error of kl over windows, None of one
+    window. kl_windows: kl of each window, in order. kl_median to positions: as of `Spread`. smaller: 16-bit bytes of
+    full precision over those of this cache (packed blocks, windows at 16 bits, run-time statistics).
     """
 
     name: str
@@ -46,6 +49,13 @@ class Row:
     bytes_at_16_bit: int
     kl_se: float | None
     kl_windows: list[float]
+    kl_median: float
+    kl_p99: float
+    kl_max: float
+    same_top: float
+    kl_behind: float | None
+    positions: list[dict[str, Any]]
+    smaller: float
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,7 +80,10 @@ class _Sums:
     packed: int = 0
     packed_values: int = 0
     window: int = 0
+    at_16_bit: int = 0  # packed blocks, windows at 16 bits a number, run-time statistics
     resident: int = 0
+    first_packed: int | None = None  # position
+    by_token: list[list[str]] = field(default_factory=list)  # as of Tokens.pack, by batch
     paper: list[list[Any]] = field(default_factory=list)  # bits a value, and of how many values, by batch
 
 
@@ -85,9 +98,9 @@ def evaluate(
 ) -> list[Row]:
     """Rows `full` and then one for each cache, over token windows ids (N, T) int64.
 
-    step: tokens a forward. batch: windows at a time (chosen from the device and T by default). saved: of the same
-    windows, caches, step and batch, or the figures are of neither. Raises UsageError for windows of one token,
-    NonFiniteError for logits that are not finite.
+    step: tokens a forward, or more where no token sees other blocks then (`calls`). batch: windows at a time (chosen
+    from the device and T by default). saved: of the same windows, caches, step and batch, or the figures are of
+    neither. Raises UsageError for windows of one token, NonFiniteError for logits that are not finite.
     """
     if ids.shape[1] < 2 or step < 1:
         raise UsageError(f"windows of {ids.shape[1]} tokens in steps of {step}: needs at least 2 and 1")
@@ -97,15 +110,15 @@ def evaluate(
     names = ("full", *caches)
     done, partial_sums = (0, {name: {} for name in names}) if before is None else (before["windows"], before["sums"])
     sums = {name: _Sums(**partial_sums[name]) for name in names}
-    steps, parts = -(-ids.shape[1] // step), ids.split(size)
-    with torch.no_grad(), progress("Evaluating", total=steps * len(parts)) as advance:
-        advance(steps * -(-done // size))
+    length, parts = ids.shape[1], ids.split(size)
+    with torch.no_grad(), progress("Evaluating", total=length * len(parts)) as advance:
+        advance(length * -(-done // size))
         for part in parts[-(-done // size) :]:
             _one_batch(model, part.to(device), caches, step, sums, advance)
             done += len(part)
             if saved is not None:
                 saved.keep({"windows": done, "sums": {name: asdict(total) for name, total in sums.items()}})
-    return [_row(name, total, model, ids) for name, total in sums.items()]
+    return [_row(name, total, model, ids, sums["full"]) for name, total in sums.items()]
 
 
 def _one_batch(
@@ -114,70 +127,108 @@ def _one_batch(
     makers: Mapping[str, CacheMaker],
     step: int,
     sums: dict[str, _Sums],
-    advance: Callable[[], None],
+    advance: Callable[[int], None],
 ) -> None:
     from transformers import DynamicCache
 
     full = DynamicCache(config=model.config)
-    before = {name: len(total.kl_windows) for name, total in sums.items()}
-    for total in sums.values():
-        total.kl_windows += [0.0] * len(ids)
     caches = {name: make() for name, make in makers.items()}
+    batches = {name: _Batch(name, ids) for name in sums}
+    longest = longest_call(step, len(ids), model.config.get_text_config().vocab_size, ids.device.type)
     try:
-        for start in range(0, ids.shape[1], step):
-            chunk, target = ids[:, start : start + step], ids[:, start + 1 : start + step + 1]
-            logits = _logits(model, chunk, full, target.shape[1])
-            reference = logits, functional.log_softmax(logits, -1)
-            _add(sums["full"], logits, reference, target, "full", before["full"])
+        for start, stop in segments(ids.shape[1], longest):
+            logits = _log_probabilities(model, ids[:, start:stop], full, min(stop, ids.shape[1] - 1) - start)
+            reference = Reference.of(logits)
+            batches["full"].add(logits, None, start)
             for name, cache in caches.items():
-                row_logits = _logits(model, chunk, cache, target.shape[1])
-                _add(sums[name], row_logits, reference, target, name, before[name])
-            advance()
-        plain: list[Any] = full.layers
-        sums["full"].packed += sum(layer.keys.nbytes + layer.values.nbytes for layer in plain)
-        sums["full"].packed_values += sum(layer.keys.numel() + layer.values.numel() for layer in plain)
+                for first, last in calls(cache.scheme, start, stop, step):
+                    count = min(last, ids.shape[1] - 1) - first
+                    row_logits = _log_probabilities(model, ids[:, first:last], cache, count)
+                    batches[name].add(row_logits, reference.part(first - start, first - start + count), first)
+            advance(stop - start)
+        _add_full(sums["full"], full)
         for name, cache in caches.items():
-            total = sums[name]
-            total.packed += cache.nbytes("packed")
-            total.packed_values += cache.packed_values()
-            total.window += cache.nbytes("window") + cache.nbytes("bookkeeping")
-            total.resident = cache.resident_bytes()
-            total.paper.append([cache.paper_bits(), cache.packed_values()])
+            _add_cache(sums[name], cache, model.dtype.itemsize)
+        for name, batch in batches.items():
+            batch.into(sums[name])
     finally:
         for cache in caches.values():
             cache.close()
 
 
-def _logits(model: Any, chunk: Tensor, cache: Any, count: int) -> Tensor:
-    """(B, count, vocabulary) float32 of the positions that have a target, less their mean over the vocabulary."""
+def _log_probabilities(model: Any, chunk: Tensor, cache: Any, count: int) -> Tensor:
+    """(B, count, vocabulary) float32 of the positions that have a target; logits less their mean over the vocabulary."""
     logits: Tensor = model(input_ids=chunk, past_key_values=cache, use_cache=True).logits[:, :count].float()
-    return logits - logits.mean(-1, keepdim=True)
+    return functional.log_softmax(logits - logits.mean(-1, keepdim=True), -1)
 
 
-def _add(total: _Sums, logits: Tensor, reference: tuple[Tensor, Tensor], target: Tensor, name: str, first: int) -> None:
-    """reference: the full-precision logits and their log-probabilities. first: the number of the batch's first window."""
-    if not target.shape[1]:
-        return
-    exact, right = reference
-    log_probabilities = right if logits is exact else functional.log_softmax(logits, -1)
-    nats = -log_probabilities.gather(-1, target[..., None]).double().sum().item()
-    if not math.isfinite(nats):
-        raise NonFiniteError(f"{name}: logits hold a NaN or infinity; check the model's dtype (--dtype float32)")
-    total.nats += nats
-    total.tokens += target.numel()
-    if logits is not exact:
-        divergence = functional.kl_div(log_probabilities, right, reduction="none", log_target=True).sum(-1).double()
-        total.kl += divergence.sum().item()
-        for window, nats in enumerate(divergence.sum(1).tolist(), first):
-            total.kl_windows[window] += nats
+class _Batch:
+    """What one row gives for token windows ids (B, T), call by call."""
+
+    def __init__(self, name: str, ids: Tensor) -> None:
+        self._name, self._ids = name, ids
+        self._nats = 0.0
+        self._kl: list[Tensor] = []
+        self._same: list[Tensor] = []
+
+    def add(self, log_probabilities: Tensor, reference: Reference | None, first: int) -> None:
+        """Log-probabilities (B, count, vocabulary) of the positions from `first` on. reference: None of full precision."""
+        count = log_probabilities.shape[1]
+        if not count:
+            return
+        target = self._ids[:, first + 1 : first + 1 + count]
+        nats = -log_probabilities.gather(-1, target[..., None]).double().sum().item()
+        if not math.isfinite(nats):
+            raise NonFiniteError(
+                f"{self._name}: logits hold a NaN or infinity; check the model's dtype (--dtype float32)"
+            )
+        self._nats += nats
+        if reference is not None:
+            self._kl.append(reference.divergence(log_probabilities))
+            self._same.append(reference.agrees(log_probabilities))
+
+    def into(self, total: _Sums) -> None:
+        """Add the batch, which is complete, to the sums of the windows before it."""
+        total.nats += self._nats
+        total.tokens += self._ids.numel() - len(self._ids)
+        if not self._kl:
+            total.kl_windows += [0.0] * len(self._ids)
+            return
+        kl = torch.cat(self._kl, 1)
+        total.kl += kl.sum().item()
+        total.kl_windows += kl.sum(1).tolist()
+        total.by_token.append(Tokens.pack(kl, torch.cat(self._same, 1)))
+
+
+def _add_full(total: _Sums, cache: Any) -> None:
+    """Uncompressed layers at 16 bits a number."""
+    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    total.packed += 2 * numbers
+    total.at_16_bit += 2 * numbers
+    total.packed_values += numbers
+
+
+def _add_cache(total: _Sums, cache: KVCalCache, itemsize: int) -> None:
+    """itemsize: of the model's dtype, which windows have."""
+    packed, window, bookkeeping = (cache.nbytes(part) for part in ("packed", "window", "bookkeeping"))
+    windows, selection = cache.scheme.windows, cache.scheme.selection
+    total.packed += packed
+    total.packed_values += cache.packed_values()
+    total.window += window + bookkeeping
+    total.at_16_bit += packed + window * 2 // itemsize + bookkeeping
+    total.resident = cache.resident_bytes()
+    total.paper.append([cache.paper_bits(), cache.packed_values()])
+    if selection is None:
+        total.first_packed = windows.sink + windows.recent + windows.block
 
 
 def _mean(weighted: list[list[Any]]) -> float:
     return float(sum(one * count for one, count in weighted) / sum(count for _, count in weighted))
 
 
-def _row(name: str, total: _Sums, model: Any, ids: Tensor) -> Row:
-    windows = len(ids)
+def _row(name: str, total: _Sums, model: Any, ids: Tensor, full: _Sums) -> Row:
+    windows, length = len(ids), ids.shape[1] - 1
+    spread = Spread.of(total.by_token, length, total.first_packed) if total.by_token else EXACT
     shape = model.config.get_text_config()
     dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     values = 2 * shape.num_hidden_layers * shape.num_key_value_heads * dim * ids.shape[1]
@@ -198,9 +249,6 @@ def _row(name: str, total: _Sums, model: Any, ids: Tensor) -> Row:
         bytes_at_16_bit=values * 2,
         kl_se=standard_error(by_window) if len(by_window) > 1 else None,
         kl_windows=by_window,
+        smaller=full.at_16_bit / total.at_16_bit,
+        **vars(spread),
     )
-
-
-def standard_error(numbers: list[float]) -> float:
-    """The standard error of the mean of two or more numbers."""
-    return statistics.stdev(numbers) / math.sqrt(len(numbers))

@@ -16,9 +16,8 @@ from torch import Tensor
 from kvcal_artifacts.codecs import Codec, Context, MixKVQ, Packed, Predicted, Predictor
 from kvcal_artifacts.codecs.base import Role
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import Frame, LayerCodecs
+from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 from kvcal_artifacts.storage import block_store
-from kvcal_artifacts.windows import Windows
 
 from ..capture.scan import LayerTaps
 from .base import Carry, HoldoutError, LayerFit, flat

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.cache.statistics import Prefixes, statistic
+from kvcal_artifacts.cache.statistics import statistic
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes
 from kvcal_artifacts.codecs import Codec, Context, Shape
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.hf import AttentionSite
+from kvcal_artifacts.scheme import Windows
 from kvcal_artifacts.storage.ledger import Ledger
-from kvcal_artifacts.windows import Windows
 
 from ..capture.scan import TapBatch
 

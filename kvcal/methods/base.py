@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Context, Shape
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 
 from ..capture.scan import LayerTaps
 from ..capture.spill import SpillStore

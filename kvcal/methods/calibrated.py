@@ -14,7 +14,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.cache.statistics import subspace
+from kvcal_artifacts.cache.statistics.subspace import subspace
 from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Scaled, Squat
 from kvcal_artifacts.errors import UsageError
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.codecs.base import to_half
+from kvcal_artifacts.codecs.refusals import to_half
 from kvcal_artifacts.errors import UsageError
 from kvcal_kernels.residual_vq.nearest import nearest, sums
 

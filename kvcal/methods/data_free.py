@@ -9,8 +9,7 @@ from torch import nn
 from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Codec, Role, Shape
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme, Windows
 
 from ..report.suggest import allowed
 from .base import layer_by_layer

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.codecs import Codec, Uniform
-from kvcal_artifacts.codecs.base import to_half
+from kvcal_artifacts.codecs.refusals import to_half
 
 LEAST = 1e-4  # of the head's median: what a channel counts at least, so that dead ones do not get factors near zero
 SMALLEST = 2.0**-14  # the smallest float16 of full precision, and a power of two

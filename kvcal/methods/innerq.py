@@ -17,8 +17,7 @@ from torch import Tensor
 from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Codec, Scaled, Uniform
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import Frame, LayerCodecs
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
 from ..capture.scan import LayerTaps, TapBatch
 from .base import Carry, HoldoutError, LayerFit, flat

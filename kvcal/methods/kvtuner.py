@@ -17,8 +17,7 @@ from typing import ClassVar
 from kvcal_artifacts.codecs import Codec, Shape, Uniform
 from kvcal_artifacts.codecs.base import Role
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import Frame, LayerCodecs
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
 from ..capture.scan import LayerTaps
 from .attention import OutputError, Probe, probe

@@ -15,9 +15,8 @@ import torch
 from kvcal_artifacts import codecs
 from kvcal_artifacts.codecs import Codec, Shape, Uniform
 from kvcal_artifacts.errors import KVCalError, UsageError
-from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme
+from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 from kvcal_artifacts.storage import block_store
-from kvcal_artifacts.windows import Windows
 
 from ..capture.scan import LayerTaps
 from .attention import OutputError, probe

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts import codecs
-from kvcal_artifacts.cache.statistics import Prefixes, due_tokens, principal, statistic, subspace
+from kvcal_artifacts.cache.statistics import statistic
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes
+from kvcal_artifacts.cache.statistics.subspace import due_tokens, principal, subspace
 from kvcal_artifacts.codecs import Context, Shape, Uniform
 from kvcal_artifacts.codecs.squat import CHOICES
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs
+from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Windows
 from kvcal_artifacts.storage.ledger import Ledger
-from kvcal_artifacts.windows import Windows
 
 from ..capture.scan import LayerTaps
 from .base import Carry, HoldoutError, LayerFit, flat

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.cache.statistics import STATISTICS, Prefixes, statistic
+from kvcal_artifacts.cache.statistics import STATISTICS, statistic
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes
 from kvcal_artifacts.codecs import Codec, Context, Exact, Predicted, Predictor, Role, Shape
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.hf import AttentionSite, output_projection
-from kvcal_artifacts.scheme import Frame
-from kvcal_artifacts.storage.ledger import Plan
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import Frame, Windows
+from kvcal_artifacts.storage.plan import Plan
 
 from ..capture.scan import LayerTaps, TapBatch
 from .base import Carry

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from kvcal_artifacts.codecs import ResidualVQ, Shape
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Windows
 
 from .codebooks import Training, subtract, train_stage
 from .hashing import spread

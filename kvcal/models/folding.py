@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,6 +160,31 @@ def write_folded(source: ModelSource, factors: Mapping[int, Tensor], output: Pat
     Raises UsageError where folding would change the model's function or the output is there already, before anything is
     written.
     """
+    check_new_folder(output)
+    fields = plain_fields(source)
+    kind = _dtype(fields, dtype)
+    rows: dict[str, Tensor] = {}
+
+    def write(parts: LayerwiseWeights, folder: Path) -> None:
+        rows.update(changed_rows(parts, factors))
+        _write_weights(parts, rows, folder)
+
+    write_model(source, output, kind, fields, write)
+    return sorted(rows)
+
+
+def plain_fields(source: ModelSource) -> dict[str, Any]:
+    """config.json of a model whose weights are not quantised."""
+    fields = configuration.config_fields(source)
+    if "quantization_config" in fields:
+        raise UsageError(f"{source.label}: its weights are quantised; give a model with plain ones")
+    return fields
+
+
+def check_new_folder(output: Path) -> Path:
+    """Where a new folder of that name really goes. Raises UsageError where something is there already, KVCalError where
+    it cannot be.
+    """
     refuse_dash(output, "--output")
     place = Path(os.path.realpath(output))
     if place.is_symlink():
@@ -168,15 +193,25 @@ def write_folded(source: ModelSource, factors: Mapping[int, Tensor], output: Pat
         raise UsageError(f"{output} is there already; give the name of a new folder")
     if not place.parent.is_dir():
         raise KVCalError(f"{place.parent} is not a folder; create it or give another --output")
-    fields = configuration.config_fields(source)
-    if "quantization_config" in fields:
-        raise UsageError(f"{source.label}: its weights are quantised; factors can only be folded into plain ones")
-    kind = _dtype(fields, dtype)
+    return place
+
+
+def write_model(
+    source: ModelSource,
+    output: Path,
+    kind: str,
+    fields: dict[str, Any],
+    write: Callable[[LayerwiseWeights, Path], None],
+) -> None:
+    """A new model folder, all or nothing: weights as `write` puts them there, config of these fields, tokenizer.
+
+    kind: dtype of the weights. Raises UsageError where the output is there already, KVCalError where it cannot be.
+    """
+    place = check_new_folder(output)
     parts = layerwise.open_layerwise(source, dtype=kind, device="cpu")
-    rows = changed_rows(parts, factors)
     try:
         with temporary_folder(place) as temporary:
-            _write_weights(parts, rows, temporary)
+            write(parts, temporary)
             fields.pop("torch_dtype", None)
             _write_json(temporary / "config.json", fields | {"dtype": kind})
             _copy_rest(source, temporary)
@@ -184,7 +219,6 @@ def write_folded(source: ModelSource, factors: Mapping[int, Tensor], output: Pat
             os.replace(temporary, place)
     except OSError as error:
         raise KVCalError(f"{output}: cannot be written: {error.strerror or error}; nothing is there") from error
-    return sorted(rows)
 
 
 def _open_up(folder: Path) -> None:
@@ -214,7 +248,11 @@ def changed_rows(parts: LayerwiseWeights, factors: Mapping[int, Tensor]) -> dict
     }
 
 
-def _write_weights(parts: LayerwiseWeights, rows: Mapping[str, Tensor], folder: Path) -> None:
+def _write_weights(
+    parts: LayerwiseWeights, rows: Mapping[str, Tensor], folder: Path, extra: Mapping[str, Tensor] | None = None
+) -> None:
+    """rows: by name, what a tensor's rows are multiplied by. extra: tensors that the model itself does not have."""
+    more = dict(extra or {})
     sizes = {name: like.numel() * like.element_size() for name, like in parts.model.named_parameters()}
     shards = _shards(sizes)
     files = [hub.SAFETENSORS] if len(shards) == 1 else _shard_names(len(shards))
@@ -224,10 +262,19 @@ def _write_weights(parts: LayerwiseWeights, rows: Mapping[str, Tensor], folder: 
             for name, tensor in parts.tensors(names):
                 shard[name] = (_multiplied(tensor, rows[name]) if name in rows else tensor).contiguous()
                 advance()
+            if file == files[-1]:
+                shard |= more
             save_file(shard, folder / file, metadata={"format": "pt"})
     if len(files) > 1:
         where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        _write_json(folder / hub.INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where})
+        where |= dict.fromkeys(more, files[-1])
+        _write_json(
+            folder / hub.INDEX,
+            {
+                "metadata": {"total_size": sum(sizes.values()) + sum(x.nbytes for x in more.values())},
+                "weight_map": where,
+            },
+        )
 
 
 def _shard_names(count: int) -> list[str]:
@@ -267,3 +314,12 @@ def _rest(source: ModelSource) -> Iterator[Path]:
             hub.fetch(source.hub_id, "generation_config.json", sha)
     assert home is not None
     yield from (home / name for name in COPIED if (home / name).is_file())
+
+
+def write_with_tensors(
+    source: ModelSource, output: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Any], *, dtype: str = "auto"
+) -> None:
+    """Write the model as a new folder with these tensors beside its weights, and these fields in its config.json."""
+    before = plain_fields(source)
+    kind = _dtype(before, dtype)
+    write_model(source, output, kind, before | dict(fields), lambda parts, to: _write_weights(parts, {}, to, tensors))

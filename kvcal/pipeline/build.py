@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.bundle import SUFFIX
-from kvcal_artifacts.canonical import canonical, sha256_text
+from kvcal_artifacts.bundle.canonical import canonical, sha256_text
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import read_text, write_atomically
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ def drawable(text: object) -> str:
     return shown(text).replace("$", r"\$")
 
 
-def check_plot(path: Path) -> None:
-    """Check before any work that a plot can be drawn and written there."""
+def check_plot(path: Path, option: str = "--plot") -> None:
+    """Check before any work that a plot can be drawn and written there. option: that names it."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib, which is not installed: install kvcal again")
+        raise UsageError(f"{option} needs matplotlib, which is not installed: install kvcal again")
     if path.suffix != ".png":
-        raise UsageError(f"--plot {path}: must end in .png")
-    check_output(path, "--plot")
+        raise UsageError(f"{option} {path}: must end in .png")
+    check_output(path, option)
 
 
 def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, path: Path) -> None:
@@ -206,3 +206,32 @@ def head_errors_png(key: Rows, value: Rows, title: str) -> bytes:
     figure.colorbar(picture, ax=axes, label="|x − decoded|² / |x|²")
     figure.suptitle(drawable(title))
     return png(figure, 120)
+
+
+def needle_table(scores: Mapping[str, float]) -> tuple[list[int], list[float], list[list[float]]]:
+    """Scores by needle@LENGTH/DEPTH -> lengths, depths, and a row of scores a depth; names of other tasks are left out."""
+    places = {name: name.removeprefix("needle@").split("/") for name in scores if name.startswith("needle@")}
+    by_place = {(int(length), float(depth)): scores[name] for name, (length, depth) in places.items()}
+    lengths, depths = (sorted(set(axis)) for axis in zip(*by_place, strict=True))
+    return lengths, depths, [[by_place[length, depth] for length in lengths] for depth in depths]
+
+
+def plot_needle_maps(maps: Mapping[str, Mapping[str, float]], title: str, path: Path) -> None:
+    """A panel a row: share of needles found, by length of the context (across) and depth of the needle (down)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.2 + 2.4 * len(maps), 3.4), layout="constrained")
+    axes = figure.subplots(1, len(maps), sharey=True, squeeze=False)[0]
+    for axis, (name, scores) in zip(axes, maps.items(), strict=True):
+        lengths, depths, table = needle_table(scores)
+        picture = axis.imshow(table, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto", interpolation="nearest")
+        for y, row in enumerate(table):
+            for x, share in enumerate(row):
+                axis.text(x, y, f"{share:.0%}", ha="center", va="center", fontsize=7)
+        axis.set(title=drawable(name), xlabel="context, tokens")
+        axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=7)
+        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=7)
+    axes[0].set_ylabel("depth of the needle")
+    figure.colorbar(picture, ax=axes, label="found")
+    figure.suptitle(drawable(title))
+    write_atomically(path, png(figure, 150), "--needle-plot")

@@ -34,8 +34,13 @@ def front(rows: Iterable[dict[str, Any]], quality: str = "kl") -> set[str]:
 
 def best(rows: Iterable[dict[str, Any]], max_bits: float, quality: str = "kl") -> dict[str, Any] | None:
     """The row of least error at no more than `max_bits` stored bits a value."""
-    fitting = [row for row in rows if row["bits_per_value"] is not None and row["bits_per_value"] <= max_bits]
+    fitting = [row for row in rows if within(row, max_bits)]
     return min(fitting, key=lambda row: (row[quality], row["bits_per_value"]), default=None)
+
+
+def within(row: dict[str, Any], max_bits: float) -> bool:
+    """Whether a row stores no more than `max_bits` bits a value; not where it packed nothing."""
+    return row["bits_per_value"] is not None and row["bits_per_value"] <= max_bits
 
 
 def bytes_at(scheme: Scheme, row: dict[str, Any], tokens: int, length: int, itemsize: int) -> int:
@@ -54,9 +59,9 @@ def bytes_at(scheme: Scheme, row: dict[str, Any], tokens: int, length: int, item
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:
-    """A header and a line a row; None is an empty cell."""
+    """A header and a line a row; None is an empty cell. Figures by position are in the JSON alone."""
     text = io.StringIO()
-    columns = [name for name in rows[0] if name != "key"]
+    columns = [name for name in rows[0] if name not in ("key", "positions")]
     table = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
     table.writeheader()
     table.writerows(rows)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts import hf
+from kvcal_artifacts.bundle.canonical import canonical, sha256_text
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.canonical import canonical, sha256_text
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import write_atomically
 

@@ -27,14 +27,12 @@ from torch import Tensor
 
 from kvcal.methods.data_free import Preset
 from kvcal_artifacts import load_bundle, load_cache
-from kvcal_artifacts.bundle import FORMAT, Bundle
-from kvcal_artifacts.canonical import canonical, sha256_text, tensor_bytes
+from kvcal_artifacts.bundle import FORMAT, Bundle, Fingerprint
+from kvcal_artifacts.bundle.canonical import canonical, sha256_text, tensor_bytes
 from kvcal_artifacts.codecs import Predicted
 from kvcal_artifacts.errors import CorruptBundle, IncompatibleBundle, KVCalError
 from kvcal_artifacts.files import file_behind, write_atomically, write_together
-from kvcal_artifacts.fingerprint import Fingerprint
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 from tests.support.architectures import TINY, build, initialise, rope
 from tests.support.models_fixture import ROOT, denied, file_size_limit, small_disk
 from tests.support.schemes import BLOCK, Fed, aqua, chained, tiny

@@ -38,9 +38,9 @@ from kvcal.methods.registry import backbone
 from kvcal.methods.transform import allocate
 from kvcal_artifacts import bundle as format_of
 from kvcal_artifacts import checked, load_bundle
-from kvcal_artifacts.bundle import FORMAT, Bundle, parse
+from kvcal_artifacts.bundle import FORMAT, Bundle, Fingerprint, parse
+from kvcal_artifacts.bundle.canonical import canonical, sha256_text, tensor_bytes
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.canonical import canonical, sha256_text, tensor_bytes
 from kvcal_artifacts.codecs import (
     CODECS,
     PREDICTORS,
@@ -55,12 +55,11 @@ from kvcal_artifacts.codecs import (
     Squat,
     Transform,
     Uniform,
+    constants,
 )
 from kvcal_artifacts.codecs.predictors import QuantisedLinear
 from kvcal_artifacts.errors import KVCalError
-from kvcal_artifacts.fingerprint import Fingerprint
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
-from kvcal_artifacts.windows import HeavyHitters, Windows
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 from tests.support.models_fixture import kvcal
 from tests.support.schemes import Fed, Rows, feed
 
@@ -936,10 +935,10 @@ def test_no_mutant_of_many_is_accepted_with_another_meaning() -> None:
 
 def unchecked(patch: pytest.MonkeyPatch, part: str) -> None:
     if part == "constants":
-        for module in [m for m in sys.modules.values() if getattr(m, "constants", None) is checked.constants]:
+        for module in [m for m in sys.modules.values() if getattr(m, "constants", None) is constants.constants]:
             patch.setattr(module, "constants", lambda *_: None)
     elif part == "values":
-        patch.setattr("kvcal_artifacts.codecs.higgs._check_values", lambda *_: None)
+        patch.setattr("kvcal_artifacts.codecs.higgs.check_values", lambda *_: None)
         patch.setattr(Transform, "check_inverse", lambda self: None)
     else:
         patch.setattr(checked.Table, "check", lambda *_: None)

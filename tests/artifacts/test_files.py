@@ -115,7 +115,7 @@ def test_a_read_only_output_of_a_build_is_refused_before_any_work(base: Path, tm
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from kvcal_artifacts.bundle import write_atomically
+from kvcal_artifacts.files import write_atomically
 
 os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
 write_atomically(Path(sys.argv[1]), b"half")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from numpy import ndarray
 
-from kvcal_artifacts.bundle import Bundle, load_bundle
+from kvcal_artifacts.bundle import Bundle, Fingerprint, load_bundle
 from kvcal_artifacts.codecs import (
     CODECS,
     PREDICTORS,
@@ -35,9 +35,7 @@ from kvcal_artifacts.codecs import (
 from kvcal_artifacts.codecs.base import CONTEXT_TENSORS
 from kvcal_artifacts.codecs.predictors import QuantisedLinear
 from kvcal_artifacts.codecs.ragged import Ragged
-from kvcal_artifacts.fingerprint import Fingerprint
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 
 # The reader. From here to the next line of dashes: docs/format.md, the standard library and numpy.
 

@@ -78,8 +78,8 @@ def changed(path: Path, name: str, change: Callable[[dict[str, Any]], object]) -
 def forged(bundle: Bundle, path: Path) -> Path:
     """Written without the checks that kvcal makes when it writes: strangers make none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvcal_artifacts.bundle._HEADER", SimpleNamespace(check=lambda value, what: None))
-        patch.setattr("kvcal_artifacts.bundle._described", lambda header, tensors: None)
+        patch.setattr("kvcal_artifacts.bundle.bundle.HEADER", SimpleNamespace(read=lambda value, what: value))
+        patch.setattr("kvcal_artifacts.bundle.bundle.described", lambda header, tensors: None)
         bundle.write(path)
     return path
 

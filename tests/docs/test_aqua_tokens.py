@@ -69,7 +69,7 @@ def test_all_kernels_are_compiled_beside_the_model(script: Any, monkeypatch: pyt
 
     asked: set[str] = set()
     monkeypatch.setattr(verdicts, "unsupported", lambda device: None)
-    monkeypatch.setattr(verdicts, "_found", lambda parts, *given: asked.add(parts[0]))
+    monkeypatch.setattr(verdicts, "_verdict", lambda parts, *given: asked.add(parts[0]))
     geometry = configuration.geometry(names.resolve("llama-3.1-8b"))
     for name in script.MADE:
         asked.clear()

@@ -271,7 +271,7 @@ def test_warps_of_quantise() -> None:
     assert said in text_of(page("quantise"))
 
 
-# Reconstruction, nearest codeword.
+# Dequantiser, nearest codeword.
 
 
 def test_reconstruct() -> None:

@@ -20,7 +20,7 @@ import torch
 
 from kvcal.bench import decoding, timing
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.paths.preflight import trials, verdicts
+from kvcal_artifacts.paths.preflight import codebook_trials, packing_trials, trials, verdicts
 from kvcal_kernels import device, quantise
 from kvcal_kernels.layout import Form, TransformForm
 from tests.artifacts.paths import test_codebook, test_dequantised, test_fused
@@ -286,11 +286,11 @@ TRIALS: dict[str, Callable[[torch.device], str | None]] = {  # trial -> what ask
     "quantise_trial": lambda d: verdicts.quantise_verdict(
         CASE.rule("key"), CASE.rule("value"), (torch.float16, torch.float16), True, d
     ),
-    "reconstruct_trial": lambda d: verdicts.reconstruct_verdict(HIGGS.for_decoding(), torch.float16, 0, d),
+    "dequantise_trial": lambda d: verdicts.dequantise_verdict(HIGGS.for_decoding(), torch.float16, 0, d),
     "encode_trial": lambda d: verdicts.encode_verdict(HIGGS, torch.float16, d),
     "transform_trial": lambda d: verdicts.transform_verdict(*COORDINATES, 2, 4, torch.float16, d),
-    "vectors_trial": lambda d: verdicts.vectors_verdict(*CODES, 4, torch.float16, d),
-    "vectors_append_trial": lambda d: verdicts.vectors_append_verdict(*CODES, torch.float16, d),
+    "codebook_trial": lambda d: verdicts.codebook_verdict(*CODES, 4, torch.float16, d),
+    "codebook_append_trial": lambda d: verdicts.codebook_append_verdict(*CODES, torch.float16, d),
 }
 
 
@@ -309,7 +309,9 @@ def current(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Current:
 
 
 def test_every_trial_is_asked_for_here() -> None:
-    assert {name for name, _ in inspect.getmembers(trials, inspect.isfunction) if name.endswith("trial")} == {*TRIALS}
+    modules = (trials, packing_trials, codebook_trials)
+    functions = {name for module in modules for name, _ in inspect.getmembers(module, inspect.isfunction)}
+    assert {name for name in functions if name.endswith("trial")} == {*TRIALS}
 
 
 @pytest.mark.parametrize("name", TRIALS)

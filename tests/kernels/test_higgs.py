@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.codecs import Higgs, Shape
-from kvcal_artifacts.codecs.higgs import gaussian_grid
+from kvcal_artifacts.codecs.higgs_grids import gaussian_grid
 from kvcal_kernels.higgs import Rotated, encode, reference
 from kvcal_kernels.layout import Form
 from tests.support.compiled import TARGETS, compiled, loops, resources, skip_unless_pinned, whole

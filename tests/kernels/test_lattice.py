@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcal_artifacts.codecs.higgs import GRID_MSE, GRIDS, gaussian_grid
+from kvcal_artifacts.codecs.higgs_grids import GRID_MSE, GRIDS, gaussian_grid
 from kvcal_artifacts.codecs.make_grids import lloyd_max
 from kvcal_artifacts.errors import KVCalError
 from kvcal_kernels.lattice import lookup, nearest, reference

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvcal_artifacts import windows as cache_windows
+from kvcal_artifacts import scheme as cache_windows
 from kvcal_artifacts.codecs import Higgs, Shape, uniform
-from kvcal_artifacts.codecs.base import check_finite
+from kvcal_artifacts.codecs.refusals import check_finite
 from kvcal_artifacts.errors import NonFiniteError
-from kvcal_artifacts.paths.choose import rule_of
+from kvcal_artifacts.paths.packing_rules import rule_of
 from kvcal_artifacts.storage.ledger import Ledger
 from kvcal_kernels.attention.reference import attend
 from kvcal_kernels.layout import Form, unpack

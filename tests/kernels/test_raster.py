@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvcal_artifacts.codecs.higgs import GRIDS, gaussian_grid
+from kvcal_artifacts.codecs.higgs_grids import GRIDS, gaussian_grid
 from kvcal_kernels.lattice import nearest
 from kvcal_kernels.lattice.raster import SPAN, Raster, raster_of
 from tests.support.interpreted import emulated, interpreted, needs_triton

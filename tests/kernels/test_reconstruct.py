@@ -1,4 +1,4 @@
-"""Reconstruction: the reference against the codec, the Triton kernel against the reference in the interpreter and on a
+"""Dequantiser: the reference against the codec, the Triton kernel against the reference in the interpreter and on a
 GPU, the codec's hook, and what the kernel compiles to without a GPU.
 """
 
@@ -13,9 +13,9 @@ import torch
 
 from kvcal_artifacts.codecs import Predicted, Shape, Uniform
 from kvcal_artifacts.codecs.base import Context
+from kvcal_artifacts.codecs.dequantise import Dequantiser, coded, refuses
 from kvcal_artifacts.codecs.higgs import Higgs
 from kvcal_artifacts.codecs.predictors import MLP, Linear
-from kvcal_artifacts.codecs.reconstruct import Reconstruction, coded, refuses
 from kvcal_artifacts.errors import KVCalError
 from kvcal_kernels.dequantise import Coded, Rotation, decode, reference
 from kvcal_kernels.packing import packed_bytes
@@ -59,7 +59,7 @@ def test_the_hook_on_a_cpu_is_the_codec() -> None:
     codec, tokens = codec_of(case), case.blocks * case.block
     context = Context(k1=normal(2, 2, tokens, 64, seed=1))
     packed = codec.encode(normal(2, 2, tokens, 64, seed=2), context)
-    turn, own = rope(case, tokens), Reconstruction(codec, torch.bfloat16, 32)
+    turn, own = rope(case, tokens), Dequantiser(codec, torch.bfloat16, 32)
     assert turn is not None
     assert (own.path, own.why) == ("reference", "cpu: no CUDA GPU")
     room = torch.full((2, 2, tokens + 5, 64), torch.nan, dtype=torch.bfloat16)
@@ -295,7 +295,7 @@ def test_on_a_gpu(case: Case) -> None:
     context = Context(**{name: normal(*shape, seed=i).cuda() for i, name in enumerate(case.inputs)})  # type: ignore[arg-type]
     packed = codec.encode(normal(*shape, seed=9).cuda(), context)
     turn = rope(case, tokens)
-    own = Reconstruction(codec, case.dtype, case.rotary)
+    own = Dequantiser(codec, case.dtype, case.rotary)
     assert own.path == "triton", own.why
     out, turned = own(packed, context, None if turn is None else Rotation(turn.cos.cuda(), turn.sin.cuda()))
     inner = codec.inner if isinstance(codec, Predicted) else codec

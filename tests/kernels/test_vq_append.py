@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcal_artifacts.paths.preflight import trials
+from kvcal_artifacts.paths.preflight import codebook_trials
 from kvcal_kernels.quantise import Windows
 from kvcal_kernels.residual_vq import append as vq_append
 from kvcal_kernels.residual_vq.attention import Band, decode
@@ -125,7 +125,7 @@ def test_on_a_gpu(case: Case) -> None:
 @pytest.mark.gpu
 def test_the_preflight_passes_on_a_gpu() -> None:
     case = Case(heads=8, dim=128, widths=(80, 48), size=4096, windows=Windows(4, 64, 1024))
-    found = trials.vectors_append_trial(
+    found = codebook_trials.codebook_append_trial(
         codec_of(case, "key"), codec_of(case, "value"), torch.float16, torch.device("cuda")
     )
     assert found is None

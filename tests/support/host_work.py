@@ -61,7 +61,7 @@ class Placed(Fed):
             own.q_proj(k.transpose(1, 2).flatten(2))
             own.k_proj(k.transpose(1, 2).flatten(2))
             past_key_values.update(k, v, index)
-            turn = getattr(own.config, "kvcal_turn", None)
+            turn = getattr(own.config, "kvcal_hand_off", None)
             if turn is not None and (left := turn.take()) is not None:
                 operator._LAYERS[left[0]].attend(k, k, v, 0.1)
         return True

@@ -23,9 +23,8 @@ from kvcal.methods.data_free import Preset
 from kvcal.methods.registry import backbone
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import PREDICTORS, Codec, MixKVQ, Predicted, Shape, Squat, Uniform
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 from kvcal_artifacts.storage import block_store
-from kvcal_artifacts.windows import Windows
 from tests.support.architectures import TINY, VARIANTS
 
 ALL = TINY | VARIANTS
@@ -324,7 +323,7 @@ def ledger_tensors(cache: KVCalCache) -> list[Tensor]:
 
 def snapshot(cache: KVCalCache) -> list[Any]:
     """Everything that decides what a cache does next, by value."""
-    counts = [cache.ledger.columns, cache.ledger.batch, cache.returned_tokens]
+    counts = [cache.ledger.columns, cache.ledger.batch, cache.record.returned_tokens]
     return [*counts, *(layer.get_seq_length() for layer in cache.layers), *(t.clone() for t in tensors_of(cache))]
 
 

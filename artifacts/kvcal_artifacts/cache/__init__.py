@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .cache import KVCalCache
 from .evicting_layer import EvictingLayer
-from .layer import KVCalLayer, Watch
+from .layer import KVCalLayer
+from .protocols import Watch
 
 __all__ = ["EvictingLayer", "KVCalCache", "KVCalLayer", "Watch"]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from .layer import KVCalLayer
-
-if TYPE_CHECKING:
-    from .cache import KVCalCache
+from .whole_cache import WholeCache
 
 # what a layer does not share with its copies
 OWN = ("_owner", "site", "title", "_in_place", "codecs", "handle", "_shown", "_layer")
 
 
-def fill(twin: KVCalCache, cache: KVCalCache, memo: dict[int, Any]) -> None:
-    """Copy what `cache` holds, which the device has told the host of, into a new cache made as it was."""
+def fill(twin: WholeCache, cache: WholeCache, memo: dict[int, object]) -> None:
+    """Copy the contents of `cache`, of which the host must know, into a new cache of the same settings."""
     twin.ledger = copy.deepcopy(cache.ledger, memo)
     twin.record, twin.steps = cache.record.copied(), copy.deepcopy(cache.steps, memo)
     twin.growing = cache.growing
@@ -26,3 +25,14 @@ def fill(twin: KVCalCache, cache: KVCalCache, memo: dict[int, Any]) -> None:
             other.codecs = layer.codecs
         else:
             twin.layers[index] = copy.deepcopy(layer, memo)
+
+
+@contextmanager
+def undone(cache: WholeCache, layer: KVCalLayer) -> Iterator[None]:
+    """What a call does within the block to one layer, and to what it leaves for the layers above, is undone."""
+    state = {name: value for name, value in vars(layer).items() if name not in OWN}
+    contents, codecs = copy.deepcopy(state), layer.codecs
+    with cache.forward.chain.undone():
+        yield
+    layer.__dict__.update(contents)
+    layer.codecs = codecs

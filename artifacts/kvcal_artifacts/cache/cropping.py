@@ -1,23 +1,19 @@
-"""The newest columns of a cache are removed."""
+"""The removal of a cache's newest columns."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import KVCalError
 from ..storage import block_store
-from ..storage.ledger import CropPlan
+from ..storage.plan import CropPlan
+from ..storage.slots import own_storage, take_slots
 from . import observing
 from .layer import KVCalLayer
-from .slots import own_storage, take_slots
-
-if TYPE_CHECKING:
-    from .cache import KVCalCache
+from .whole_cache import WholeCache
 
 
-def crop(cache: KVCalCache, tokens_to_remove: int) -> None:
+def crop(cache: WholeCache, tokens_to_remove: int) -> None:
     """Remove the newest -tokens_to_remove columns, as KVCalCache.crop says."""
     if tokens_to_remove > 0:
         raise ValueError(
@@ -40,17 +36,14 @@ def crop(cache: KVCalCache, tokens_to_remove: int) -> None:
         _carry_out(cache, count, plan)
 
 
-def _carry_out(cache: KVCalCache, count: int, plan: CropPlan) -> None:
+def _carry_out(cache: WholeCache, count: int, plan: CropPlan) -> None:
     """Remove the newest `count` columns from the ledger, from every layer and from its statistics."""
     cache.leave_forward()
     for layer in cache.own_layers:
         if layer.is_initialized:
             _crop_layer(layer, plan)
         layer.columns -= count
-    columns, tails = (
-        cache.ledger.columns,
-        [layer.tail for layer in cache.own_layers if layer.tail is not None],
-    )
+    columns, tails = cache.ledger.columns, [layer.tail for layer in cache.own_layers if layer.tail is not None]
     old = cache.ledger.real(columns - count, columns - min(tails)) if tails and count > min(tails) else 0
     cache.ledger.commit_crop(count)
     if not cache.ledger.columns:  # what comes next may have other rows
@@ -67,7 +60,7 @@ def _carry_out(cache: KVCalCache, count: int, plan: CropPlan) -> None:
 
 
 def _crop_layer(layer: KVCalLayer, plan: CropPlan) -> None:
-    """Carry out a crop; with plan.deep the cut block's remaining tokens return to the window, decoded."""
+    """Crop a layer; with plan.deep the cut block's remaining tokens return to the window, decoded."""
     decoded = layer.decode_all() if plan.deep else (None, None)
     for role in (0, 1):
         window = layer.window[role]

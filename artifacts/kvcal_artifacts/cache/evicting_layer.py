@@ -1,8 +1,6 @@
-"""One layer of a cache that evicts tokens: what leaves is chosen at the end of each forward."""
+"""A layer of a cache that evicts tokens: which ones is chosen at the end of each forward."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,25 +9,27 @@ from .. import hf
 from ..codecs.base import Packed
 from ..errors import KVCalError
 from ..storage import block_store
-from ..storage.eviction import EvictingPlan, Moves, attention_mass
+from ..storage.attention_mass import attention_mass
+from ..storage.selection import EvictingPlan, Moves
+from ..storage.slots import fill_slots, take_slots
 from . import observing, packing, reading
 from .chain import Chain
 from .layer import KVCalLayer
-from .slots import fill_slots, take_slots
-
-if TYPE_CHECKING:
-    from .cache import KVCalCache
+from .whole_cache import WholeCache
 
 
 class EvictingLayer(KVCalLayer):
-    """A layer of a scheme that selects tokens: all exact ones are in `window`, `sink` stays empty, and nothing is packed
-    before the forward's end, when all layers have said which tokens they look at.
+    """A layer of a scheme that selects tokens: all exact ones are in `window`, `sink` stays empty.
+
+    Nothing is packed before the forward's end, when all layers have added the attention that tokens get.
     """
 
     due: dict[str, Tensor]  # run-time statistics of the blocks that this forward may pack, (B, H, 1, ...)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As KVCalLayer.update, in the order of storage: packed, exact, new."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """All keys and values, as KVCalLayer.update gives them, but in the order of storage: packed, exact, new."""
         plan = self.cache.plan_for(self, key_states)
         assert isinstance(plan, EvictingPlan)
         if not self.is_initialized:
@@ -49,7 +49,7 @@ class EvictingLayer(KVCalLayer):
 
     @torch.no_grad()
     def _weigh(self, plan: EvictingPlan, keys: Tensor) -> None:
-        """Add what the call's queries look at. keys (B, H, past + query, D) as attention takes them."""
+        """Add the attention of the call's queries. keys: (B, H, past + query, D) as attention takes them."""
         before = self.cache.forward.queries_before.get(self.index)
         if before is None:
             raise KVCalError(f"layer {self.index}: queries were not seen; call the model the cache was made for")
@@ -58,19 +58,19 @@ class EvictingLayer(KVCalLayer):
 
     @staticmethod
     def _newest(plan: EvictingPlan, values: Tensor) -> Tensor:
-        """Of the statistics (B, H, F or 1, ...) of the blocks that the plain scheme would pack now the last one's."""
+        """The last of the statistics (B, H, F or 1, ...) of the blocks that would be packed without selection."""
         last = (plan.flushed - 1).clamp(0, values.shape[2] - 1).to(values.device)
         return values[torch.arange(len(last), device=values.device), :, last][:, :, None]
 
     @torch.no_grad()
     def _hold(self, plan: EvictingPlan, new: list[Tensor]) -> None:
         at = self.cache.forward.prefixes(new[0].device)
-        for role in (0, 1):  # what a pad holds never comes near a softmax
+        for role in (0, 1):  # no softmax is ever over what a pad holds
             self.window[role] = torch.cat([self.window[role], at.mask(new[role])], 2)
 
     @torch.no_grad()
     def carry_out(self, moves: Moves) -> None:
-        """Pack, evict and close ranks as the ledger chose."""
+        """Pack, evict and close gaps as the ledger chose."""
         self._move(self.device)
         moves = moves.to(self.device)
         sources = [self.window[role] for role in (0, 1)]
@@ -95,9 +95,9 @@ class EvictingLayer(KVCalLayer):
             self.offload()
 
 
-def evict(cache: KVCalCache, plan: EvictingPlan) -> None:
-    """At the end of a call by which tokens leave the window: the ledger chooses, and every layer does as it says."""
-    moves = cache.ledger.choose(plan)
+def evict(cache: WholeCache, plan: EvictingPlan) -> None:
+    """Evict tokens at the end of a call by which some leave the window: the ledger chooses, and every layer follows."""
+    moves = cache.evicting_ledger.choose(plan)
     cache.forward.chain = Chain(cache.scheme)
     for layer in cache.own_layers:
         assert isinstance(layer, EvictingLayer)

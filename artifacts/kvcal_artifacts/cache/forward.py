@@ -12,18 +12,19 @@ from kvcal_kernels.dequantise import Rotation
 from .. import hf
 from ..errors import KVCalError
 from ..scheme import Scheme
-from ..storage.eviction import EvictingPlan, allowed
-from ..storage.ledger import Plan
+from ..storage.attention_mass import allowed
+from ..storage.plan import Plan
+from ..storage.selection import EvictingPlan
 from .chain import Chain
-from .statistics import Prefixes
+from .statistics.prefixes import Prefixes
 
 
 class Forward:
-    """One call of the model, from the hook before its decoder on. The cache replaces it at the next call, and whenever tokens
-    leave otherwise than by a call; nothing in it is ever reset.
+    """One call of the model, from the hook before its decoder on.
 
-    mask: as the model was given it, of all columns; custom_mask: it is not (batch, tokens). gives_weights: the call is asked
-    for attention weights.
+    The cache replaces it at the next call, and whenever tokens leave otherwise than by a call; nothing in it is ever
+    reset. mask: as the model was given it, of all columns; custom_mask: it is not (batch, tokens). gives_weights: the
+    call is asked for attention weights.
     """
 
     def __init__(
@@ -40,13 +41,13 @@ class Forward:
         self.on_device: bool | None = None  # whether it is a step that the device does by itself; None: not yet asked
         self.keys_before: dict[int, Tensor] = {}  # by layer: keys before RoPE
         self.queries_before: dict[int, Tensor] = {}  # by layer: queries before RoPE
-        self.masks: dict[torch.device, Tensor | None] = {}  # of what is kept where tokens are evicted
+        self.masks: dict[torch.device, Tensor | None] = {}  # of the tokens that remain where some are evicted
         self.chain = Chain(scheme)
         self.begun: Plan | None = None
         self._positions: Tensor | None = None
         self._rotation: tuple[Tensor, Tensor] | None = None  # of the call's columns, as the model itself made them
         self._tables: tuple[Tensor, Tensor] | None = None  # cos and sin of all columns
-        self._turns: dict[torch.device, tuple[Rotation, Rotation] | None] = {}
+        self._split_rotations: dict[torch.device, tuple[Rotation, Rotation] | None] = {}
         self._plans: dict[torch.device, Plan] = {}
         self._prefixes: dict[torch.device, Prefixes] = {}
         self._places: dict[torch.device, Tensor] = {}
@@ -55,12 +56,12 @@ class Forward:
     # What the rotary module told.
 
     def rotate_by(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Position ids int (B or 1, query) of the call's columns, and cos and sin that the model rotates them by."""
+        """Note position ids int (B or 1, query) of the call's columns, and the model's cos and sin for them."""
         self._positions, self._rotation = positions, (cos, sin)
 
     @property
     def positions(self) -> Tensor:
-        """Positions int (B or 1, query) of the call's columns."""
+        """The positions int (B or 1, query) of the call's columns."""
         if self._positions is None:
             raise KVCalError("the model's rotary module did not report positions; use a bundle with frame post_rope")
         return self._positions
@@ -72,31 +73,34 @@ class Forward:
         return cos, sin
 
     def tables(self, positions: Tensor, columns: slice, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The cos and sin of these columns of every row, in the dtype and on the device of `like`. positions: of all columns;
-        they are computed once a call.
+        """The cos and sin of these columns of every row, in the dtype and on the device of `like`.
+
+        positions: of all columns, whose cos and sin are computed once per call.
         """
         if self._tables is None:
             self._tables = hf.rope_tables(self._model, positions, like.dtype)
         cos, sin = (t[:, columns].to(like.device) for t in self._tables)
         return cos, sin
 
-    def turns(
+    def split_rotation(
         self, positions: Tensor, site: hf.AttentionSite, packed: slice, past: int, like: Tensor
     ) -> tuple[Rotation, Rotation] | None:
-        """RoPE of the packed columns, and of the others of the first `past`, as the kernels that dequantise take it; None
-        where the model's is another. It is made once a call and device.
+        """RoPE of the packed columns, and of the others of the first `past`, as the kernels that dequantise take it.
+
+        It is made once per call and device; None where the model's RoPE is another.
         """
         device = like.device
-        if device not in self._turns:
+        if device not in self._split_rotations:
             tables = self.tables(positions, slice(0, past), like)
             inner = Rotation(*(t[:, packed] for t in tables))
             outer = Rotation(*(torch.cat([t[:, : packed.start], t[:, packed.stop :]], 1) for t in tables))
-            self._turns[device] = (inner, outer) if hf.by_halves(site, inner.cos.shape[-1]) else None
-        return self._turns[device]
+            self._split_rotations[device] = (inner, outer) if hf.by_halves(site, inner.cos.shape[-1]) else None
+        return self._split_rotations[device]
 
-    def kept_mask(self, site: hf.AttentionSite, plan: EvictingPlan, hidden: Tensor) -> Tensor | None:
-        """The mask (B, 1, query, kept + query) of what is kept where tokens are evicted; None where all of it is visible. It
-        is made once a call and device.
+    def remaining_mask(self, site: hf.AttentionSite, plan: EvictingPlan, hidden: Tensor) -> Tensor | None:
+        """The mask (B, 1, query, remaining + query) of the tokens that remain where some are evicted.
+
+        It is made once per call and device; None where all of them are visible.
         """
         if hidden.device not in self.masks:
             hf.check_selectable(site)
@@ -108,18 +112,18 @@ class Forward:
 
     @property
     def plan(self) -> Plan:
-        """Which tokens go where, made by the ledger on the CPU when the call's first layer came."""
+        """The plan of the call, made by the ledger on the CPU when its first layer came."""
         assert self.begun is not None
         return self.begun
 
     def on(self, device: torch.device) -> Plan:
-        """The plan with its index tensors there."""
+        """The plan with its index tensors on a device."""
         if device not in self._plans:
             self._plans[device] = self.plan.to(device)
         return self._plans[device]
 
     def prefixes(self, device: torch.device) -> Prefixes:
-        """What the run-time statistics of layers there count by."""
+        """The counts that run-time statistics of layers on a device go by."""
         if device not in self._prefixes:
             self._prefixes[device] = Prefixes(self.plan, self._windows, device)
         return self._prefixes[device]
@@ -137,15 +141,19 @@ class Forward:
         return bool((self.plan.packed > 0).all())
 
     def places(self, device: torch.device, recent: Tensor) -> Tensor:
-        """(B, Q) int64: which of each row's recent tokens, of which `recent` (B,) are there with the new ones, are these."""
+        """The places of the new tokens among each row's recent ones, (B, Q) int64.
+
+        recent: (B,) how many recent tokens a row has with the new ones.
+        """
         if device not in self._places:
             query = self.plan.query
             self._places[device] = (recent.long() - query)[:, None] + torch.arange(query, device=device)
         return self._places[device]
 
     def counts(self, device: torch.device, each: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-        """Sink tokens, packed blocks, recent tokens with the new ones, of each row before the call: (B,) int32. each: kernel
-        blocks in one of the scheme.
+        """Sink tokens and packed blocks of each row before the call, and recent tokens with the new ones: (B,) int32.
+
+        each: kernel blocks in one of the scheme.
         """
         if (device, each) not in self._counts:
             plan = self.plan

@@ -1,21 +1,25 @@
-"""What attention masks say of new columns, and whether they still say of old ones what they said when these came."""
+"""Attention masks: which new columns are tokens, and whether old ones are still what they were when they came."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import hf
 from ..errors import KVCalError
+from ..hf import Mask
+from ..storage.eviction import EvictingLedger
+from ..storage.ledger import Ledger
 from .forward import Forward
 
 
-def full_mask(mask: Tensor | Mapping[str, Tensor | None] | None, past: int, is_static: bool) -> Tensor | None:
-    """The mask of full attention among those that a model was given, by columns where it can be read so: of the 4-D ones that
-    generate() makes for caches that compile, and that a vision-language model makes outside its decoder, by kinds of layers.
+def full_mask(mask: Mask, past: int, is_static: bool) -> Tensor | None:
+    """The mask of full attention among those that a model was given, by columns if it can be read so.
+
+    That holds for 4-D ones that generate() makes for caches that compile, and that a vision-language model makes
+    outside its decoder, by kinds of layers.
     """
     by_kind = isinstance(mask, Mapping)
     if isinstance(mask, Mapping):
@@ -28,34 +32,34 @@ def full_mask(mask: Tensor | Mapping[str, Tensor | None] | None, past: int, is_s
 
 
 class MaskHistory:
-    """What earlier masks said of the columns that a cache holds, on the device of the masks; read from the ledger where a call
-    without a mask, a crop or a selection of rows came between.
+    """What earlier masks said of the columns that a cache stores, on the device of the masks.
 
-    compares: whether masks are compared at all; where tokens are evicted, the ledger hides what the mask does.
+    It is read from the ledger where a call without a mask, a crop or a selection of rows came between. Where tokens are
+    evicted masks are not compared: the ledger hides what the mask does.
     """
 
-    def __init__(self, compares: bool) -> None:
-        self._compares = compares
+    def __init__(self) -> None:
         self._columns: Tensor | None = None
 
     def forget(self) -> None:
         self._columns = None
 
     def extend(self, forward: Forward, past: int, query: int) -> None:
-        """The columns of a call that has begun are held."""
+        """Add the columns of a call that has begun."""
         if forward.mask is None or forward.custom_mask or self._columns is None:
             self._columns = None
         else:
             self._columns = torch.cat([self._columns, forward.mask[:, past : past + query].bool()], 1)
 
     def extend_by_steps(self, count: int) -> None:
-        """So many columns came in steps that the device did by itself; all of them are real."""
+        """Add columns of steps that the device did by itself; all of them are real."""
         if self._columns is not None:
             self._columns = torch.nn.functional.pad(self._columns, (0, count), value=True)
 
-    def new_columns(self, forward: Forward, ledger: Any, query: int) -> Tensor | None:
-        """(B, query) bool on the CPU: which new columns are real tokens; None if all are. It also tells the forward whether
-        the mask hides old ones.
+    def new_columns(self, forward: Forward, ledger: Ledger | EvictingLedger, query: int) -> Tensor | None:
+        """Which new columns are real tokens, (B, query) bool on the CPU; None if all are.
+
+        It also tells the forward whether the mask hides old ones.
         """
         mask, past = forward.mask, ledger.columns
         if mask is None or forward.custom_mask:
@@ -70,9 +74,9 @@ class MaskHistory:
         forward.hides_old = not bool(answer[:, -1].all())
         return answer[:, :-1]
 
-    def _same_old(self, old: Tensor, ledger: Any) -> Tensor:
-        """0-d bool: whether the mask says of the columns held what it said when they came."""
-        if not old.shape[1] or not self._compares or len(old) != ledger.batch:
+    def _same_old(self, old: Tensor, ledger: Ledger | EvictingLedger) -> Tensor:
+        """Whether the mask says of old columns what it said when they came: 0-d bool."""
+        if not old.shape[1] or isinstance(ledger, EvictingLedger) or len(old) != ledger.batch:
             return torch.ones((), dtype=torch.bool, device=old.device)
         columns = self._columns
         if columns is None or columns.shape != old.shape or columns.device != old.device:

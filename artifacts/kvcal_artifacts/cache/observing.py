@@ -1,36 +1,33 @@
-"""What a layer sees of a call: its keys in the frame they are stored in, and what run-time statistics make of it."""
+"""A call as a layer sees it: its keys in the frame they are stored in, and what run-time statistics make of it."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..errors import KVCalError
 from ..modes import without_grad
-from ..storage.ledger import Plan
-from .statistics import KeyScale, Summed
+from ..storage.plan import Plan
+from .protocols import LayerProtocol
+from .statistics.base import Summed
+from .statistics.key_scale import KeyScale
 
-if TYPE_CHECKING:
-    from .layer import KVCalLayer
 
-
-def frame_keys(layer: KVCalLayer, handed: Tensor) -> Tensor:
-    """The current call's keys in the frame they are stored in."""
+def frame_keys(layer: LayerProtocol, rotated_keys: Tensor) -> Tensor:
+    """The current call's keys in the frame they are stored in, from those that attention gets."""
     if layer.cache.scheme.frame == "post_rope":
-        return handed
+        return rotated_keys
     before = layer.cache.forward.keys_before.pop(layer.index, None)
     if before is None:
         raise KVCalError(f"layer {layer.index}: keys before RoPE were not seen; call the model the cache was made for")
     if not layer.is_verified:
-        _verify_frame(layer, before, handed)
+        _verify_frame(layer, before, rotated_keys)
     return before
 
 
 @without_grad
-def observe(layer: KVCalLayer, plan: Plan, keys: Tensor) -> dict[str, Tensor]:
-    """Show the call's queries and keys to the statistics -> those of the blocks that it packs."""
+def observe(layer: LayerProtocol, plan: Plan, keys: Tensor) -> dict[str, Tensor]:
+    """Show the call's queries and keys to the statistics; returns those of the blocks that it packs."""
     before = layer.cache.forward.queries_before.pop(layer.index, None)
     if not layer.statistics:
         return {}
@@ -51,34 +48,34 @@ def observe(layer: KVCalLayer, plan: Plan, keys: Tensor) -> dict[str, Tensor]:
     return {name: value for name, value in observed.items() if value is not None}
 
 
-def _is_settled(layer: KVCalLayer) -> bool:
-    """Whether no token changes the statistics any more: all rows had blocks, by whose first one keys are divided."""
+def _is_settled(layer: LayerProtocol) -> bool:
+    """Whether tokens no longer change the statistics: all rows had blocks, by whose first one keys are divided."""
     cache = layer.cache
     plain = layer.statistics.keys() <= {KeyScale.name} and cache.scheme.selection is None
     return plain and cache.forward.opened
 
 
-def rotated(layer: KVCalLayer, queries: Tensor) -> Tensor:
+def rotated(layer: LayerProtocol, queries: Tensor) -> Tensor:
     """The current call's queries after RoPE."""
     return layer.site.rotate(queries, *layer.cache.forward.rotation(queries)) if layer.site.rope else queries
 
 
-def _verify_frame(layer: KVCalLayer, before: Tensor, handed: Tensor) -> None:
-    """Once: rotating what was captured must give what attention got, or the architecture is not understood."""
-    turned, handed = layer.site.rotate(before, *layer.cache.forward.rotation(handed)).detach(), handed.detach()
+def _verify_frame(layer: LayerProtocol, before: Tensor, expected: Tensor) -> None:
+    """Check once that rotated keys are those that attention gets; else the architecture is not understood."""
+    ours, expected = layer.site.rotate(before, *layer.cache.forward.rotation(expected)).detach(), expected.detach()
     # the same function of the same cos and sin: not a bit may differ. A NaN is named when it is packed.
-    same = (turned == handed) | (turned.isnan() & handed.isnan())
+    same = (ours == expected) | (ours.isnan() & expected.isnan())
     if not bool(same.all()):
         raise KVCalError(
             f"layer {layer.index}: keys captured before RoPE do not give the model's keys when rotated "
-            f"(largest difference {float((turned - handed).abs().max()):.2g}); use a bundle with frame post_rope"
+            f"(largest difference {float((ours - expected).abs().max()):.2g}); use a bundle with frame post_rope"
         )
     layer.is_verified = True
 
 
 @torch.no_grad()
-def forget(layer: KVCalLayer, count: int, occupied: Tensor, untouched: Tensor) -> None:
-    """After a crop: take the newest `count` columns out of the statistics. occupied, untouched: of the ledger."""
+def forget(layer: LayerProtocol, count: int, occupied: Tensor, untouched: Tensor) -> None:
+    """Take the newest `count` columns out of the statistics, after a crop. occupied, untouched: of the ledger."""
     if not layer.is_initialized:
         return
     unseen = min(count, layer.unseen)
@@ -92,7 +89,7 @@ def forget(layer: KVCalLayer, count: int, occupied: Tensor, untouched: Tensor) -
             statistic.renew(keys, occupied.to(keys.device), untouched.to(keys.device))
 
 
-def tail(layer: KVCalLayer) -> int | None:
+def tail(layer: LayerProtocol) -> int | None:
     """How many of the newest columns the statistics of queries can forget; None without any."""
     tails = [statistic.tail + layer.unseen for statistic in layer.statistics.values() if isinstance(statistic, Summed)]
     return min(tails, default=None)

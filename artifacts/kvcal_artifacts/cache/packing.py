@@ -1,28 +1,24 @@
-"""Blocks that leave the window become packed ones: by the codecs, or by a kernel for keys and values in one launch."""
+"""Blocks that leave the window are packed: by the codecs, or by a kernel for keys and values in one launch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvcal_kernels.quantise import AnyRule
-
 from ..codecs import Context
-from ..codecs.base import Packed, check_finite, collecting
+from ..codecs.base import Packed
+from ..codecs.refusals import check_finite, collecting
 from ..errors import NonFiniteError
 from ..paths import fused
+from ..paths.packing_rules import Rules
+from .protocols import LayerProtocol
 
-if TYPE_CHECKING:
-    from .layer import KVCalLayer
 
+def encode_by(layer: LayerProtocol, rules: Rules, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
+    """Encode a layer that is neither predicted nor predicts, in one launch where there are rules.
 
-def encode_by(
-    layer: KVCalLayer, rules: tuple[AnyRule, AnyRule] | str, leaving: list[Tensor], stats: dict[str, Tensor]
-) -> list[Packed]:
-    """As `encode`, of a layer that is neither predicted nor predicts, in one launch where there are rules; in two where
-    keys are corrected first.
+    It is two launches where keys are corrected first.
     """
     if isinstance(rules, str):
         return encode(layer, leaving, stats)
@@ -41,16 +37,16 @@ def encode_by(
     return packed
 
 
-def encode(layer: KVCalLayer, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
-    """Keys and values (B, H, F * b, D) -> their packed blocks; reconstructions are left for the layers above.
+def encode(layer: LayerProtocol, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
+    """Packed blocks of keys and values (B, H, F * b, D); what they decode to is left for the layers above.
 
-    What cannot be packed is told when all layers are done, by `Record.check_packed`.
+    What cannot be packed is raised when all layers are done, by `Record.check_packed`.
     """
     with collecting(layer.cache.record.refusals, layer.index):
         return _encode_both(layer, leaving, stats)
 
 
-def _encode_both(layer: KVCalLayer, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
+def _encode_both(layer: LayerProtocol, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
     context, chained = layer.cache.forward.chain.context("new", layer.index, layer.device), layer.cache.scheme.chained
     context.stats = stats
     blocks: list[Packed] = [{}, {}]

@@ -1,8 +1,6 @@
-"""Everything that a layer holds, as the model's own attention takes it: decoded, in column order, and after RoPE."""
+"""All keys and values of a layer, as the model's own attention takes them: decoded, in column order, and after RoPE."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,20 +10,23 @@ from kvcal_kernels.dequantise import Rotation
 from ..codecs import Context
 from ..paths import dequantised
 from ..storage import block_store
-from ..storage.ledger import Plan
-from .slots import take_slots
-
-if TYPE_CHECKING:
-    from .layer import KVCalLayer
+from ..storage.plan import Plan
+from ..storage.slots import take_slots
+from .protocols import LayerProtocol
 
 
-def materialise(layer: KVCalLayer, plan: Plan, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
-    """Everything so far, decoded, then the new tokens as handed over."""
+def materialise(layer: LayerProtocol, plan: Plan, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
+    """All keys and values so far, decoded, then the new ones unchanged."""
     if plan.past == 0:
         layer.cache.forward.chain.leave("old", layer.index, None, None)
         return new_keys, new_values
-    if layer.paths.reader and layer.block_slots and not layer.cache.remember and not layer.learns(new_keys, new_values):
-        return _dequantise(layer, layer.paths.reader, plan, new_keys, new_values)
+    if (
+        layer.paths.dequantiser
+        and layer.block_slots
+        and not layer.cache.remember
+        and not layer.learns(new_keys, new_values)
+    ):
+        return _dequantise(layer, layer.paths.dequantiser, plan, new_keys, new_values)
     keys, values = layer.decode_all()
     whole = [
         ordered(plan, torch.cat([layer.sink[role], x.to(layer.dtype), layer.window[role]], 2))
@@ -37,17 +38,19 @@ def materialise(layer: KVCalLayer, plan: Plan, new_keys: Tensor, new_values: Ten
 
 
 @torch.no_grad()
-def _dequantise(layer: KVCalLayer, reader: dequantised.Reader, plan: Plan, *new: Tensor) -> tuple[Tensor, Tensor]:
-    """What `materialise` gives, from shared storage where all rows hold the same columns."""
+def _dequantise(
+    layer: LayerProtocol, dequantiser: dequantised.LayerDequantiser, plan: Plan, *new: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What `materialise` gives, in shared storage where all rows hold the same columns."""
     context, dense = layer.cache.forward.chain.context("old", layer.index, layer.device), not plan.ragged
-    context.stats, turns = layer.current_statistics(), None
+    context.stats, rotations = layer.current_statistics(), None
     if dense and layer.rotates:
         packed = slice(layer.sink[0].shape[2], plan.past - layer.window[0].shape[2])
-        turns = _turns(layer, packed, plan.past, reader)
-    placed = dense and (turns is not None or not layer.rotates)
+        rotations = _rotations(layer, packed, plan.past, dequantiser)
+    placed = dense and (rotations is not None or not layer.rotates)
     fresh = list(new) if placed else [x[:, :, :0] for x in new]
     exact = layer.sink, layer.window, fresh
-    whole, decoded = reader(layer.cache.rooms(layer.device), layer.packed, context, exact, turns)
+    whole, decoded = dequantiser(layer.cache.memory.storage(layer.device), layer.packed, context, exact, rotations)
     layer.cache.forward.chain.leave("old", layer.index, *decoded)
     if layer.cache.watch is not None:
         layer.cache.watch.read(layer.index, layer.block_slots * new[0].shape[0])
@@ -59,20 +62,29 @@ def _dequantise(layer: KVCalLayer, reader: dequantised.Reader, plan: Plan, *new:
     return torch.cat([keys, new[0]], 2), torch.cat([values, new[1]], 2)
 
 
-def _rope(layer: KVCalLayer, past: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def _rope(layer: LayerProtocol, past: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """The cos and sin of the first `past` columns."""
     positions = layer.cache.ledger.positions
+    assert positions is not None
     return layer.cache.forward.tables(positions, slice(0, past), like)
 
 
-def _turns(layer: KVCalLayer, packed: slice, past: int, reader: dequantised.Reader) -> tuple[Rotation, Rotation] | None:
-    """RoPE of the packed columns and of the others, where the reader rotates keys as it writes them."""
+def _rotations(
+    layer: LayerProtocol, packed: slice, past: int, dequantiser: dequantised.LayerDequantiser
+) -> tuple[Rotation, Rotation] | None:
+    """RoPE of the packed columns and of the others, where the dequantiser rotates keys as it writes them."""
     positions = layer.cache.ledger.positions
-    turns = layer.cache.forward.turns(positions, layer.site, packed, past, layer.window[0])
-    return turns if turns is not None and reader.turns(turns[0].cos.shape[-1], layer.window[0].device) else None
+    assert positions is not None
+    rotations = layer.cache.forward.split_rotation(positions, layer.site, packed, past, layer.window[0])
+    return (
+        rotations
+        if rotations is not None and dequantiser.rotates(rotations[0].cos.shape[-1], layer.window[0].device)
+        else None
+    )
 
 
 def ordered(plan: Plan, slots: Tensor) -> Tensor:
+    """The tokens of all old columns, from the slots that they lie in."""
     if plan.past_index is None:
         return slots
     if not slots.shape[2]:  # no real token yet, in any row
@@ -80,8 +92,8 @@ def ordered(plan: Plan, slots: Tensor) -> Tensor:
     return take_slots(slots, plan.past_index)
 
 
-def remembering(layer: KVCalLayer, context: Context) -> tuple[Tensor, Tensor]:
-    """Like `KVCalLayer.decode` of all blocks, but decodes only what was packed since the last call."""
+def remembering(layer: LayerProtocol, context: Context) -> tuple[Tensor, Tensor]:
+    """What all blocks decode to; only what was packed since the last call is decoded."""
     parts: list[Tensor] = []
     if layer.remembered is not None and layer.remembered[0] is layer.packed:
         parts = layer.remembered[1]

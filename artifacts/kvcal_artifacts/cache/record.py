@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..codecs.base import Refusals
+from ..codecs.refusals import Refusals
 from ..errors import KVCalError, NonFiniteError
 
 
 @dataclass
 class Record:
-    """A reset cache has a new one. The first three are counts that describe() shows.
+    """Counts and errors of a cache; a reset cache has a new record. The first three are counts that describe() shows.
 
-    stage: of a forward that has changed the cache: its layers run, or its head does; None: it returned. broken: a forward that
-    had changed the cache did not return. torn: one broke off while it evicted tokens. refusals: what was packed and could not
-    be, to be raised at the forward's end; refused: the error that was. warned: the caller has had an error that says what is
-    wrong.
+    stage: of a forward that has changed the cache: its layers run, or its head does; None: it returned. broken: a
+    forward that had changed the cache did not return. torn: one broke off while it evicted tokens. refusals: what could
+    not be packed, to be raised at the forward's end; refused: the error that was. warned: the caller has had an error
+    that says what is wrong.
     """
 
     returned_tokens: int = 0
@@ -30,7 +30,7 @@ class Record:
     warned: bool = False
 
     def copied(self) -> Record:
-        """That of a copy of the cache: a forward that is under way goes on without it."""
+        """The record of a copy of the cache, which a forward that is under way does not concern."""
         return Record(
             self.returned_tokens,
             dict(self.unforgotten),
@@ -41,17 +41,18 @@ class Record:
         )
 
     def check_returned(self) -> None:
-        """Raises KVCalError where a forward changed the cache and did not return: all its layers hold tokens of which the
-        caller knows nothing.
+        """Raises KVCalError where a forward changed the cache and did not return.
+
+        All layers then hold tokens of which the caller knows nothing.
         """
         if self.broken or self.stage == "layers":
             raise KVCalError(
-                "the cache holds tokens of a forward that did not return: an earlier forward broke off; call reset() and "
-                "start again"
+                "the cache holds tokens of a forward that did not return: an earlier forward broke off; call reset() "
+                "and start again"
             )
 
     def check_packed(self) -> None:
-        """Raises NonFiniteError where a forward packed what cannot be: at its end, or at the next use if it broke off."""
+        """Raises NonFiniteError for what could not be packed, at the end of a forward, or later if it broke off."""
         try:
             self.refusals.check()
         except NonFiniteError as error:

@@ -1,27 +1,23 @@
-"""What a cache says of itself: bytes, bits a value, and what every layer does."""
+"""Reports of a cache: bytes, bits per value, and what every layer does."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
 
 from ..errors import KVCalError
 from ..paths import choose
 from .layer import KVCalLayer
-
-if TYPE_CHECKING:
-    from .cache import KVCalCache
+from .protocols import AnyLayer
+from .whole_cache import WholeCache
 
 PARTS = ("packed", "window", "bookkeeping", "decoded")
 
 
-def nbytes(cache: KVCalCache, part: str) -> int:
-    """Bytes of real storage of one of PARTS."""
+def nbytes(cache: WholeCache, part: str) -> int:
+    """The bytes of real storage of one of PARTS."""
     if part not in PARTS:
         raise KVCalError(f"nbytes({part!r}): allowed are {', '.join(PARTS)}")
     if part == "bookkeeping":
         statistics = [t for layer in cache.own_layers for t in layer.bookkeeping()]
-        shared: int = cache.ledger.nbytes
-        return shared + sum(t.numel() * t.element_size() for t in statistics)
+        return cache.ledger.nbytes + sum(t.numel() * t.element_size() for t in statistics)
     tensors = [t for layer in cache.own_layers for t in layer.stored(part)]
     if part == "window":
         plain = [layer for layer in cache.layers if not isinstance(layer, KVCalLayer)]
@@ -30,25 +26,23 @@ def nbytes(cache: KVCalCache, part: str) -> int:
     return sum(storages.values())
 
 
-def packed_values(cache: KVCalCache) -> int:
+def packed_values(cache: WholeCache) -> int:
     """How many numbers the packed blocks stand for; those of evicted tokens do not count."""
     pairs = [pair for pair in cache.scheme.layers if pair is not None]
     numbers = sum(pair.key.shape.values + pair.value.shape.values for pair in pairs)
     if cache.scheme.selection is None:
-        blocks: int = cache.ledger.blocks.sum().item()
-        return blocks * numbers
-    tokens: int = cache.ledger.packed_tokens
-    return tokens * numbers // cache.scheme.windows.block
+        return int(cache.ledger.blocks.sum()) * numbers
+    return cache.evicting_ledger.packed_tokens * numbers // cache.scheme.windows.block
 
 
-def describe(cache: KVCalCache) -> dict[str, Any]:
-    """The answer of KVCalCache.describe, whose docstring explains its keys."""
+def describe(cache: WholeCache) -> dict[str, object]:
+    """The result of KVCalCache.describe, whose docstring explains its keys."""
     return {
         "windows": vars(cache.scheme.windows),
         "frame": cache.scheme.frame,
         "coverage": cache.scheme.coverage,
         "tokens": cache.ledger.columns,
-        "selection": None if cache.scheme.selection is None else cache.ledger.describe(),
+        "selection": None if cache.scheme.selection is None else cache.evicting_ledger.describe(),
         "packed_blocks": cache.ledger.blocks.tolist(),
         "caveats": cache.caveats,
         "returned_by_crop": cache.record.returned_tokens,
@@ -59,16 +53,16 @@ def describe(cache: KVCalCache) -> dict[str, Any]:
         "max_length": cache.max_length,
         "compileable": cache.why_not_compileable or True,
         "nbytes": {name: cache.nbytes(name) for name in PARTS},
-        "shared_bytes": cache.shared_bytes,
+        "shared_bytes": cache.memory.nbytes,
         "bits_per_value": cache.bits_per_value(),
         "resident_bytes": cache.resident_bytes(),
         "layers": [_row(cache, index, layer) for index, layer in enumerate(cache.layers)],
     }
 
 
-def _row(cache: KVCalCache, index: int, layer: Any) -> dict[str, Any]:
+def _row(cache: WholeCache, index: int, layer: AnyLayer) -> dict[str, object]:
     if not isinstance(layer, KVCalLayer):
         return {"layer": index, "state": "skipped", "why": cache.scheme.skipped[index]}
     key, value = layer.codecs.key.describe(), layer.codecs.value.describe()
-    row = {"layer": index, "state": "applied", "key": key, "value": value, "path": layer.path}
+    row: dict[str, object] = {"layer": index, "state": "applied", "key": key, "value": value, "path": layer.path}
     return row | ({"packing": layer.packing} if layer.is_initialized else {})

@@ -13,16 +13,16 @@ from ..storage.ledger import Ledger
 
 
 class StoredRope:
-    """The model's cosines and sines for the tokens that a cache holds. rotary: channels of a head that kernels rotate; 0 where
-    keys are stored after RoPE, or no kernel is to run.
+    """The model's cosines and sines for the tokens that a cache stores.
 
-    ledger: of the cache, in each call, as a copied cache has one of its own.
+    rotary: channels of a head that kernels rotate; 0 where keys are stored after RoPE, or no kernel is to run. ledger:
+    of the cache, given in each call, as a copied cache has its own.
     """
 
     def __init__(self, model: nn.Module, rotary: int) -> None:
         self._model, self.rotary = model, rotary
         self._runs: dict[torch.device, tuple[Tensor, int, Rope]] = {}  # of starts and sink tokens
-        self._even: bool | None = None  # whether the model's RoPE turns by one angle a position
+        self._even: bool | None = None  # whether the model's RoPE rotates by one angle per position
 
     @property
     def moves(self) -> bool:
@@ -30,18 +30,18 @@ class StoredRope:
         return self.rotary > 0 and hf.rope_moves(hf.config_of(self._model))
 
     def begin(self) -> None:
-        """At the beginning of a call: forget what a longer sequence changes."""
+        """Forget what a longer sequence changes, at the beginning of a call."""
         if self.moves:
             self._runs = {}
 
     def why_uneven(self, ledger: Ledger) -> str | None:
-        """Why no kernel rotates the keys that are held, stored before RoPE; None if it does, as far as is known."""
+        """Why no kernel rotates the keys that are stored before RoPE; None if one does, as far as is known."""
         if not ledger.gapless:
             return choose.GAPS
         return choose.UNEVEN if self._even is False else None
 
     def is_even(self, ledger: Ledger) -> bool:
-        """Whether tokens of a run differ by `near` alone: once a cache, seen on the model's own cosines and sines."""
+        """Whether tokens of a run differ by `near` alone: found once per cache on the model's own cosines and sines."""
         if self._even is None:
             assert ledger.positions is not None
             first = torch.arange(0, 2 * BLOCK, device=ledger.positions.device)
@@ -53,7 +53,7 @@ class StoredRope:
 
     @torch.no_grad()
     def of_rows(self, ledger: Ledger, device: torch.device, sink: int, blocks: int, recent: int) -> Rope:
-        """RoPE of rows with room for so many sink tokens, kernel blocks and recent tokens; made where these outgrow it."""
+        """RoPE of rows of so many sink tokens, kernel blocks and recent tokens; made anew where these outgrow it."""
         starts = _starts(ledger)
         of, sinks, angles = self._runs.get(device, (None, -1, None))
         if (
@@ -65,7 +65,7 @@ class StoredRope:
             same = starts[:1] if bool((starts == starts[0]).all()) else starts
             capacity = blocks if self.moves else blocks + blocks // 8 + 8
             first = rope.first_positions(same, sink, capacity, recent).to(device)
-            if capacity == blocks:  # what lies beyond is no token's, and would say that the sequence is longer
+            if capacity == blocks:  # slots beyond hold no token, and would mean that the sequence is longer
                 first = first.clamp_max(_newest(ledger))
             angles = self.of_runs(ledger, first)
             self._runs[device] = starts, sink, angles
@@ -78,14 +78,14 @@ class StoredRope:
         return Rope(far, rope.near(cos[:BLOCK], sin[:BLOCK]))
 
     def _tables(self, positions: Tensor, ledger: Ledger) -> tuple[Tensor, Tensor]:
-        """The model's cosines and sines (T, R/2) float32 of positions (T,); it is told how far the sequence has come, too."""
+        """The model's cosines and sines (T, R/2) float32 of positions (T,), for a sequence as long as it is now."""
         newest = torch.full_like(positions[:1], _newest(ledger))
         cos, sin = hf.rope_tables(self._model, torch.cat([positions, newest])[None], torch.float32)
         return cos[0, :-1, : self.rotary // 2], sin[0, :-1, : self.rotary // 2]
 
 
 def _starts(ledger: Ledger) -> Tensor:
-    """Positions of rows' first tokens (B,)."""
+    """The positions of rows' first tokens, (B,)."""
     assert ledger.starts is not None
     return ledger.starts
 

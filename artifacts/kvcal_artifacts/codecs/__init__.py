@@ -33,6 +33,24 @@ CODECS.update(
 )
 
 __all__ = [
-    "CODECS", "PREDICTORS", "Codec", "Context", "Exact", "Float8", "Higgs", "MixKVQ", "Packed", "Predicted", "Predictor",
-    "ResidualVQ", "Role", "Scaled", "Shape", "Squat", "Transform", "Uniform", "build", "state_of",
-]  # fmt: skip
+    "CODECS",
+    "PREDICTORS",
+    "Codec",
+    "Context",
+    "Exact",
+    "Float8",
+    "Higgs",
+    "MixKVQ",
+    "Packed",
+    "Predicted",
+    "Predictor",
+    "ResidualVQ",
+    "Role",
+    "Scaled",
+    "Shape",
+    "Squat",
+    "Transform",
+    "Uniform",
+    "build",
+    "state_of",
+]

@@ -1,22 +1,34 @@
-"""Stores what it is given. For tests (the cache must then equal DynamicCache) and for layers kept at full precision."""
+"""The codec that stores what it is given: for tests (the cache must then equal DynamicCache) and for exact layers."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from ..checked import Choice, Table, constants
+from ..checked import Choice, Schema
 from ..errors import KVCalError
-from .base import EMPTY, Codec, Context, Packed, Role, Shape, to_half
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs
+from .constants import constants
+from .refusals import to_half
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-SETTINGS = Table({"dtype": Choice(tuple(DTYPES))})
+
+class ExactSettings(TypedDict):
+    """The settings of Exact in a bundle."""
+
+    dtype: str
+
+
+SETTINGS = Schema[ExactSettings]({"dtype": Choice(tuple(DTYPES))})
 
 
 class Exact(Codec):
+    """Keys or values in a float dtype, not compressed."""
+
     name = "exact"
 
     def __init__(self, shape: Shape, role: Role, dtype: str = "float32") -> None:
@@ -34,14 +46,14 @@ class Exact(Codec):
         raw: Tensor = packed["raw"]
         return raw.flatten(2, 3).to(torch.float32, copy=True)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> ExactSettings:
         return {"dtype": self.dtype}
 
     @classmethod
-    def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Exact:
-        SETTINGS.check(config, "exact codec")
+    def from_state(cls, shape: Shape, role: Role, config: Mapping[str, object], tensors: dict[str, Tensor]) -> Exact:
+        settings = SETTINGS.read(config, "exact codec")
         constants(tensors, {}, "exact codec")
-        return cls(shape, role, **config)
+        return cls(shape, role, **settings)
 
-    def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensor_specs(self) -> Specs:
         return {"raw": ((self.shape.heads, self.shape.block, self.shape.dim), DTYPES[self.dtype])}

@@ -1,28 +1,42 @@
 """8-bit floats with one constant scale: the FP8 cache that servers offer (per-tensor e4m3fn; e5m2 by option).
 
-code = the nearest 8-bit float to x / scale (half to even), saturating at the largest finite one; x̂ = code * scale. Codes are
-kept as bytes, because few tensor operations know 8-bit floats. Formats: OCP 8-bit Floating Point Specification 1.0.
+code = the nearest 8-bit float to x / scale (half to even), saturating at the largest finite one; x̂ = code * scale.
+Codes are stored as bytes, because few tensor operations know 8-bit floats. Formats: OCP 8-bit Floating Point
+Specification 1.0.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from ..checked import HALF_MAX, Choice, Number, Table, constants
+from ..checked import HALF_MAX, Choice, Number, Schema
 from ..errors import KVCalError
-from .base import EMPTY, Codec, Context, Packed, Role, Shape
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs
+from .constants import constants
 
 FORMATS = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-SETTINGS = Table({"format": Choice(tuple(FORMATS)), "scale": Number(2.0**-24, HALF_MAX)})
+
+
+class Float8Settings(TypedDict):
+    """The settings of Float8 in a bundle."""
+
+    format: str
+    scale: float
+
+
+SETTINGS = Schema[Float8Settings]({"format": Choice(tuple(FORMATS)), "scale": Number(2.0**-24, HALF_MAX)})
 
 
 class Float8(Codec):
-    """format: "e4m3fn" (largest 448) or "e5m2" (57344). scale: of the whole tensor, a constant of the bundle; 1 is what
-    servers take where nothing was calibrated.
+    """8-bit floats of one scale.
+
+    format: "e4m3fn" (largest 448) or "e5m2" (57344). scale: of the whole tensor, a constant of the bundle; servers take
+    1 where nothing was calibrated.
     """
 
     name = "float8"
@@ -47,14 +61,14 @@ class Float8(Codec):
         codes: Tensor = packed["codes"].contiguous().view(self._dtype)
         return codes.float().flatten(2, 3) * self.scale
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Float8Settings:
         return {"format": self.format, "scale": self.scale}
 
     @classmethod
-    def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Float8:
-        SETTINGS.check(config, "float8 codec")
+    def from_state(cls, shape: Shape, role: Role, config: Mapping[str, object], tensors: dict[str, Tensor]) -> Float8:
+        settings = SETTINGS.read(config, "float8 codec")
         constants(tensors, {}, "float8 codec")
-        return cls(shape, role, **config)
+        return cls(shape, role, **settings)
 
-    def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensor_specs(self) -> Specs:
         return {"codes": ((self.shape.heads, self.shape.block, self.shape.dim), torch.uint8)}

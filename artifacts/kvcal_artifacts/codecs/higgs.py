@@ -1,38 +1,38 @@
-"""HIGGS: randomised Hadamard rotation, one norm, nearest point of a grid optimal for the Gaussian (Malinovskii et al. 2024).
+"""HIGGS: randomised Hadamard rotation, one norm, nearest point of a Gaussian-optimal grid (Malinovskii et al. 2024).
 
-Per token: rotate, divide by the RMS norm so that coordinates have unit variance, round d-tuples to the grid, store codes and
-the norm in float16. Bits = log2(n) / d + 16 / norm width. One norm must span no more than the rotation mixes, or parts of it
-have variances of their own that no grid is made for. By default rotation and norm are of each kv head (then keys can be
-attended by rotating the query); `rotation="token"` mixes all H * D channels of a token, as in the AQUA-KV paper, and its norm
-spans them. With `axis="token"` the vectors are the block's tokens of one channel instead (the paper's per-channel ablation):
-rotation and norm then span the block, 16 / block bits for the norm.
+Per token: rotate, divide by the RMS norm so that coordinates have unit variance, round d-tuples to the grid, store
+codes and the norm in float16. Bits = log2(n) / d + 16 / norm width. One norm must span no more than the rotation mixes,
+or parts of it have different variances, for which no grid is made. By default each kv head has its rotation and norm
+(then keys can be attended by rotating the query); `rotation="token"` mixes all H * D channels of a token, as in the
+AQUA-KV paper, and its norm spans them. With `axis="token"` the vectors are the block's tokens of one channel instead
+(the paper's per-channel ablation): rotation and norm then span the block, 16 / block bits for the norm.
 
-A Hadamard transform mixes a power of two of channels. What it leaves over, an odd factor (heads of 96 channels, 3 kv heads of
-64), a cosine transform mixes (kvcal_kernels/hadamard). `mixed=False` is without it, and a norm over the token of heads rotated
-one by one (`norm="token"`) is, too, what bundles written before were made with.
+A Hadamard transform mixes a power of two of channels. A cosine transform (kvcal_kernels/hadamard) mixes the odd factor
+that remains, of heads of 96 channels or 3 kv heads of 64. Bundles written before this had `mixed=False`, without it, or
+`norm="token"`, a norm over the token of heads rotated one by one.
 
 With d = 1 grids are scalar (Lloyd-Max); with the norm per head that is TurboQuant's MSE form (Zandieh et al. 2026),
-b + 16 / D bits, except that its dense random rotation is a randomised Hadamard transform here (docs/methods.md has both).
+b + 16 / D bits, except that its dense random rotation is a randomised Hadamard transform here (docs/methods.md has
+both).
 
-A nearest point is shorter than what it stands for: on average x̂ = (1 - D) x plus noise, D the grid's MSE (0.11 at 2 bits).
-Keys then score 11 % low beside the exact ones in the windows, and values add up 11 % short, however many are averaged.
-`gain="debiased"` stores a larger norm: values are made unbiased, by 1 / (1 - D); keys keep their length, by its square root,
-because the noise of a score raises its exponential (docs/methods.md has the figures). "mse" is HIGGS as published.
+A nearest point is shorter than what it stands for: on average x̂ = (1 - D) x plus noise, D the grid's MSE (0.11 at 2
+bits). Scores of such keys are 11 % lower than those of exact keys in the windows, and values add up 11 % short, however
+many are averaged. `gain="debiased"` stores a larger norm: values are made unbiased, by 1 / (1 - D); keys keep their
+length, by its square root, because the noise of a score raises its exponential (docs/methods.md has the figures). "mse"
+is HIGGS as published.
 
-`points="bytes"` rounds the grid's points to multiples of one step, the largest 126 of it, for grids of at most 16 points: at
-head_dim 64, 128 and 256 attention then takes products of 8-bit integers in the place of look-ups. On Gaussian numbers the MSE
-is 0.004 % to 0.16 % larger (docs/benchmarks/byte_grids.py). The grid in a bundle says it: nothing else differs.
+`points="bytes"` rounds the grid's points to multiples of one step, the largest 126 of it, for grids of at most 16
+points: at head_dim 64, 128 and 256 attention then takes products of 8-bit integers instead of look-ups. On Gaussian
+numbers the MSE is 0.004 % to 0.16 % larger (docs/benchmarks/byte_grids.py). Only the grid in the bundle differs.
 """
 
 from __future__ import annotations
 
 import copy
-from functools import cache
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Literal, NotRequired, TypedDict
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from kvcal_kernels import higgs, layout
@@ -44,45 +44,34 @@ from kvcal_kernels.layout.form import BYTE_DIMS
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 from kvcal_kernels.quantise import GridRule
 
-from ..checked import Choice, Constant, Flag, Table, Whole, constants, once
+from ..checked import Choice, Flag, Schema, Whole
 from ..errors import KVCalError
-from .base import EMPTY, Codec, Context, Packed, Role, Shape, on_device, to_half
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs, on_device
+from .constants import Constant, constants
+from .higgs_grids import GRID_LARGEST, GRID_MSE, GRIDS, byte_grid, check_grid, check_values, gaussian_grid, grid_table
+from .refusals import to_half
 
 Span = Literal["head", "token"]
 Points = Literal["exact", "bytes"]
 Axis = Literal["channel", "token"]
 Gain = Literal["mse", "debiased"]
 TURBOQUANT_NORM_BITS = 32  # InnerQ, Table 3; stored are 16
-GRIDS = {(2, 16): 4, (2, 64): 6, (2, 256): 8, (4, 256): 8, (1, 4): 2, (1, 8): 3, (1, 16): 4}  # (d, n): bits of one code
-GRID_MSE = {  # printed by make_grids.py; of scalars: Max 1960
-    (2, 16): 0.10754, (2, 64): 0.02960, (2, 256): 0.00778, (4, 256): 0.09663,
-    (1, 4): 0.11748, (1, 8): 0.03455, (1, 16): 0.00950,
-}  # fmt: skip
 
 
-@cache
-def gaussian_grid(d: int, n: int) -> Tensor:
-    """float32 (n, d): our grid for N(0, I), made by codecs/make_grids.py."""
-    _check_grid(d, n)
-    return load_file(Path(__file__).with_name("grids.safetensors"))[f"d{d}n{n}"]
+class HiggsSettings(TypedDict):
+    """The settings of Higgs in a bundle."""
+
+    d: int
+    n: int
+    rotation: Span
+    norm: Span
+    seed: int
+    axis: Axis
+    gain: Gain
+    mixed: NotRequired[bool]
 
 
-@cache
-def byte_grid(d: int, n: int) -> Tensor:
-    """float32 (n, d): `gaussian_grid` with points that are bytes times one step. KVCalError for more than 16 points."""
-    points = gaussian_grid(d, n)
-    if (GRIDS[d, n] // d, d) not in grids.IN_BYTES:
-        allowed = ", ".join(f"d={d} n={1 << bits * d}" for bits, d in grids.IN_BYTES)
-        raise KVCalError(f"higgs grid d={d} n={n} with points of bytes: allowed are {allowed}")
-    return grids.in_bytes(points)
-
-
-def _check_grid(d: int, n: int) -> None:
-    if (d, n) not in GRIDS:
-        raise KVCalError(f"higgs grid d={d} n={n}: allowed are {', '.join(f'd={a} n={b}' for a, b in GRIDS)}")
-
-
-SETTINGS = Table(
+SETTINGS = Schema[HiggsSettings](
     {
         "d": Whole(1, 4),
         "n": Whole(4, 256),
@@ -95,32 +84,13 @@ SETTINGS = Table(
     },
     optional=frozenset({"mixed"}),
 )
-GRID_LARGEST, GRID_SIZE = 16.0, (0.25, 4.0)  # of points for N(0, 1): the largest coordinate, the root mean square
-
-
-def _check_values(grid: Tensor, sign: Tensor, seed: int) -> None:
-    """KVCalError for a grid that is none for unit variance, and for signs that are not those of the seed."""
-    low, high = GRID_SIZE
-    size, distinct = once(grid, "points", lambda: (float(grid.square().mean().sqrt()), len(grid.unique(dim=0))))
-    if not low <= size <= high:
-        raise KVCalError(
-            f"higgs codec, grid: points of size {size:.3g} for unit variance, allowed are {low:g} to {high:g}"
-        )
-    if distinct != len(grid):
-        raise KVCalError(f"higgs codec, grid: {distinct} points differ, needs {len(grid)}")
-    if not once(sign, seed, lambda: torch.equal(sign.cpu(), signs(len(sign), seed))):
-        raise KVCalError(f"higgs codec, sign: is not +1 and -1 as seed {seed} gives them")
-
-
-@cache
-def _table(points: tuple[float, ...], d: int, bits: int, in_bytes: bool) -> tuple[Tensor, float]:
-    """A grid's table for the fused kernel and its unit: one tensor for all codecs with these points."""
-    grid = torch.tensor(points).view(-1, d)
-    return grids.byte_table(grid, bits) if in_bytes else grids.table_of(grid, bits)
 
 
 class Higgs(Codec):
-    """Where `fused` gives a form, blocks are stored as the fused kernel reads them."""
+    """Rotated vectors as a norm and codes of a grid.
+
+    Where `fused` gives a form, blocks are stored as the fused kernel reads them.
+    """
 
     name = "higgs"
 
@@ -140,7 +110,10 @@ class Higgs(Codec):
         grid: Tensor | None = None,
         sign: Tensor | None = None,
     ) -> None:
-        """norm: what the rotation spans, unless given. mixed: no matter where the rotation spans a power of two."""
+        """Make a codec of this shape. norm: what one norm spans, the rotation's span unless given.
+
+        mixed: whether an odd factor of the channels is mixed; where the rotation spans a power of two there is none.
+        """
         super().__init__(shape, role)
         norm = rotation if norm is None else norm
         for what, span in (("rotation", rotation), ("norm", norm)):
@@ -148,7 +121,7 @@ class Higgs(Codec):
                 raise KVCalError(f"HIGGS {what} over {span!r}: allowed are 'head' and 'token'")
         if axis not in ("channel", "token"):
             raise KVCalError(f"HIGGS along axis {axis!r}: allowed are 'channel' and 'token'")
-        _check_grid(d, n)
+        check_grid(d, n)
         if gain not in ("mse", "debiased"):
             raise KVCalError(f"HIGGS gain {gain!r}: allowed are 'mse' and 'debiased'")
         if points not in ("exact", "bytes"):
@@ -170,7 +143,8 @@ class Higgs(Codec):
         self.sign = signs(self.length, seed) if sign is None else sign.to(torch.int8)
         if self.grid.shape != (n, d) or self.sign.shape != (self.length,):
             raise KVCalError(
-                f"HIGGS grid {tuple(self.grid.shape)}, signs {tuple(self.sign.shape)}: needs {(n, d)} and {(self.length,)}"
+                f"HIGGS grid {tuple(self.grid.shape)}, signs {tuple(self.sign.shape)}: needs {(n, d)} and "
+                f"{(self.length,)}"
             )
         self._form = self._find_form(in_bytes=True)
         self._look_up = self._grid()
@@ -198,7 +172,7 @@ class Higgs(Codec):
         return {"codes": pack(self._store_codes(codes), self.code_bits), "norm": norms}
 
     def _coded(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes as `codes` gives them, and norms as they are stored."""
+        """Codes in the order of `codes`, and norms as they are stored."""
         vectors = self._vectors(blocks)
         groups = rotate(vectors, self.sign, *self._rotation).unflatten(-1, (self._norms, -1))
         norm = root(tree_sum(groups * groups) / groups.shape[-1])
@@ -216,7 +190,7 @@ class Higgs(Codec):
         return self._encode_by_kernel(x, self._how, decoded), decoded
 
     def _encode_by_kernel(self, x: Tensor, how: Rotated, out: Tensor | None = None) -> Packed:
-        """out: takes what is decoded."""
+        """Encode x by the kernel, which writes what that decodes to into `out`."""
         codes, norms, _ = higgs.fast().encode(x if x.stride(3) == 1 else x.contiguous(), how, out=out)
         norm = to_half(norms.float(), "norm").unflatten(2, (-1, self.shape.block))
         if isinstance(self._form, Form):
@@ -226,7 +200,10 @@ class Higgs(Codec):
         return {"codes": pack(self._store_codes(by_token), self.code_bits), "norm": norm}
 
     def by_kernel(self) -> Higgs:
-        """Its numbers are those of torch, bit for bit; kv heads and head_dim powers of two."""
+        """The same codec encoding by a Triton kernel, which gives torch's numbers bit for bit.
+
+        Kv heads and head_dim must be powers of two; of others it is the codec itself.
+        """
         s = self.shape
         odd = s.heads & (s.heads - 1) or s.dim & (s.dim - 1) or not 16 <= s.dim <= 256  # nothing is `mixed` then
         if odd or self.axis == "token":
@@ -263,8 +240,9 @@ class Higgs(Codec):
         return self._form
 
     def rule(self, within: str = "") -> GridRule | str:
-        """As Codec.rule. One for all caches, also after reset(): a CUDA graph
-        of a step knows where its table is.
+        """How quantise's kernels write the blocks, or why they cannot: one rule for all caches, also after reset().
+
+        A CUDA graph of a step knows where its table is.
         """
         if isinstance(self._form, str):
             return self._form
@@ -278,7 +256,7 @@ class Higgs(Codec):
         return self._rule
 
     def for_decoding(self) -> Higgs:
-        """With blocks as the reconstruction kernel reads them."""
+        """The same codec with blocks as the kernel that dequantises reads them."""
         if isinstance(self._form, str):
             return self
         twin = copy.copy(self)
@@ -295,14 +273,17 @@ class Higgs(Codec):
         return twin
 
     def _find_form(self, in_bytes: bool) -> Form | str:
-        """in_bytes: where the grid's points and head_dim are for products of bytes."""
+        """The kernel's form of these blocks, or why there is none.
+
+        in_bytes: whether blocks may be for products of bytes, where the grid's points and head_dim allow it.
+        """
         s = self.shape
         if self.axis == "token":
             return "HIGGS along tokens: the fused kernel rotates a query's channels"
         if self.rotation == "token":
             return (
-                f"HIGGS rotated over all heads of a token, {self.rotation_width * self.rotation_factor} channels: the fused "
-                "kernel rotates the query of one head"
+                f"HIGGS rotated over all heads of a token, {self.rotation_width * self.rotation_factor} channels: the "
+                "fused kernel rotates the query of one head"
             )
         if s.block % layout.BLOCK:
             return f"blocks of {s.block} tokens: the fused kernel reads multiples of {layout.BLOCK}"
@@ -325,8 +306,8 @@ class Higgs(Codec):
         if isinstance(self._form, str):
             return None
         form, device = self._form, self.grid.device
-        table, unit = _table(tuple(self.grid.flatten().tolist()), self.d, form.bits, form.in_bytes)
-        # Made now: no graph of a step may copy it there.
+        table, unit = grid_table(tuple(self.grid.flatten().tolist()), self.d, form.bits, form.in_bytes)
+        # made now: no graph of a step may copy it there
         if form.in_bytes:
             grids.byte_order(self.role, form.dim, form.vector, device)
         else:
@@ -345,7 +326,8 @@ class Higgs(Codec):
             self._look_up,
         )
 
-    # Vectors are (B, N, b, H * D) along channels, (B, H, N, D, b) along tokens; packed tensors are always (B, H, N, ...).
+    # Vectors are (B, N, b, H * D) along channels, (B, H, N, D, b) along tokens; packed tensors are always (B, H, N,
+    # ...).
 
     def _vectors(self, blocks: Tensor) -> Tensor:
         return blocks.transpose(-1, -2) if self.axis == "token" else blocks.movedim(1, 3).flatten(3)
@@ -356,14 +338,14 @@ class Higgs(Codec):
         return torch.unflatten(vectors, -1, (self.shape.heads, -1)).movedim(3, 1)
 
     def _store_codes(self, codes: Tensor) -> Tensor:
-        """To (B, H, N, rows, packed): keys packed along channels, values along tokens."""
+        """Codes as they are stored, (B, H, N, rows, packed): keys packed along channels, values along tokens."""
         if self.axis == "token":  # (B, H, N, D, b/d)
             return codes.transpose(-1, -2) if self.role == "key" else codes
         codes = self._by_head(codes)
         return codes.transpose(-1, -2) if self.role == "value" else codes
 
     def _by_head(self, codes: Tensor) -> Tensor:
-        """(B, N, b, C/d) -> (B, H, N, b, D/d)."""
+        """Codes (B, N, b, C/d) by kv head: (B, H, N, b, D/d)."""
         apart: Tensor = codes.unflatten(-1, (self.shape.heads, -1))
         return apart.movedim(3, 1)
 
@@ -393,14 +375,15 @@ class Higgs(Codec):
         return 1 if self.norm == "token" or self.axis == "token" else self.shape.heads
 
     def paper_bits(self) -> float:
-        """Codes, and a 16-bit norm a vector (AQUA-KV: 2.02 bits at vectors of 1024); with d = 1 TurboQuant, whose norm
-        InnerQ's Table 3 counts in 32 bits.
+        """Codes, and a 16-bit norm per vector (AQUA-KV: 2.02 bits at vectors of 1024).
+
+        With d = 1 it is TurboQuant, whose norm InnerQ's Table 3 counts in 32 bits.
         """
         normed = self.length // self._norms
         return self.code_bits / self.d + (TURBOQUANT_NORM_BITS if self.d == 1 else 16) / normed
 
-    def config(self) -> dict[str, Any]:
-        return {
+    def config(self) -> HiggsSettings:
+        settings: HiggsSettings = {
             "d": self.d,
             "n": self.n,
             "rotation": self.rotation,
@@ -408,7 +391,10 @@ class Higgs(Codec):
             "seed": self.seed,
             "axis": self.axis,
             "gain": self.gain,
-        } | ({"mixed": True} if self.mixed else {})
+        }
+        if self.mixed:
+            settings["mixed"] = True
+        return settings
 
     def describe(self) -> str:
         if not grids.are_bytes(self.grid, self.code_bits // self.d):
@@ -420,19 +406,21 @@ class Higgs(Codec):
         return {"grid": self.grid, "sign": self.sign}
 
     @classmethod
-    def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Higgs:
-        SETTINGS.check(config, "higgs codec")
-        _check_grid(config["d"], config["n"])
-        length = shape.block if config["axis"] == "token" else shape.heads * shape.dim
+    def from_state(cls, shape: Shape, role: Role, config: Mapping[str, object], tensors: dict[str, Tensor]) -> Higgs:
+        settings = SETTINGS.read(config, "higgs codec")
+        check_grid(settings["d"], settings["n"])
+        length = shape.block if settings["axis"] == "token" else shape.heads * shape.dim
         expected = {
-            "grid": Constant(torch.float32, (config["n"], config["d"]), largest=GRID_LARGEST),
+            "grid": Constant(torch.float32, (settings["n"], settings["d"]), largest=GRID_LARGEST),
             "sign": Constant(torch.int8, (length,)),
         }
         constants(tensors, expected, "higgs codec")
-        _check_values(tensors["grid"], tensors["sign"], config["seed"])
-        codec = cls(shape, role, **{"mixed": False, **config}, grid=tensors["grid"], sign=tensors["sign"])
-        if config.get("mixed", codec.mixed) != codec.mixed:
-            raise KVCalError(f"higgs codec, mixed = {config['mixed']}: its rotation has no odd factor to mix")
+        check_values(tensors["grid"], tensors["sign"], settings["seed"])
+        stated = settings.get("mixed")
+        complete: HiggsSettings = {**settings, "mixed": bool(stated)}
+        codec = cls(shape, role, **complete, grid=tensors["grid"], sign=tensors["sign"])
+        if stated is not None and stated != codec.mixed:
+            raise KVCalError(f"higgs codec, mixed = {stated}: its rotation has no odd factor to mix")
         return codec
 
     def to(self, device: torch.device) -> Higgs:
@@ -443,7 +431,7 @@ class Higgs(Codec):
         twin._look_up, twin._how, twin._rule = twin._grid(), None, None
         return twin
 
-    def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensor_specs(self) -> Specs:
         s = self.shape
         norms = (s.heads, s.dim) if self.axis == "token" else (self._norms, s.block)
         if isinstance(self._form, Form):

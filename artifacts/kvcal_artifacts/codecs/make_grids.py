@@ -2,9 +2,10 @@
 
     python -m kvcal_artifacts.codecs.make_grids OUT.safetensors
 
-Lloyd's algorithm, k-means++-like start, dead points re-seeded at the sample with the largest error, best of several starts;
-the MSE a coordinate is printed on fresh samples. Takes some minutes on a CPU, seconds on a GPU. Scalar grids (d = 1) need no
-samples: the conditions of Lloyd and Max (Max 1960) are solved with the normal distribution itself, in float64.
+Lloyd's algorithm, k-means++-like start, dead points re-seeded at the sample with the largest error, best of several
+starts; the MSE per coordinate is printed on fresh samples. This takes some minutes on a CPU, seconds on a GPU. Scalar
+grids (d = 1) need no samples: the conditions of Lloyd and Max (Max 1960) are solved with the normal distribution
+itself, in float64.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ SIZES = ((2, 16), (2, 64), (2, 256), (4, 256), (1, 4), (1, 8), (1, 16))
 
 
 def samples(count: int, d: int, seed: int, device: str) -> Tensor:
+    """Normal numbers (count, d) float32, the same on every device."""
     x = torch.randn(count, d, generator=torch.Generator().manual_seed(seed))
     return x.to(device)
 
 
 def assign(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest index and squared distance, in slices."""
+    """The nearest point's index and squared distance, computed in slices."""
     index, error = [], []
     for part in x.split(1 << 16):
         distance = torch.cdist(part, grid).square()
@@ -36,6 +38,7 @@ def assign(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lloyd(x: Tensor, n: int, seed: int, steps: int) -> Tensor:
+    """A grid (n, d) by Lloyd's algorithm on x (count, d), from n of its rows; a point that no row is nearest to moves."""
     generator = torch.Generator().manual_seed(seed)
     grid = x[torch.randperm(len(x), generator=generator)[:n].to(x.device)].clone()
     for _ in range(steps):
@@ -62,6 +65,7 @@ def lloyd_max(n: int, steps: int = 10_000) -> Tensor:
 
 
 def make(d: int, n: int, device: str) -> Tensor:
+    """The grid (n, d) float32 of a normal distribution: the best of three starts, refined on more numbers, sorted."""
     if d == 1:
         return lloyd_max(n)
     large = n >= 256
@@ -80,6 +84,7 @@ def make(d: int, n: int, device: str) -> Tensor:
 
 
 def main() -> None:
+    """Write the grids of all SIZES to the file that is named on the command line, and print their errors."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     grids = {}
     for d, n in SIZES:

@@ -1,18 +1,20 @@
-"""MixKVQ's keys (Zhang et al. 2025): per block, kv head and channel the model's dtype, 4 bits or 2 bits, as queries ask.
+"""MixKVQ's keys (Zhang et al. 2025): a channel of a block takes the model's dtype, 4 bits or 2 bits, as queries need.
 
-Salience of a channel (Eq. 6 to 8): A = I * S, I the mean |q| of the row so far (after RoPE, mean over the query heads that
-share the kv head), S = (max - min) / (2^2 - 1) of the block's keys. A > tau_high stays exact, tau_low < A <= tau_high takes
-4 bits, the rest 2 bits: asymmetric, `group` tokens of a channel share scale and minimum.
+Salience of a channel (Eq. 6 to 8): A = I * S, I the mean |q| of the row so far (after RoPE, mean over the query heads
+that share the kv head), S = (max - min) / (2^2 - 1) of the block's keys. A > tau_high stays exact,
+tau_low < A <= tau_high takes 4 bits, the rest 2 bits: asymmetric, `group` tokens of a channel share scale and minimum.
 
-Tiers differ from block to block and head to head. `perm` lists a block's channels tier by tier, ascending within a tier; the
-rows of each tier, one a channel, lie in one pool for all blocks (store.Ragged). Tier counts are rounded up, to the better
-tier. With `full` and `four` given, tiers go by rank, every block has one size, and the tensors are dense.
+Tiers differ from block to block and head to head. `perm` lists a block's channels tier by tier, ascending within a
+tier; the rows of each tier, one per channel, lie in one pool for all blocks (ragged.Ragged). Tier counts are rounded
+up, to the better tier. With `full` and `four` given, tiers go by rank, every block has one size, and the tensors are
+dense.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -22,11 +24,13 @@ from kvcal_kernels.layout import Blocks, Form
 from kvcal_kernels.mixkvq import Tiers
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 
-from ..checked import BLOCK, Choice, Listed, Number, OrNull, Table, Whole, constants
+from ..checked import BLOCK, Choice, Listed, Number, OrNull, Schema, Whole
 from ..errors import KVCalError
-from .base import EMPTY, HALF_FLOOR, Codec, Context, Packed, Role, Shape, to_half
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs
+from .constants import constants
 from .exact import DTYPES
 from .ragged import Ragged
+from .refusals import HALF_FLOOR, to_half
 
 Importance = Literal["query", "recent", "none"]
 Normalise = Literal["median", "none"]
@@ -35,7 +39,24 @@ BITS = (4, 2)  # of the second and third tier
 NAMES = ("four", "two")
 CHANNELS = 256  # a head at most: they are numbered in a byte
 _THRESHOLD, _COUNT = Number(0, 1e30), OrNull(Whole(0, CHANNELS))
-SETTINGS = Table(
+
+
+class MixKVQSettings(TypedDict):
+    """The settings of MixKVQ in a bundle."""
+
+    tau_low: float
+    tau_high: float
+    group: int
+    round_up: int
+    dtype: str
+    importance: Importance
+    normalise: Normalise
+    full: int | None
+    four: int | None
+    expected: Sequence[float] | None
+
+
+SETTINGS = Schema[MixKVQSettings](
     {
         "tau_low": _THRESHOLD,
         "tau_high": _THRESHOLD,
@@ -52,14 +73,17 @@ SETTINGS = Table(
 
 
 class MixKVQ(Codec):
-    """Keys only. tau_low, tau_high: thresholds of the salience over its median in the layer (all kv heads and channels of the
-    block; the positive ones, if most are zero), or of the salience itself with normalise "none".
+    """Keys whose channels lie in tiers of 16, 4 and 2 bits. Values cannot be stored so.
 
-    dtype: of the first tier, float16 by default; a codec does not know what the model computes in, so whoever makes it says
-    (kvcal does: bfloat16 for bfloat16 models). importance: "query" (Eq. 6 over all tokens so far), "recent" (since the block
-    before), "none" (I = 1: the error-only selection of Table 6). round_up: tier counts are multiples of it.
-    full, four: channels a head by rank instead of thresholds: one size for all blocks. expected: mean channels a head in the
-    first two tiers, measured at calibration: block_bytes() is then an expectation; without it, that of 2 bits for all.
+    tau_low, tau_high: thresholds of the salience over its median in the layer (all kv heads and channels of the block;
+    the positive ones, if most are zero), or of the salience itself with normalise "none".
+
+    dtype: of the first tier, float16 by default; a codec does not know what the model computes in, so whoever makes it
+    says (kvcal does: bfloat16 for bfloat16 models). importance: "query" (Eq. 6 over all tokens so far), "recent" (since
+    the block before), "none" (I = 1: the error-only selection of Table 6). round_up: tier counts are multiples of it.
+    full, four: channels per head by rank instead of thresholds: one size for all blocks. expected: mean channels per
+    head in the first two tiers, measured at calibration: block_bytes() is then an expectation; without it, that of 2
+    bits for all.
     """
 
     name = "mixkvq"
@@ -77,7 +101,7 @@ class MixKVQ(Codec):
         normalise: Normalise = "median",
         full: int | None = None,
         four: int | None = None,
-        expected: tuple[float, float] | None = None,
+        expected: Sequence[float] | None = None,
     ) -> None:
         super().__init__(shape, role)
         self.tau_low, self.tau_high = float(tau_low), float(tau_high)
@@ -105,12 +129,13 @@ class MixKVQ(Codec):
                 raise KVCalError(f"mixkvq codec, {name} {getattr(self, name)!r}: allowed are {', '.join(allowed)}")
         if not 0 <= self.tau_low <= self.tau_high < float("inf"):
             raise KVCalError(
-                f"mixkvq codec, thresholds {self.tau_low} and {self.tau_high}: must be finite, not negative, in this order"
+                f"mixkvq codec, thresholds {self.tau_low} and {self.tau_high}: must be finite, not negative, in this "
+                "order"
             )
         self._check_shape(dim)
 
     def _check_shape(self, dim: int) -> None:
-        """Whether the counts of channels of the tiers, where they are given, fit into a head."""
+        """Raises KVCalError unless the tiers' counts of channels, where they are given, fit into a head."""
         if (self.full is None) != (self.four is None):
             raise KVCalError("mixkvq codec: full and four fix the shape together; give both or none")
         if self.full is not None and self.four is not None:
@@ -154,11 +179,11 @@ class MixKVQ(Codec):
             form = Form("key", dim, BITS[1], self.group, False, False, full=self.full, four=self.four)
         except ValueError as error:
             return f"the fused kernel cannot read {error}"
-        stored = 16 * self.full + BITS[0] * self.four + BITS[1] * (dim - self.full - self.four)  # bits a token
+        stored = 16 * self.full + BITS[0] * self.four + BITS[1] * (dim - self.full - self.four)  # bits per token
         if form.words * 16 > stored * layout.BLOCK:
             return (
-                f"tiers of {self.full} and {self.four} of {dim} channels would take {form.words / 2:g} bits a token in the "
-                f"fused kernel's layout, {stored} as stored; as many channels of 4 bits as exact ones fill it"
+                f"tiers of {self.full} and {self.four} of {dim} channels would take {form.words / 2:g} bits a token in "
+                f"the fused kernel's layout, {stored} as stored; as many channels of 4 bits as exact ones fill it"
             )
         return form
 
@@ -182,28 +207,33 @@ class MixKVQ(Codec):
     # Which channel goes where.
 
     def salience(self, x: Tensor, context: Context = EMPTY) -> Tensor:
-        """A = I * S of Eq. 8: x (B, H, T, D) -> (B, H, N, D) float32; Eq. 7 with the lowest tier's 2 bits."""
+        """The salience A = I * S of Eq.
+
+        8: x (B, H, T, D) -> (B, H, N, D) float32; Eq. 7 with the lowest tier's bits.
+        """
         blocks = self.shape.blocks(x.float())
         # by a tensor: by a plain number a GPU divides as by its reciprocal, one bit off now and then
         spread: Tensor = (blocks.amax(3) - blocks.amin(3)) / blocks.new_full((), 2 ** BITS[1] - 1)
-        importance = self._seen(context)
+        importance = self._importance(context)
         return spread if importance is None else spread * importance
 
-    def _seen(self, context: Context) -> Tensor | None:
-        """I of Eq. 6, (B, H, N or 1, D) float32; None: 1."""
+    def _importance(self, context: Context) -> Tensor | None:
+        """The importance I of Eq. 6, (B, H, N or 1, D) float32; None where it is 1."""
         name = STATISTIC[self.importance]
         if not name:
             return None
         if name not in context.stats:
             raise KVCalError(
-                f"layer {context.layer}: mixkvq needs the run-time statistic {name} (mean |q| of a row's channels), which "
-                'a cache gives and this caller does not; use importance "none" (error-only selection) without queries'
+                f"layer {context.layer}: mixkvq needs the run-time statistic {name} (mean |q| of a row's channels), "
+                'which a cache gives and this caller does not; use importance "none" (error-only selection) without '
+                "queries"
             )
         return context.stats[name].float().contiguous()
 
     def tiers(self, salience: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Salience (B, H, N, D) -> channels tier by tier, int64 (B, H, N, D); where the second and the third tier begin,
-        int64 (B, H, N).
+        """Salience (B, H, N, D) -> channels tier by tier, and where the second and the third tier begin.
+
+        Channels are int64 (B, H, N, D), the beginnings int64 (B, H, N).
         """
         dim, (first, second) = self.shape.dim, self.bounds(salience)
         order = salience.argsort(dim=-1, descending=True, stable=True)
@@ -213,7 +243,7 @@ class MixKVQ(Codec):
         return (tier * dim + channel).argsort(-1), first, second
 
     def bounds(self, salience: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the second and the third tier begin: salience (B, H, N, D) -> two int64 (B, H, N)."""
+        """The beginnings of the second and the third tier: salience (B, H, N, D) -> two int64 (B, H, N)."""
         if self.full is not None and self.four is not None:
             first = torch.full_like(salience[..., 0], self.full, dtype=torch.long)
             return first, first + self.four
@@ -228,7 +258,7 @@ class MixKVQ(Codec):
     # Bytes.
 
     def by_kernel(self) -> MixKVQ:
-        """Its channels chosen by a Triton kernel, which takes torch's choices; kv heads and head_dim powers of two."""
+        """The same codec with channels chosen by a Triton kernel, as torch does; itself where none takes its shape."""
         if mixkvq.refusal(self.shape.heads, self.shape.dim):
             return self
         twin = copy.copy(self)
@@ -244,10 +274,10 @@ class MixKVQ(Codec):
         return {name: torch.rand(size, generator=generator) for name in self.stats}
 
     def chosen(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """As `tiers` of the salience of x (B, H, T, D)."""
+        """The `tiers` of the salience of x (B, H, T, D)."""
         if not self._kernel:
             return self.tiers(self.salience(x, context))
-        importance, keys = self._seen(context), x if x.stride(3) == 1 else x.contiguous()
+        importance, keys = self._importance(context), x if x.stride(3) == 1 else x.contiguous()
         how = Tiers(self.tau_low, self.tau_high, self.round_up, self.normalise == "median", self.full, self.four)
         perm, first, second = mixkvq.fast().select(keys, importance, how, self.shape.block)
         return perm.long(), first.long(), second.long()
@@ -282,7 +312,7 @@ class MixKVQ(Codec):
         return {"perm": perm.to(torch.uint8), "words": words, "scale": packed.scale}
 
     def _coded(self, rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-        """rows (..., b) float32, a channel each -> codes (..., b) float32, scale and minimum float16 (..., b / group)."""
+        """Codes (..., b) float32, scale and minimum float16 (..., b / group), from rows (..., b) float32."""
         groups = rows.unflatten(-1, (-1, self.group))
         low, high = groups.amin(-1), groups.amax(-1)
         scale = to_half(((high - low) / low.new_full((), 2**bits - 1)).clamp_min(HALF_FLOOR), "scale")
@@ -291,7 +321,7 @@ class MixKVQ(Codec):
         return codes.flatten(-2), scale, base
 
     def _encode_rows(self, tier: int, rows: Tensor) -> dict[str, Tensor]:
-        """rows (n, b) float32, a channel each -> the tier's tensors (n, ...)."""
+        """Rows (n, b) float32, each a channel -> the tier's tensors (n, ...)."""
         if tier == 0:
             raw = to_half(rows, "key") if self.dtype == "float16" else rows.to(DTYPES[self.dtype])
             return {"raw": raw}
@@ -321,7 +351,7 @@ class MixKVQ(Codec):
         return (torch.unflatten(codes, -1, (-1, self.group)) * scale + base).flatten(-2)
 
     def _stored(self, tier: int, data: Tensor, counts: Tensor) -> Tensor | Ragged:
-        """Rows of all items, as a pool or, where all items have one size, as a tensor (B, H, N, rows, ...)."""
+        """The rows of all items as a pool, or as a tensor (B, H, N, rows, ...) where all items have one size."""
         if self.ragged:
             return Ragged(data, counts.to(self._count_dtype))
         return data.view(*counts.shape, int(self.channels()[tier]), *data.shape[1:])
@@ -355,17 +385,17 @@ class MixKVQ(Codec):
         return specs
 
     def channels(self) -> tuple[float, float, float]:
-        """Channels a head in each tier: of every block with a fixed shape, else expected."""
+        """Channels per head in each tier: of every block where they are given, else the expected ones."""
         first, second = (self.full, self.four) if self.full is not None else self.expected or (0, 0)
         assert second is not None
         return first, second, self.shape.dim - first - second
 
     def paper_bits(self) -> float:
-        """Eq. 17, mean bits of a channel: neither scales nor indices; of ragged blocks as `expected` has them."""
+        """The mean bits of a channel (Eq. 17), without scales and indices; of ragged blocks by `expected`."""
         return self._mean_bits(*self.channels())
 
     def paper_bits_of(self, packed: Packed) -> float:
-        """Eq. 17 of the tiers that were chosen; paper_bits() where nothing is packed."""
+        """The mean bits of a channel (Eq. 17) in the tiers that were chosen; paper_bits() where nothing is packed."""
         full, four, two = [int(count.sum()) for count in self.counts(packed)] if packed else (0, 0, 0)
         return self._mean_bits(full, four, two) if full + four + two else self.paper_bits()
 
@@ -373,10 +403,10 @@ class MixKVQ(Codec):
         exact = 8 * DTYPES[self.dtype].itemsize
         return (full * exact + four * BITS[0] + two * BITS[1]) / (full + four + two)
 
-    def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Of the dense tensors: only the permutation, unless the shape is fixed."""
+    def tensor_specs(self) -> Specs:
+        """Shape and dtype of the dense tensors: only of the permutation where blocks are ragged."""
         heads, dim = self.shape.heads, self.shape.dim
-        specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"perm": ((heads, dim), torch.uint8)}
+        specs: Specs = {"perm": ((heads, dim), torch.uint8)}
         if isinstance(self._form, Form):
             words = self.shape.block // layout.BLOCK * self._form.words
             specs |= {"words": ((heads, words), torch.int16), "scale": ((heads, self._form.scales), torch.float16)}
@@ -394,7 +424,7 @@ class MixKVQ(Codec):
         return packed
 
     def block_bytes(self) -> int:
-        """Bytes of a block: exact with a fixed shape, else expected (see `expected`)."""
+        """Bytes of a block: exact where all have one size, else expected (see `expected`)."""
         if not self.ragged:
             return super().block_bytes()
         heads, total = self.shape.heads, float(super().block_bytes())
@@ -403,16 +433,25 @@ class MixKVQ(Codec):
             total += heads * (self.channels()[tier] * numbers * dtype.itemsize + self._count_dtype.itemsize)
         return round(total)
 
-    def config(self) -> dict[str, Any]:
-        fields = ("tau_low", "tau_high", "group", "round_up", "dtype", "importance", "normalise", "full", "four")
-        expected = None if self.expected is None else list(self.expected)
-        return {name: getattr(self, name) for name in fields} | {"expected": expected}
+    def config(self) -> MixKVQSettings:
+        return {
+            "tau_low": self.tau_low,
+            "tau_high": self.tau_high,
+            "group": self.group,
+            "round_up": self.round_up,
+            "dtype": self.dtype,
+            "importance": self.importance,
+            "normalise": self.normalise,
+            "full": self.full,
+            "four": self.four,
+            "expected": None if self.expected is None else list(self.expected),
+        }
 
     @classmethod
-    def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> MixKVQ:
-        SETTINGS.check(config, "mixkvq codec")
+    def from_state(cls, shape: Shape, role: Role, config: Mapping[str, object], tensors: dict[str, Tensor]) -> MixKVQ:
+        settings = SETTINGS.read(config, "mixkvq codec")
         constants(tensors, {}, "mixkvq codec")
-        return cls(shape, role, **config)
+        return cls(shape, role, **settings)
 
 
 def _median(salience: Tensor) -> Tensor:
@@ -426,8 +465,9 @@ def _median(salience: Tensor) -> Tensor:
 
 
 def _rows(perm: Tensor, begin: Tensor, counts: Tensor) -> Tensor:
-    """Rows of a tier among all channels of all items, item after item: perm (B, H, N, D), begin and counts (B, H, N) ->
-    int64 (sum of counts,), each item * D + channel.
+    """The rows of a tier among all channels of all items, item after item.
+
+    perm (B, H, N, D), begin and counts (B, H, N) -> int64 (sum of counts,), each item * D + channel.
     """
     dim, sizes = perm.shape[-1], counts.flatten()
     items = torch.repeat_interleave(torch.arange(len(sizes), device=perm.device), sizes)
@@ -437,5 +477,5 @@ def _rows(perm: Tensor, begin: Tensor, counts: Tensor) -> Tensor:
 
 
 def _pool(stored: Tensor | Ragged) -> Tensor:
-    """Rows of all items, item after item."""
+    """The rows of all items, item after item."""
     return stored.data if isinstance(stored, Ragged) else stored.flatten(0, 3)

@@ -1,4 +1,4 @@
-"""AQUA-KV's wrapper: store only what a predictor does not know (Algorithms 2 and 3).
+"""AQUA-KV's wrapper: it stores only what a predictor does not know (Algorithms 2 and 3).
 
 encode:  Q(x - f(inputs))          decode:  Q^-1(codes) + f(inputs)
 """
@@ -6,19 +6,29 @@ encode:  Q(x - f(inputs))          decode:  Q^-1(codes) + f(inputs)
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from ..checked import INNER, Choice, Listed, Table, constants, split
+from ..checked import INNER, Choice, Listed, Schema, State, Table
 from ..errors import KVCalError
-from .base import EMPTY, Codec, Context, Packed, Role, Shape, by_fixed_rows
-from .predictors import INPUTS, PREDICTORS, Predictor, predictor_config
-from .registry import build
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs, by_fixed_rows
+from .constants import constants, split
+from .predictors import INPUTS, PREDICTORS, Predictor, PredictorSettings, predictor_config
+from .registry import build, state_of
 
-SETTINGS = Table(
+
+class PredictedSettings(TypedDict):
+    """The settings of Predicted in a bundle."""
+
+    predictor: PredictorSettings
+    inner: State
+
+
+SETTINGS = Schema[PredictedSettings](
     {
         "predictor": Table(
             {"kind": Choice(tuple(PREDICTORS)), "inputs": Listed(Choice(INPUTS), 1, len(INPUTS), once=True)}
@@ -32,8 +42,8 @@ DECODE_TOKENS = 1 << 15  # predictor inputs are concatenated for this many token
 class Predicted(Codec):
     """Any codec around the residual of a predictor.
 
-    inputs: which reconstructions feed the predictor, concatenated in this order: k1, v1 (previous layer), k2, v2 (the
-    one before), k0 (this layer's keys; values only).
+    inputs: which decoded keys and values feed the predictor, concatenated in this order: k1, v1 (previous layer), k2,
+    v2 (the one before), k0 (this layer's keys; values only).
     """
 
     name = "predicted"
@@ -42,12 +52,13 @@ class Predicted(Codec):
         super().__init__(inner.shape, inner.role)
         unknown = [name for name in inputs if name not in INPUTS or (name == "k0" and inner.role == "key")]
         if unknown or not inputs:
-            raise KVCalError(f"{inner.role} predictor inputs {inputs}: allowed are {', '.join(INPUTS)} (k0 for values)")
+            allowed = f"allowed are {', '.join(INPUTS)} (k0 for values)"
+            raise KVCalError(f"{inner.role} predictor inputs {inputs}: {allowed}")
         if inner.needs:
             raise KVCalError(f"predicted codec around {inner.name!r}: what it stores is predicted already")
         self.inner, self.predictor, self.inputs = inner.for_decoding(), predictor, tuple(inputs)
         self._check_widths()
-        self.needs = frozenset(inputs) | inner.needs  # type: ignore[misc]
+        self.needs = frozenset(inputs) | inner.needs
 
     @property
     def stats(self) -> frozenset[str]:
@@ -64,12 +75,12 @@ class Predicted(Codec):
         for name, constant in self.predictor.constants(weights, wide, width).items():
             if not replace(constant, dtype=weights[name].dtype).fits(weights[name], sizes):
                 raise KVCalError(
-                    f"{self.predictor.name} predictor of {wide} inputs ({', '.join(self.inputs)}) and {width} channels, "
-                    f"{name} {tuple(weights[name].shape)}: needs {constant}"
+                    f"{self.predictor.name} predictor of {wide} inputs ({', '.join(self.inputs)}) and {width} "
+                    f"channels, {name} {tuple(weights[name].shape)}: needs {constant}"
                 )
 
     def check_inputs(self, context: Context) -> None:
-        """KVCalError if the context lacks a reconstruction that the predictor reads."""
+        """Raises KVCalError if the context lacks an input of the predictor."""
         absent = [name for name in self.inputs if getattr(context, name) is None]
         if absent:
             raise KVCalError(
@@ -77,21 +88,21 @@ class Predicted(Codec):
             )
 
     def _inputs(self, context: Context) -> Tensor:
-        """Predictor inputs of the context's tokens, heads and inputs concatenated: (B, T, Cin) float32."""
+        """The predictor's inputs for the context's tokens, heads and inputs concatenated: (B, T, Cin) float32."""
         self.check_inputs(context)
         parts = [getattr(context, name) for name in self.inputs]
         return torch.cat([part.float().transpose(1, 2).flatten(2) for part in parts], -1)
 
     def _heads(self, guess: Tensor) -> Tensor:
-        """(B, T, C) -> (B, H, T, D)."""
+        """Predictions (B, T, C) by kv head: (B, H, T, D)."""
         return torch.unflatten(guess, -1, (self.shape.heads, -1)).transpose(1, 2)
 
     def predict(self, context: Context, weights: dict[str, Tensor]) -> Tensor:
-        """f(inputs) for the context's tokens: (B, H, T, D) float32; weights from predictor.working()."""
+        """The prediction for the context's tokens: (B, H, T, D) float32. weights: those of predictor.working()."""
         return self._heads(self.predictor.forward(self._inputs(context), weights))
 
     def predict_blocks(self, context: Context) -> Tensor:
-        """The same, a block's bits depending on nothing but the block."""
+        """The prediction for the context's tokens; unlike `predict`, a block's bits depend only on the block."""
         x, weights = self._inputs(context), self.predictor.working()
         predicted = by_fixed_rows(x.flatten(0, 1), self.shape.block, lambda part: self.predictor.forward(part, weights))
         return self._heads(predicted.unflatten(0, x.shape[:2]))
@@ -129,26 +140,27 @@ class Predicted(Codec):
             out[:, :, start : start + step] += self.predict(context.part(start, start + step), weights)
         return out
 
-    def config(self) -> dict[str, Any]:
-        inner = {"codec": self.inner.name, "config": self.inner.config()}
-        return {"predictor": predictor_config(self.predictor, self.inputs), "inner": inner}
+    def config(self) -> PredictedSettings:
+        return {"predictor": predictor_config(self.predictor, self.inputs), "inner": state_of(self.inner)}
 
     def tensors(self) -> dict[str, Tensor]:
         weights = {f"predictor.{name}": w for name, w in self.predictor.weights.items()}
         return weights | {f"inner.{name}": t for name, t in self.inner.tensors().items()}
 
     @classmethod
-    def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Predicted:
-        SETTINGS.check(config, "predicted codec")
+    def from_state(
+        cls, shape: Shape, role: Role, config: Mapping[str, object], tensors: dict[str, Tensor]
+    ) -> Predicted:
+        settings = SETTINGS.read(config, "predicted codec")
         below, weights, others = split(tensors, "inner.", "predictor.")
         constants(others, {}, "predicted codec")
-        inner = build(shape, role, config["inner"], below)
-        kind, inputs = config["predictor"]["kind"], config["predictor"]["inputs"]
+        inner = build(shape, role, settings["inner"], below)
+        kind, inputs = settings["predictor"]["kind"], settings["predictor"]["inputs"]
         width = shape.heads * shape.dim
         constants(weights, PREDICTORS[kind].constants(weights, len(inputs) * width, width), f"{kind} predictor")
         return cls(inner, PREDICTORS[kind](weights), tuple(inputs))
 
-    def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensor_specs(self) -> Specs:
         return self.inner.tensor_specs()
 
     def empty(self, batch: int, device: torch.device) -> Packed:

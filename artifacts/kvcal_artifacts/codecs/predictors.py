@@ -1,14 +1,14 @@
-"""Predictors of a layer's keys or values from what was reconstructed before it (AQUA-KV section 3.2 and 4.1).
+"""Predictors of a layer's keys or values from what was decoded before it (AQUA-KV section 3.2 and 4.1).
 
-A predictor maps concatenated heads to concatenated heads: x (..., inputs * C) -> (..., C), C = H * D. Weights are stored in
-16 bits (the paper's 162 MiB for Llama-3.2-3B), computed in float32.
+A predictor maps concatenated heads to concatenated heads: x (..., inputs * C) -> (..., C), C = H * D. Weights are
+stored in 16 bits (the paper's 162 MiB for Llama-3.2-3B), computed in float32.
 """
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 
-from ..checked import Constant
 from ..errors import KVCalError
+from .constants import Constant
 
 INPUTS = ("k1", "v1", "k2", "v2", "k0")
 
@@ -27,6 +27,8 @@ def _half(*shape: int | str) -> Constant:
 
 
 class Predictor(ABC):
+    """A function from what was decoded before to the keys or values of a layer, with its weights."""
+
     name: ClassVar[str]
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
@@ -38,11 +40,14 @@ class Predictor(ABC):
     @classmethod
     @abstractmethod
     def constants(cls, weights: dict[str, Tensor], inputs: int, outputs: int) -> dict[str, Constant]:
-        """The tensors it is made of, of so many inputs and outputs (Cin, C); weights: where some are optional, those given."""
+        """The tensors that it needs for so many inputs and outputs (Cin, C).
+
+        weights: the given ones, some are optional.
+        """
 
     @abstractmethod
     def forward(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
-        """x (..., Cin) float32, w the weights in float32 -> (..., C) float32."""
+        """The prediction (..., C) float32 for x (..., Cin) float32. w: the weights in float32."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.forward(x, self.working())
@@ -64,7 +69,7 @@ class Predictor(ABC):
 
 
 class Bias(Predictor):
-    """A constant vector: x is ignored but for its shape (Table 5, "Only bias")."""
+    """A constant vector: only the shape of x matters (Table 5, "Only bias")."""
 
     name = "bias"
 
@@ -77,7 +82,7 @@ class Bias(Predictor):
 
 
 class Linear(Predictor):
-    """x @ weight + bias; weight (Cin, C)."""
+    """A linear map: x @ weight + bias, weight (Cin, C)."""
 
     name = "linear"
 
@@ -90,7 +95,7 @@ class Linear(Predictor):
 
 
 class ReducedRank(Predictor):
-    """x @ down @ up + bias; down (Cin, r), up (r, C) (Reinsel and Velu 1998)."""
+    """A linear map of low rank: x @ down @ up + bias, down (Cin, r), up (r, C) (Reinsel and Velu 1998)."""
 
     name = "reduced-rank"
 
@@ -121,7 +126,7 @@ class MLP(Predictor):
 
 
 class QuantisedLinear(Predictor):
-    """x @ W + bias with W of 4-bit codes, one float16 scale and minimum per output channel.
+    """A linear map, x @ W + bias, with W of 4-bit codes, one float16 scale and minimum per output channel.
 
     codes: uint8 (C, packed Cin) in the split order of kvcal_kernels.packing; W[i, o] = code * scale[o] + min[o].
     """
@@ -137,7 +142,7 @@ class QuantisedLinear(Predictor):
 
     @classmethod
     def from_codes(cls, codes: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor) -> QuantisedLinear:
-        """codes (Cin, C) integers 0 to 15; scale, minimum (C,); bias (C,)."""
+        """The predictor of codes (Cin, C), integers 0 to 15, with scale, minimum and bias (C,)."""
         packed = pack(codes.T.contiguous(), cls.bits)
         return cls({"codes": packed, "scale": scale.half(), "min": minimum.half(), "bias": bias.half()})
 
@@ -154,5 +159,13 @@ class QuantisedLinear(Predictor):
 PREDICTORS: dict[str, type[Predictor]] = {p.name: p for p in (Bias, Linear, ReducedRank, MLP, QuantisedLinear)}
 
 
-def predictor_config(predictor: Predictor, inputs: tuple[str, ...]) -> dict[str, Any]:
+class PredictorSettings(TypedDict):
+    """The settings of a predictor in a bundle."""
+
+    kind: str
+    inputs: list[str]
+
+
+def predictor_config(predictor: Predictor, inputs: tuple[str, ...]) -> PredictorSettings:
+    """What a bundle says of a predictor besides its tensors."""
     return {"kind": predictor.name, "inputs": list(inputs)}

@@ -10,8 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ragged:
-    """Item (b, h, n) owns counts[b, h, n] consecutive rows of `data`; items lie in row-major order, so that offsets are
-    the running sum of the counts and need no storage. A slot that holds no block has a count of 0.
+    """Items of different sizes: item (b, h, n) owns counts[b, h, n] consecutive rows of `data`.
+
+    Items lie in row-major order, so that offsets are the running sum of the counts and need no storage. A slot that
+    holds no block has a count of 0.
 
     data: (sum of counts, ...); counts: (B, H, N) uint8, int16 or int32.
     """
@@ -21,7 +23,7 @@ class Ragged:
 
     @property
     def shape(self) -> torch.Size:
-        """(B, H, N), as of a dense packed tensor."""
+        """The shape (B, H, N), as a dense packed tensor begins."""
         return self.counts.shape
 
     @property
@@ -29,7 +31,7 @@ class Ragged:
         return self.counts.device
 
     def offsets(self) -> Tensor:
-        """First row of each item: int64 (B, H, N)."""
+        """The first row of each item: int64 (B, H, N)."""
         flat = self.counts.flatten().long()
         return (flat.cumsum(0) - flat).view(self.counts.shape)
 

@@ -1,17 +1,19 @@
 """Residual vector quantisation (VQKV): a head's vector is a sum of codewords, one from each stage's codebook.
 
-The dimensions of a head are cut into bands, each with its own stages (keys: two bands, values: one). Encoding is greedy:
-each stage takes the codeword nearest to what the stages before left (Eq. 1 and 2); decoding adds the codewords up (Eq. 3).
-Codebooks hold effective codewords in float16 (for SimVQ: W q, so the projections are not needed any more) and are meant to
-be shared: layers, heads and devices' caches point to one tensor. `scale`, if there is one, divides a head's channels before
-and multiplies them after: it costs no bits a token, and says in which units nearness is measured.
+The dimensions of a head are cut into bands, each with its own stages (keys: two bands, values: one). Encoding is
+greedy: each stage takes the codeword nearest to the residual of the stages before (Eq. 1 and 2); decoding adds the
+codewords up (Eq. 3). Codebooks hold effective codewords in float16 (for SimVQ: W q, so the projections are no longer
+needed) and are meant to be shared: layers, heads and devices' caches point to one tensor. `scale`, if there is one,
+divides a head's channels before and multiplies them after: it costs no bits per token, and says in which units nearness
+is measured.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any, TypeGuard
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TypedDict, TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,13 +22,24 @@ from kvcal_kernels.packing import pack, packed_bytes, unpack
 from kvcal_kernels.residual_vq.attention import Band, Coded, halves, longest
 from kvcal_kernels.residual_vq.nearest import backend, residual_codes, residual_sum
 
-from ..checked import HEAD_DIM, Constant, Listed, Table, Whole, constants, extremes, once, shown
+from ..checked import HEAD_DIM, Listed, Schema, Whole, shown
 from ..errors import KVCalError, NonFiniteError
-from .base import EMPTY, Codec, Context, Packed, Role, Shape, on_device
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs, on_device
+from .constants import Constant, constants, extremes, once
 
 LARGEST = 65504.0  # of float16: no sum of a few codewords reaches what is far beyond
 STAGES, CODEWORDS = 1024, 65536  # at most, of a band and of a stage
-SETTINGS = Table(
+
+
+class ResidualVQSettings(TypedDict):
+    """The settings of ResidualVQ in a bundle."""
+
+    bands: list[list[int]]
+    stages: list[int]
+    sizes: list[int]
+
+
+SETTINGS = Schema[ResidualVQSettings](
     {
         "bands": Listed(Listed(Whole(0, HEAD_DIM - 1), 1, HEAD_DIM, once=True), 1, HEAD_DIM),
         "stages": Listed(Whole(1, STAGES), 1, HEAD_DIM),
@@ -37,12 +50,14 @@ PAPER_CODE_BITS = 16  # VQKV Eq. 12 counts every code as one 16-bit number
 
 
 class ResidualVQ(Codec):
-    """bands: for each band the head's dimensions in it, all of them once. codebooks: for each band (S, k, d) float16, S
+    """A head's vector as the codes of one codeword per stage.
+
+    bands: for each band the head's dimensions in it, all of them once. codebooks: for each band (S, k, d) float16, S
     stages of k codewords, k a power of two from 2 to 65536, d the band's dimensions. scale: (H, D) float16, or None.
     """
 
     name = "residual-vq"
-    _known: list[tuple[Tensor, Tensor]] | None = None  # of each band, where asked for: Band.lengths and Band.half
+    _derived: list[tuple[Tensor, Tensor]] | None = None  # Band.lengths and Band.half of each band, made when asked for
 
     def __init__(
         self,
@@ -88,10 +103,10 @@ class ResidualVQ(Codec):
             raise KVCalError("residual-vq scale: must be positive in every channel")
 
     def check_range(self) -> None:
-        """KVCalError where a sum of codewords can lie beyond float16, in which no model has keys or values."""
+        """Raises KVCalError where a sum of codewords can lie beyond float16, where no model has keys or values."""
         unit = 1.0 if self.scale is None else extremes(self.scale)[1]
         for number, book in enumerate(self.codebooks):
-            reach = once(book, "reach", lambda book=book: float(book.abs().amax((1, 2)).double().sum()))  # type: ignore[misc]
+            reach = once(book, "reach", partial(_reach, book))
             if reach * unit >= LARGEST:
                 raise KVCalError(
                     f"residual-vq codec, codebooks.{number}: codewords add up to {reach * unit:.3g}, must stay below "
@@ -122,17 +137,20 @@ class ResidualVQ(Codec):
         return vectors.flatten(2, 3)
 
     def coded(self, packed: Packed) -> Coded:
-        """Packed blocks as kvcal_kernels.residual_vq.attention takes them, whose `fast().attend` reads them on a GPU."""
-        if self._known is None:
-            self._known = [(longest(book), halves(book)) for book in self.codebooks]
+        """Packed blocks as kvcal_kernels.residual_vq.attention takes them; its `fast().attend` reads them on a GPU."""
+        if self._derived is None:
+            self._derived = [(longest(book), halves(book)) for book in self.codebooks]
         bands = [
             Band(packed[f"codes.{number}"].contiguous(), book, dims, *derived)
-            for number, (dims, book, derived) in enumerate(zip(self._dims, self.codebooks, self._known, strict=True))
+            for number, (dims, book, derived) in enumerate(zip(self._dims, self.codebooks, self._derived, strict=True))
         ]
         return Coded(tuple(bands), self.shape.block, self.scale)
 
     def _vectors(self, blocks: Tensor) -> Tensor:
-        """(B, H, N, b, D) in the units of the codebooks, if those can be near it at all."""
+        """Blocks (B, H, N, b, D) in the units of the codebooks.
+
+        Raises NonFiniteError for what no codeword is near to.
+        """
         if self.scale is not None:
             blocks = blocks / self._scale
         if not bool((blocks.abs() <= LARGEST).all()):  # also for NaN
@@ -144,14 +162,14 @@ class ResidualVQ(Codec):
 
     @property
     def _scale(self) -> Tensor:
-        """(1, H, 1, 1, D) float32."""
+        """The scale, (1, H, 1, 1, D) float32."""
         assert self.scale is not None
         return self.scale.float()[None, :, None, None, :]
 
     def _split(self, vectors: Tensor) -> list[Tensor]:
         return list(vectors[..., self._into_bands].split([len(band) for band in self.bands], -1))
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> ResidualVQSettings:
         return {
             "bands": [list(band) for band in self.bands],
             "stages": [book.shape[0] for book in self.codebooks],
@@ -163,9 +181,11 @@ class ResidualVQ(Codec):
         return codebooks if self.scale is None else codebooks | {"scale": self.scale}
 
     @classmethod
-    def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> ResidualVQ:
-        SETTINGS.check(config, "residual-vq codec")
-        bands, stages, sizes = config["bands"], config["stages"], config["sizes"]
+    def from_state(
+        cls, shape: Shape, role: Role, config: Mapping[str, object], tensors: dict[str, Tensor]
+    ) -> ResidualVQ:
+        settings = SETTINGS.read(config, "residual-vq codec")
+        bands, stages, sizes = settings["bands"], settings["stages"], settings["sizes"]
         if not len(bands) == len(stages) == len(sizes):
             raise KVCalError(
                 f"residual-vq codec: {len(bands)} bands, {len(stages)} stages, {len(sizes)} sizes: must be as many"
@@ -188,14 +208,14 @@ class ResidualVQ(Codec):
             return self
         twin = copy.copy(self)
         twin.codebooks = tuple(on_device(book, device) for book in self.codebooks)
-        twin._known = None
+        twin._derived = None
         twin.scale = None if self.scale is None else self.scale.to(device)
         twin._into_bands, twin._back = self._into_bands.to(device), self._back.to(device)
         twin._dims = tuple(dims.to(device) for dims in self._dims)
         return twin
 
-    def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    def tensor_specs(self) -> Specs:
+        specs: Specs = {}
         for number, (book, bits) in enumerate(zip(self.codebooks, self.code_bits, strict=True)):
             specs[f"codes.{number}"] = (
                 (self.shape.heads, book.shape[0], packed_bytes(self.shape.block, bits)),
@@ -204,7 +224,7 @@ class ResidualVQ(Codec):
         return specs
 
     def paper_bits(self) -> float:
-        """VQKV Eq. 12: every code one 16-bit number, whatever the codebook's size."""
+        """Bits as VQKV's Eq. 12 counts them: every code is one 16-bit number, whatever the codebook's size."""
         return PAPER_CODE_BITS * sum(book.shape[0] for book in self.codebooks) / self.shape.dim
 
     def describe(self) -> str:
@@ -218,6 +238,11 @@ class ResidualVQ(Codec):
             f"{self.name}({bands}{scaled}; {self.bits_per_value():.4g} bits, {self.paper_bits():.4g} in the "
             f"paper's count; codebooks {megabytes:.3g} MB)"
         )
+
+
+def _reach(book: Tensor) -> float:
+    """The largest magnitude that a sum of one codeword per stage can have."""
+    return float(book.abs().amax((1, 2)).double().sum())
 
 
 def is_vector(codec: Codec) -> TypeGuard[ResidualVQ]:

@@ -1,15 +1,16 @@
-"""Any codec around channels divided by a factor: InnerQ's key normalisation (section 4.3), kept outside the weights.
+"""Any codec around channels divided by a factor: InnerQ's key normalisation (section 4.3), outside of the weights.
 
 encode: Q(x / f)          decode: f * Q^-1(codes)
 
-One factor a kv head and channel evens out channels that share a group. Scores do not change: q . (f * k̂) = (f * q) . k̂, so a
-fused kernel multiplies the query once instead of every cached key.
+One factor per kv head and channel evens out channels that share a group. Scores do not change:
+q . (f * k̂) = (f * q) . k̂, so a fused kernel multiplies the query once instead of every cached key.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Mapping
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -17,22 +18,34 @@ from torch import Tensor
 from kvcal_kernels.layout import Blocks, Form, TransformForm
 from kvcal_kernels.quantise import AnyRule
 
-from ..checked import INNER, Choice, Constant, Table, constants, split
+from ..checked import INNER, Choice, Schema, State
 from ..errors import KVCalError
-from .base import EMPTY, Codec, Context, Packed, Role, Shape
-from .registry import build
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs
+from .constants import Constant, constants, split
+from .registry import build, state_of
 
 SOURCES = ("calibrated", "prefill")
 STATISTIC = "key_scale"
-SETTINGS = Table({"source": Choice(SOURCES), "inner": INNER})
+
+
+class ScaledSettings(TypedDict):
+    """The settings of Scaled in a bundle."""
+
+    source: str
+    inner: State
+
+
+SETTINGS = Schema[ScaledSettings]({"source": Choice(SOURCES), "inner": INNER})
 
 
 class Scaled(Codec):
-    """inner: any codec that codes by itself (a predictor goes outside: Predicted(Scaled(...))).
+    """Another codec of channels that are divided by factors.
 
-    source: "calibrated": `factor` (H, D) float16, positive, is a constant of the bundle; "prefill": each row's own, sqrt of
-    the largest magnitude among the tokens that it has seen when its first block is packed (see statistics.KeyScale), for
-    keys only.
+    inner: any codec that codes by itself (a predictor goes outside: Predicted(Scaled(...))).
+
+    source: "calibrated": `factor` (H, D) float16, positive, is a constant of the bundle; "prefill": each row has its
+    own, sqrt of the largest magnitude among the tokens that it has when its first block is packed
+    (statistics.KeyScale), for keys only.
     """
 
     name = "scaled"
@@ -67,7 +80,7 @@ class Scaled(Codec):
         return self.inner.ragged
 
     def _factor(self, context: Context) -> Tensor:
-        """(H, 1, D) or (B, H, 1, D) float32: what the tokens being coded are divided by."""
+        """The factor of the tokens being coded, (H, 1, D) or (B, H, 1, D) float32."""
         if self.factor is not None:
             return self.factor.float()[:, None]
         if STATISTIC not in context.stats:
@@ -82,7 +95,7 @@ class Scaled(Codec):
     divided = True
 
     def rule(self, within: str = "") -> AnyRule | str:
-        """That of the codec inside: factors are divided by before it, for keys alone."""
+        """The rule of the codec inside: keys, and only keys, are divided by factors before it."""
         return super().rule(within) if within or self.role != "key" else self.inner.rule(self.name)
 
     @property
@@ -126,22 +139,22 @@ class Scaled(Codec):
         packed, decoded = self.inner.encode_decode(x.float() / factor, context)
         return packed, decoded * factor
 
-    def config(self) -> dict[str, Any]:
-        return {"source": self.source, "inner": {"codec": self.inner.name, "config": self.inner.config()}}
+    def config(self) -> ScaledSettings:
+        return {"source": self.source, "inner": state_of(self.inner)}
 
     def tensors(self) -> dict[str, Tensor]:
         calibrated = {} if self.factor is None else {"factor": self.factor}
         return calibrated | {f"inner.{name}": t for name, t in self.inner.tensors().items()}
 
     @classmethod
-    def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Scaled:
-        SETTINGS.check(config, "scaled codec")
+    def from_state(cls, shape: Shape, role: Role, config: Mapping[str, object], tensors: dict[str, Tensor]) -> Scaled:
+        settings = SETTINGS.read(config, "scaled codec")
         below, calibrated = split(tensors, "inner.")
         factor = Constant(torch.float16, (shape.heads, shape.dim), positive=True)
-        constants(calibrated, {"factor": factor} if config["source"] == "calibrated" else {}, "scaled codec")
-        return cls(build(shape, role, config["inner"], below), calibrated.get("factor"), config["source"])
+        constants(calibrated, {"factor": factor} if settings["source"] == "calibrated" else {}, "scaled codec")
+        return cls(build(shape, role, settings["inner"], below), calibrated.get("factor"), settings["source"])
 
-    def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensor_specs(self) -> Specs:
         return self.inner.tensor_specs()
 
     def empty(self, batch: int, device: torch.device) -> Packed:

@@ -1,17 +1,17 @@
-"""Transform coding: coordinates of a fitted basis, more bits for those that matter more, nearest points of Gaussian grids.
+"""Transform coding: coordinates of a fitted basis, more bits for those that matter more, points of Gaussian grids.
 
-Per token and head: y = (x - mean) A, divided by the token's RMS over all coded coordinates; coordinate pair j is rounded
-to the grid of its own bits (0 to 4), and x̂ = mean + ŷ B, B the inverse of A. Bits fall with j and are the same for all
-heads, so every packed tensor has a fixed shape. What A and the bits are made of is the calibration's matter
-(kvcal/methods/transform.py: directions by query-weighted energy). A token's norm takes 16 / (H * D) bits a value.
+Per token and head: y = (x - mean) A, divided by the token's RMS over all coded coordinates; coordinate pair j is
+rounded to the grid of its own bits (0 to 4), and x̂ = mean + ŷ B, B the inverse of A. Bits fall with j and are the same
+for all heads, so every packed tensor has one shape. Calibration makes A and the bits (kvcal/methods/transform.py:
+directions by query-weighted energy). A token's norm takes 16 / (H * D) bits per value.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -23,22 +23,38 @@ from kvcal_kernels.layout import BLOCK, Basis, TransformBlocks, TransformForm
 from kvcal_kernels.layout.transform import TRANSFORM_DIMS
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 
-from ..checked import HEAD_DIM, Choice, Constant, Listed, Table, Whole, constants, once
+from ..checked import HEAD_DIM, Choice, Listed, Schema, Whole
 from ..errors import KVCalError
-from .base import EMPTY, Codec, Context, Packed, Role, Shape, by_fixed_rows, to_half
-from .higgs import GRID_MSE, GRIDS, gaussian_grid
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs, by_fixed_rows
+from .constants import Constant, constants, once
+from .higgs_grids import GRID_MSE, GRIDS, gaussian_grid
+from .refusals import to_half
 
 GRID_OF = {2: (2, 16), 3: (2, 64), 4: (2, 256)}  # bits a coordinate -> (d, n); 1 bit: a sign
 ONE_BIT = math.sqrt(2 / math.pi)  # what the sign of a unit Gaussian stands for (Max 1960)
 MSE = {0: 1.0, 1: 1 - 2 / math.pi} | {bits: GRID_MSE[grid] for bits, grid in GRID_OF.items()}
-SETTINGS = Table({"bits": Listed(Whole(0, max(MSE)), 1, HEAD_DIM), "gain": Choice(("mse", "debiased"))})
-ROUNDING = 2.0**-21  # of an encoder stored in float32, relative to the products that its inverse adds up
+
+
+class TransformSettings(TypedDict):
+    """The settings of Transform in a bundle."""
+
+    bits: list[int]
+    gain: str
+
+
+SETTINGS = Schema[TransformSettings](
+    {"bits": Listed(Whole(0, max(MSE)), 1, HEAD_DIM), "gain": Choice(("mse", "debiased"))}
+)
+# rounding error of an encoder stored in float32, relative to the products that its inverse adds up
+ROUNDING = 2.0**-21
 
 
 class Transform(Codec):
-    """bits: of each basis direction, not rising, in equal pairs. decoder: B, (H, D, D) float16, row j the direction of
-    coordinate j at unit variance; encoder: of its inverse the columns of coded coordinates, float32. mean (H, D) float16.
-    gain: as of Higgs. Without them: 2 bits, channels as they are.
+    """Coordinates of a fitted basis, each in the bits that calibration gives it.
+
+    bits: of each basis direction, not rising, in equal pairs. decoder: B, (H, D, D) float16, row j the direction of
+    coordinate j at unit variance. encoder: the columns of its inverse for coded coordinates, float32. mean: (H, D)
+    float16. gain: see Higgs. Without them channels are coded as they are, in 2 bits.
     """
 
     name = "transform"
@@ -81,7 +97,7 @@ class Transform(Codec):
         self._kernel = False  # whether a kernel codes and packs
 
     def _inverse(self) -> Tensor:
-        """Of the decoder as it is stored: the columns of the coded coordinates."""
+        """The inverse of the decoder as it is stored: its columns of the coded coordinates."""
         encoder, singular = torch.linalg.inv_ex(self.decoder.cpu().double())
         if bool(singular.any()) or not bool(torch.isfinite(encoder).all()):
             raise KVCalError("transform codec: the decoder matrix has no inverse")
@@ -90,7 +106,7 @@ class Transform(Codec):
 
     @property
     def tiers(self) -> dict[int, slice]:
-        """Bits -> their coordinates, most bits first."""
+        """The coordinates of each number of bits, most bits first."""
         slices: dict[int, slice] = {}
         for b in sorted(set(self.bits) - {0}, reverse=True):
             first = self.bits.index(b)
@@ -113,19 +129,19 @@ class Transform(Codec):
         return out + self.mean.float()[:, None]
 
     def encode_decode(self, x: Tensor, context: Context = EMPTY) -> tuple[Packed, Tensor]:
-        """Decoded in products of a fixed number of rows, as it is encoded."""
+        """The result of encode(x), and what it decodes to, both in products of a constant number of rows."""
         packed = self.encode(x, context)
         decoded = self._product(self._stored(packed), self.decoder[:, : self.coded].float())
         return packed, decoded.flatten(2, 3) + self.mean.float()[:, None]
 
     def _stored(self, packed: Packed) -> Tensor:
-        """Coordinates as they are stored: (B, H, N, b, coded) float32."""
+        """The stored coordinates: (B, H, N, b, coded) float32."""
         parts = [self._points(self._unpack(packed[f"codes{b}"], b), b) for b in self.tiers]
         norm: Tensor = packed["norm"]
         return torch.cat(parts, -1) * norm.float()[..., None]
 
     def _product(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """x (B, H, N, b, n) times matrix (H, n, m)."""
+        """The product of x (B, H, N, b, n) and matrix (H, n, m)."""
         rows = x.movedim(1, 0)
         products = by_fixed_rows(rows.flatten(1, 3), self.shape.block, lambda part: part @ matrix)
         wide: Tensor = torch.unflatten(products, 1, rows.shape[1:4])
@@ -133,15 +149,15 @@ class Transform(Codec):
 
     @staticmethod
     def _token(y: Tensor) -> Tensor:
-        """(B, H, N, b, n) -> (B, N, b, H * n)."""
+        """The coordinates y (B, H, N, b, n) of a token together: (B, N, b, H * n)."""
         return y.movedim(1, 3).flatten(3)
 
     def _gain_at(self, b: int) -> float:
-        """As Higgs: unbiased values, keys of the right length."""
+        """The gain at b bits, as in Higgs: unbiased values, keys of the right length."""
         return 1.0 if self.gain == "mse" else float((1 - MSE[b]) ** (-0.5 if self.role == "key" else -1))
 
     def _codes(self, unit: Tensor, b: int) -> Tensor:
-        """(..., n) -> (..., n at 1 bit, else n / 2)."""
+        """Codes of coordinates (..., n): (..., n) at 1 bit, else (..., n / 2)."""
         if b == 1:
             return (unit >= 0).to(torch.uint8)
         return nearest(unit.reshape(-1, 2), self._grids[b]).view(*unit.shape[:-1], unit.shape[-1] // 2)
@@ -151,7 +167,7 @@ class Transform(Codec):
         return points * self._gain_at(b)
 
     def _pack(self, codes: Tensor, b: int) -> Tensor:
-        """(B, H, N, b, n) -> (B, H, N, n, bytes): along tokens, which divide into bytes."""
+        """Codes (B, H, N, b, n) packed along tokens, which divide into bytes: (B, H, N, n, bytes)."""
         return pack(codes.transpose(-1, -2), self._code_bits(b))
 
     def _unpack(self, packed: Tensor, b: int) -> Tensor:
@@ -204,45 +220,45 @@ class Transform(Codec):
     def encodes_by_kernel(self) -> bool:
         return self._kernel
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> TransformSettings:
         return {"bits": self.bits, "gain": self.gain}
 
     def tensors(self) -> dict[str, Tensor]:
         return {"decoder": self.decoder, "encoder": self.encoder, "mean": self.mean}
 
     @classmethod
-    def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Transform:
-        SETTINGS.check(config, "transform codec")
-        heads, dim, coded = shape.heads, shape.dim, sum(b > 0 for b in config["bits"])
+    def from_state(
+        cls, shape: Shape, role: Role, config: Mapping[str, object], tensors: dict[str, Tensor]
+    ) -> Transform:
+        settings = SETTINGS.read(config, "transform codec")
+        heads, dim, coded = shape.heads, shape.dim, sum(b > 0 for b in settings["bits"])
         expected = {
             "decoder": Constant(torch.float16, (heads, dim, dim)),
             "encoder": Constant(torch.float32, (heads, dim, coded)),
             "mean": Constant(torch.float16, (heads, dim)),
         }
         constants(tensors, expected, "transform codec")
-        arguments: dict[str, Any] = {**config, **tensors}
-        codec = cls(shape, role, **arguments)
+        codec = cls(shape, role, **settings, **tensors)
         codec.check_inverse()
         return codec
 
     def check_inverse(self) -> None:
-        """KVCalError unless the encoder is the decoder's inverse, up to its rounding to float32."""
-        off = once(self.decoder, id(self.encoder), lambda: (self._off_inverse(), self.encoder))[
-            0
-        ]  # held: its id stays its own
+        """Raises KVCalError unless the encoder is the decoder's inverse, up to its rounding to float32."""
+        # the encoder is held with its figure, so that no other tensor gets its id
+        off, _ = once(self.decoder, id(self.encoder), lambda: (self._off_inverse(), self.encoder))
         if off > 1:
             raise KVCalError(
                 f"transform codec, encoder: times the decoder it is {off:.3g} roundings off the identity, allowed is 1"
             )
 
     def _off_inverse(self) -> float:
-        """The largest difference of decoder @ encoder from the identity, in what rounding the encoder explains."""
+        """The largest difference of decoder @ encoder from the identity, over what rounding the encoder explains."""
         decoder, encoder = self.decoder.double(), self.encoder.double()
         eye = torch.eye(self.shape.dim, self.coded, dtype=torch.float64, device=decoder.device)
         allowed = ROUNDING * (decoder.abs() @ encoder.abs()) + ROUNDING
         return float(((decoder @ encoder - eye).abs() / allowed).max())
 
-    def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensor_specs(self) -> Specs:
         return dict(self._specs())
 
     def _specs(self) -> Iterator[tuple[str, tuple[tuple[int, ...], torch.dtype]]]:

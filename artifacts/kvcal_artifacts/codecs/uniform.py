@@ -2,11 +2,11 @@
 
 Asymmetric (KIVI Eq. 1 and 2; InnerQ Eq. 10 to 12; Quanto's qint2/qint4 cache): s = (max - min) / (2^b - 1),
 code = round((x - min) / s), half to even.
-Symmetric: two's-complement codes -2^(b-1) to 2^(b-1) - 1 with s = max|x| / 2^(b-1), the range of InnerQ's kernels (its Eq. 13
-has another level count, docs/methods.md); at one bit the two codes are -s and +s with s = mean|x|.
-Hybrid (InnerQ section 4.1.2): each group symmetric or asymmetric with the same bits, whichever has the lower squared error;
-the sign bit of the scale says which (set: asymmetric), and minima are stored densely, 0 for symmetric groups.
-`search` tries a fixed list of factors on each group's scale and keeps the one with the lowest squared error. Keys may have a
+Symmetric: two's-complement codes -2^(b-1) to 2^(b-1) - 1 with s = max|x| / 2^(b-1), the range of InnerQ's kernels (its
+Eq. 13 has another level count, docs/methods.md); at one bit the two codes are -s and +s with s = mean|x|.
+Hybrid (InnerQ section 4.1.2): each group symmetric or asymmetric with the same bits, whichever has the lower squared
+error; the sign bit of the scale says which (set: asymmetric), and minima are stored densely, 0 for symmetric groups.
+`search` tries a list of factors on each group's scale and takes the one with the lowest squared error. Keys may have a
 `weight` for each channel, by which the error counts: only an encoder reads it.
 Scale and minimum are rounded to float16 before the codes are computed, so that encoder and decoder agree.
 """
@@ -14,9 +14,9 @@ Scale and minimum are rounded to float16 before the codes are computed, so that 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -27,24 +27,45 @@ from kvcal_kernels.layout import Blocks, Form
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 from kvcal_kernels.quantise import AnyRule, Rule
 
-from ..checked import BLOCK, Choice, Constant, Field, Flag, Table, Whole, constants
+from ..checked import BLOCK, HALF_MAX, Choice, Field, Flag, Schema, Whole
 from ..errors import KVCalError
-from .base import EMPTY, HALF_FLOOR, Codec, Context, Packed, Role, Shape, on_device, to_half
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs, on_device
+from .constants import Constant, constants
+from .refusals import HALF_FLOOR, to_half
 
 Axis = Literal["channel", "token"]
 Mode = Literal["asymmetric", "symmetric", "hybrid"]
 MODES = ("asymmetric", "symmetric", "hybrid")
-HALF_MAX = 65504.0
 
-# Tried by `search`, the plain scale first, so that a tie keeps it. On Gaussian groups of 32 the best factors lie between 0.6
-# and 1.35 (symmetric, 2 bits: 1st to 99th percentile), those of a range between 0.55 and 1, at one bit down to 0.3; finer
-# steps gain less than 1 % of the error.
+# `search` tries these, the plain scale first, so that it wins a tie. On Gaussian groups of 32 the best factors lie
+# between 0.6 and 1.35 (symmetric, 2 bits: 1st to 99th percentile), those of a range between 0.55 and 1, at one bit down
+# to 0.3; finer steps gain less than 1 % of the error.
 SCALES = tuple(i / 20 for i in (*range(20, 10, -1), *range(21, 28)))
 RANGES = tuple(i / 20 for i in range(20, 5, -1))
 
+
+class UniformSettings(TypedDict):
+    """The settings of Uniform in a bundle."""
+
+    bits: int
+    group: int
+    axis: Axis
+    mode: Mode
+    search: bool
+
+
+class FirstSettings(TypedDict):
+    """The settings of Uniform in a bundle written before there was a hybrid mode."""
+
+    bits: int
+    group: int
+    axis: Axis
+    symmetric: bool
+
+
 _SHARED: dict[str, Field] = {"bits": Whole(1, 8), "group": Whole(1, BLOCK), "axis": Choice(("channel", "token"))}
-SETTINGS = Table({**_SHARED, "mode": Choice(MODES), "search": Flag()})
-FIRST_SETTINGS = Table({**_SHARED, "symmetric": Flag()})  # as bundles said it before there was a hybrid mode
+SETTINGS = Schema[UniformSettings]({**_SHARED, "mode": Choice(MODES), "search": Flag()})
+FIRST_SETTINGS = Schema[FirstSettings]({**_SHARED, "symmetric": Flag()})
 
 
 @dataclass
@@ -58,14 +79,16 @@ class _Coded:
 
 
 class Uniform(Codec):
-    """axis "channel": a group is `group` consecutive channels of one token ("per token"); "token": `group` consecutive
+    """Integers of 1 to 8 bits in groups that share a scale.
+
+    axis "channel": a group is `group` consecutive channels of one token ("per token"); "token": `group` consecutive
     tokens of one channel ("per channel"). Where `fused` gives a form, blocks are stored as the fused kernel reads them;
     else key codes are packed along channels, value codes along tokens.
 
-    search: in mode "symmetric" the factors are also tried with a negative sign, which turns the longer end of the code range
-    to the side where the group needs it; stored scales are then negative in about half of the groups.
-    weight: (H, D) float16, positive: what a squared error of each channel counts where candidates are compared; None: all
-    count alike. For groups of channels only: a group of tokens has one channel, so that a weight changes nothing.
+    search: in mode "symmetric" the factors are also tried with a negative sign, which puts the longer end of the code
+    range on the side where the group needs it; stored scales are then negative in about half of the groups.
+    weight: (H, D) float16, positive: what a squared error of each channel counts where candidates are compared; None:
+    all count alike. It is for groups of channels only: a group of tokens has one channel, so a weight changes nothing.
     """
 
     name = "uniform"
@@ -109,8 +132,8 @@ class Uniform(Codec):
     def _check_weight(self, weight: Tensor) -> None:
         if not self.weighable:
             raise KVCalError(
-                f"uniform codec, weights of channels with axis {self.axis!r}, search {self.search}: need axis 'channel' and a "
-                "search"
+                f"uniform codec, weights of channels with axis {self.axis!r}, search {self.search}: need axis "
+                "'channel' and a search"
             )
         expected = Constant(torch.float16, (self.shape.heads, self.shape.dim), positive=True)
         constants({"weight": weight}, {"weight": expected}, "uniform codec")
@@ -120,8 +143,9 @@ class Uniform(Codec):
         return Uniform(self.shape, self.role, **self.config(), weight=weight)
 
     def paper_bits(self) -> float:
-        """A 16-bit scale a group, and a 16-bit zero point unless symmetric; in mode "hybrid" for every group (InnerQ Table 3;
-        AQUA-KV's tables count KIVI and Quanto so too).
+        """Codes, a 16-bit scale per group, and a 16-bit zero point per group except in mode "symmetric".
+
+        InnerQ's Table 3 and AQUA-KV's tables, of KIVI and Quanto, count so.
         """
         return self.bits + (16 if self.mode == "symmetric" else 32) / self.group
 
@@ -190,11 +214,11 @@ class Uniform(Codec):
         return packed
 
     def _by_token(self, x: Tensor) -> Tensor:
-        """Scales of groups as `_grouped` makes them, as layout.pack takes them: (B, H, T, D/g) or (B, H, T/g, D)."""
+        """Scales of groups in the order of layout.pack: (B, H, T, D/g) or (B, H, T/g, D)."""
         return (x.transpose(-1, -2) if self.axis == "token" else x).flatten(2, 3)
 
     def _zero(self, scale: Tensor, base: Tensor) -> Tensor:
-        """Zero points: of symmetric groups of the hybrid mode what their lowest code stands for."""
+        """Zero points; for symmetric groups of the hybrid mode, what their lowest code stands for."""
         return torch.where(torch.signbit(scale), base, self._lowest(scale)) if self.mode == "hybrid" else base
 
     def _lowest(self, scale: Tensor) -> Tensor:
@@ -207,7 +231,7 @@ class Uniform(Codec):
         return self._ungrouped(self._restore(self._grouped(codes.float()), scale, base)).flatten(2, 3)
 
     def groups(self, packed: Packed) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes (B, H, N, b, D); scales and zero points float16, (B, H, N, b, D/g), of groups of tokens (B, H, N, D, b/g)."""
+        """Codes (B, H, N, b, D), float16 scales and zero points (B, H, N, b, D/g), along tokens (B, H, N, D, b/g)."""
         s = self.shape
         if isinstance(self._form, Form):
             codes, *parts = layout.unpack(self.as_blocks(packed))
@@ -220,7 +244,7 @@ class Uniform(Codec):
         return codes.transpose(-1, -2) if self.role == "value" else codes, packed["scale"], packed.get("min")
 
     def symmetric_share(self, packed: Packed) -> float:
-        """Share of the groups that are symmetric: InnerQ's sparsity of the mode mask (section 6.2)."""
+        """The share of groups that are symmetric: InnerQ's sparsity of the mode mask (section 6.2)."""
         if self.mode == "hybrid":
             _, scale, base = self.groups(packed)
             assert base is not None
@@ -243,7 +267,7 @@ class Uniform(Codec):
         return codes * 2 - 1 if self.bits == 1 else codes - 2 ** (self.bits - 1)
 
     def _best(self, x: Tensor) -> _Coded:
-        """Group by group the candidate with the lowest squared error, by the weights if any; the first of equals."""
+        """The candidate with the lowest squared error for each group, by the weights if any; the first of equals."""
         if not self.search and self.mode != "hybrid":
             return next(self._candidates(x))
         best: _Coded | None = None
@@ -258,7 +282,7 @@ class Uniform(Codec):
         return best
 
     def _candidates(self, x: Tensor) -> Iterator[_Coded]:
-        """Symmetric ones first, the plain scale before searched ones."""
+        """Ways to code the groups: symmetric ones first, the plain scale before searched ones."""
         if self.mode != "asymmetric":
             wide = self.search and self.bits > 1  # at one bit mean|x| is the best there is
             signs = (1, -1) if wide and self.mode == "symmetric" else (1,)
@@ -283,7 +307,7 @@ class Uniform(Codec):
                 yield _Coded(codes.add_(half), scale, base)
 
     def _asymmetric(self, x: Tensor, factors: tuple[float, ...]) -> Iterator[_Coded]:
-        """Ranges of `factor` times the group's own, about its middle."""
+        """Codes over ranges of `factor` times the group's own, around its middle."""
         low, spread, levels = x.amin(-1), x.amax(-1) - x.amin(-1), 2**self.bits - 1
         # a tensor: by a plain number a GPU divides as by its reciprocal, one bit off now and then
         top = x.new_full((), levels)
@@ -296,7 +320,7 @@ class Uniform(Codec):
             yield _Coded(codes, -scale if self.mode == "hybrid" else scale, base)
 
     def _grouped(self, blocks: Tensor) -> Tensor:
-        """(B, H, N, b, D) -> (..., group): channel axis (B, H, N, b, D/g, g); token axis (B, H, N, D, b/g, g)."""
+        """Blocks (B, H, N, b, D) by group: channel axis (B, H, N, b, D/g, g); token axis (B, H, N, D, b/g, g)."""
         if self.axis == "token":
             blocks = blocks.transpose(-1, -2)
         return torch.unflatten(blocks, -1, (-1, self.group))
@@ -305,17 +329,13 @@ class Uniform(Codec):
         flat = grouped.flatten(-2)
         return flat.transpose(-1, -2) if self.axis == "token" else flat
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> UniformSettings:
         return {"bits": self.bits, "group": self.group, "axis": self.axis, "mode": self.mode, "search": self.search}
 
     @classmethod
-    def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Uniform:
-        first = type(config) is dict and "symmetric" in config
-        (FIRST_SETTINGS if first else SETTINGS).check(config, "uniform codec")
+    def from_state(cls, shape: Shape, role: Role, config: Mapping[str, object], tensors: dict[str, Tensor]) -> Uniform:
+        settings = _settings(config)
         constants({name: t for name, t in tensors.items() if name != "weight"}, {}, "uniform codec")
-        settings = dict(config)
-        if first:
-            settings["mode"] = "symmetric" if settings.pop("symmetric") else "asymmetric"
         return cls(shape, role, **settings, weight=tensors.get("weight"))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -328,7 +348,7 @@ class Uniform(Codec):
         twin.weight = on_device(self.weight, device)
         return twin
 
-    def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensor_specs(self) -> Specs:
         s = self.shape
         if isinstance(self._form, Form):
             kernel_blocks = s.block // layout.BLOCK
@@ -338,7 +358,7 @@ class Uniform(Codec):
             }
         rows, count = (s.dim, s.block) if self.role == "value" else (s.block, s.dim)
         groups = (s.block, s.dim // self.group) if self.axis == "channel" else (s.dim, s.block // self.group)
-        specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        specs: Specs = {
             "codes": ((s.heads, rows, packed_bytes(count, self.bits)), torch.uint8),
             "scale": ((s.heads, *groups), torch.float16),
         }
@@ -347,8 +367,16 @@ class Uniform(Codec):
         return specs
 
 
+def _settings(config: object) -> UniformSettings:
+    if type(config) is not dict or "symmetric" not in config:
+        return SETTINGS.read(config, "uniform codec")
+    first = FIRST_SETTINGS.read(config, "uniform codec")
+    mode: Mode = "symmetric" if first["symmetric"] else "asymmetric"
+    return {"bits": first["bits"], "group": first["group"], "axis": first["axis"], "mode": mode, "search": False}
+
+
 def _lower(best: _Coded, other: _Coded) -> _Coded:
-    """Group by group the one with the lower error; `best` where they are equal."""
+    """The one with the lower error for each group; `best` where they are equal."""
     assert best.error is not None and other.error is not None
     better = other.error < best.error
     base = None

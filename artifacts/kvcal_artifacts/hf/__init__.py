@@ -1,4 +1,4 @@
-"""Everything that touches Transformers' internals (5.17 to 5.23); the rest of the runtime knows its cache classes alone."""
+"""Everything that touches Transformers' internals (5.17 to 5.23); other modules use only its cache classes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from .decoder import (
     unsupported_config,
     unsupported_layers,
 )
-from .hooks import Hooks, InPlace
+from .hooks import Hooks, Listener
 from .masks import mask_for, real_columns
+from .protocols import Decoder, Mask, ModelConfig
 from .rope import caveats, rope_moves, rope_tables, rotary_width
-from .seam import HandOff, Seams, drop_turn, hand, turn_of
+from .seam import HandOff, Seams, drop_hand_off, hand_off_of, note_keys
 from .sites import (
     AttentionSite,
     attention_site,
@@ -32,12 +33,17 @@ from .sites import (
     rope_partners,
     unsupported,
 )
+from .taps import InPlace
 
 __all__ = [
     "AttentionSite",
+    "Decoder",
     "HandOff",
     "Hooks",
     "InPlace",
+    "Listener",
+    "Mask",
+    "ModelConfig",
     "Seams",
     "attention_site",
     "attention_sites",
@@ -49,8 +55,8 @@ __all__ = [
     "check_supported",
     "config_of",
     "decoder_of",
-    "drop_turn",
-    "hand",
+    "drop_hand_off",
+    "hand_off_of",
     "head_dim_of",
     "implementation",
     "key_probe",
@@ -58,6 +64,7 @@ __all__ = [
     "layer_kind",
     "layer_shape",
     "mask_for",
+    "note_keys",
     "odd_attention",
     "output_projection",
     "real_columns",
@@ -67,7 +74,6 @@ __all__ = [
     "rotary_width",
     "score_scaling",
     "text_config",
-    "turn_of",
     "unsupported",
     "unsupported_config",
     "unsupported_layers",

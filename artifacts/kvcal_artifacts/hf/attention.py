@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from ..errors import KVCalError
+from .protocols import ModelConfig, attribute
 from .sites import AttentionSite
 
 IMPLEMENTATIONS = ("sdpa", "eager")  # attention that takes any mask (B, 1, query, keys)
@@ -16,8 +17,8 @@ def check_selectable(site: AttentionSite) -> None:
     kind = implementation(site)
     if kind not in IMPLEMENTATIONS:
         raise KVCalError(
-            f"{name}: token selection needs attn_implementation {' or '.join(IMPLEMENTATIONS)}, the model has {kind!r}: "
-            "load it with one of these"
+            f"{name}: token selection needs attn_implementation {' or '.join(IMPLEMENTATIONS)}, the model has "
+            f"{kind!r}: load it with one of these"
         )
     if why := _odd_weights(site):
         raise KVCalError(f"{name}: token selection does not know this layer's attention weights: {why}")
@@ -25,13 +26,12 @@ def check_selectable(site: AttentionSite) -> None:
 
 def implementation(site: AttentionSite) -> str:
     """The model's own attention implementation: sdpa, eager, ..."""
-    module: Any = site.module
-    return getattr(plain_config(module.config), "_attn_implementation", None) or "eager"
+    return getattr(plain_config(site.config), "_attn_implementation", None) or "eager"
 
 
 def _odd_weights(site: AttentionSite) -> str | None:
     """Why a layer's attention weights are not softmax(scaling q k); None if they are."""
-    module: Any = site.module
+    module = site.module
     odd = [part for part in ("sinks", "softcap", "attn_logit_softcapping") if getattr(module, part, None) is not None]
     if odd or not isinstance(getattr(module, "scaling", None), (int, float)):
         return f"its attention has {odd[0]}" if odd else "it has no `scaling`"
@@ -50,21 +50,21 @@ def odd_attention(site: AttentionSite) -> str | None:
     return _odd_weights(site)
 
 
-OWN_SCORES = ("Doge", "DiffLlama")  # a mask made of the values; values cut into pieces behind the cache
+OWN_SCORES = ("Doge", "DiffLlama")  # a mask made of the values; values cut into pieces after the cache
 
 
-def weights_wanted(config: Any, arguments: dict[str, Any]) -> bool:
-    """Whether a call is to give back the weights of the model's own attention, which eager attention alone has."""
+def weights_wanted(config: object, arguments: Mapping[str, object]) -> bool:
+    """Whether a call asks for the weights of the model's own attention, which only eager attention has."""
     asked = arguments.get("output_attentions", getattr(config, "output_attentions", False))
     return bool(asked) and (getattr(config, "_attn_implementation", None) or "eager") == "eager"
 
 
-def plain_config(config: Any) -> Any:
+def plain_config(config: ModelConfig) -> ModelConfig:
     """The config that the model was given."""
-    return getattr(config, "kvcal_plain", config)
+    plain: ModelConfig = getattr(config, "kvcal_plain", config)
+    return plain
 
 
 def score_scaling(site: AttentionSite) -> float:
     """What the model multiplies q . k by before the softmax."""
-    scaling: Any = site.module.scaling
-    return float(scaling)
+    return float(attribute(site.module, "scaling"))

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from torch import nn
 
 from ..codecs.base import Shape
 from ..errors import UnsupportedModel
+from .protocols import Decoder, ModelConfig, attribute, is_decoder
 
 
-def decoder_of(model: Any) -> Any:
-    """The module whose forward takes attention_mask and past_key_values: LlamaModel of a LlamaForCausalLM, the text model of a
-    vision-language model. Raises UnsupportedModel where there is none.
+def decoder_of(model: nn.Module) -> Decoder:
+    """The module whose forward takes attention_mask and past_key_values.
+
+    That is LlamaModel of a LlamaForCausalLM, or the text model of a vision-language model. Raises UnsupportedModel
+    where there is none.
     """
     decoder = find_decoder(model)
     if (why := why_no_decoder(model, decoder)) is not None:
         raise UnsupportedModel(f"{model_type_of(model)}: {why}")
+    assert is_decoder(decoder)
     return decoder
 
 
-def find_decoder(model: Any) -> Any:
-    return model.get_decoder() if hasattr(model, "get_decoder") else model
+def find_decoder(model: nn.Module) -> nn.Module:
+    """The module that should be the decoder of a model: `why_no_decoder` says whether it is."""
+    decoder: nn.Module = attribute(model, "get_decoder")() if hasattr(model, "get_decoder") else model
+    return decoder
 
 
-def model_type_of(model: Any) -> str:
+def model_type_of(model: nn.Module) -> str:
+    """The architecture of a model, for messages."""
     config = getattr(model, "config", None)
     return str(getattr(config, "model_type", "") or type(model).__name__)
 
 
-def why_no_decoder(model: Any, decoder: Any) -> str | None:
+def why_no_decoder(model: nn.Module, decoder: nn.Module) -> str | None:
+    """Why a model's decoder cannot be compressed, as far as its config and its parts say; None where it may be."""
     if (config := getattr(model, "config", None)) is not None and (why := unsupported_config(config)) is not None:
         return why
     missing = [name for name in ("layers", "rotary_emb") if not hasattr(decoder, name)]
@@ -36,19 +44,22 @@ def why_no_decoder(model: Any, decoder: Any) -> str | None:
     return f"its {type(decoder).__name__} has no `{missing[0]}`; {SUPPORTED}"
 
 
-def config_of(model: Any) -> Any:
+def config_of(model: nn.Module) -> ModelConfig:
+    """The config of a model's decoder."""
     return decoder_of(model).config
 
 
-def head_dim_of(config: Any) -> int:
+def head_dim_of(config: ModelConfig) -> int:
+    """Channels of a head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def kv_heads_of(config: Any) -> int:
+def kv_heads_of(config: ModelConfig) -> int:
+    """Heads of keys and values."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
-def unsupported_layers(config: Any) -> dict[int, str]:
+def unsupported_layers(config: ModelConfig) -> dict[int, str]:
     """Layers that cannot be compressed, with the reason: sliding-window, shared-KV, MLA, other layer types."""
     count = config.num_hidden_layers
     if getattr(config, "kv_lora_rank", None):
@@ -75,7 +86,7 @@ SUPPORTED = "kvcal compresses Llama-like decoders: layers with self_attn, and a 
 CACHING = ("full_attention", "sliding_attention", "chunked_attention")  # kinds of layers that cache keys and values
 
 
-def unsupported_config(config: Any) -> str | None:
+def unsupported_config(config: ModelConfig) -> str | None:
     """Why a model of this config cannot be compressed at all, as far as the config alone says; None where it may be.
 
     config: of the model or of its text part.
@@ -103,16 +114,19 @@ def unsupported_config(config: Any) -> str | None:
     return None
 
 
-def text_config(config: Any) -> Any:
+def text_config(config: ModelConfig) -> ModelConfig:
     """The part of a config that describes the language model."""
-    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    get_text_config = getattr(config, "get_text_config", None)
+    text: ModelConfig = config if get_text_config is None else get_text_config(decoder=True)
+    return text
 
 
-def layer_kind(config: Any, index: int) -> str:
+def layer_kind(config: ModelConfig, index: int) -> str:
+    """What a layer attends to: full_attention, sliding_attention, ..."""
     types = getattr(config, "layer_types", None)
     return str(types[index]) if types else "full_attention"
 
 
-def layer_shape(config: Any, block: int) -> Shape:
-    """Kv heads and head_dim of a config, for blocks of so many tokens."""
+def layer_shape(config: ModelConfig, block: int) -> Shape:
+    """The shape of a layer's keys and values, for blocks of so many tokens."""
     return Shape(kv_heads_of(config), head_dim_of(config), block)

@@ -10,7 +10,7 @@ from .sites import AttentionSite
 
 
 def mask_for(site: AttentionSite, allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """allowed (B, Q, keys) bool -> (B, 1, Q, keys) as the layer's attention takes it."""
+    """The mask (B, 1, Q, keys) as the layer's attention takes it, from allowed (B, Q, keys) bool."""
     mask = allowed[:, None]
     if implementation(site) == "sdpa":
         return mask
@@ -18,8 +18,9 @@ def mask_for(site: AttentionSite, allowed: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def real_columns(mask: Tensor, past: int, query: int) -> Tensor | None:
-    """What a mask (B, 1, query, past + query or more), as generate() makes it for caches that compile, says of columns:
-    (B, past + query) bool, True where a token is real. None where it is not the causal mask of these.
+    """Which columns are real tokens by a mask (B, 1, query, past + query or more): (B, past + query) bool.
+
+    generate() makes such masks for caches that compile. None where it is not the causal mask of these columns.
     """
     if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != query or mask.shape[3] < past + query:
         return None

@@ -1,14 +1,13 @@
 """Where a layer's keys and queries appear before RoPE, and how the layer rotates them.
 
-A cache gets keys after RoPE, without cosines, sines or positions. Keys before it are the output of `k_norm`, `k_proj` or the
-middle of `qkv_proj`; which one, and how RoPE is applied to it, `trial` finds out on the attention module itself.
+A cache gets keys after RoPE, without cosines, sines or positions. Keys before it are the output of `k_norm`, `k_proj`
+or the middle of `qkv_proj`; which one, and how RoPE is applied to it, `trial` finds out on the attention module itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from kvcal_kernels.dequantise import Rotation
 from ..errors import UnsupportedModel
 from . import trial
 from .decoder import SUPPORTED, decoder_of, find_decoder, layer_shape, model_type_of, unsupported_layers, why_no_decoder
+from .protocols import Decoder, ModelConfig, attribute, is_decoder
 from .rope import rotary_channels
 
 TRIED = "kvcal-trial"  # the attention function of modules on trial
@@ -47,14 +47,19 @@ class AttentionSite:
     odd: str | None = None
 
     @property
+    def config(self) -> ModelConfig:
+        """The config of the attention module."""
+        config: ModelConfig = attribute(self.module, "config")
+        return config
+
+    @property
     def ratio(self) -> int:
-        """Query heads a kv head."""
-        config: Any = self.module.config
-        return int(config.num_attention_heads) // self.kv_heads
+        """Query heads per kv head."""
+        return int(self.config.num_attention_heads) // self.kv_heads
 
     @property
     def placed(self) -> tuple[torch.device, torch.dtype]:
-        """Device and dtype of the layer's weights: what its keys will be, if nothing changes before they come."""
+        """The device and dtype of the layer's weights, which its keys will have if nothing changes before they come."""
         every, plain = list(self.module.parameters()), (torch.float16, torch.bfloat16, torch.float32)
         if plain_ones := [p for p in every if p.dtype in plain]:
             return plain_ones[0].device, plain_ones[0].dtype
@@ -62,7 +67,7 @@ class AttentionSite:
         return every[0].device if every else torch.device("cpu"), named if named in plain else torch.float32
 
     def keys_from(self, output: Tensor) -> Tensor:
-        """The source's output (B, T, C), (B, T, H, D) or (B, H, T, D) as keys (B, H, T, D), before RoPE."""
+        """Keys (B, H, T, D) before RoPE from the source's output (B, T, C), (B, T, H, D) or (B, H, T, D)."""
         if self.keys_first:
             return output
         if self.key_slice is not None:
@@ -70,7 +75,7 @@ class AttentionSite:
         return output.reshape(*output.shape[:2], self.kv_heads, self.head_dim).transpose(1, 2)
 
     def queries_from(self, output: Tensor) -> Tensor:
-        """The source's output as queries (B, heads, T, D), before RoPE."""
+        """Queries (B, heads, T, D) before RoPE from the source's output."""
         if self.queries_first:
             return output
         if self.query_slice is not None:
@@ -78,20 +83,23 @@ class AttentionSite:
         return output.reshape(*output.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def rotate(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """RoPE exactly as this model applies it (partial rotary, cos/sin dtype), or the keys where it has none.
+        """The keys after RoPE exactly as this model applies it (partial rotary, cos/sin dtype), or as they are without.
 
         keys (B, H, T, D) in the model's dtype; cos, sin (B or 1, T, rotary dim) as the model's rotary module gives.
         """
         return trial.rotate(self.module, self.rotation, keys, cos, sin) if self.rope else keys
 
 
-def unsupported(model: Any) -> str | None:
-    """Why a model cannot be compressed, in one clause; None where it can. Its weights are not read: it may be on the meta
-    device. A model that passes has a site for each layer, and RoPE is known for those that can be compressed.
+def unsupported(model: nn.Module) -> str | None:
+    """Why a model cannot be compressed, in one clause; None where it can.
+
+    Its weights are not read: it may be on the meta device. A model that passes has a site for each layer, and RoPE is
+    known for those that can be compressed.
     """
     decoder = find_decoder(model)
     if (why := why_no_decoder(model, decoder)) is not None:
         return why
+    assert is_decoder(decoder)
     config, skipped = decoder.config, unsupported_layers(decoder.config)
     shape = layer_shape(config, 1)
     for index in range(config.num_hidden_layers):
@@ -105,18 +113,18 @@ def unsupported(model: Any) -> str | None:
             return f"layer {index}: {trial}; {SUPPORTED}"
         if (trial.kv_heads, trial.head_dim) != (shape.heads, shape.dim):
             return (
-                f"layer {index} has keys of {trial.kv_heads} heads of {trial.head_dim}, its config says {shape.heads} of "
-                f"{shape.dim}; kvcal needs layers of one shape"
+                f"layer {index} has keys of {trial.kv_heads} heads of {trial.head_dim}, its config says {shape.heads} "
+                f"of {shape.dim}; kvcal needs layers of one shape"
             )
         if trial.value_dim != trial.head_dim:
             return (
-                f"layer {index} has keys of {trial.head_dim} channels a head and values of {trial.value_dim}; kvcal needs one "
-                "number for both"
+                f"layer {index} has keys of {trial.head_dim} channels a head and values of {trial.value_dim}; kvcal "
+                "needs one number for both"
             )
     return None
 
 
-def check_supported(model: Any) -> None:
+def check_supported(model: nn.Module) -> None:
     """Raises UnsupportedModel, with the one reason that all commands give, for a model that cannot be compressed."""
     if (why := unsupported(model)) is not None:
         raise UnsupportedModel(f"{model_type_of(model)}: {why}")
@@ -127,18 +135,19 @@ def check_frame(sites: Iterable[AttentionSite], frame: str) -> None:
     for site in sites:
         if frame == "pre_rope" and site.odd is not None:
             raise UnsupportedModel(
-                f"{site.module.config.model_type}: layer {site.index}: {site.odd}, so that keys cannot be stored before "  # type: ignore[union-attr]
+                f"{site.config.model_type}: layer {site.index}: {site.odd}, so that keys cannot be stored before "
                 "RoPE; store them after it (--frame post_rope)"
             )
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """One site a layer, or one clear error naming the layer that is not understood."""
+    """A site for each layer. Raises UnsupportedModel, naming the layer, for one that is not understood."""
     decoder = decoder_of(model)
     return [attention_site(decoder, index) for index in range(decoder.config.num_hidden_layers)]
 
 
-def attention_site(decoder: Any, index: int) -> AttentionSite:
+def attention_site(decoder: Decoder, index: int) -> AttentionSite:
+    """The site of one layer. Raises UnsupportedModel for one that is not understood."""
     config, layer = decoder.config, decoder.layers[index]
     attention = getattr(layer, "self_attn", None)
     if attention is None:
@@ -150,22 +159,33 @@ def attention_site(decoder: Any, index: int) -> AttentionSite:
         raise UnsupportedModel(f"{config.model_type}: layer {index}: {trial}; {SUPPORTED}")
     key, query = trial.key, trial.query
     return AttentionSite(
-        index, attention, getattr(attention, key.name), key.part, getattr(attention, query.name), query.part,
-        trial.kv_heads, trial.head_dim, trial.how is not None, trial.how or "whole", key.heads_first, query.heads_first,
-        trial.odd,
-    )  # fmt: skip
+        index,
+        attention,
+        key_source=getattr(attention, key.name),
+        key_slice=key.part,
+        query_source=getattr(attention, query.name),
+        query_slice=query.part,
+        kv_heads=trial.kv_heads,
+        head_dim=trial.head_dim,
+        rope=trial.how is not None,
+        rotation=trial.how or "whole",
+        keys_first=key.heads_first,
+        queries_first=query.heads_first,
+        odd=trial.odd,
+    )
 
 
-def _trial(decoder: Any, index: int) -> trial.Trial | str:
+def _trial(decoder: Decoder, index: int) -> trial.Trial | str:
     ALL_ATTENTION_FUNCTIONS.register(TRIED, trial.attention)
-    attention = decoder.layers[index].self_attn
+    attention: nn.Module = attribute(decoder.layers[index], "self_attn")
     return trial.trial_of(attention, decoder.config, rotary_channels(decoder, index), TRIED)
 
 
 def rope_partners(site: AttentionSite, width: int) -> Tensor:
-    """int64 (D,): with which channel RoPE turns each channel of a head; itself where it is not turned.
+    """The channel with which RoPE rotates each channel of a head, int64 (D,); itself where it is not rotated.
 
-    width: as rotary_width gives it. Seen by turning unit vectors a quarter, so that any pairing an architecture has comes out.
+    width: the result of rotary_width. Unit vectors are rotated a quarter, which shows any pairing that an architecture
+    has.
     """
     units = torch.eye(site.head_dim)[None, None]
     quarter = torch.zeros(1, site.head_dim, width), torch.ones(1, site.head_dim, width)
@@ -173,7 +193,7 @@ def rope_partners(site: AttentionSite, width: int) -> Tensor:
 
 
 def output_projection(site: AttentionSite) -> Tensor | None:
-    """What the layer multiplies its heads' outputs by, (hidden size, heads * D); None where it has no such matrix."""
+    """The matrix that the layer multiplies its heads' outputs by, (hidden size, heads * D); None where it has none."""
     for name in ("o_proj", "dense", "out_proj"):
         weight = getattr(getattr(site.module, name, None), "weight", None)
         if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[1] % (site.kv_heads * site.head_dim) == 0:
@@ -191,7 +211,7 @@ def key_probe(site: AttentionSite) -> tuple[float, ...]:
 
 
 def by_halves(site: AttentionSite, width: int) -> bool:
-    """Whether RoPE turns channels i and i + width / 2 together, as Rotation does; seen by turning unit vectors a quarter."""
+    """Whether RoPE rotates channels i and i + width / 2 together, as Rotation does, by rotated unit vectors."""
     units = torch.eye(site.head_dim)[None, None]
     quarter = torch.zeros(1, site.head_dim, width), torch.ones(1, site.head_dim, width)
     return width % 2 == 0 and torch.equal(site.rotate(units, *quarter), Rotation(*quarter)(units))

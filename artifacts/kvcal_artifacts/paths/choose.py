@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from kvcal_kernels.layout import Form, TransformForm, rope
-from kvcal_kernels.quantise import AnyRule
 
 from .. import hf
 from ..codecs import Codec
@@ -17,10 +15,11 @@ from ..scheme import LayerCodecs, Scheme
 from . import codebook, dequantised
 from .fused import QUERIES
 from .notices import warn
+from .packing_rules import Rules, block_rules, rules
 from .preflight import verdicts
 
 CHOICES = ("auto", "off", "torch", "triton")
-RATIO = 16  # query heads a kv head, at most
+RATIO = 16  # query heads per kv head, at most
 MANY_HEADS = f"query heads a kv head: the fused kernel takes {RATIO} at most"
 DECODED = "keys before RoPE are rotated after they are decoded"
 GAPS = f"{DECODED}: positions of a row's tokens do not follow one another"
@@ -28,37 +27,35 @@ UNEVEN = f"{DECODED}: the model's RoPE does not turn evenly from token to token"
 DTYPES_TAKEN = "the fused kernel takes float16 and bfloat16"
 
 
-Rules = tuple[AnyRule, AnyRule] | str  # how a kernel writes keys and values; else why none does
-
-
 @dataclass(frozen=True)
 class LayerPaths:
-    """Which paths a layer takes, and why it takes no others: chosen from its scheme and where its weights are, and once more
-    where its first keys are.
+    """Which paths a layer takes, and why it takes no others.
 
-    readable: a kernel may read its blocks, wherever they lie. refused: why none attends to them where they are; None where one
-    does. vector: it is the one over vector codes. reader: what dequantises blocks for the model's own attention where no
-    kernel attends to them; unread: why none does. seamed: the layer's attention function is ours, a kernel's, or the model's
-    own one that gets a token more each step. most_queries, least_tokens: new tokens of a call, at most, and packed tokens of a
-    row, more than these, that the kernel takes. packs: how a kernel packs whole blocks; appends: how one writes the tokens
-    of a step to storage that is allocated once.
+    They are chosen from its scheme and where its weights are, and once more where its first keys are.
+
+    readable: a kernel may read its blocks, on whatever device. refused: why none attends to them on their device; None
+    where one does. vector: it is the one over vector codes. dequantiser: what dequantises blocks for the model's own
+    attention where no kernel attends to them; why_decoded: why none does. replaces_attention: the layer's attention
+    function is ours, a kernel's, or the model's own one that gets one more token each step. most_queries: new tokens of
+    a call, at most, that the kernel takes; least_tokens: packed tokens of a row above which it does. packs: how a
+    kernel packs whole blocks; appends: how one writes the tokens of a step to storage that is allocated once.
     """
 
     kernels: str
     readable: bool
     refused: str | None
     vector: bool
-    seamed: bool
+    replaces_attention: bool
     most_queries: int
     least_tokens: int
-    reader: dequantised.Reader | None = None
-    unread: str = ""
+    dequantiser: dequantised.LayerDequantiser | None = None
+    why_decoded: str = ""
     packs: Rules = ""
     appends: Rules = ""
 
     @classmethod
     def of(cls, kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionSite, rotary: int = 0) -> LayerPaths:
-        """As far as the scheme and the model say, wherever the layer is. rotary: as of `refusal`."""
+        """The paths as far as the scheme and the model decide, on whatever device. rotary: see `refusal`."""
         refused = refusal(kernels, scheme, pair, site, rotary)
         readable = refused is None
         plain = kernels != "off" and scheme.selection is None and hf.odd_attention(site) is None
@@ -68,7 +65,7 @@ class LayerPaths:
             readable,
             refused,
             vector,
-            seamed=readable or (plain and hf.implementation(site) == "sdpa"),
+            replaces_attention=readable or (plain and hf.implementation(site) == "sdpa"),
             most_queries=codebook.most_queries(site.ratio) if vector else QUERIES,
             least_tokens=codebook.least_tokens(pair) if vector else 0,
         )
@@ -83,38 +80,47 @@ class LayerPaths:
         device: torch.device,
         rotary: int = 0,
     ) -> LayerPaths:
-        """The paths of keys of this dtype on this device; on a GPU kernels are tried out once. Where no kernel attends to the
-        blocks, one may dequantise them.
+        """The paths of keys of this dtype on this device; on a GPU kernels are tried once.
+
+        Where no kernel attends to the blocks, one may dequantise them.
         """
         refused = self.refused
         if self.readable:
             refused = absence(self.kernels, pair, site.ratio, dtype, device, rotary)
-        reader, unread = None, "token selection" if scheme.selection is not None else ""
-        if refused is not None and not unread:
-            unread = dequantised.refusal(self.kernels, pair, dtype, device) or ""
-            if not unread:
+        dequantiser, why_decoded = None, "token selection" if scheme.selection is not None else ""
+        if refused is not None and not why_decoded:
+            why_decoded = dequantised.refusal(self.kernels, pair, dtype, device) or ""
+            if not why_decoded:
                 number = scheme.compressed.index(layer)  # neighbours in the chain have storage of their own
-                reader = dequantised.reader_of(pair, dtype, self.kernels, number, scheme.reach + 1)
-        return replace(self, refused=refused, reader=reader, unread=unread)
+                dequantiser = dequantised.dequantiser_of(pair, dtype, self.kernels, number, scheme.reach + 1)
+        return replace(self, refused=refused, dequantiser=dequantiser, why_decoded=why_decoded)
 
     def packing(self, pair: LayerCodecs, dtype: torch.dtype, device: torch.device, steps: bool) -> LayerPaths:
-        """With the rules by which a kernel packs what these codecs store. steps: and appends the tokens of steps."""
+        """The same paths with the rules by which a kernel packs what these codecs store.
+
+        steps: whether a kernel also appends the tokens of steps.
+        """
         if self.refused is not None or self.vector:
             why = self.refused or "vector codes"
             return replace(self, packs=why, appends=why)
         packs = block_rules(self.kernels, pair, dtype, device)
         return replace(self, packs=packs, appends=rules(self.kernels, pair, dtype, device) if steps else packs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerPaths:
+    def __deepcopy__(self, memo: dict[int, object]) -> LayerPaths:
         return self  # holds nothing of a cache
 
     def reading(self, why_reference: str | None, pair: LayerCodecs) -> str:
-        """One line for describe(): how decode steps read packed blocks. why_reference: why they do not take the kernel."""
+        """One line for describe(): how decode steps read packed blocks.
+
+        why_reference: why they do not take the kernel.
+        """
         text = path(why_reference, self.kernels)
-        if self.reader is not None:
+        if self.dequantiser is not None:
             kernel = "its reference in torch" if self.kernels == "torch" else "the Triton kernel"
             return f"{text}; reconstructed by {kernel}"
-        return f"{text}; decoded by torch, not the reconstruction kernel: {self.unread}" if pair.needs else text
+        if pair.needs:
+            return f"{text}; decoded by torch, not the reconstruction kernel: {self.why_decoded}"
+        return text
 
     def packing_blocks(self, pair: LayerCodecs) -> str:
         """One line for describe(): what packs whole blocks, those of prompts above all."""
@@ -138,6 +144,7 @@ class LayerPaths:
 
 
 def check_choice(kernels: str) -> None:
+    """Raises UsageError for a `kernels` that is not one of CHOICES, or that needs a Triton which is not installed."""
     if kernels not in CHOICES:
         raise UsageError(f"kernels={kernels!r}: allowed are {', '.join(map(repr, CHOICES))}")
     if kernels == "triton" and verdicts.triton_version() is None:
@@ -147,7 +154,7 @@ def check_choice(kernels: str) -> None:
 def refusal(kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionSite, rotary: int = 0) -> str | None:
     """Why a layer's decode steps decode its blocks for the model's own attention; None where a kernel may read them.
 
-    rotary: channels of a head that RoPE turns, where keys are stored before it; else 0.
+    rotary: channels of a head that RoPE rotates, where keys are stored before it; else 0.
     """
     if kernels == "off":
         return "kernels='off'"
@@ -156,18 +163,18 @@ def refusal(kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionS
 
 
 def format_refusal(scheme: Scheme, pair: LayerCodecs, rotary: int = 0) -> str | None:
-    """`refusal` as far as the scheme decides, whatever the model."""
+    """The refusal as far as the scheme decides, for any model."""
     if scheme.selection is not None:
         return "token selection needs the weights of the model's own attention"
     if scheme.chained:
         return "layers are predicted from reconstructions of others, which decoding makes"
-    if rotary and (why := turn_refusal(pair, rotary)):
+    if rotary and (why := rotation_refusal(pair, rotary)):
         return why
     return shape_refusal(pair)
 
 
 def ratio_refusal(ratio: int) -> str | None:
-    """Of query heads a kv head."""
+    """Why no kernel takes so many query heads per kv head; None if one does."""
     return None if ratio <= RATIO else f"{ratio} {MANY_HEADS}"
 
 
@@ -185,8 +192,8 @@ def shape_refusal(pair: LayerCodecs) -> str | None:
     return None
 
 
-def turn_refusal(pair: LayerCodecs, rotary: int) -> str | None:
-    """Why no kernel turns keys that these codecs store before RoPE of `rotary` channels, if it reads them."""
+def rotation_refusal(pair: LayerCodecs, rotary: int) -> str | None:
+    """Why no kernel rotates keys that these codecs store before RoPE of `rotary` channels, if one reads them."""
     form = pair.key.fused()
     if codebook.both(pair):
         what = "vector codes"
@@ -210,8 +217,9 @@ def _odd_pairs(site: hf.AttentionSite, rotary: int) -> str | None:
 
 
 def warn_of_shape(kernels: str, pair: LayerCodecs, device: torch.device, why: str) -> None:
-    """Where the kernel would run but for the layer's shape or dtype, `why`. Codecs that have no kernel at all say so in
-    describe() alone.
+    """Warn where the kernel would run except for the layer's shape or dtype, which `why` names.
+
+    Of codecs without any kernel only describe() tells.
     """
     runs = kernels in ("torch", "triton") or runs_kernels(device)
     has_kernel = codebook.both(pair) or all(type(codec).fused is not Codec.fused for codec in (pair.key, pair.value))
@@ -221,27 +229,28 @@ def warn_of_shape(kernels: str, pair: LayerCodecs, device: torch.device, why: st
 
 
 def runs_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device, as far as it is known without a trial."""
     return verdicts.unsupported(device) is None
 
 
 def absence(
     kernels: str, pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device, rotary: int = 0
 ) -> str | None:
-    """Why the kernel does not run for this layer where it is; None if it does. On a GPU that is tried out once.
+    """Why the kernel does not run for this layer on its device; None if it does. On a GPU it is tried once.
 
-    rotary: channels that it must turn by RoPE.
+    rotary: channels that it must rotate by RoPE.
     """
     if kernels == "torch":
         return None
-    here = kernels == "triton" and verdicts.interpreted()
-    if not here and not runs_kernels(device):
+    interpreted = kernels == "triton" and verdicts.interpreted()
+    if not interpreted and not runs_kernels(device):
         why = verdicts.unsupported(device)
         if device.type == "cuda":
             warn(f"fused kernel: {why}")
         return why
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{DTYPES_TAKEN}, not {str(dtype).removeprefix('torch.')}"
-    if here:
+    if interpreted:
         return None
     keys, values = pair.key.fused(), pair.value.fused()
     if codebook.both(pair):
@@ -260,14 +269,14 @@ def absence(
 
 
 def path(refused: str | None, kernels: str) -> str:
-    """One line for describe()."""
+    """One line for describe(): the path of decode steps."""
     if refused is not None:
         return f"reference: {refused}"
     return "fused: the kernel's reference in torch (kernels='torch')" if kernels == "torch" else "fused: Triton kernel"
 
 
 def summary(refused: list[str | None], kernels: str) -> str:
-    """All layers in one line."""
+    """One line for describe(): the path of decode steps in all layers."""
     if not any(why is None for why in refused):
         why = f" ({refused[0]})" if refused and len(set(refused)) == 1 else ""
         return f"reference: decode, then the model's own attention{why}"
@@ -286,63 +295,3 @@ def require(refused: list[tuple[int, str]]) -> None:
             f"layer {index}{more}: no fused kernel for its decode steps: {why}; "
             "use another scheme or device, or do without require_kernels (--require-kernels)"
         )
-
-
-def rule_of(codec: Codec) -> AnyRule | str:
-    """How the kernel writes what the codec stores; else why it cannot."""
-    return codec.rule()
-
-
-def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> tuple[AnyRule, AnyRule] | str:
-    """How the append kernel packs keys and values of steps, SQuat's as they are corrected; why torch does where no kernel
-    can or passes its check.
-    """
-    both = _rules(kernels, pair.key.rounding, pair.value)
-    if isinstance(both, str) or verdicts.interpreted():
-        return both
-    if why := verdicts.append_verdict(*both, dtype, device, pair.key.corrected_channels):
-        warn(f"append kernel: {why}", "what decode steps pack is packed by torch instead, slowly", why)
-        return f"the append kernel does not pass: {why}"
-    return both
-
-
-def block_rules(
-    kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device
-) -> tuple[AnyRule, AnyRule] | str:
-    """As `rules`, of whole blocks, a prompt's or those that steps push out of a window that grows; of keys as their codec's
-    `before_rounding` leaves them.
-    """
-    both = _rules(kernels, pair.key.rounding, pair.value)
-    if isinstance(both, str) or verdicts.interpreted():
-        return both
-    dtypes = torch.float32 if pair.key.corrected_channels else dtype, dtype
-    if why := verdicts.quantise_verdict(*both, dtypes, pair.key.divided, device):
-        warn(f"quantise kernel: {why}", "blocks are packed by torch instead, slowly", why)
-        return f"the quantise kernel does not pass: {why}"
-    return both
-
-
-def _rules(kernels: str, key: Codec, value: Codec) -> tuple[AnyRule, AnyRule] | str:
-    if kernels == "torch":
-        return "kernels='torch'"
-    roundings = [rule_of(codec) for codec in (key, value)]
-    for rounding, role in zip(roundings, ("keys", "values"), strict=True):
-        if isinstance(rounding, str):
-            return f"{role}: {rounding}"
-    rule, other = (rounding for rounding in roundings if not isinstance(rounding, str))
-    return rule, other
-
-
-def packing(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> LayerCodecs:
-    """The codecs, encoding by kernels where these run and give torch's bytes. On a GPU that is tried out once."""
-    anywhere = kernels == "triton" and verdicts.interpreted()
-    if kernels in ("off", "torch") or not (anywhere or verdicts.unsupported(device) is None):
-        return pair
-    codecs = []
-    for codec in (pair.key, pair.value):
-        encoder = codec.by_kernel()
-        if encoder is not codec and not anywhere and (why := verdicts.encode_verdict(codec, dtype, device)):
-            warn(f"encoding kernel: {why}", "blocks are packed by torch instead, slowly", why)
-            encoder = codec
-        codecs.append(encoder)
-    return LayerCodecs(*codecs)

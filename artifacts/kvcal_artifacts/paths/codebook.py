@@ -1,10 +1,9 @@
-"""Decode attention straight from residual vector codes (VQKV): packed tokens by the kernels of residual_vq, exact ones beside
-them in torch, both joined by the logarithms of their sums.
+"""Decode attention straight from residual vector codes (VQKV).
+
+Kernels of residual_vq attend to packed tokens, torch to exact ones; both are joined by the logarithms of their sums.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,30 +12,33 @@ from kvcal_kernels import residual_vq
 from kvcal_kernels.quantise import Counts
 from kvcal_kernels.residual_vq.attention import Coded, reference
 
+from ..codecs import Packed
 from ..codecs.residual_vq import is_vector
 from ..scheme import LayerCodecs
 from . import fused
+from .fused import Exact
 from .preflight import verdicts
 
-# Tables and sums by code are a fixed cost of every row and step. On an H200 (docs/benchmarks/vq_attention.md) it is made up
-# for at once with 4096 codewords; at the paper's sizes by 8000 tokens against a decode in one pass, so by about 600 against
-# torch's, the alternative here, which takes ten times as long.
+# Tables and sums by code are a constant cost of every row and step. On an H200 (docs/benchmarks/vq_attention.md) it
+# pays at once with 4096 codewords; at the paper's sizes from 8000 tokens on against a decode in one pass, so from about
+# 600 on against torch's, the alternative here, which takes ten times as long.
 CODEWORDS, TOKENS = 4096, 600
 ROWS = 64  # query heads of a kv head times new tokens, at most: MOST_ROWS of the kernels
-Exact = tuple[Tensor, Tensor, Tensor]  # as of fused.py
 
 
 def both(pair: LayerCodecs) -> bool:
+    """Whether keys and values are vector codes."""
     return is_vector(pair.key) and is_vector(pair.value)
 
 
-def coded(pair: LayerCodecs, packed: list[dict[str, Any]]) -> tuple[Coded, Coded]:
+def coded(pair: LayerCodecs, packed: list[Packed]) -> tuple[Coded, Coded]:
+    """Packed keys and values of vector codes as the kernels take them."""
     assert is_vector(pair.key) and is_vector(pair.value)
     return pair.key.coded(packed[0]), pair.value.coded(packed[1])
 
 
 def refusal(pair: LayerCodecs) -> str | None:
-    """Why blocks are decoded wherever the layer is; None where the kernels may read their codes."""
+    """Why blocks are decoded on any device; None where the kernels may read their codes."""
     assert is_vector(pair.key) and is_vector(pair.value)
     if len(pair.key.bands) > 2:
         return f"keys: residual-vq in {len(pair.key.bands)} bands: the kernels take two at most"
@@ -47,27 +49,29 @@ def refusal(pair: LayerCodecs) -> str | None:
 
 
 def most_queries(ratio: int) -> int:
+    """The most new tokens of a call that the kernels take. ratio: query heads per kv head."""
     return max(1, min(fused.QUERIES, ROWS // ratio))
 
 
 def least_tokens(pair: LayerCodecs) -> int:
-    """Packed tokens of a row from which the kernels are faster than decoding."""
+    """The packed tokens of a row from which the kernels are faster than decoding."""
     assert is_vector(pair.key) and is_vector(pair.value)
     largest = max(book.shape[1] for codec in (pair.key, pair.value) for book in codec.codebooks)
     return 0 if largest <= CODEWORDS else TOKENS
 
 
 def verdict(pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernels do not pass their trial on a GPU; None if they do. ratio: query heads per kv head."""
     assert is_vector(pair.key) and is_vector(pair.value)
-    return verdicts.vectors_verdict(pair.key, pair.value, ratio, dtype, device)
+    return verdicts.codebook_verdict(pair.key, pair.value, ratio, dtype, device)
 
 
 def append_refusal(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why no kernel appends a step's tokens to these codes where the layer is; None where one does, or its reference."""
+    """Why no kernel appends a step's tokens to these codes on their device; None where one or its reference does."""
     assert is_vector(pair.key) and is_vector(pair.value)
     if kernels == "torch" or verdicts.interpreted():
         return None
-    why = verdicts.vectors_append_verdict(pair.key, pair.value, dtype, device)
+    why = verdicts.codebook_append_verdict(pair.key, pair.value, dtype, device)
     return f"the append kernel of vector codes does not pass: {why}" if why else None
 
 
@@ -79,7 +83,7 @@ def append(
     counts: Counts,
     flags: Tensor,
     new: tuple[Tensor, Tensor],
-    space: Any,
+    space: object,
 ) -> None:
     """Append as residual_vq.append.append does, with the kernels of the path."""
     if kernels == "torch":
@@ -96,10 +100,13 @@ def attention(
     sink: Exact,
     recent: Exact,
     scaling: float,
-    space: Any,
+    space: object,
     first: Tensor | None = None,
 ) -> Tensor:
-    """As fused.attention; blocks (B,) int32 of the scheme. first: of a ring, see residual_vq.attention.attend_exact."""
+    """Attention as fused.attention computes it, over vector codes.
+
+    blocks: (B,) int32, of the scheme. first: of a ring, see residual_vq.attention.attend_exact.
+    """
     if kernels == "torch":
         packed = reference.attend(q, *pair, blocks, scaling)
     else:
@@ -108,13 +115,13 @@ def attention(
     return out.to(q.dtype)
 
 
-def workspace(kernels: str, device: torch.device, keeps: bool) -> Any:
-    """keeps: for graphs that are recorded with it."""
+def workspace(kernels: str, device: torch.device, keeps: bool) -> object:
+    """Memory for the kernels' launches on a device; None where they need none. keeps: graphs are recorded with it."""
     return None if kernels == "torch" else residual_vq.attention.fast().Workspace(device, keeps)
 
 
-def reserve(kernels: str, pair: tuple[Coded, Coded], q: Tensor, space: Any) -> None:
-    """Have the memory of steps with q's shape (B, H_q, Q, D) and dtype before a graph of one is recorded: it must not move."""
+def reserve(kernels: str, pair: tuple[Coded, Coded], q: Tensor, space: object) -> None:
+    """Allocate the memory of steps with q's shape (B, H_q, Q, D) and dtype, which must not move under a graph."""
     if kernels == "torch" or not q.is_cuda:
         return
     residual_vq.append.fast().reserve(*pair, space)

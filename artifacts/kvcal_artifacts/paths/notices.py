@@ -14,7 +14,10 @@ def warn(
     instead: str = "packed blocks are decoded for the model's own attention instead",
     verdict: str | None = None,
 ) -> None:
-    """Once a process: a model has many layers, and a program many caches. verdict: of preflight, which its file may keep."""
+    """Warn once per process: a model has many layers, and a program many caches.
+
+    verdict: of preflight, whose file may hold it.
+    """
     if line not in _WARNED:
         _WARNED.add(line)
         warnings.warn(f"{line}; {instead}{verdicts.remembered(verdict) if verdict else ''}", stacklevel=2)

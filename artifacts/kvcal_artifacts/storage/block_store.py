@@ -5,21 +5,17 @@ Everything a cache does to its blocks (append, select rows, cut, move) is writte
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ..codecs.ragged import Ragged
-
-if TYPE_CHECKING:
-    from .ledger import Plan
+from .plan import Plan
 
 Stored = Tensor | Ragged
 
 
 def append(old: Stored, new: Stored, plan: Plan) -> Stored:
-    """Blocks (B, H, F, ...) behind the blocks (B, H, N, ...) already there, row by row where rows differ."""
+    """Append blocks (B, H, F, ...) to the blocks (B, H, N, ...), row by row where rows differ."""
     if isinstance(old, Ragged):
         assert isinstance(new, Ragged)
         return _append_ragged(old, new, plan)
@@ -34,8 +30,9 @@ def append(old: Stored, new: Stored, plan: Plan) -> Stored:
 
 
 def arrange(old: Stored, new: Stored | None, order: Tensor) -> Stored:
-    """Any blocks in any order: order int64 (B, N') counts through the blocks of `old`, then those of `new`; -1 is a slot
-    that holds none.
+    """Any blocks in any order.
+
+    order: int64 (B, N') counts through the blocks of `old`, then those of `new`; -1 is a slot that holds none.
     """
     if isinstance(old, Ragged):
         parts = [part for part in (old, new) if isinstance(part, Ragged)]
@@ -71,7 +68,7 @@ def _numbers(items: Ragged) -> Tensor:
 
 
 def select(stored: Stored, rows: Tensor) -> Stored:
-    """Batch rows in this order; rows int64 or bool."""
+    """The blocks of these batch rows, in this order. rows: int64 or bool."""
     rows = rows.to(stored.device)
     return stored.take(_numbers(stored)[rows]) if isinstance(stored, Ragged) else stored[rows]
 
@@ -91,10 +88,12 @@ def from_block(stored: Stored, start: int) -> Stored:
 
 
 def move(stored: Stored, device: torch.device | str) -> Stored:
+    """Blocks on another device; the host does not wait for the copy."""
     if isinstance(stored, Ragged):
         return Ragged(stored.data.to(device, non_blocking=True), stored.counts.to(device, non_blocking=True))
     return stored.to(device, non_blocking=True)
 
 
 def tensors_of(stored: Stored) -> list[Tensor]:
+    """The tensors that blocks are stored in."""
     return [stored.data, stored.counts] if isinstance(stored, Ragged) else [stored]

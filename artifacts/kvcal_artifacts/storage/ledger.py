@@ -1,8 +1,8 @@
 """Which token of which row lies where: the bookkeeping that all layers of a cache share.
 
-A column is a position of the attention mask; a row's real tokens are its columns that are not padding. In order, a row's
-real tokens are its sink, its packed blocks, its recent window. Rows of a padded batch differ in all three, so dense
-tensors have unused slots at their end; no slot of a pad is ever stored.
+A column is a position of the attention mask; a row's real tokens are its columns that are not padding. In order, a
+row's real tokens are its sink, its packed blocks, its recent window. Rows of a padded batch differ in all three, so
+dense tensors have unused slots at their end; no slot of a pad is ever stored.
 
 Slots that a layer sees: past = [sink S | packed N * b | window W], fresh = [sink S | window W | new Q].
 """
@@ -10,117 +10,13 @@ Slots that a layer sees: past = [sink S | packed N * b | window W], fresh = [sin
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import KVCalError
-from ..windows import Windows
-
-CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Past:
-    """Where the tokens of padded rows lay before a call. Its index, 31 ms at 32 rows of 32k, is made where it is asked for:
-    attention by the kernel never does.
-
-    valid (B, columns) bool, sink, blocks (B,): of the ledger then. block: tokens.
-    """
-
-    valid: Tensor
-    sink: Tensor
-    blocks: Tensor
-    block: int
-
-    @cached_property
-    def index(self) -> Tensor:
-        """(B, columns) slot in [sink | packed | window]; pads point at slot 0, which the mask hides."""
-        rank = self.valid.long().cumsum(1) - 1
-        sink, packed = self.sink[:, None], self.blocks[:, None] * self.block
-        slots_sink, slots_packed = _width(self.sink), _width(self.blocks) * self.block
-        slot = torch.where(
-            rank < sink + packed, rank - sink + slots_sink, rank - sink - packed + slots_sink + slots_packed
-        )
-        return torch.where(rank < sink, rank, slot).masked_fill(~self.valid, 0).clamp_min(0)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one forward does to every layer. Index tensors are None where plain slices in order do (no padding).
-
-    before: of padded rows, where old columns lie; past_index is made of it. device: where index tensors are.
-    sink_index (B, S'), window_index (B, W'), flush_index (B, F * b): slots in `fresh` of what is kept and what is packed.
-    idle: (B, F * b) bool, which of the flushed slots hold nothing: rows of a padded batch flush different numbers.
-    lengths, packed: (B,) real tokens and packed blocks of each row before this call; valid: (B, Q) bool, its real columns
-    (None: all); on the CPU.
-    rows, slots: (K,) where each of the K really flushed blocks goes: batch row, block slot; picks: which of the F.
-    """
-
-    past: int
-    query: int
-    sink: int
-    window: int
-    flush: int
-    blocks: int
-    before: Past | None = None
-    device: torch.device = CPU
-    sink_index: Tensor | None = None
-    window_index: Tensor | None = None
-    flush_index: Tensor | None = None
-    idle: Tensor | None = None
-    rows: Tensor | None = None
-    slots: Tensor | None = None
-    picks: Tensor | None = None
-    lengths: Tensor | None = None
-    packed: Tensor | None = None
-    valid: Tensor | None = None
-
-    @property
-    def ragged(self) -> bool:
-        """Whether rows may differ, so that indices take the place of slices."""
-        return self.before is not None
-
-    @cached_property
-    def whole(self) -> bool:
-        """Whether all new columns are real tokens."""
-        return self.valid is None or bool(self.valid.all())
-
-    @cached_property
-    def past_index(self) -> Tensor | None:
-        """(B, past) slot in `past` of each old column."""
-        return None if self.before is None else self.before.index.to(self.device)
-
-    def to(self, device: torch.device) -> Plan:
-        """Index tensors on `device`, in one copy; the counts stay here, where only run-time statistics want them."""
-        named = ("sink_index", "window_index", "flush_index", "idle", "rows", "slots", "picks")
-        here = {name: t for name in named if (t := getattr(self, name)) is not None}
-        if device == self.device or not here:
-            return replace(self, device=device)
-        parts = (
-            torch.cat([t.flatten().long() for t in here.values()]).to(device).split([t.numel() for t in here.values()])
-        )
-        moved: dict[str, Any] = {
-            name: part.view(t.shape).to(t.dtype) for (name, t), part in zip(here.items(), parts, strict=True)
-        }
-        return replace(self, device=device, **moved)
-
-
-@dataclass(frozen=True)
-class CropPlan:
-    """What a crop does: packed blocks kept, window kept, and whether any row reaches into its packed blocks.
-
-    window_index: (B, W') slot in [packed N * b | window W] of the tokens of the new window, None if slices do.
-    """
-
-    sink: int
-    blocks: int
-    window: int
-    deep: bool
-    returned: int
-    window_index: Tensor | None
+from ..scheme import Windows
+from .plan import CropPlan, Past, Plan, width
 
 
 @dataclass
@@ -140,7 +36,7 @@ class Ledger:
 
     @property
     def lengths(self) -> Tensor:
-        """(B,) real tokens."""
+        """The real tokens of each row, (B,)."""
         return self.sink + self.blocks * self.windows.block + self.window
 
     @property
@@ -148,7 +44,7 @@ class Ledger:
         return bool((self.lengths < self.columns).any())
 
     def begin(self, batch: int, query: int, new_valid: Tensor | None) -> Plan:
-        """Advance by `query` columns; new_valid (B, query) bool on the CPU, None if all are real."""
+        """Advance by `query` columns. new_valid: (B, query) bool on the CPU, None if all are real."""
         check_batch(self.columns, self.batch, batch)
         if not self.columns:
             self.batch = batch
@@ -166,10 +62,10 @@ class Ledger:
         return plan
 
     def follow(self, plan: Plan, new: Tensor) -> None:
-        """Of the columns that `plan` brought: note whether their positions (B, query) follow those of their row's tokens."""
+        """Note whether positions (B, query) of the columns that `plan` brought follow those of their row's tokens."""
         assert plan.lengths is not None
         valid = torch.ones(new.shape, dtype=torch.bool) if plan.valid is None else plan.valid
-        # Each says what the first's is.
+        # what each says of the position of the row's first token
         start = new.to("cpu").long() - (plan.lengths[:, None] + valid.long().cumsum(1) - 1)
         first = start.gather(1, valid.int().argmax(1, keepdim=True))[:, 0]
         first = first if self.starts is None else torch.where(plan.lengths > 0, self.starts, first)
@@ -184,19 +80,19 @@ class Ledger:
         )
 
     def _next(self, query: int) -> Tensor:
-        """(B, query) int64, CPU: positions of so many tokens that follow those of each row."""
+        """Positions of so many tokens that follow those of each row: (B, query) int64, CPU."""
         assert self.starts is not None
         return (self.starts + self.lengths)[:, None] + torch.arange(query)
 
     def proceed(self, query: int) -> None:
-        """By columns of steps that the device did: all real, and where positions are kept, at those that follow."""
+        """Advance by columns of steps that the device did: all are real, at the positions that follow."""
         new = None if self.positions is None else self._next(query)
         self.begin(self.batch, query, None)
         if self.positions is not None and new is not None:
             self.positions = torch.cat([self.positions, new.to(self.positions)], 1)
 
     def _after(self, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """New sink, flushed blocks and window per row once `added` (B,) real tokens came."""
+        """Sink, flushed blocks and window of each row after `added` (B,) real tokens."""
         sink = (self.sink + added).clamp_max_(self.windows.sink)
         waiting = self.window + added - (sink - self.sink)
         flush = ((waiting - self.windows.recent) // self.windows.block).clamp_min_(0)
@@ -210,50 +106,57 @@ class Ledger:
 
     def _ragged(self, query: int, new_valid: Tensor) -> Plan:
         past = Past(self.valid, self.sink, self.blocks, self.windows.block)
-        slots_sink, slots_window = _width(self.sink), _width(self.window)
+        slots_sink, slots_window = width(self.sink), width(self.window)
         sink, flush, window = self._after(new_valid.sum(1))
         order = torch.argsort(~new_valid, dim=1, stable=True)  # real new columns first
         taken = sink - self.sink
         wide = int(flush.max()) * self.windows.block
 
         def fresh(rank: Tensor, old: Tensor, first_old: int, shift: Tensor) -> Tensor:
-            """Slot of the rank-th token among [old ones | new ones from `shift` on]."""
+            """The slot of the rank-th token among [old ones | new ones from `shift` on]."""
             new = (rank - old[:, None] + shift[:, None]).clamp(0, query - 1)
             picked = slots_sink + slots_window + order.gather(1, new)
             return torch.where(rank < old[:, None], first_old + rank, picked)
 
-        ranks = torch.arange(max(_width(sink), _width(window) + wide, 1))[None].expand(self.batch, -1)
-        sink_index = fresh(ranks[:, : _width(sink)], self.sink, 0, torch.zeros_like(taken))
-        rest = fresh(ranks[:, : _width(window) + wide], self.window, slots_sink, taken)
+        ranks = torch.arange(max(width(sink), width(window) + wide, 1))[None].expand(self.batch, -1)
+        sink_index = fresh(ranks[:, : width(sink)], self.sink, 0, torch.zeros_like(taken))
+        rest = fresh(ranks[:, : width(window) + wide], self.window, slots_sink, taken)
         flush_index = rest[:, :wide]
-        later = (ranks[:, : _width(window)] + flush[:, None] * self.windows.block).clamp_max(max(rest.shape[1] - 1, 0))
+        later = (ranks[:, : width(window)] + flush[:, None] * self.windows.block).clamp_max(max(rest.shape[1] - 1, 0))
         picks = torch.arange(int(flush.max()))[None].expand(self.batch, -1)
         really = picks < flush[:, None]
         rows = torch.arange(self.batch)[:, None].expand_as(picks)[really]
         slots = (self.blocks[:, None] + picks)[really]
         before = self.columns
         self.sink, self.blocks, self.window = sink, self.blocks + flush, window
-        return Plan(
-            before, query, _width(sink), _width(window), int(flush.max()), _width(self.blocks),
-            past, CPU, sink_index, rest.gather(1, later), flush_index,
-            ~really.repeat_interleave(self.windows.block, 1), rows, slots, picks[really],
-        )  # fmt: skip
+        plan = Plan(before, query, width(sink), width(window), int(flush.max()), width(self.blocks))
+        return replace(
+            plan,
+            before=past,
+            sink_index=sink_index,
+            window_index=rest.gather(1, later),
+            flush_index=flush_index,
+            idle=~really.repeat_interleave(self.windows.block, 1),
+            rows=rows,
+            slots=slots,
+            picks=picks[really],
+        )
 
     def crop(self, count: int) -> CropPlan:
-        """Plan the removal of the newest `count` columns; nothing changes until commit()."""
+        """Plan the removal of the newest `count` columns; nothing changes until commit_crop()."""
         block = self.windows.block
         remaining = self.valid[:, : self.columns - count].sum(1)
         sink = torch.minimum(self.sink, remaining)
         blocks = torch.minimum(self.blocks, (remaining - sink) // block)
         window = remaining - sink - blocks * block
         deep = blocks < self.blocks
-        returned = torch.where(deep, window, 0)  # of a cut block: nothing of the old window is left
+        returned = torch.where(deep, window, 0)  # tokens of a cut block: all of the old window is removed
         index = None
         if bool(deep.any()):
-            first = torch.where(deep, blocks * block, _width(self.blocks) * block)
-            index = torch.arange(_width(window))[None] + first[:, None]
-            index = index.clamp_max(_width(self.blocks) * block + max(_width(self.window), 1) - 1)
-        return CropPlan(_width(sink), _width(blocks), _width(window), bool(deep.any()), int(returned.sum()), index)
+            first = torch.where(deep, blocks * block, width(self.blocks) * block)
+            index = torch.arange(width(window))[None] + first[:, None]
+            index = index.clamp_max(width(self.blocks) * block + max(width(self.window), 1) - 1)
+        return CropPlan(width(sink), width(blocks), width(window), bool(deep.any()), int(returned.sum()), index)
 
     def commit_crop(self, count: int) -> None:
         block = self.windows.block
@@ -267,27 +170,27 @@ class Ledger:
             self.positions = self.positions[:, : self.columns].clone()
 
     def real(self, start: int, stop: int) -> int:
-        """Real tokens in these columns, of all rows."""
+        """How many real tokens all rows have in these columns."""
         return int(self.valid[:, start:stop].sum())
 
     @property
     def occupied(self) -> Tensor:
-        """(B, S + W) bool: which slots of [sink | window] hold a token."""
-        return torch.cat([torch.arange(_width(n)) < n[:, None] for n in (self.sink, self.window)], 1)
+        """Which slots of [sink | window] hold a token: (B, S + W) bool."""
+        return torch.cat([torch.arange(width(n)) < n[:, None] for n in (self.sink, self.window)], 1)
 
     @property
     def untouched(self) -> Tensor:
-        """(B,) bool: rows of which every token is exact."""
+        """Which rows have only exact tokens: (B,) bool."""
         return self.blocks == 0
 
     @property
     def early(self) -> int:
-        """Blocks that are packed although, after a crop, the row has fewer tokens than when they became due."""
+        """How many blocks are packed although, after a crop, the row has fewer tokens than when they became due."""
         due = (self.valid.sum(1) - self.windows.sink - self.windows.recent) // self.windows.block
         return int((self.blocks - due.clamp_min(0)).clamp_min(0).sum())
 
     def select(self, rows: Tensor) -> None:
-        """Keep these batch rows in this order (repeats allowed)."""
+        """Continue with these batch rows in this order; repeats are allowed."""
         host = host_rows(rows)
         self.batch = len(host)
         self.valid, self.sink = self.valid[host], self.sink[host]
@@ -299,8 +202,8 @@ class Ledger:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Sink tokens, blocks and window tokens that the fullest row needs."""
-        return _width(self.sink), _width(self.blocks), _width(self.window)
+        """The sink tokens, blocks and window tokens that the fullest row needs."""
+        return width(self.sink), width(self.blocks), width(self.window)
 
     def clear(self) -> None:
         self.__init__(self.windows)  # type: ignore[misc]
@@ -323,11 +226,6 @@ def check_batch(columns: int, rows: int, batch: int) -> None:
 
 
 def host_rows(rows: Tensor) -> Tensor:
-    """Row numbers or a mask of rows -> row numbers on the CPU."""
+    """Row numbers on the CPU, from row numbers or a mask of rows."""
     host = rows.to("cpu")
     return host.nonzero().flatten() if host.dtype == torch.bool else host
-
-
-def _width(counts: Tensor) -> int:
-    """Slots that the fullest row needs."""
-    return int(counts.max()) if counts.numel() else 0

@@ -29,8 +29,7 @@ from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 from kvcal_kernels.layout import Form
 from tests.support import schemes
 from tests.support.architectures import TINY, build
@@ -482,7 +481,7 @@ def test_crop_inside_the_window_leaves_no_trace(lengths: list[int], count: int, 
     feed(cropped, rows, valid)
     cropped.crop(-count)
     feed(fresh, other, valid[:, :-count])
-    assert cropped.returned_tokens == 0
+    assert cropped.record.returned_tokens == 0
     seen, wanted = feed(cropped, other, valid, cuts=(55,)), feed(fresh, other, valid, cuts=(55,))
     real = valid[:, None, :, None]
     for pair, true in zip(seen, wanted, strict=True):
@@ -549,7 +548,7 @@ def test_deep_crop_with_fitted_predictors(name: str) -> None:
     for row, (blocks, windows, _) in enumerate(wanted):
         assert int(made.ledger.blocks[row]) == blocks == 2
         assert same(schemes.window_row(made, row), windows)
-    assert made.returned_tokens == 10
+    assert made.record.returned_tokens == 10
     with torch.no_grad():
         logits = model(ids[:, 25:], past_key_values=made).logits
         wanted_logits = model(ids).logits[:, 25:]
@@ -646,7 +645,7 @@ def test_reset_and_used_again_is_fresh(name: str, frame: str) -> None:
     made = fed_cache_of([60, 33], name, frame)
     made.crop(-30)
     made.reset()
-    assert made.get_seq_length() == made.nbytes() == made.returned_tokens == 0
+    assert made.get_seq_length() == made.nbytes() == made.record.returned_tokens == 0
     feed(made, Rows([50, 31, 9]))
     assert same(schemes.snapshot(made), schemes.snapshot(fed_cache_of([50, 31, 9], name, frame)))
 

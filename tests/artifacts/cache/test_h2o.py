@@ -22,16 +22,16 @@ from transformers import DynamicCache
 
 from kvcal.methods.data_free import Preset
 from kvcal_artifacts import load_bundle, load_cache
-from kvcal_artifacts.bundle import Bundle
+from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.cache import EvictingLayer, KVCalCache, reading
 from kvcal_artifacts.codecs import Context, Exact, MixKVQ, Packed
 from kvcal_artifacts.codecs.base import EMPTY
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, NonFiniteError, UsageError
-from kvcal_artifacts.fingerprint import Fingerprint
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 from kvcal_artifacts.storage import block_store
-from kvcal_artifacts.storage.eviction import EvictingLedger, Moves, Row, attention_mass
-from kvcal_artifacts.windows import HeavyHitters, Windows
+from kvcal_artifacts.storage.attention_mass import attention_mass
+from kvcal_artifacts.storage.eviction import EvictingLedger
+from kvcal_artifacts.storage.selection import Moves, Row
 from tests.artifacts.cache.test_statistics import listed, pooled, ragged
 from tests.support import schemes
 from tests.support.architectures import TINY
@@ -178,7 +178,7 @@ def test_mass_does_not_depend_on_how_many_queries_are_taken_at_a_time(monkeypatc
     q, k = schemes.numbers(2, 4, 20, 8), schemes.numbers(2, 2, 33, 8, seed=1)
     alive, valid = torch.rand(2, 13) < 0.7, left_mask([20, 12]).bool()
     whole = attention_mass(q, k, alive, valid, 0.3)
-    monkeypatch.setattr("kvcal_artifacts.storage.eviction.SCORES", 700)
+    monkeypatch.setattr("kvcal_artifacts.storage.attention_mass.SCORES", 700)
     torch.testing.assert_close(attention_mass(q, k, alive, valid, 0.3), whole, atol=1e-6, rtol=1e-6)
     assert bool((whole[:, :13][~alive] == 0).all())
     torch.testing.assert_close(whole.sum(1), 4.0 * valid.sum(1).double(), atol=1e-4, rtol=0)
@@ -779,9 +779,9 @@ def test_a_bundle_carries_the_selection(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_version_that_does_not_fit_is_refused(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, path = schemes.tiny("llama"), tmp_path / f"odd{SUFFIX}"
-    monkeypatch.setattr("kvcal_artifacts.bundle.VERSIONS", (3 - version, version) if version == 2 else (2, 1))
+    monkeypatch.setattr("kvcal_artifacts.bundle.header.VERSIONS", (3 - version, version) if version == 2 else (2, 1))
     scheme = schemes.scheme(model, "higgs-2")
-    monkeypatch.setattr("kvcal_artifacts.bundle.VERSIONS", (2, 1))
+    monkeypatch.setattr("kvcal_artifacts.bundle.header.VERSIONS", (2, 1))
     Bundle(Fingerprint.of(model), scheme.keeping(FEW) if version == 1 else scheme).write(path)
     monkeypatch.undo()
     with pytest.raises(CorruptBundle, match=f"version {version} with"):

@@ -17,12 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.cache.static import StaticLayer
+from kvcal_artifacts.cache.static.layer import StaticLayer
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape, Squat, Uniform
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.paths import choose, codebook
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
-from kvcal_artifacts.windows import HeavyHitters, Windows
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 from kvcal_kernels.layout import Rope
 from kvcal_kernels.squat import Digits
 from tests.artifacts.paths.test_codebook import PAIR as VECTORS
@@ -315,8 +314,8 @@ def test_a_step_reads_no_value(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     with torch.no_grad():
         own.model(token_ids(2, 80), past_key_values=own)
     layer = own.layers[0]
-    assert isinstance(layer, StaticLayer) and layer.room is not None
-    room, shared = layer.room, layer.steps
+    assert isinstance(layer, StaticLayer) and layer.allocation is not None
+    room, shared = layer.allocation, layer.steps
     monkeypatch.setattr(hf, "capturing", lambda: True)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # constants of codecs
 
@@ -331,12 +330,12 @@ def test_a_step_reads_no_value(name: str, monkeypatch: pytest.MonkeyPatch) -> No
                 return None
             return [fake(y) for y in x] if isinstance(x, list) else {k: fake(y) for k, y in x.items()}
 
-        layer.room = type(room)(**{key: fake(value) for key, value in vars(room).items()})
+        layer.allocation = type(room)(**{key: fake(value) for key, value in vars(room).items()})
         shared.counts.data, shared.length = fake(shared.counts.data), fake(shared.length)
         for statistic in layer.statistics.values():
             statistic.state = fake(statistic.state)
-        if shared.turns is not None:
-            shared.turns = type(shared.turns)(**{key: fake(value) for key, value in vars(shared.turns).items()})
+        if shared.rope is not None:
+            shared.rope = type(shared.rope)(**{key: fake(value) for key, value in vars(shared.rope).items()})
         new = [torch.empty(2, heads, 1, 64) for heads in (4, 2, 2)]
         out = layer.attend(*new, 0.125, torch.full((1, 1), 80))
         assert out.shape == (2, 4, 1, 64)
@@ -350,13 +349,13 @@ def test_a_row_that_is_not_due_keeps_its_bytes_and_one_that_is_gets_the_codecs_o
     with torch.no_grad():
         own.model(ids[:, :99], past_key_values=own, attention_mask=mask[:, :99])
     layer = own.layers[0]
-    assert isinstance(layer, StaticLayer) and layer.room is not None
-    before, window = copy.deepcopy(layer.room.packed), layer.window[0].clone()
+    assert isinstance(layer, StaticLayer) and layer.allocation is not None
+    before, window = copy.deepcopy(layer.allocation.packed), layer.window[0].clone()
     with torch.no_grad():
         own.model(ids[:, 99:100], past_key_values=own, attention_mask=mask[:, :100])
     assert (layer.steps.counts.blocks - layer.steps.counts.blocks_before).tolist() == [1, 0]
     made = layer.codecs.key.encode(window[:, :, :32])
-    for name, held in layer.room.packed[0].items():
+    for name, held in layer.allocation.packed[0].items():
         assert torch.equal(held[0, :, 1], made[name][0, :, 0]) and torch.equal(held[1], before[0][name][1])
 
 
@@ -367,22 +366,22 @@ def test_a_factor_is_kept_only_where_no_recorded_step_can_change_it() -> None:
     with torch.no_grad():
         own.model(ids[:, :60], past_key_values=own)
         own.model(ids[:, 60:61], past_key_values=own)
-        assert not own.opened and layer._factor is None
+        assert not own.opened and layer.key_factor.remembered is None
         layer.statistics["key_scale"].state["peak"].mul_(4)  # as a replayed graph would
         own.model(ids[:, 61:100], past_key_values=own)
         for at in (100, 101, 102):
             own.model(ids[:, at : at + 1], past_key_values=own)
-    assert own.opened and layer._factor is not None
+    assert own.opened and layer.key_factor.remembered is not None
     wanted = layer.codecs.key.key_factor(Context(stats=layer.current_statistics()))
-    assert wanted is not None and torch.equal(layer._factor[1][0], wanted)
+    assert wanted is not None and torch.equal(layer.key_factor.remembered[1][0], wanted)
     # memory of a compiled forward belongs to its graphs: what it makes must not stay
-    layer._factor = None
+    layer.key_factor.forget()
     torch._dynamo.reset()
     with torch.no_grad():
         torch.compile(own.model, fullgraph=True, backend="eager")(ids[:, 103:104], past_key_values=own)
-        assert layer._factor is None
+        assert layer.key_factor.remembered is None
         layer.publish()  # while the host works
-        assert torch.equal(layer._factor[1][0], wanted)  # type: ignore[index]
+        assert torch.equal(layer.key_factor.remembered[1][0], wanted)  # type: ignore[index]
     own.reset()
     assert not own.opened
 
@@ -401,8 +400,8 @@ def test_what_steps_could_not_say_is_said_afterwards() -> None:
     with torch.no_grad():
         own.model(ids[:, :80], past_key_values=own)
         layer = own.layers[1]
-        assert isinstance(layer, StaticLayer) and layer.room is not None
-        layer.room.ring[0][0, 1, 32 + 3, 5] = torch.inf  # packed with 4 + 32 + 32 + 32 tokens
+        assert isinstance(layer, StaticLayer) and layer.allocation is not None
+        layer.allocation.ring[0][0, 1, 32 + 3, 5] = torch.inf  # packed with 4 + 32 + 32 + 32 tokens
         for _ in range(19):
             step(own)
         own.settle()
@@ -693,7 +692,7 @@ def test_what_the_host_does_between_steps_keeps_a_subspace(normalise: str) -> No
             own.model(ids[:, start:stop], past_key_values=own, **given)
 
     def moves() -> Tensor:
-        room = own.own_layers[0].room
+        room = own.own_layers[0].allocation
         return torch.cat([x.flatten() for x in (*room.moves.digits, *(unit.float() for unit in room.moves.units))])
 
     go(0, 40)
@@ -752,11 +751,11 @@ def test_rows_begin_anywhere_and_gaps_are_for_the_host(calls: list[int]) -> None
     where = torch.arange(150).repeat(2, 1) + torch.tensor([[0], [500]])
     close(placed(caches, where[:, :118], [80, *range(81, 118)]))
     assert caches[0].is_compileable and len(calls) == 2 * 3 * 38
-    table = caches[0].own_layers[0].steps.turns.rope.first_words  # type: ignore[attr-defined]
+    table = caches[0].own_layers[0].steps.rope.angles.first_words  # type: ignore[attr-defined]
     for own in caches:
         own.batch_select_indices(torch.tensor([1, 0]))
     close(placed(caches, where[:, 118:121].flip(0), [1]))
-    assert caches[0].own_layers[0].steps.turns.rope.first_words is table  # type: ignore[attr-defined]
+    assert caches[0].own_layers[0].steps.rope.angles.first_words is table  # type: ignore[attr-defined]
     caches[0].settle()
     assert caches[0].ledger.positions.tolist() == where[:, :121].flip(0).tolist()
     taken = len(calls)
@@ -834,13 +833,13 @@ def test_layers_without_rope_step_beside_those_with() -> None:
 
 
 def test_the_test_of_turned_steps_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = StaticLayer._begin_turns
+    own = StaticLayer._begin_rope
 
-    def late(self: StaticLayer, turns: Any) -> None:
-        own(self, turns)
-        turns.rope.renew(turns.rope.first.roll(1, 1))
+    def late(self: StaticLayer, step_rope: Any) -> None:
+        own(self, step_rope)
+        step_rope.angles.renew(step_rope.angles.first.roll(1, 1))
 
-    monkeypatch.setattr(StaticLayer, "_begin_turns", late)
+    monkeypatch.setattr(StaticLayer, "_begin_rope", late)
     with pytest.raises(AssertionError):
         close(steps(both(KIVI), token_ids(1, 83), [80, 81, 82]))
 

@@ -10,13 +10,16 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from kvcal_artifacts.cache.statistics import Prefixes, refits, statistic
+from kvcal_artifacts.cache.statistics import statistic
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes
+from kvcal_artifacts.cache.statistics.subspace import refits
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.codecs.ragged import Ragged
 from kvcal_artifacts.errors import KVCalError
+from kvcal_artifacts.scheme import Windows
 from kvcal_artifacts.storage import block_store
-from kvcal_artifacts.storage.ledger import Ledger, Plan
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.storage.ledger import Ledger
+from kvcal_artifacts.storage.plan import Plan
 from kvcal_kernels.quantise import factors_of
 
 WINDOWS = Windows(sink=3, recent=5, block=4)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcal_artifacts.cache.statistics import principal
+from kvcal_artifacts.cache.statistics.subspace import principal
 from kvcal_artifacts.codecs import Context, Squat
 from kvcal_artifacts.scheme import Scheme
 from tests.artifacts.paths import test_codebook, test_dequantised, test_fused

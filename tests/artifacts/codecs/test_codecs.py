@@ -43,18 +43,17 @@ from kvcal_artifacts.codecs import (
     ragged,
     state_of,
 )
-from kvcal_artifacts.codecs.base import check_finite, to_half
 from kvcal_artifacts.codecs.exact import DTYPES
 from kvcal_artifacts.codecs.float8 import FORMATS
-from kvcal_artifacts.codecs.higgs import gaussian_grid
+from kvcal_artifacts.codecs.higgs_grids import gaussian_grid
 from kvcal_artifacts.codecs.predictors import MLP, Bias, Linear, QuantisedLinear, ReducedRank
+from kvcal_artifacts.codecs.refusals import check_finite, to_half
 from kvcal_artifacts.codecs.transform import GRID_OF, MSE, ONE_BIT
 from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import KVCalError, NonFiniteError
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 from kvcal_artifacts.storage import block_store
-from kvcal_artifacts.storage.ledger import Plan
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.storage.plan import Plan
 from kvcal_kernels.packing import unpack
 
 Make = Callable[[Shape, Role], Codec]

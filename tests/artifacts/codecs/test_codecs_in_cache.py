@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from kvcal_artifacts import load_bundle
-from kvcal_artifacts.bundle import Bundle
+from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import CODECS, Codec, Predicted, Role, Shape, Uniform
 from kvcal_artifacts.errors import NonFiniteError
-from kvcal_artifacts.fingerprint import Fingerprint
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from tests.artifacts.codecs.test_codecs import CONFIGURATIONS, roles_of, takes
 from tests.support import schemes

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcal.methods.registry import BACKBONES, backbone
 from kvcal_artifacts.codecs import Higgs, Role, Shape, Transform, build, state_of
-from kvcal_artifacts.codecs.higgs import GRID_MSE, gaussian_grid
+from kvcal_artifacts.codecs.higgs_grids import GRID_MSE, gaussian_grid
 from kvcal_kernels.hadamard import cosines, largest_power_of_two, rotate, signs, unrotate
 
 ROTATED = [name for name in BACKBONES if name.startswith(("higgs", "turboquant")) and "channel" not in name]

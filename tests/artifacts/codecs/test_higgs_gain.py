@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcal_artifacts.codecs import Higgs, Shape
-from kvcal_artifacts.codecs.higgs import GRID_MSE
+from kvcal_artifacts.codecs.higgs_grids import GRID_MSE
 
 SHAPE = Shape(2, 64, 32)
 

@@ -12,13 +12,11 @@ from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods.mixkvq import MixKVQ
 from kvcal.methods.registry import backbone
 from kvcal_artifacts import codecs, load_bundle
-from kvcal_artifacts.bundle import Bundle
+from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Predicted, ResidualVQ, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.predictors import Bias
-from kvcal_artifacts.fingerprint import Fingerprint
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 from tests.support import schemes
 
 WIDE = Shape(8, 128, 128)  # of Llama-3: C = 1024

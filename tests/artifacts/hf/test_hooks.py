@@ -20,8 +20,7 @@ from transformers import DynamicCache, StaticCache
 
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import KVCalError
-from kvcal_artifacts.scheme import Scheme
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.scheme import HeavyHitters, Scheme
 from tests.artifacts.paths import test_fused
 from tests.artifacts.paths.test_fused import PAIRS
 from tests.support import schemes

@@ -149,7 +149,7 @@ def test_as_many_new_tokens_as_the_kernels_take() -> None:
 def test_kernels_that_fail_their_check_are_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     card = Card(monkeypatch, tmp_path)
     monkeypatch.setattr(verdicts, "_TRIED", {})
-    monkeypatch.setattr(verdicts, "vectors_trial", card._trial)
+    monkeypatch.setattr(verdicts, "codebook_trial", card._trial)
     place = 2, torch.float16, torch.device("cuda", 0)
     assert [choose.absence("auto", PAIR, *place) for _ in range(2)] == [None, None] and len(card.tried) == 1
     card.says = "1 new tokens: off by 0.3"
@@ -168,18 +168,19 @@ def test_logits_on_a_gpu(dtype: torch.dtype) -> None:
 INTERPRETED = """
 import torch
 from tests.artifacts.paths import test_codebook as t
+from kvcal_artifacts.paths.preflight import codebook_trials
 own = t.model(num_hidden_layers=1).half()
 made = t.Scheme(t.WINDOWS, "post_rope", (t.PAIR,))
 caches = t.opened(made, own, kernels="triton"), t.opened(made, own, kernels="off")
 mask = t.left_mask([75, 72])
 print(max(float(x) for x in t.steps(caches, t.token_ids(2, 75)[:, :74], [72, 73], mask[:, :74])))
 print(caches[0].describe()["layers"][0]["path"])
-t.trials.BLOCKS, t.trials.VECTOR_CALLS = (1, 0), (2,)
+codebook_trials.BLOCKS, codebook_trials.VECTOR_CALLS = (1, 0), (2,)
 place = 2, torch.float16, torch.device("cpu")
-print(t.trials.vectors_trial(t.PAIR.key, t.PAIR.value, *place))
-own = t.trials.residual_vq.attention.attend
-t.trials.residual_vq.attention.attend = lambda q, *rest: (own(q, *rest)[0], own(q, *rest)[1] + 0.1)
-print(t.trials.vectors_trial(t.PAIR.key, t.PAIR.value, *place))
+print(codebook_trials.codebook_trial(t.PAIR.key, t.PAIR.value, *place))
+own = codebook_trials.residual_vq.attention.attend
+codebook_trials.residual_vq.attention.attend = lambda q, *rest: (own(q, *rest)[0], own(q, *rest)[1] + 0.1)
+print(codebook_trials.codebook_trial(t.PAIR.key, t.PAIR.value, *place))
 """
 
 

@@ -19,12 +19,12 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Codec, Higgs, Predicted, Shape
 from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KernelsUnavailable
+from kvcal_artifacts.paths.dequantised import LayerDequantiser
 from kvcal_artifacts.paths.preflight import (
     trials,  # noqa: F401, of scripts below
     verdicts,
 )
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 from tests.artifacts.paths.test_fused import HALVES, WINDOWS, Card, close, generated, model, on_a_gpu, steps
 from tests.support.architectures import build, rope
 from tests.support.interpreted import interpreted, needs_triton
@@ -63,16 +63,15 @@ def both(made: Scheme, served: Any = None, **options: Any) -> tuple[KVCalCache, 
 
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Layers that readers read, by the number of their storage."""
-    from kvcal_artifacts.paths.dequantised import Reader
 
     seen: list[int] = []
-    own = Reader.__call__
+    own = LayerDequantiser.__call__
 
-    def counted(self: Reader, *given: Any) -> Any:
+    def counted(self: LayerDequantiser, *given: Any) -> Any:
         seen.append(self._number)
         return own(self, *given)
 
-    monkeypatch.setattr(Reader, "__call__", counted)
+    monkeypatch.setattr(LayerDequantiser, "__call__", counted)
     return seen
 
 
@@ -85,12 +84,12 @@ def test_logits_are_those_of_the_reference_path(frame: Any, far: bool, monkeypat
     close(steps(caches, token_ids(2, 170, seed=1), cuts))
     places = [0, 1, 2, 0] if far else [0, 1, 0, 1]
     assert seen == places * len(cuts)
-    rooms = caches[0].rooms(torch.device("cpu"))
+    rooms = caches[0].memory.storage(torch.device("cpu"))
     kinds = 3 if frame == "pre_rope" else 2
     assert caches[0].describe()["shared_bytes"] == rooms.nbytes == kinds * (3 if far else 2) * 2 * 2 * 256 * 64 * 4
-    where = {name: t.data_ptr() for name, t in rooms._held.items()}
+    where = {name: t.data_ptr() for name, t in rooms._buffers.items()}
     close(steps(caches, token_ids(2, 3), [1, 2]))
-    assert {name: t.data_ptr() for name, t in rooms._held.items()} == where
+    assert {name: t.data_ptr() for name, t in rooms._buffers.items()} == where
     for one in caches:
         one.crop(-60)
     close(steps(caches, token_ids(2, 3), [1, 2]))
@@ -122,7 +121,7 @@ def test_architectures(family: str, frame: Any) -> None:
     own = build(family, head_dim=64, **more)
     caches = both(chained(frame, own.config.num_hidden_layers), own)
     close(steps(caches, token_ids(2, 90), [80, 81, 84]))
-    turns = [0 if own is None else own[0].cos.shape[-1] for own in caches[0].forward._turns.values()]
+    turns = [0 if own is None else own[0].cos.shape[-1] for own in caches[0].forward._split_rotations.values()]
     assert turns == ([turned] if frame == "pre_rope" else [])
 
 
@@ -136,7 +135,7 @@ def test_generate_beams_and_copies() -> None:
     twins = copy.deepcopy(caches[0]), copy.deepcopy(caches[1])
     close(steps(caches, token_ids(1, 2), [1]))
     close(steps(twins, token_ids(1, 3), [1]))
-    assert twins[0].rooms(torch.device("cpu")) is not caches[0].rooms(torch.device("cpu"))
+    assert twins[0].memory.storage(torch.device("cpu")) is not caches[0].memory.storage(torch.device("cpu"))
     for twin in twins:
         twin.close()
 
@@ -183,7 +182,8 @@ def test_caches_on_one_device_share_readers() -> None:
         with torch.no_grad():
             own.model(token_ids(1, 81), past_key_values=own)
     assert all(
-        a.paths.reader is b.paths.reader is not None for a, b in zip(first.own_layers, second.own_layers, strict=True)
+        a.paths.dequantiser is b.paths.dequantiser is not None
+        for a, b in zip(first.own_layers, second.own_layers, strict=True)
     )
 
 
@@ -194,7 +194,7 @@ def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPat
     pair, place = chained().layers[1], (torch.float16, torch.device("cuda", 0))
     assert pair is not None
     monkeypatch.setattr(verdicts, "_TRIED", {})
-    monkeypatch.setattr(verdicts, "reconstruct_trial", card._trial)
+    monkeypatch.setattr(verdicts, "dequantise_trial", card._trial)
     assert dequantised.refusal("auto", pair, *place) is None and len(card.tried) == 2
     assert dequantised.refusal("auto", pair, *place) is None and len(card.tried) == 2
     monkeypatch.setattr(verdicts, "_TRIED", {})
@@ -298,6 +298,7 @@ def test_logits_on_a_gpu(dtype: torch.dtype, frame: Any) -> None:
 INTERPRETED = """
 import torch
 from tests.artifacts.paths import test_dequantised as t
+from kvcal_artifacts.paths.preflight import packing_trials, trials
 from kvcal_artifacts.codecs import Context
 from kvcal_kernels import dequantise
 from kvcal_kernels.dequantise import triton as kernel
@@ -308,18 +309,18 @@ caches = t.opened(made, own, kernels="triton"), t.opened(made, own, kernels="off
 print(max(float(x) for x in t.steps(caches, t.token_ids(1, 74), [72, 73])))
 print(caches[0].describe()["layers"][1]["path"][-35:])
 codec = made.layers[1].key
-print(t.trials.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
+print(trials.dequantise_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
 run = kernel.dequantise
 kernel.dequantise = lambda coded, prepared, inputs, *rest: run(coded, prepared, [x * 1.01 for x in inputs], *rest)
-print(t.trials.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
+print(trials.dequantise_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
 kernel.dequantise, kernel.place = run, dequantise.place
-print(t.trials.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
+print(trials.dequantise_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
 kernel.place = lambda whole, sink, window, new, behind, turn: dequantise.place(whole, sink, window, new, behind)
-print(t.trials.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
+print(trials.dequantise_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
 x, context = t.numbers(2, 2, 64, 64, seed=1), Context(1, k1=t.numbers(2, 2, 64, 64, seed=2))
 (packed, made), (own, here) = (one.encode_decode(x, context) for one in (codec, codec.by_kernel()))
 print(codec.by_kernel() is not codec, torch.equal(made, here), all(torch.equal(packed[n], own[n]) for n in packed))
-print(t.trials.encode_trial(codec.inner, torch.float32, torch.device("cpu")))
+print(packing_trials.encode_trial(codec.inner, torch.float32, torch.device("cpu")))
 """
 
 

@@ -29,10 +29,9 @@ from kvcal_artifacts.cache.rope import StoredRope
 from kvcal_artifacts.codecs import Higgs, MixKVQ, Predicted, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
-from kvcal_artifacts.paths import choose, fused, notices
+from kvcal_artifacts.paths import choose, fused, notices, packing_rules
 from kvcal_artifacts.paths.preflight import trials, verdicts
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
-from kvcal_artifacts.windows import HeavyHitters, Windows
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 from kvcal_kernels.layout import Form, decode
 from tests.support.architectures import build
 from tests.support.interpreted import interpreted, needs_triton
@@ -549,6 +548,8 @@ def test_the_operator_keeps_the_rules_of_torch_library() -> None:
 INTERPRETED = """
 import torch
 from tests.artifacts.paths import test_fused as t
+from kvcal_artifacts.paths import packing_rules
+from kvcal_artifacts.paths.preflight import packing_trials, trials
 own = t.build("Llama", head_dim=64, num_hidden_layers=1).half()
 mask = t.left_mask([75, 72])
 caches = t.both("innerq", own, "triton")
@@ -559,41 +560,44 @@ assert all(codec._how is not None for codec in caches[0].layers[0].pair)
 from tests.support.schemes import packed_row
 assert all(torch.equal(a, b) for a, b in zip(*(packed_row(own, 0) for own in caches), strict=True))
 print(caches[0].describe()["layers"][0]["path"])
-t.trials.BLOCKS, t.trials.RECENT, t.trials.CALLS = (2, 0), (40, 3), ((2, True),)
-t.trials.OF_TIERS = ((2, False),)
-t.trials.SINK = (4, 2)
+trials.BLOCKS, trials.RECENT, trials.CALLS = (2, 0), (40, 3), ((2, True),)
+trials.OF_TIERS = ((2, False),)
+trials.SINK = (4, 2)
 forms = [codec.fused() for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2))]
 place = torch.float16, torch.device("cpu")
-print(t.trials.trial(*forms, 2, 2, *place))
-print(t.trials.trial(*forms, 2, 2, *place, 32))
+print(trials.trial(*forms, 2, 2, *place))
+print(trials.trial(*forms, 2, 2, *place, 32))
 one = t.PAIRS["higgs-2"]
-print(t.trials.encode_trial(one.key, *place, 1), t.trials.encode_trial(one.value, *place, 1))
-print(t.trials.trial(one.key.fused(), one.value.fused(), 2, 2, *place))
-tiers = t.trials.Form("key", 64, 2, 32, False, False, full=16, four=16)
-print(t.trials.trial(tiers, t.PAIRS["turboquant-4-2"].value.fused(), 2, 2, *place))
-rules = [t.choose.rule_of(codec) for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2, mode="hybrid"))]
-print(t.trials.append_trial(*rules, *place, flushes=1))
-grids = [t.choose.rule_of(codec) for codec in (one.key, t.PAIRS["turboquant-4-2"].value)]
-print(t.trials.append_trial(*grids, *place, flushes=1))
-own = t.trials.quantise.append
-t.trials.quantise.append = lambda layer, counts, k, *rest: own(layer, counts, k * 1.01, *rest)
-print(t.trials.append_trial(*rules, *place, flushes=0))
-print(t.trials.append_trial(*grids, *place, flushes=0))
-t.trials.quantise.append, seen = own, t.trials.quantise.observe
-t.trials.quantise.observe = lambda peak, fixed, counts, k, ratio: seen(peak, fixed, counts, k * 1.01, ratio)
-print(t.trials.append_trial(*rules, *place, flushes=1))
-t.trials.quantise.observe = seen
-kivi = [t.choose.rule_of(t.uniform(role, 4, inner=False)) for role in ("key", "value")]
-print(t.trials.append_trial(*kivi, *place, 32, 1))
-due = t.trials.squat.due
-t.trials.squat.due = lambda ring, *rest: due(ring * 1.01, *rest)
-print(t.trials.append_trial(*kivi, *place, 32, 1))
-whole, by = t.trials.attention.fast(), t.trials.attention.fast().attend
+print(packing_trials.encode_trial(one.key, *place, 1), packing_trials.encode_trial(one.value, *place, 1))
+print(trials.trial(one.key.fused(), one.value.fused(), 2, 2, *place))
+tiers = trials.Form("key", 64, 2, 32, False, False, full=16, four=16)
+print(trials.trial(tiers, t.PAIRS["turboquant-4-2"].value.fused(), 2, 2, *place))
+rules = [
+    packing_rules.rule_of(codec)
+    for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2, mode="hybrid"))
+]
+print(packing_trials.append_trial(*rules, *place, flushes=1))
+grids = [packing_rules.rule_of(codec) for codec in (one.key, t.PAIRS["turboquant-4-2"].value)]
+print(packing_trials.append_trial(*grids, *place, flushes=1))
+own = packing_trials.quantise.append
+packing_trials.quantise.append = lambda layer, counts, k, *rest: own(layer, counts, k * 1.01, *rest)
+print(packing_trials.append_trial(*rules, *place, flushes=0))
+print(packing_trials.append_trial(*grids, *place, flushes=0))
+packing_trials.quantise.append, seen = own, packing_trials.quantise.observe
+packing_trials.quantise.observe = lambda peak, fixed, counts, k, ratio: seen(peak, fixed, counts, k * 1.01, ratio)
+print(packing_trials.append_trial(*rules, *place, flushes=1))
+packing_trials.quantise.observe = seen
+kivi = [packing_rules.rule_of(t.uniform(role, 4, inner=False)) for role in ("key", "value")]
+print(packing_trials.append_trial(*kivi, *place, 32, 1))
+due = packing_trials.squat.due
+packing_trials.squat.due = lambda ring, *rest: due(ring * 1.01, *rest)
+print(packing_trials.append_trial(*kivi, *place, 32, 1))
+whole, by = trials.attention.fast(), trials.attention.fast().attend
 whole.attend = lambda *given, **named: by(*given, **named) * (1.5 if given[-1].warps == 4 else 1)
-print(t.trials.trial(*forms, 2, 2, *place))  # a kernel that only few blocks would take
+print(trials.trial(*forms, 2, 2, *place))  # a kernel that only few blocks would take
 whole.attend = by
-t.trials.reference.attend = lambda q, *rest: q
-print(t.trials.trial(*forms, 2, 2, *place))
+trials.reference.attend = lambda q, *rest: q
+print(trials.trial(*forms, 2, 2, *place))
 """
 
 
@@ -618,6 +622,8 @@ PROMPTS = """
 import json, torch
 from kvcal_kernels import mixkvq, quantise, squat
 from tests.artifacts.paths import test_fused as t
+from kvcal_artifacts.paths import packing_rules
+from kvcal_artifacts.paths.preflight import packing_trials
 from tests.support.schemes import packed_row
 own = t.build("Llama", head_dim=64, num_hidden_layers=1).half()
 kernels = {"quantise": quantise.fast(), "corrected": squat.fast(), "select": mixkvq.fast()}
@@ -637,15 +643,18 @@ for name, pair in pairs.items():
     print(json.dumps([name, same, caches[0].ledger.blocks.tolist(), sorted(set(launched)), *said]))
 place = torch.float16, torch.device("cpu")
 keys = pairs["squat"].key, pairs["mixkvq"].key, t.MixKVQ(t.SHAPE, "key")
-print(*(t.trials.encode_trial(key, *place, 2) for key in keys))
+print(*(packing_trials.encode_trial(key, *place, 2) for key in keys))
 t.Squat._moves = lambda self, basis, _own=t.Squat._moves: _own(self, basis * 1.5)
-print(t.trials.encode_trial(pairs["squat"].key, *place, 1))
-rules = [t.choose.rule_of(codec) for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2, mode="hybrid"))]
+print(packing_trials.encode_trial(pairs["squat"].key, *place, 1))
+rules = [
+    packing_rules.rule_of(codec)
+    for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2, mode="hybrid"))
+]
 given = (torch.float32, torch.float16), True, place[1]
-print(t.trials.quantise_trial(*rules, *given))
-exact = t.trials.quantise.quantise
-t.trials.quantise.quantise = lambda x, rule, factor=None: exact(x, rule, None)
-print(t.trials.quantise_trial(*rules, *given))
+print(packing_trials.quantise_trial(*rules, *given))
+exact = packing_trials.quantise.quantise
+packing_trials.quantise.quantise = lambda x, rule, factor=None: exact(x, rule, None)
+print(packing_trials.quantise_trial(*rules, *given))
 """
 # What packs a prompt, and the kernels that do.
 PACKED_BY = {
@@ -859,18 +868,18 @@ def test_a_kernel_that_fails_is_not_used_and_one_warning_says_so(
 def test_an_append_kernel_that_fails_leaves_its_work_to_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     card = Card(monkeypatch, tmp_path)
     place = torch.float16, torch.device("cuda", 0)
-    assert card.ask() is None and not isinstance(choose.rules("auto", PAIRS["innerq"], *place), str)
+    assert card.ask() is None and not isinstance(packing_rules.rules("auto", PAIRS["innerq"], *place), str)
     assert len(card.tried) == 2 and len(json.loads(card.file.read_text())) == 2
-    assert choose.rules("torch", PAIRS["innerq"], *place) == "kernels='torch'"
-    assert choose.rules("auto", PAIRS["mixkvq"], *place) == "keys: no kernel quantises for mixkvq"
-    assert not isinstance(choose.rules("auto", PAIRS["squat"], *place), str)
-    assert card.tried[-1][-1] == 32 and choose.rules("auto", PAIRS["squat"], *place) and len(card.tried) == 3
+    assert packing_rules.rules("torch", PAIRS["innerq"], *place) == "kernels='torch'"
+    assert packing_rules.rules("auto", PAIRS["mixkvq"], *place) == "keys: no kernel quantises for mixkvq"
+    assert not isinstance(packing_rules.rules("auto", PAIRS["squat"], *place), str)
+    assert card.tried[-1][-1] == 32 and packing_rules.rules("auto", PAIRS["squat"], *place) and len(card.tried) == 3
     debiased = (Scaled(higgs(2, 256, gain="debiased").key, factor()), higgs(4, 256, gain="debiased").value)
     for pair in (
         PAIRS["higgs-4-debiased"],
         LayerCodecs(*debiased),
     ):  # of two layers, whose rules are not the same objects
-        keys, values = choose.rules("auto", pair, *place)
+        keys, values = packing_rules.rules("auto", pair, *place)
         assert keys.gain != values.gain and len(card.tried) == 4  # type: ignore[union-attr]
     kept = [name for name in json.loads(card.file.read_text()) if "vector 4" in name]
     assert len(kept) == 1 and "append" in kept[0] and "grid of 256, h2" in kept[0]
@@ -878,10 +887,10 @@ def test_an_append_kernel_that_fails_leaves_its_work_to_torch(monkeypatch: pytes
     with pytest.warns(
         UserWarning, match="append kernel: packed values differ; what decode steps pack is packed by torch"
     ):
-        found = choose.rules("auto", PAIRS["kivi-4"], *place)
+        found = packing_rules.rules("auto", PAIRS["kivi-4"], *place)
     assert found == "the append kernel does not pass: packed values differ"
     card.forget()
-    assert choose.rules("auto", PAIRS["kivi-4"], *place) == found and len(card.tried) == 5
+    assert packing_rules.rules("auto", PAIRS["kivi-4"], *place) == found and len(card.tried) == 5
 
 
 def test_an_encoding_kernel_that_fails_leaves_its_work_to_torch(
@@ -892,7 +901,7 @@ def test_an_encoding_kernel_that_fails_leaves_its_work_to_torch(
     monkeypatch.setattr(verdicts, "encode_trial", card._trial)
     place = torch.float16, torch.device("cuda", 0)
     for name, tried in (("higgs-2", 2), ("higgs-2", 2), ("higgs-4-debiased", 4)):
-        pair = choose.packing("auto", PAIRS[name], *place)
+        pair = packing_rules.packing("auto", PAIRS[name], *place)
         assert pair.key is not PAIRS[name].key and pair.value._how is not None and len(card.tried) == tried  # type: ignore[attr-defined]
     assert card.tried[2][1] == torch.float32  # behind factors
     own = PAIRS["higgs-4-debiased"].key
@@ -900,16 +909,16 @@ def test_an_encoding_kernel_that_fails_leaves_its_work_to_torch(
     nothing = Linear({"weight": torch.zeros(wide, wide).half(), "bias": torch.zeros(wide)})
     behind_both = LayerCodecs(Predicted(own, nothing, ("k1",)), PAIRS["higgs-4-debiased"].value)
     # stored, and decoded at once, by other code than blocks that attention reads
-    assert choose.packing("auto", behind_both, *place).key is not behind_both.key and len(card.tried) == 5
+    assert packing_rules.packing("auto", behind_both, *place).key is not behind_both.key and len(card.tried) == 5
     in_bytes = PAIRS["higgs-2-bytes"]  # their own; for look-ups as the papers' grids
     for pair, tried in ((in_bytes, 7), (in_bytes.read_by(8), 7), (PAIRS["higgs-2"], 7)):
-        assert choose.packing("auto", pair, *place).key.encodes_by_kernel and len(card.tried) == tried
+        assert packing_rules.packing("auto", pair, *place).key.encodes_by_kernel and len(card.tried) == tried
     for kernels, name in (("torch", "higgs-2"), ("off", "higgs-2"), ("auto", "kivi-4")):
-        pair = choose.packing(kernels, PAIRS[name], *place)
+        pair = packing_rules.packing(kernels, PAIRS[name], *place)
         assert pair.key is PAIRS[name].key and pair.value is PAIRS[name].value
     card.says = "words of packed keys differ"
     with pytest.warns(UserWarning, match="encoding kernel: words of packed keys differ; blocks are packed by torch"):
-        pair = choose.packing("auto", PAIRS["turboquant-4-2"], *place)
+        pair = packing_rules.packing("auto", PAIRS["turboquant-4-2"], *place)
     assert pair.key is PAIRS["turboquant-4-2"].key
 
 
@@ -921,15 +930,18 @@ def test_grids_of_all_caches_of_a_scheme_lie_in_one_place(name: str) -> None:
     made = scheme(PAIRS[name])
     twins = [[codec.by_kernel() for codec in (pair.key, pair.value)] for pair in [made.on(0, torch.device("cpu"))] * 3]
     for role in (0, 1):
-        found = {id(choose.rule_of(pair[role])) for pair in twins}
+        found = {id(packing_rules.rule_of(pair[role])) for pair in twins}
         assert len(found) == 1 and all(pair[role].encodes_by_kernel for pair in twins)
-        rule = choose.rule_of(twins[0][role])
+        rule = packing_rules.rule_of(twins[0][role])
         assert copy.deepcopy({"of a copied layer": rule})["of a copied layer"] is rule
     own = higgs(2, 16).key
     assert not isinstance(own.rule(), str) and isinstance(own.for_decoding().rule(), str)  # type: ignore[attr-defined]
     assert own.to(torch.device("cpu")).rule() is own.rule()  # type: ignore[attr-defined]
     in_bytes = higgs(2, 16, points="bytes").key
-    assert choose.rule_of(in_bytes).form.in_bytes and not choose.rule_of(in_bytes.for_lookups()).form.in_bytes  # type: ignore[union-attr]
+    assert (
+        packing_rules.rule_of(in_bytes).form.in_bytes
+        and not packing_rules.rule_of(in_bytes.for_lookups()).form.in_bytes
+    )  # type: ignore[union-attr]
 
 
 DAMAGED = {
@@ -1004,7 +1016,7 @@ def test_a_warning_says_how_a_kernel_is_tried_again(monkeypatch: pytest.MonkeyPa
     with pytest.warns(UserWarning, match="decoded for .* instead; to have it tried again delete .*/preflight.json$"):
         assert card.ask() == "the fused kernel does not pass on Card 1: 1 new tokens: off by 0.3"
     with pytest.warns(UserWarning, match="slowly; to have it tried again delete .*/preflight.json$"):
-        choose.rules("auto", PAIRS["kivi-4"], torch.float16, torch.device("cuda", 0))
+        packing_rules.rules("auto", PAIRS["kivi-4"], torch.float16, torch.device("cuda", 0))
     assert "to have those that fail tried again delete that file" in kvcal("doctor").out
     card.says = RuntimeError("no such instruction")
     with pytest.warns(UserWarning, match="no such instruction; packed blocks are decoded .* instead$"):

@@ -41,7 +41,7 @@ def test_pairs_that_no_kernel_reads_say_why() -> None:
     assert choose.shape_refusal(LayerCodecs(Transform(Shape(2, 96, 32), "key"), value)) == (
         "keys: transform at head_dim 96: the kernel takes (64, 128)"
     )
-    assert "not coordinates of a basis" in str(choose.turn_refusal(PAIR, 64))
+    assert "not coordinates of a basis" in str(choose.rotation_refusal(PAIR, 64))
     assert choose.shape_refusal(PAIR) is None
 
 
@@ -49,6 +49,7 @@ INTERPRETED = """
 import torch
 from tests.artifacts.paths import test_fused as t
 from tests.artifacts.paths.test_transform import PAIR
+from kvcal_artifacts.paths.preflight import packing_trials
 t.PAIRS["transform"] = PAIR
 own = t.model().half()
 caches = t.both("transform", own, "triton")
@@ -58,7 +59,7 @@ t.trials.BLOCKS, t.trials.RECENT, t.trials.CALLS, t.trials.SINK = (2, 0), (40, 3
 place = torch.float16, torch.device("cpu")
 forms = PAIR.key.fused(), PAIR.value.fused()
 print(t.trials.transform_trial(*forms, 2, 2, *place))
-print(t.trials.encode_trial(PAIR.key, *place, 1), t.trials.encode_trial(PAIR.value, *place, 1))
+print(packing_trials.encode_trial(PAIR.key, *place, 1), packing_trials.encode_trial(PAIR.value, *place, 1))
 from kvcal_kernels.attention.triton.transform import launch
 own = launch.key_constants
 launch.key_constants = lambda *given: (own(*given)[0] * 1.1, own(*given)[1])

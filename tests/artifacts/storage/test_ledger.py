@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from kvcal_artifacts.errors import KVCalError
-from kvcal_artifacts.storage.ledger import Ledger, Plan
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import Windows
+from kvcal_artifacts.storage.ledger import Ledger
+from kvcal_artifacts.storage.plan import Plan
 
 NOTHING = -1  # in a slot that holds no token
 

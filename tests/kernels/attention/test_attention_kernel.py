@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcal_artifacts.codecs import Higgs, MixKVQ, Shape, Uniform
-from kvcal_artifacts.codecs.higgs import GRID_MSE, GRIDS, gaussian_grid
+from kvcal_artifacts.codecs.higgs_grids import GRID_MSE, GRIDS, gaussian_grid
 from kvcal_artifacts.errors import KVCalError
 from kvcal_kernels.attention import plan, reference
 from kvcal_kernels.lattice import nearest

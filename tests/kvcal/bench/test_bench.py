@@ -75,10 +75,9 @@ from kvcal_artifacts.codecs import (
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
 from kvcal_artifacts.paths import codebook
 from kvcal_artifacts.paths.preflight import verdicts
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 from kvcal_artifacts.storage import block_store
-from kvcal_artifacts.storage.ledger import Plan
-from kvcal_artifacts.windows import HeavyHitters, Windows
+from kvcal_artifacts.storage.plan import Plan
 from kvcal_kernels import quantise as quantise_kernels
 from kvcal_kernels.quantise import Layer, reference
 from kvcal_kernels.residual_vq import append as vq_append
@@ -1186,14 +1185,14 @@ def test_required_kernels_are_those_of_the_cache(
     card.says = "off by 0.3" if fails else None
     monkeypatch.setattr(verdicts, "_TRIED", {})
     monkeypatch.setattr(verdicts, "unsupported", lambda device: None)
-    for trial in ("vectors_trial", "vectors_append_trial", "reconstruct_trial", "encode_trial"):
+    for trial in ("codebook_trial", "codebook_append_trial", "dequantise_trial", "encode_trial"):
         monkeypatch.setattr(verdicts, trial, card._trial)
     one = schemes.named(name, WIDE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with KVCalCache(filled.scheme_of(wide_model, one), wide_model) as cache:
             layer_of = cache.own_layers[-1]
-            refused, reader = layer_of.paths.refused, layer_of.paths.reader
+            refused, reader = layer_of.paths.refused, layer_of.paths.dequantiser
             place = torch.float16, CPU
             assert (fused.unreadable(one, one.codecs, 2) is None) == layer_of.paths.readable
             takes = not refused or reader is not None
@@ -1216,7 +1215,7 @@ def test_required_kernels_take_vector_codes_and_no_layer_of_a_bundle_is_left_out
     card = Card(monkeypatch, tmp_path)
     monkeypatch.setattr(verdicts, "_TRIED", {})
     monkeypatch.setattr(verdicts, "unsupported", lambda device: None)
-    monkeypatch.setattr(verdicts, "vectors_trial", card._trial)
+    monkeypatch.setattr(verdicts, "codebook_trial", card._trial)
     codes, plain = schemes.named("vqkv-256", WIDE), schemes.named("fp8", WIDE)
     given = WIDE, torch.float16, CPU
     fused.require_fused([codes], *given)

@@ -26,9 +26,8 @@ from kvcal.bench.rows import Row
 from kvcal.models import configuration, names
 from kvcal.models.catalogue import Geometry
 from kvcal.report import bench as bench_report
-from kvcal_artifacts.cache.static import StaticLayer
-from kvcal_artifacts.scheme import Scheme
-from kvcal_artifacts.windows import HeavyHitters, Windows
+from kvcal_artifacts.cache.static.layer import StaticLayer
+from kvcal_artifacts.scheme import HeavyHitters, Scheme, Windows
 from tests.support.architectures import build
 from tests.support.pages import ROOT
 
@@ -183,7 +182,7 @@ def _later(stepper: Stepper) -> None:
 
 
 def _poisoned(stepper: Stepper) -> None:
-    stepper.start.cache.own_layers[0].room.ring[0].fill_(torch.nan)
+    stepper.start.cache.own_layers[0].allocation.ring[0].fill_(torch.nan)
 
 
 def _twice(stepper: Stepper) -> None:

@@ -36,7 +36,7 @@ from kvcal.models.catalogue import CATALOGUE, Geometry
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.cache.static import StaticLayer
+from kvcal_artifacts.cache.static.layer import StaticLayer
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, UnsupportedModel, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
@@ -158,7 +158,7 @@ def test_a_filled_cache_has_no_copies_of_windows(tiny: Any) -> None:
     one = bench_schemes.named("kivi-2", geometry)
     with filled.filled_cache(tiny, geometry, one, 2, 400, kernels="torch", max_length=420) as cache:
         for layer in cache.own_layers:
-            assert isinstance(layer, StaticLayer) and layer.room is not None
+            assert isinstance(layer, StaticLayer) and layer.allocation is not None
             assert layer.storage._window == [] and layer.ready
         shown = cache.own_layers[0].packed[0]
         assert all(bool(part.any()) for part in shown.values()) and cache.ledger.blocks.tolist() == [8, 8]

@@ -19,7 +19,7 @@ from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.text import sources
 from kvcal_artifacts import load_bundle, load_cache
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.scheme import HeavyHitters
 from tests.support.models_fixture import SMALL, SUFFIX, Done, finished, kvcal, started, write_model, write_text
 
 ROW = [
@@ -83,7 +83,7 @@ def test_rows_of_an_evaluation(evaluation: Done) -> None:
         assert list(row)[: len(ROW)] == ROW
         assert row["tokens"] == WINDOWS * (LENGTH - 1)
     assert found[0]["kl"] == 0
-    assert found[0]["bits_per_value"] == 32
+    assert found[0]["bits_per_value"] == 16
     assert (found[0]["window_bytes"], found[0]["resident_bytes"]) == (0, 0)
 
 

@@ -18,7 +18,7 @@ from kvcal.evaluate.errors import measured_head_errors, stored_head_errors
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.scheme import HeavyHitters
 from tests.support.models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
 
 LAYERS, HEADS, SINK, BLOCK = 4, 2, 4, 8

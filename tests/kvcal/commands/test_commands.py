@@ -46,10 +46,12 @@ def needed(name: str, base: Path, folder: Path) -> list[str]:
     given = {
         "bundle": base / f"kivi{SUFFIX}", "keys": base / f"kivi{SUFFIX}", "values": base / f"kivi{SUFFIX}",
         "name": "kivi-2", "prompt": "a", "output": folder / "made", "preset": "kivi-2", "repo": "org/name",
+        "inputs": base / f"kivi{SUFFIX}", "to": "fp8",
         "recipe": base / "recipe.toml", "a": base / f"kivi{SUFFIX}", "b": base / f"kivi{SUFFIX}",
     }  # fmt: skip
     arguments: list[str] = []
     given |= {"bundle": base / f"norms{SUFFIX}"} if name in ("fold", "reproduce") else {}
+    given |= {"output": folder / "made.html"} if name == "report" else {}
     for parameter in ROOT_COMMAND.commands[name].params:
         wanted = {"generate": "preset", "compare": "preset", "preset": "name"}  # one of several that would do
         if parameter.required or wanted.get(name) == parameter.name:

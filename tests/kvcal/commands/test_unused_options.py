@@ -228,6 +228,7 @@ WHOLE = [
 @pytest.mark.parametrize(("command", "option"), WHOLE, ids=[" ".join(pair) for pair in WHOLE])
 def test_a_number_that_no_tensor_can_have_is_refused(command: str, option: str, base: Path) -> None:
     needed = {"generate": PROMPT, "preset": ["kivi-2", *OWN], "build": [GATED], "inspect": [KIVI], "plan": OWN}
+    needed["export"] = [*TEXT, "--to", "fp8", "--output", "new"]
     needed = needed.get(command, TEXT)
     done = kvcal(command, *placed(needed if command != "bench" else [], base), option, 2**63)
     assert done.code == 2 and done.out == ""

@@ -41,8 +41,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def forged(bundle: Bundle, path: Path) -> Path:
     """Written without the checks that kvcal makes when it writes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvcal_artifacts.bundle._HEADER", SimpleNamespace(check=lambda value, what: None))
-        patch.setattr("kvcal_artifacts.bundle._described", lambda header, tensors: None)
+        patch.setattr("kvcal_artifacts.bundle.bundle.HEADER", SimpleNamespace(read=lambda value, what: value))
+        patch.setattr("kvcal_artifacts.bundle.bundle.described", lambda header, tensors: None)
         bundle.write(path)
     return path
 
@@ -176,6 +176,8 @@ GIVEN: dict[str, list[str]] = {
     "card": ["BUNDLE"],
     "combine": ["BUNDLE", "BUNDLE"],
     "fold": ["--bundle", "BUNDLE", "--output", "folded", "--model", "MODEL"],
+    "export": ["--to", "fp8", "--model", "MODEL"],
+    "report": ["BUNDLE"],
     "inspect": ["BUNDLE"],
     "reproduce": ["BUNDLE", "--model", "MODEL"],
     "build": ["recipe.toml"],

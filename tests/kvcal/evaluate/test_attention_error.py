@@ -11,8 +11,7 @@ from kvcal.evaluate.attention_error import attention_errors
 from kvcal.methods.data_free import Preset
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context
-from kvcal_artifacts.scheme import Scheme
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.scheme import Frame, HeavyHitters, Scheme
 from tests.support.architectures import TINY, initialise
 
 STEP, LENGTH = 32, 160
@@ -66,6 +65,24 @@ def test_equals_a_plain_loop(model: torch.nn.Module) -> None:
         assert found.logit[layer] == pytest.approx(logit, rel=1e-4)
         assert found.output[layer] == pytest.approx(output, rel=1e-4)
         assert logit > 0.01
+
+
+@pytest.mark.parametrize("name", ["uniform-2", "higgs-2", "pre-rope"])
+def test_one_call_gives_what_steps_give(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Windows, sinks and keys before RoPE; blocks that are shorter and longer than a step."""
+    ids = torch.randint(0, model.config.vocab_size, (2, 230), generator=torch.Generator().manual_seed(0))  # type: ignore[union-attr,arg-type]
+    frame: Frame = "pre_rope" if name == "pre-rope" else "post_rope"
+    codec = "uniform-2" if name == "pre-rope" else name
+    for block in (8, 64):
+        scheme = Preset(codec, codec, frame, sink=3, recent=20, block=block).scheme(model)
+        found = attention_errors(model, ids, lambda scheme=scheme: KVCalCache(scheme, model), step=STEP)
+        with monkeypatch.context() as patch:
+            patch.setattr("kvcal.evaluate.attention_error.decodes_alike", lambda cache: False)
+            in_steps = attention_errors(model, ids, lambda scheme=scheme: KVCalCache(scheme, model), step=STEP)
+        assert found is not None and in_steps is not None
+        assert found.logit == pytest.approx(in_steps.logit, rel=1e-4)
+        assert found.output == pytest.approx(in_steps.output, rel=1e-4)
+        assert min(found.logit.values()) > 0.01
 
 
 def test_an_exact_codec_has_no_error_and_evicted_tokens_have_none(model: torch.nn.Module) -> None:

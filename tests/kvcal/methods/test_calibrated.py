@@ -30,7 +30,7 @@ from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import MixKVQ, Predicted, ResidualVQ, Role, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.scheme import Windows
 from tests.support import schemes
 from tests.support.architectures import build
 from tests.support.models_fixture import SUFFIX

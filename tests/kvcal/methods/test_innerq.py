@@ -34,9 +34,8 @@ from kvcal_artifacts.codecs import Higgs, Predicted, Scaled, Shape, Uniform, bui
 from kvcal_artifacts.codecs.predictors import Bias
 from kvcal_artifacts.codecs.uniform import SCALES
 from kvcal_artifacts.errors import KVCalError, UsageError
-from kvcal_artifacts.paths import choose
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
-from kvcal_artifacts.windows import Windows
+from kvcal_artifacts.paths import packing_rules
+from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 from tests.support.architectures import TINY
 from tests.support.models_fixture import SUFFIX, Done, kvcal, write_model, write_text, write_tokenizer
 from tests.support.schemes import ALL, close_all, numbers, opened, packed_row, token_ids
@@ -262,8 +261,8 @@ def test_weights_are_the_encoders_alone() -> None:
     assert any(not torch.equal(packed["other"][name], t) for name, t in packed["plain"].items())
     assert torch.equal(other.decode(packed["other"]), plain.decode(packed["other"]))
     assert other.fused() == plain.fused() and other.block_bytes() == plain.block_bytes()
-    assert not isinstance(choose.rule_of(plain), str)
-    assert choose.rule_of(Scaled(other, None, "prefill")) == (
+    assert not isinstance(packing_rules.rule_of(plain), str)
+    assert packing_rules.rule_of(Scaled(other, None, "prefill")) == (
         "a search for scales weighted by queries is torch's (fit-norms --search plain is packed by the kernel)"
     )
     moved = other.to(torch.device("meta"))

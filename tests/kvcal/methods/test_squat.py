@@ -25,14 +25,15 @@ from kvcal.models.names import resolve
 from kvcal.text import sources
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.cache.statistics import Prefixes, due_tokens, principal, refits, statistic, subspace
+from kvcal_artifacts.cache.statistics import statistic
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes
+from kvcal_artifacts.cache.statistics.subspace import due_tokens, principal, refits, subspace
 from kvcal_artifacts.codecs import Context, Exact, Higgs, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.squat import exact_product, responses
 from kvcal_artifacts.errors import KVCalError, UsageError
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
-from kvcal_artifacts.schemes import choose
+from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
+from kvcal_artifacts.scheme.subspace import choose
 from kvcal_artifacts.storage.ledger import Ledger
-from kvcal_artifacts.windows import Windows
 from kvcal_kernels import squat as squat_kernels
 from tests.support.models_fixture import ROOT, SUFFIX, Done, kvcal, write_model, write_text
 

@@ -23,8 +23,7 @@ from kvcal.pipeline.gates import Check, junit_xml, markdown, report
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer, reading
 from kvcal_artifacts.errors import GateFailed, KVCalError
-from kvcal_artifacts.scheme import Scheme
-from kvcal_artifacts.windows import HeavyHitters
+from kvcal_artifacts.scheme import HeavyHitters, Scheme
 from tests.support.models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
 
 LAYERS, LENGTH, HARMED = 4, 100, 2
@@ -407,7 +406,7 @@ def test_a_layer_that_does_not_read_what_it_packed_is_found(
     monkeypatch.setattr(KVCalLayer, "decode", cheat)
     done = gate(base, "good", *gates)
     assert done.code == 3
-    assert "layer 1: other packed blocks gave the same logits, so what is packed was not read" in done.err
+    assert "layer 1: other packed blocks gave the same output, so what is packed was not read" in done.err
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,8 @@ from kvcal.pipeline.gates import markdown as gates_markdown
 from kvcal.report.escape import block, code, link, markdown, python, shell
 from kvcal.report.plots import head_errors_png
 from kvcal_artifacts import load_bundle
-from kvcal_artifacts.bundle import Bundle
+from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.errors import KVCalError
-from kvcal_artifacts.fingerprint import Fingerprint
 from kvcal_artifacts.scheme import Scheme
 from kvcal_artifacts.shown import message, shown
 from tests.support.models_fixture import SUFFIX, Done, kvcal

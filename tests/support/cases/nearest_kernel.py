@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcal_artifacts.codecs.higgs import GRIDS, gaussian_grid
+from kvcal_artifacts.codecs.higgs_grids import GRIDS, gaussian_grid
 from kvcal_kernels.higgs import Rotated
 from kvcal_kernels.higgs.triton import nearest_points, searched
 from kvcal_kernels.lattice import nearest

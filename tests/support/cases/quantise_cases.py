@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.codecs import Codec, Higgs, Shape, Uniform
-from kvcal_artifacts.paths.choose import rule_of
+from kvcal_artifacts.paths.packing_rules import rule_of
 from kvcal_kernels.layout import Blocks, Form, decode
 from kvcal_kernels.quantise import AnyRule, Counts, GridRule, Layer, Rule, Windows, blocks_for, reference
 from tests.support.interpreted import run_cases

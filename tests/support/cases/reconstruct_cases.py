@@ -16,9 +16,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvcal_artifacts.codecs import Predicted, Scaled, Shape
 from kvcal_artifacts.codecs.base import Codec, Context
-from kvcal_artifacts.codecs.higgs import GRIDS, Higgs
+from kvcal_artifacts.codecs.dequantise import Dequantiser, coded
+from kvcal_artifacts.codecs.higgs import Higgs
+from kvcal_artifacts.codecs.higgs_grids import GRIDS
 from kvcal_artifacts.codecs.predictors import Linear, Predictor, QuantisedLinear
-from kvcal_artifacts.codecs.reconstruct import Reconstruction, coded
 from kvcal_kernels.dequantise import Rotation, reference
 from kvcal_kernels.dequantise import triton as kernel
 from tests.support.interpreted import run_cases
@@ -96,7 +97,7 @@ def wrong(case: Case) -> list[str]:
     context = Context(**parts)  # type: ignore[arg-type]
     given = Context(**{name: x.float() for name, x in parts.items()})  # type: ignore[arg-type]
     packed = codec.encode(normal(*shape, seed=9), given)
-    turn, own = rope(case, tokens), Reconstruction(codec, case.dtype, case.rotary)
+    turn, own = rope(case, tokens), Dequantiser(codec, case.dtype, case.rotary)
     assert own.path == "reference"
     own.why = None  # the interpreter stands for a GPU
     room = (case.batch, case.heads, tokens + case.spare * case.block, case.dim)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.codecs import ResidualVQ, Shape
-from kvcal_artifacts.paths.preflight import trials
+from kvcal_artifacts.paths.preflight import codebook_trials
 from kvcal_kernels import quantise
 from kvcal_kernels.residual_vq.attention import Band, Coded
 
@@ -143,11 +143,11 @@ def main() -> None:
     spoiled = [appended(module, Case(), spoil=(0, 1, 0, 7)) for module in (vq_append, vq_append.fast())]
     print([one.flags.tolist() for one in spoiled])
     place, pair = torch.device("cpu"), (codec_of(Case(), "key"), codec_of(Case(), "value"))
-    passes = trials.vectors_append_trial(*pair, torch.float16, place)
+    passes = codebook_trials.codebook_append_trial(*pair, torch.float16, place)
     books: Any = Band.halves
     Band.halves = property(lambda band: books.func(band).roll(1, 1))  # type: ignore[assignment]
     print(f"canary: {wrong(vq_append.fast(), Case())}")
-    print(f"{passes}, {trials.vectors_append_trial(*pair, torch.float16, place)}")
+    print(f"{passes}, {codebook_trials.codebook_append_trial(*pair, torch.float16, place)}")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Every kernel is tried on this GPU before its first use: trials say what they see, verdicts keep it."""
+"""Every kernel is tried on this GPU before its first use: trials measure it, verdicts stores what they find."""

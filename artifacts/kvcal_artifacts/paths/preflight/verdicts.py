@@ -1,7 +1,7 @@
-"""Whether the fused kernel gives on this GPU what its reference gives: tried once, the verdict kept in a file of the user's.
+"""Whether a kernel gives on this GPU what its reference gives: tried once, the verdict stored in a file of the user's.
 
-The file is preflight.json in $KVCAL_CACHE_DIR, else in kvcal/ of the user's cache directory ($XDG_CACHE_HOME or ~/.cache;
-~/Library/Caches on macOS, %LOCALAPPDATA% on Windows). Delete it to have everything tried again.
+The file is preflight.json in $KVCAL_CACHE_DIR, else in kvcal/ of the user's cache directory ($XDG_CACHE_HOME or
+~/.cache; ~/Library/Caches on macOS, %LOCALAPPDATA% on Windows). Delete it to have everything tried again.
 """
 
 from __future__ import annotations
@@ -29,20 +29,13 @@ from kvcal_kernels.quantise import AnyRule, Rule
 
 from ... import codecs
 from ...codecs import Codec, ResidualVQ
-from ...codecs.reconstruct import grid_kind, kind
+from ...codecs.dequantise import grid_kind, kind
 from ...errors import KVCalError
 from ...files import open_lock, read_text, write_atomically
 from ...modes import without_autocast
-from .trials import (
-    append_trial,
-    encode_trial,
-    quantise_trial,
-    reconstruct_trial,
-    transform_trial,
-    trial,
-    vectors_append_trial,
-    vectors_trial,
-)
+from .codebook_trials import codebook_append_trial, codebook_trial
+from .packing_trials import append_trial, encode_trial, quantise_trial
+from .trials import dequantise_trial, transform_trial, trial
 
 try:
     import fcntl
@@ -57,6 +50,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def folder() -> Path:
+    """The folder in which verdicts are stored: KVCAL_CACHE_DIR, else where the system has its caches."""
     if directory := os.environ.get("KVCAL_CACHE_DIR"):
         return Path(directory).expanduser()
     if sys.platform == "win32":
@@ -68,6 +62,7 @@ def folder() -> Path:
 
 @cache
 def triton_version() -> str | None:
+    """The version of the Triton that is installed; None without one."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -76,7 +71,7 @@ def triton_version() -> str | None:
 
 @cache
 def driver_version() -> str:
-    """Of NVIDIA's driver, as its kernel module says; where none does (Jetson, WSL, Windows) the CUDA that it offers."""
+    """The version of NVIDIA's driver by its kernel module; else the CUDA that it offers (Jetson, WSL, Windows)."""
     try:
         if match := re.search(r"\s(\d+\.\d[\d.]*)\s", DRIVER.read_text("utf-8", "replace")):
             return match[1]
@@ -92,7 +87,7 @@ def driver_version() -> str:
 
 @cache
 def source_hash() -> str:
-    """Of all kernels and their references, and of what decides what is tried of them: codecs, and these checks."""
+    """A hash over all kernels and references, and over what decides how they are tried: codecs and these checks."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     for package in (kvcal_kernels, codecs):
         files += sorted(Path(str(package.__file__)).parent.rglob("*.py"))
@@ -120,12 +115,13 @@ def unsupported(device: torch.device) -> str | None:
 def verdict(
     keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, device: torch.device, rotary: int = 0
 ) -> str | None:
-    """None where the kernel gives what the reference gives; else what is wrong. ratio: query heads a kv head. rotary: channels
-    that it turns of keys before RoPE.
+    """None where the attention kernel gives what the reference gives; else what is wrong.
+
+    ratio: query heads per kv head. rotary: channels that it rotates of keys before RoPE.
     """
-    parts = ["decode_attention", _said(keys), _said(values), f"d{keys.dim}", f"h{heads}", f"r{ratio}"]
+    parts = ["decode_attention", _form_text(keys), _form_text(values), f"d{keys.dim}", f"h{heads}", f"r{ratio}"]
     parts += [f"RoPE of {rotary}"] if rotary else []
-    return _found(parts, dtype, device, lambda: trial(keys, values, heads, ratio, dtype, device, rotary))
+    return _verdict(parts, dtype, device, lambda: trial(keys, values, heads, ratio, dtype, device, rotary))
 
 
 def transform_verdict(
@@ -133,91 +129,98 @@ def transform_verdict(
 ) -> str | None:
     """As `verdict`, of the kernel over the transform codec."""
     parts = ["transform_attention", f"{keys.pairs}", f"{values.pairs}", f"d{keys.dim}", f"h{heads}", f"r{ratio}"]
-    return _found(parts, dtype, device, lambda: transform_trial(keys, values, heads, ratio, dtype, device))
+    return _verdict(parts, dtype, device, lambda: transform_trial(keys, values, heads, ratio, dtype, device))
 
 
 def append_verdict(
     key: AnyRule, value: AnyRule, dtype: torch.dtype, device: torch.device, channels: int = 0
 ) -> str | None:
-    """As `verdict`, of the kernel that appends and packs the tokens of a step; heads count where there is a grid. channels: of
-    keys that SQuat corrects, rounded at a time; 0: they are packed as they are.
+    """The verdict on the kernel that appends and packs the tokens of a step; heads count where there is a grid.
+
+    channels: rounded at a time in keys that SQuat corrects; 0: keys are packed as they are.
     """
-    parts = ["append", rule_said(key), rule_said(value), f"d{key.form.dim}"]
+    parts = ["append", rule_text(key), rule_text(value), f"d{key.form.dim}"]
     parts += [f"corrected by {channels} channels"] if channels else []
-    return _found(parts, dtype, device, lambda: append_trial(key, value, dtype, device, channels))
+    return _verdict(parts, dtype, device, lambda: append_trial(key, value, dtype, device, channels))
 
 
 def quantise_verdict(
     key: AnyRule, value: AnyRule, dtypes: tuple[torch.dtype, torch.dtype], scaled: bool, device: torch.device
 ) -> str | None:
-    """As `verdict`, of the kernel that packs whole blocks. dtypes: of keys and values; scaled: keys are divided by
-    factors.
+    """The verdict on the kernel that packs whole blocks.
+
+    dtypes: of keys and values; scaled: whether keys are divided by factors.
     """
-    parts = ["quantise", rule_said(key), rule_said(value), f"d{key.form.dim}", f"keys of {dtypes[0]}, scaled {scaled}"]
-    return _found(parts, dtypes[1], device, lambda: quantise_trial(key, value, dtypes, scaled, device))
+    parts = ["quantise", rule_text(key), rule_text(value), f"d{key.form.dim}", f"keys of {dtypes[0]}, scaled {scaled}"]
+    return _verdict(parts, dtypes[1], device, lambda: quantise_trial(key, value, dtypes, scaled, device))
 
 
-def rule_said(rule: AnyRule) -> str:
-    """In the name of a verdict."""
+def rule_text(rule: AnyRule) -> str:
+    """A rule, in the name of a verdict."""
     if isinstance(rule, Rule):
-        return f"{_said(rule.form)} {rule.mode}{' search' if rule.search else ''}"
-    return f"{_said(rule.form)} grid of {len(rule.grid.points)}, h{rule.heads}, gain {rule.gain:.4g}"
+        return f"{_form_text(rule.form)} {rule.mode}{' search' if rule.search else ''}"
+    return f"{_form_text(rule.form)} grid of {len(rule.grid.points)}, h{rule.heads}, gain {rule.gain:.4g}"
 
 
-def reconstruct_verdict(codec: Codec, dtype: torch.dtype, rotary: int, device: torch.device) -> str | None:
-    """As `verdict`, of the kernel that decodes HIGGS under linear predictors. rotary: channels that it turns by RoPE."""
+def dequantise_verdict(codec: Codec, dtype: torch.dtype, rotary: int, device: torch.device) -> str | None:
+    """The verdict on the kernel that decodes HIGGS under linear predictors.
+
+    rotary: channels that it rotates by RoPE.
+    """
     parts = ["reconstruct", kind(codec), f"RoPE of {rotary}"]
-    return _found(parts, dtype, device, lambda: reconstruct_trial(codec, dtype, rotary, device))
+    return _verdict(parts, dtype, device, lambda: dequantise_trial(codec, dtype, rotary, device))
 
 
 def encode_verdict(codec: Codec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """As `verdict`, of the kernels of a codec that encodes by some. dtype: of what is encoded, float32 behind factors and
-    predictors.
+    """The verdict on the kernels by which a codec encodes.
+
+    dtype: of what is encoded, which is float32 behind factors and predictors.
     """
     while codec.encoding_codec is not codec:
         codec, dtype = codec.encoding_codec, torch.float32
-    return _found(["encode", _encoding(codec)], dtype, device, lambda: encode_trial(codec, dtype, device))
+    return _verdict(["encode", _encoding(codec)], dtype, device, lambda: encode_trial(codec, dtype, device))
 
 
 def _encoding(codec: Codec) -> str:
-    """What the code of a codec's kernels depends on. Codes of HIGGS lie as the attention kernel reads them, or as bits that
-    also decode what they pack.
+    """What the code of a codec's kernels depends on.
+
+    Codes of HIGGS lie as the attention kernel reads them, or as bits that also decode what they pack.
     """
     if (what := grid_kind(codec)) is None:
         return codec.encoding()
     form = codec.fused()
-    return f"{what}, {_said(form) if isinstance(form, Form) else 'plain codes'}"
+    return f"{what}, {_form_text(form) if isinstance(form, Form) else 'plain codes'}"
 
 
-def vectors_verdict(
+def codebook_verdict(
     keys: ResidualVQ, values: ResidualVQ, ratio: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """As `verdict`, of the kernels that attend to vector codes."""
+    """The verdict on the kernels that attend to vector codes."""
     shape, books = keys.shape, [f"{[tuple(book.shape) for book in codec.codebooks]}" for codec in (keys, values)]
     scaled = [codec.scale is not None for codec in (keys, values)]
     size = f"{shape.heads} x {shape.dim}, blocks of {shape.block}, scaled {scaled}"
     parts = ["vq_attention", *books, size, f"r{ratio}"]
-    return _found(parts, dtype, device, lambda: vectors_trial(keys, values, ratio, dtype, device))
+    return _verdict(parts, dtype, device, lambda: codebook_trial(keys, values, ratio, dtype, device))
 
 
-def vectors_append_verdict(
+def codebook_append_verdict(
     keys: ResidualVQ, values: ResidualVQ, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """As `verdict`, of the kernels that append a step's tokens to vector codes."""
+    """The verdict on the kernels that append a step's tokens to vector codes."""
     shape, books = keys.shape, [f"{[tuple(book.shape) for book in codec.codebooks]}" for codec in (keys, values)]
     scaled = [codec.scale is not None for codec in (keys, values)]
     parts = ["vq_append", *books, f"{shape.heads} x {shape.dim}, blocks of {shape.block}, scaled {scaled}"]
-    return _found(parts, dtype, device, lambda: vectors_append_trial(keys, values, dtype, device))
+    return _verdict(parts, dtype, device, lambda: codebook_append_trial(keys, values, dtype, device))
 
 
-# Of this process. A verdict, which is the kernel's on that kind of GPU, holds for all of them: (name, None). A check without
-# one, as there was no memory, say, is of the one device where it was made.
+# What this process has tried. A verdict holds for all GPUs of a kind: (name, None). A check without one, because there
+# was no memory, say, is of the one device where it was made.
 _TRIED: dict[tuple[str, torch.device | None], str | None] = {}
 _ONE_AT_A_TIME = RLock()  # a second thread that asks waits, and makes no trial of its own
 
 
-def _found(parts: list[str], dtype: torch.dtype, device: torch.device, trial: Callable[[], str | None]) -> str | None:
-    """Why this kernel does not run on the device; None if it does. It is tried once, and the verdict kept."""
+def _verdict(parts: list[str], dtype: torch.dtype, device: torch.device, trial: Callable[[], str | None]) -> str | None:
+    """Why this kernel does not run on the device; None if it does. It is tried once, and the verdict is stored."""
     if why := unsupported(device):
         return why
     name = key_of(parts, dtype, device)
@@ -225,25 +228,25 @@ def _found(parts: list[str], dtype: torch.dtype, device: torch.device, trial: Ca
     if not any(key in _TRIED for key in keys):
         with _ONE_AT_A_TIME:
             if not any(key in _TRIED for key in keys):
-                why, is_verdict = _kept(name, device, trial)
+                why, is_verdict = _tried_or_read(name, device, trial)
                 _TRIED[keys[0] if is_verdict else keys[1]] = why
     return _TRIED[keys[0] if keys[0] in _TRIED else keys[1]]
 
 
-def _kept(name: str, device: torch.device, trial: Callable[[], str | None]) -> tuple[str | None, bool]:
+def _tried_or_read(name: str, device: torch.device, trial: Callable[[], str | None]) -> tuple[str | None, bool]:
     """What is wrong with the kernel, and whether that is a verdict on it."""
     verdicts = read()
     if name in verdicts:
         return verdicts[name], True
     if capturing():
         raise KVCalError(
-            f"{name.split(' | ')[0]}: a CUDA graph is being recorded, in which this kernel cannot be checked before its first "
-            "use; make the cache, and run a prompt with it, before you record"
+            f"{name.split(' | ')[0]}: a CUDA graph is being recorded, in which this kernel cannot be checked before "
+            "its first use; make the cache, and run a prompt with it, before you record"
         )
-    if fault := _fault(device):
+    if fault := _cuda_fault(device):
         raise KVCalError(
-            f"{torch.cuda.get_device_name(device)}: this process cannot use the GPU since what it ran before ({fault}); start "
-            "again, with CUDA_LAUNCH_BLOCKING=1 to see where it happens"
+            f"{torch.cuda.get_device_name(device)}: this process cannot use the GPU since what it ran before "
+            f"({fault}); start again, with CUDA_LAUNCH_BLOCKING=1 to see where it happens"
         )
     try:
         with on(device), without_autocast(device.type):
@@ -251,7 +254,7 @@ def _kept(name: str, device: torch.device, trial: Callable[[], str | None]) -> t
     except torch.OutOfMemoryError as error:  # says nothing of the kernel
         return f"its check ran out of memory: {error}", False
     except Exception as error:  # no compiler, say, which may be there next time: not written down
-        if fault := _fault(device):
+        if fault := _cuda_fault(device):
             keep(name, f"its check ended in a CUDA fault: {fault}")
             raise KVCalError(_broken(name, device, fault)) from error
         return f"its check failed: {type(error).__name__}: {error}".splitlines()[0], False
@@ -259,8 +262,8 @@ def _kept(name: str, device: torch.device, trial: Callable[[], str | None]) -> t
     return why, True
 
 
-def _fault(device: torch.device) -> str | None:
-    """What CUDA says of a process that an illegal access, say, has left without the GPU; None where it can still use it."""
+def _cuda_fault(device: torch.device) -> str | None:
+    """CUDA's error if this process can no longer use the GPU, after an illegal access, say; None if it can."""
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as error:
@@ -274,17 +277,17 @@ def _broken(name: str, device: torch.device, fault: str) -> str:
     if name not in read():
         again = f"{folder() / FILE} cannot be written, so start again with kernels='off'"
     return (
-        f"{name.split(' | ')[0]}: the check of this kernel ended in a CUDA fault on {torch.cuda.get_device_name(device)} "
-        f"({fault}), after which this process cannot use the GPU; {again}"
+        f"{name.split(' | ')[0]}: the check of this kernel ended in a CUDA fault on "
+        f"{torch.cuda.get_device_name(device)} ({fault}), after which this process cannot use the GPU; {again}"
     )
 
 
 def remembered(why: str) -> str:
-    """How to have a kernel tried again, where `why` is a verdict that the file has; else nothing: each process tries anew."""
+    """How to have a kernel tried again, if `why` is a verdict in the file; else nothing: each process tries anew."""
     return f"; to have it tried again delete {folder() / FILE}" if why in read().values() else ""
 
 
-def _said(form: Form) -> str:
+def _form_text(form: Form) -> str:
     return ", ".join(f"{name} {value}" for name, value in vars(form).items())
 
 
@@ -296,7 +299,10 @@ def key_of(parts: list[str], dtype: torch.dtype, device: torch.device) -> str:
 
 
 def read() -> dict[str, str | None]:
-    """Known verdicts; nothing where the file is missing, damaged or not ours. Raises KVCalError where it is a pipe, say."""
+    """The verdicts in the file; none where it is missing, damaged or not ours.
+
+    Raises KVCalError where it is a pipe, say.
+    """
     try:
         verdicts = json.loads(read_text(folder() / FILE))
     except FileNotFoundError:
@@ -314,8 +320,9 @@ def read() -> dict[str, str | None]:
 
 
 def keep(name: str, why: str | None) -> None:
-    """Beside what the file has by now: other processes keep theirs. A directory that cannot be written means that the next
-    process tries again.
+    """Add a verdict to the file, which may have those of other processes by now.
+
+    If the directory cannot be written, the next process tries the kernel again.
     """
     with contextlib.suppress(OSError, KVCalError):
         folder().mkdir(parents=True, exist_ok=True)
@@ -326,7 +333,10 @@ def keep(name: str, why: str | None) -> None:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """No other process is in here; where files cannot be locked (Windows) one of two that are loses its verdict."""
+    """A context that one process at a time is in.
+
+    Where files cannot be locked (Windows), one of two processes that write at a time loses its verdict.
+    """
     handle = open_lock(folder() / LOCK)
     try:
         if fcntl is not None:

@@ -1,0 +1,106 @@
+"""Which model a bundle was made for: its shape, its RoPE, its config, and some of its key weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from .. import hf
+from ..checked import Json
+from .canonical import canonical, sha256_text
+
+# What decides a model's function; other config fields (dtype, versions, paths) may differ between loads of one model.
+FINGERPRINT_FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "rms_norm_eps",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+    "sliding_window",
+    "no_rope_layers",
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
+PROBE_TOLERANCE = 0.02  # bfloat16 keeps 8 bits: the same weight in another dtype differs by less than 1 %
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a bundle remembers of its model. probe: some key weights, to tell other weights of the same shape."""
+
+    architecture: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    rope: Mapping[str, Json]
+    config_sha256: str
+    revision: str | None = None
+    probe: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, revision: str | None = None, probe: tuple[float, ...] | None = None) -> Fingerprint:
+        """The fingerprint of a model.
+
+        probe: hf.key_probe of its first and last layer, where it no longer holds them.
+        """
+        config = hf.config_of(model)
+        plain = {name: _plain(getattr(config, name, None)) for name in FINGERPRINT_FIELDS}
+        rope = {k: _plain(v) for k, v in (getattr(config, "rope_parameters", None) or {}).items() if v is not None}
+        plain |= {"head_dim": hf.head_dim_of(config), "rope": rope}
+        stated = {name: value for name, value in plain.items() if value is not None}
+        return cls(
+            architecture=config.model_type,
+            layers=config.num_hidden_layers,
+            kv_heads=hf.kv_heads_of(config),
+            head_dim=hf.head_dim_of(config),
+            rope=rope,
+            config_sha256=sha256_text(canonical(stated)),
+            revision=revision or getattr(config, "_commit_hash", None),
+            probe=_probe(model) if probe is None else probe,
+        )
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """A phrase for each field in which the other model differs; empty if this bundle fits it."""
+        differences = [
+            f"{name}: bundle {mine!r}, model {theirs!r}"
+            for name in ("architecture", "layers", "kv_heads", "head_dim", "rope", "config_sha256")
+            if (mine := getattr(self, name)) != (theirs := getattr(other, name))
+        ]
+        if not differences and self.revision and other.revision and self.revision != other.revision:
+            differences.append(f"weights revision: bundle {self.revision!r}, model {other.revision!r}")
+        if not differences and self.probe and other.probe and not _close(self.probe, other.probe):
+            differences.append(f"key weights: bundle starts {self.probe[:3]}, model {other.probe[:3]}")
+        return differences
+
+
+def _plain(value: object) -> Json:
+    """A config value as JSON gives it back."""
+    plain: Json = json.loads(json.dumps(value))
+    return plain
+
+
+def _probe(model: nn.Module) -> tuple[float, ...]:
+    sites = hf.attention_sites(model)
+    return tuple(number for index in probed_layers(len(sites)) for number in hf.key_probe(sites[index]))
+
+
+def probed_layers(count: int) -> tuple[int, ...]:
+    """The layers whose key weights a fingerprint looks at: the first and the last, once where they are one."""
+    return tuple(sorted({0, count - 1}))
+
+
+def _close(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    scale = max(map(abs, a))
+    return len(a) == len(b) and all(abs(x - y) <= PROBE_TOLERANCE * scale for x, y in zip(a, b, strict=True))

@@ -1,0 +1,159 @@
+"""What the header of a bundle holds, field by field. A codec's config and tensors are the codec's to check."""
+
+from __future__ import annotations
+
+from typing import NotRequired, TypedDict, final
+
+from .. import checked
+from ..checked import Choice, Free, Hash, Json, Listed, Named, Number, OrNull, Schema, State, Table, Text, Whole
+from ..codecs import Role
+from ..scheme import FRAMES, Frame
+
+FORMAT = "kvcal"
+VERSIONS = (1, 2)  # 2: the scheme selects tokens, which a reader of version 1 would overlook
+SUFFIX = ".kvcal.safetensors"
+ROLES: tuple[Role, Role] = ("key", "value")
+
+
+def version_with(selection: bool) -> int:
+    """The version of a bundle whose scheme selects tokens, or of one whose scheme does not."""
+    return VERSIONS[1] if selection else VERSIONS[0]
+
+
+class CodecEntry(State):
+    """One codec: its settings, [kv heads, head_dim], and by its own names for its tensors theirs in the file."""
+
+    shape: list[int]
+    tensors: dict[str, str]
+
+
+@final
+class LayerEntry(TypedDict):
+    """The codecs of one layer."""
+
+    key: CodecEntry
+    value: CodecEntry
+
+
+@final
+class SkippedEntry(TypedDict):
+    """Why a layer has no codecs."""
+
+    skipped: str
+
+
+class ModelEntry(TypedDict):
+    """The fields of a Fingerprint."""
+
+    architecture: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    rope: dict[str, Json]
+    config_sha256: str
+    revision: str | None
+    probe: list[float]
+
+
+class WindowsEntry(TypedDict):
+    """The fields of Windows."""
+
+    sink: int
+    recent: int
+    block: int
+
+
+class SelectionEntry(TypedDict):
+    """The fields of HeavyHitters."""
+
+    keep: float
+    heavy: float
+
+
+class SchemeEntry(TypedDict):
+    """Windows, frame and token selection of a scheme, and the codecs of each layer."""
+
+    windows: WindowsEntry
+    frame: Frame
+    selection: NotRequired[SelectionEntry]
+    layers: list[LayerEntry | SkippedEntry]
+
+
+class TensorEntry(TypedDict):
+    """What the header says of a tensor in the file."""
+
+    dtype: str
+    shape: list[int]
+    sha256: str
+
+
+class Header(TypedDict):
+    """The whole header."""
+
+    format: str
+    version: int
+    model: ModelEntry
+    scheme: SchemeEntry
+    provenance: dict[str, Json]
+    metrics: dict[str, Json]
+    tensors: dict[str, TensorEntry]
+
+
+_TOKENS = Whole(0, checked.TOKENS)
+_CODEC = Table(
+    {
+        "codec": Text(),
+        "config": checked.SETTINGS,
+        "shape": Listed(Whole(1, checked.HEAD_DIM), 2, 2),
+        "tensors": Named(Text()),
+    }
+)
+_LAYER, _SKIPPED = Table({"key": _CODEC, "value": _CODEC}), Table({"skipped": Text(2000)})
+_MODEL = Table(
+    {
+        "architecture": Text(),
+        "layers": Whole(1, checked.LAYERS),
+        "kv_heads": Whole(1, checked.HEADS),
+        "head_dim": Whole(1, checked.HEAD_DIM),
+        "rope": Free(),
+        "config_sha256": Hash(empty=True),  # empty in the one layer that an unfinished run writes
+        "revision": OrNull(Text()),
+        "probe": Listed(Number(-1e30, 1e30), 0, 64),
+    }
+)
+
+
+class _Layer:
+    """A layer's codecs, or why there are none."""
+
+    def check(self, value: object, what: str) -> None:
+        (_SKIPPED if type(value) is dict and "skipped" in value else _LAYER).check(value, what)
+
+
+_SCHEME = Table(
+    {
+        "windows": Table({"sink": _TOKENS, "recent": _TOKENS, "block": Whole(1, checked.BLOCK)}),
+        "frame": Choice(FRAMES),
+        "selection": Table({"keep": Number(0, 1, above=True), "heavy": Number(0, 1)}),
+        "layers": Listed(_Layer(), 1, checked.LAYERS),
+    },
+    optional=frozenset({"selection"}),
+)
+_TENSOR = Table(
+    {
+        "dtype": Choice(tuple(checked.DTYPES)),
+        "shape": Listed(Whole(1, 1 << 40), 1, 4),
+        "sha256": Hash(),
+    }
+)
+HEADER = Schema[Header](
+    {
+        "format": Choice((FORMAT,)),
+        "version": Whole(min(VERSIONS), max(VERSIONS)),
+        "model": _MODEL,
+        "scheme": _SCHEME,
+        "provenance": Free(),
+        "metrics": Free(),
+        "tensors": Named(_TENSOR),
+    }
+)

@@ -1,0 +1,221 @@
+"""The storage of a static layer on the device: rows' tokens and blocks, and counts that steps advance by themselves.
+
+Recent tokens lie in a ring, as kvcal_kernels.quantise has them: token j of a row's window lies in slot
+(32 * blocks + j) mod capacity.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from kvcal_kernels.layout import BLOCK, Rope
+from kvcal_kernels.quantise import Counts
+from kvcal_kernels.squat import Digits
+
+from ..codecs import Codec, Packed
+from ..errors import KVCalError
+from ..scheme.windows import Windows
+from .ledger import Ledger
+from .slots import take_slots
+
+STORED = ("sink", "window", "blocks")  # of Counts.data: what rows hold after the last call
+
+
+@dataclass
+class StepRope:
+    """What rotates keys that are stored before RoPE, in steps.
+
+    angles: for the tokens of rows as long as they can be. start: positions of rows' first tokens, on the device (B,)
+    int64; of: those of the ledger that the angles were made for. gap: 0-d bool, whether tokens of a step did not follow
+    those before them.
+    """
+
+    angles: Rope | None
+    start: Tensor
+    gap: Tensor
+    of: Tensor | None = None
+
+    def note(self, counts: Counts, positions: Tensor) -> None:
+        """Note whether positions int (B or 1, Q) of a call follow those before it; `counts` are those after it."""
+        length = counts.sink_before + counts.window_before + counts.blocks_before * BLOCK
+        follow = (self.start + length)[:, None] + torch.arange(positions.shape[1], device=length.device)
+        self.gap.logical_or_((positions.to(follow.device) != follow).any())
+
+
+@dataclass
+class Steps:
+    """What the layers of a cache on one device share.
+
+    length: columns, 0-d int64. first, last: their indices; the first advances the counts of a call, the last its
+    length. rope: where keys are stored before RoPE. due: by their size, storage for keys of the block that SQuat packs,
+    one layer after the other. wrong: 0-d bool in the host's memory, whether the device has found something that `read`
+    will refuse; written when the step has run, which no one waits for.
+    """
+
+    counts: Counts
+    length: Tensor
+    first: int
+    last: int
+    wrong: Tensor
+    rope: StepRope | None = None
+    due: dict[torch.Size, Tensor] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Steps:
+        copies = {one.name: copy.deepcopy(getattr(self, one.name), memo) for one in fields(self)}
+        return Steps(**copies | {"wrong": host_bool(self.length.device)})  # copies are not pinned
+
+
+def host_bool(device: torch.device) -> Tensor:
+    """A bool, 0-d, False, where the device can write to it without anyone waiting."""
+    return torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
+
+
+@dataclass
+class Allocation:
+    """The storage of B rows, whose tensors do not move.
+
+    sink, ring: sink and recent tokens [keys, values] (B, H, tokens, D). packed: blocks (B, H, N, ...). flags: for
+    quantise.check, (H,) int32. statistics: the state of KeyScale. moves: what corrects the keys of blocks that are due
+    (SQuat); due: these keys (B, H, block, D) float32, shared by Steps.
+    """
+
+    sink: list[Tensor]
+    ring: list[Tensor]
+    packed: list[Packed]
+    flags: Tensor
+    statistics: dict[str, Tensor]
+    moves: Digits | None = None
+    due: Tensor | None = None
+
+
+def allocate(like: Tensor, pair: tuple[Codec, Codec], windows: Windows, longest: int, ring: int) -> Allocation:
+    """Storage without tokens, of like's rows, heads, channels, dtype and device.
+
+    longest: tokens that a row can have. ring: slots of recent tokens.
+    """
+    batch, heads, _, dim = like.shape
+
+    def exact(tokens: int) -> list[Tensor]:
+        return [like.new_zeros(batch, heads, tokens, dim) for _ in (0, 1)]
+
+    many = most_blocks(windows, longest)
+    packed = [
+        {n: t.new_zeros(*t.shape[:2], many, *t.shape[3:]) for n, t in codec.empty(batch, like.device).items()}
+        for codec in pair
+    ]
+    flags = torch.zeros(heads, dtype=torch.int32, device=like.device)
+    return Allocation(exact(windows.sink), exact(ring), packed, flags, {})
+
+
+def most_blocks(windows: Windows, tokens: int) -> int:
+    """How many blocks a row of so many tokens can have; at least one, so that tensors have a slot."""
+    return max(1, (tokens - windows.sink - windows.recent) // windows.block)
+
+
+class Contents:
+    """What rows held when the host last read it: widths of sink, blocks and window, and packed blocks of each, (B,)."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.widths, self._window, self._blocks = ledger.widths, ledger.window, ledger.blocks
+        self._slots: dict[tuple[torch.device, int], Tensor] = {}
+
+    def of(self, ledger: Ledger) -> bool:
+        """Whether these are still the contents of the ledger, which never changes a tensor in place."""
+        return self._window is ledger.window and self._blocks is ledger.blocks
+
+    def slots(self, block: int, ring: Tensor) -> Tensor:
+        """The slots of each row's window in a ring (B, H, tokens, D): (B, window) int64."""
+        key = ring.device, ring.shape[2]
+        if key not in self._slots:
+            self._slots[key] = ring_slots(self._blocks.to(ring.device), block, self.widths[2], ring)
+        return self._slots[key]
+
+
+class StaticStorage:
+    """Storage of one layer, allocated once as `allocation`, in which steps leave tokens without the host.
+
+    What the host sees of it, `sink`, `window` and `packed`, is looked up when it is asked for, which most steps do not.
+    block: tokens of one.
+    """
+
+    def __init__(self, block: int) -> None:
+        self.allocation: Allocation | None = None
+        self._block = block
+        self._sink: list[Tensor] = []
+        self._window: list[Tensor] = []
+        self._packed: list[Packed] = []
+        self._unseen: Contents | None = None  # the host has not looked since the allocation came to hold that
+        self._views: list[Tensor] = []  # parts of the allocation that it got when it looked
+
+    @property
+    def sink(self) -> list[Tensor]:
+        self._look()
+        return self._sink
+
+    @sink.setter
+    def sink(self, value: list[Tensor]) -> None:
+        self._sink = value
+
+    @property
+    def window(self) -> list[Tensor]:
+        self._look()
+        return self._window
+
+    @window.setter
+    def window(self, value: list[Tensor]) -> None:
+        self._window = value
+
+    @property
+    def packed(self) -> list[Packed]:
+        self._look()
+        return self._packed
+
+    @packed.setter
+    def packed(self, value: list[Packed]) -> None:
+        self._packed = value
+
+    def clear(self) -> None:
+        """Drop all tokens; the allocation does not move: a graph knows its address."""
+        self._unseen, self._views = None, []
+
+    def leave(self) -> None:
+        """Take what the allocation holds to the host, and free it."""
+        self._look()
+        self.allocation, self._views = None, []
+
+    def fill(self, part: Tensor, new: Tensor) -> None:
+        """Write into the first slots of a part of the allocation, unless `new` is the host's view of them."""
+        if new.shape[2] > part.shape[2]:
+            raise KVCalError(f"{new.shape[2]} slots of a row do not fit into {part.shape[2]}; give a larger max_length")
+        if not any(new is view for view in self._views):
+            part[:, :, : new.shape[2]].copy_(new)
+
+    def overlook(self, contents: Contents) -> None:
+        """Note that the allocation has what `contents` says; the host's own tensors are dropped."""
+        self._unseen, self._views = contents, []
+        self._sink, self._window, self._packed = [], [], []
+
+    def _look(self) -> None:
+        """Let the host's tensors be those parts of the allocation that are in use; the window, in order, is a copy."""
+        if self._unseen is None:
+            return
+        (sink, blocks, _), allocation = self._unseen.widths, self.allocation
+        assert allocation is not None
+        slots, self._unseen = self._unseen.slots(self._block, allocation.ring[0]), None
+        self._sink = [t[:, :, :sink] for t in allocation.sink]
+        self._window = [take_slots(t, slots) for t in allocation.ring]
+        self._packed = [{name: t[:, :, :blocks] for name, t in packed.items()} for packed in allocation.packed]
+        self._views = self._sink + [t for packed in self._packed for t in packed.values()]
+
+
+def ring_slots(blocks: Tensor, block: int, count: int, ring: Tensor) -> Tensor:
+    """The slots of the first `count` window tokens in the ring of each row: (B, count) int64.
+
+    blocks: (B,), of the scheme, of `block` tokens.
+    """
+    first = blocks.long() * block
+    return (first[:, None] + torch.arange(count, device=blocks.device)) % ring.shape[2]

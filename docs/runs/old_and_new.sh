@@ -1,0 +1,36 @@
+#!/bin/bash
+# Two commits on one warm machine, in turns: old, new, old, new. Each measurement is the commit's own script.
+#
+#     bash docs/runs/old_and_new.sh OLD_TREE NEW_TREE OUT [attention quantise steps eager]
+#
+# OLD_TREE and NEW_TREE are two checkouts. Compiled kernels are kept apart, so the first turn of each compiles.
+# docs/benchmarks/old_and_new.py OUT prints the cells. Eight minutes on an H100.
+set -o pipefail
+old=$(realpath "$1") new=$(realpath "$2") out=$3
+shift 3
+for tree in "$old" "$new"; do
+    [ -f "$tree/docs/benchmarks/decode_attention.py" ] || { echo "$tree is no checkout of kvcal" >&2 && exit 2; }
+done
+mkdir -p "$out" && out=$(realpath "$out") || exit
+run() { # TREE NAME SCRIPT OPTIONS...
+    local tree=$1 to="$out/$(basename "$1")-$2" script=$3
+    shift 3
+    mkdir -p "$to"
+    (cd "$tree" && PYTHONPATH=.:kernels:artifacts TRITON_CACHE_DIR="/tmp/triton-$(basename "$tree")" PYTHONUNBUFFERED=1 \
+        python "docs/benchmarks/$script.py" --out "$to" "$@") >"$to/$script.log" 2>&1
+    echo "$(basename "$to") $script: exit $?, $SECONDS s since the start"
+}
+[ $# -gt 0 ] || set -- attention quantise steps eager
+for what in "$@"; do
+    for turn in 1 2 ${TURNS}; do
+        for tree in "$old" "$new"; do
+            case $what in
+                attention) run "$tree" "$turn" decode_attention --passes 3 --cell-seconds 4 --seconds 100 ;;
+                quantise) run "$tree" "$turn" quantise --seconds 60 ;;
+                steps) run "$tree" "$turn" generation --only steps --seconds 60 ;;
+                eager) run "$tree" "$turn" eager --model llama-3.2-1b --schemes innerq-base,higgs-2 ;;
+                *) echo "$what: must be attention, quantise, steps or eager" >&2 && exit 2 ;;
+            esac
+        done
+    done
+done

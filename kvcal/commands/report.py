@@ -1,0 +1,163 @@
+"""`kvcal report`: results and bundles become one HTML page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts.bundle import SUFFIX
+from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.files import read_text, write_atomically
+
+from .. import __version__
+from ..bundles.paths import given_bundle
+from ..evaluate.errors import stored_head_errors
+from ..report.outputs import check_output
+from ..report.page import LENGTHS, Heads, Report, page
+from ..report.records import is_number
+from ..search.comparison import front
+from .common import Options, Say
+
+FACTS = ("model", "revision", "text", "windows", "length", "dtype", "random_weights")
+NUMBERS = ("perplexity", "kl_se", "kl_median", "kl_p99", "kl_max", "same_top", "smaller")
+PAIRED = ("score", "full", "difference", "low", "high", "n")
+
+
+def run_report(o: Options, say: Say) -> dict[str, Any]:
+    """Write --output from files of `kvcal eval --json`, `kvcal compare --json` or `--output`, and bundles."""
+    check_output(o["output"])
+    if o["output"].suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"--output {o['output']}: must end in .html")
+    heads: list[Heads] = []
+    rows: dict[str, dict[str, Any]] = {}
+    facts: dict[str, object] = {}
+    for path in o["inputs"]:
+        if path.name.endswith(SUFFIX):
+            heads += _of_bundle(path, say)
+            continue
+        result = read_result(path)
+        rows |= {row["name"]: row for row in result["rows"]}
+        heads += _of_layers(result["layers"])
+        _same_facts(facts, result["facts"], path)
+    ordered = sorted(rows.values(), key=lambda row: (row["name"] != "full", row["bits_per_value"] or 0.0))
+    compressed = [row for row in ordered if row["name"] != "full"]
+    title = f"KV-cache compression of {facts['model']}" if "model" in facts else "KV-cache compression"
+    report = Report(
+        title,
+        facts | {"made by": f"kvcal {__version__}"},
+        ordered,
+        frozenset(front(compressed)),
+        heads,
+        {row["name"]: points for row in ordered if (points := memory(row, facts)) is not None},
+    )
+    text = page(report)
+    write_atomically(o["output"], text.encode(), "--output")
+    return {"output": o["output"], "rows": len(ordered), "bundles": len(heads), "bytes": len(text.encode())}
+
+
+def _same_facts(facts: dict[str, object], other: Mapping[str, object], path: Path) -> None:
+    """Add a file's facts. Raises UsageError where its figures do not compare with those of the files before it."""
+    for name in ("model", "text", "windows", "length"):
+        if name in facts and name in other and facts[name] != other[name]:
+            raise UsageError(
+                f"{path}: {name} is {other[name]!r}, of the files before it {facts[name]!r}: their figures do not compare; "
+                "give files of one model and text"
+            )
+    facts.update(other)
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """rows, layers and facts of a result file. Raises KVCalError, which names the file, for anything else."""
+    try:
+        record = json.loads(read_text(path))
+        settings = record.get("settings", record)
+        rows = [_row(row) for row in record["rows"]]
+        layers = record.get("layers", {})
+        facts = {name: settings[name] for name in FACTS if isinstance(settings.get(name), (str, int, bool))}
+        if not rows or not isinstance(layers, dict):
+            raise ValueError("no rows")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}; give a result or a bundle") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise KVCalError(
+            f"{path}: is no result of `kvcal eval --json` or `kvcal compare` ({type(error).__name__}: {error}); give such "
+            f"a file, or a bundle (*{SUFFIX})"
+        ) from error
+    return {"rows": rows, "layers": layers, "facts": facts}
+
+
+def _row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with what a page shows. Raises ValueError, KeyError or TypeError for one with something else in it."""
+    bits = row["bits_per_value"]
+    checked: dict[str, Any] = {
+        "name": _text(row["name"]),
+        "kl": _number(row["kl"]),
+        "bits_per_value": None if bits is None else _number(bits),
+    }
+    for name in NUMBERS:
+        checked[name] = None if row.get(name) is None else _number(row[name])
+    for name in ("cache_bytes", "window_bytes", "resident_bytes", "bytes_at_16_bit"):
+        checked[name] = _number(row.get(name, 0))
+    checked["positions"] = [
+        {"kl_se": None if one["kl_se"] is None else _number(one["kl_se"])}
+        | {name: _number(one[name]) for name in ("first", "last", "kl")}
+        for one in row.get("positions", [])
+    ]
+    tasks = row.get("tasks", {})
+    checked["tasks"] = {_text(name): {part: _number(one[part]) for part in PAIRED} for name, one in tasks.items()}
+    cells = row.get("needles", {})
+    checked["needles"] = {_cell(name): _number(share) for name, share in cells.items()}
+    return checked
+
+
+def _number(value: Any) -> float:
+    if not is_number(value):
+        raise ValueError(f"{value!r:.40} where a number belongs")
+    return float(value) if isinstance(value, float) else int(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.40} where a name belongs")
+    return value
+
+
+def _cell(name: str) -> str:
+    length, slash, depth = name.removeprefix("needle@").partition("/")
+    if not (name.startswith("needle@") and length.isdecimal() and slash and 0 <= float(depth) <= 1):
+        raise ValueError(f"{name!r:.40} where needle@LENGTH/DEPTH belongs")
+    return name
+
+
+def _of_bundle(path: Path, say: Say) -> list[Heads]:
+    bundle = given_bundle(path)
+    errors = stored_head_errors(bundle.metrics)
+    if errors is None:
+        say(f"note: {bundle.name} records no errors by head; `kvcal inspect --model` measures them")
+        return []
+    return [Heads(bundle.name, errors.key, errors.value)]
+
+
+def _of_layers(layers: Mapping[str, Any]) -> list[Heads]:
+    """Errors by head as an evaluation has seen them. Raises KVCalError where they are something else."""
+    tables = []
+    for name, rows in layers.items():
+        metrics = {"layers": rows}
+        errors = stored_head_errors(metrics)
+        if errors is not None:
+            tables.append(Heads(name, errors.key, errors.value))
+    return tables
+
+
+def memory(row: Mapping[str, Any], facts: Mapping[str, object]) -> Sequence[tuple[int, float]] | None:
+    """Bytes of one sequence at LENGTHS: those measured, and more or fewer tokens at the row's stored bits a value. None
+    where the row does not say enough.
+    """
+    window, bits = facts.get("length"), row["bits_per_value"]
+    if not isinstance(window, int) or window < 1 or bits is None or not row["bytes_at_16_bit"]:
+        return None
+    token = row["bytes_at_16_bit"] / 2 / window * bits / 8
+    measured = row["cache_bytes"] + row["window_bytes"] + row["resident_bytes"]
+    return [(length, max(measured + (length - window) * token, token)) for length in LENGTHS]

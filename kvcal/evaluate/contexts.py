@@ -1,0 +1,208 @@
+"""Tasks of our own on embedded text, offline and for any model: needles, one context for several questions, agreement.
+
+A needle is a sentence with a random number that is put into a text; a question behind the text asks for the number. All
+draws come from a seed, so that full precision and every cache answer the same questions.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.errors import UsageError
+
+from ..report.progress import progress
+from .harness import Scores, TaskOptions
+from .perplexity import CacheMaker
+
+NEEDLE = " The secret number of {city} is {number}. "
+QUESTION = "\n\nQuestion: What is the secret number of {city}?\nAnswer: The secret number of {city} is"
+CITIES = ("Lisbon", "Oslo", "Kyoto", "Lima", "Cairo", "Quito", "Perth", "Riga", "Accra", "Hanoi")
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+LENGTHS = (512, 1024)  # tokens of a context, where --lengths says nothing
+REPEATS = 2  # questions a depth and length, where --limit says nothing
+QUESTIONS = 5  # about one context
+NEW_TOKENS, AGREEMENT_TOKENS = 12, 64
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """Token ids of a text, from which contexts are cut; and the tokenizer they are of."""
+
+    tokenizer: Any
+    ids: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: Any, text: str) -> Haystack:
+        return cls(tokenizer, list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids))
+
+    def context(self, length: int, needles: list[tuple[float, str]], start: int) -> list[int]:
+        """Exactly `length` tokens of the text from token `start` on, repeated if need be, with sentences in them at
+        these depths (0 to 1).
+        """
+        pieces = sorted((depth, self._tokens(text)) for depth, text in needles)
+        body = length - sum(len(tokens) for _, tokens in pieces)
+        if body < 0:
+            raise UsageError(f"--lengths {length}: too short for the needles; give at least {length - body}")
+        stream = [self.ids[(start + i) % len(self.ids)] for i in range(body)]
+        for depth, tokens in reversed(pieces):
+            place = round(depth * body)
+            stream[place:place] = tokens
+        return stream
+
+    def _tokens(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def question(self, city: str) -> list[int]:
+        return self._tokens(QUESTION.format(city=city))
+
+    @property
+    def head(self) -> list[int]:
+        """The token that a text begins with, where the tokenizer has one."""
+        begin = self.tokenizer.bos_token_id
+        return [] if begin is None else [int(begin)]
+
+
+def needle(model: Any, haystack: Haystack, maker: CacheMaker | None, options: TaskOptions) -> Scores:
+    """1 for each needle found, by length and depth, as needle@1024/0.25 (`by_length` joins the depths); `--limit`
+    questions of each.
+    """
+    lengths, repeats = options.lengths or LENGTHS, options.limit or REPEATS
+    scores: Scores = {}
+    with progress("Needles", total=len(lengths) * len(DEPTHS) * repeats) as advance:
+        for length in lengths:
+            for depth in DEPTHS:
+                draw = random.Random(f"{SEED}/{length}/{depth}")
+                answered = scores.setdefault(f"needle@{length}/{depth:g}", [])
+                for _ in range(repeats):
+                    city, number = draw.choice(CITIES), str(draw.randrange(10**4, 10**5))
+                    sentence = NEEDLE.format(city=city, number=number)
+                    context = haystack.context(length, [(depth, sentence)], draw.randrange(len(haystack.ids)))
+                    prompt = haystack.head + context + haystack.question(city)
+                    with _cache(model, maker) as cache:
+                        answer = _answer(model, haystack.tokenizer, prompt, cache)
+                    answered.append(float(number in answer))
+                    advance()
+    return scores
+
+
+def by_length(scores: Scores) -> Scores:
+    """Scores with all depths of needles at one length together."""
+    joined: Scores = {}
+    for name, numbers in scores.items():
+        label = name.partition("/")[0] if name.startswith("needle@") else name
+        joined[label] = joined.get(label, []) + numbers
+    return joined
+
+
+def context_once(model: Any, haystack: Haystack, maker: CacheMaker | None, options: TaskOptions) -> Scores:
+    """A context with several needles is compressed once; each question is asked of a copy of that cache. Scored as
+    context-once@1024; `--limit` contexts of each length.
+    """
+    lengths, repeats = options.lengths or LENGTHS, options.limit or REPEATS
+    scores: Scores = {}
+    with progress("Context once", total=len(lengths) * repeats) as advance:
+        for length in lengths:
+            draw = random.Random(f"{SEED}/once/{length}")
+            answered = scores.setdefault(f"context-once@{length}", [])
+            for _ in range(repeats):
+                cities = draw.sample(CITIES, QUESTIONS)
+                numbers = [str(draw.randrange(10**4, 10**5)) for _ in cities]
+                needles = [
+                    ((i + 0.5) / QUESTIONS, NEEDLE.format(city=city, number=number))
+                    for i, (city, number) in enumerate(zip(cities, numbers, strict=True))
+                ]
+                context = haystack.head + haystack.context(length, needles, draw.randrange(len(haystack.ids)))
+                answered += _asked(model, haystack, context, cities, numbers, maker)
+                advance()
+    return scores
+
+
+@torch.no_grad()
+def _asked(
+    model: Any, haystack: Haystack, context: list[int], cities: list[str], numbers: list[str], maker: CacheMaker | None
+) -> Iterator[float]:
+    with _cache(model, maker) as filled:
+        ids = torch.tensor([context], device=model.device)
+        model(input_ids=ids, past_key_values=filled, use_cache=True, logits_to_keep=1)
+        for city, number in zip(cities, numbers, strict=True):
+            with _closing(copy.deepcopy(filled)) as cache:
+                answer = _answer(model, haystack.tokenizer, context + haystack.question(city), cache)
+            yield float(number in answer)
+
+
+def agreement(model: Any, haystack: Haystack, maker: CacheMaker | None, options: TaskOptions) -> Scores:
+    """How long greedy decoding says what full precision says: the share of AGREEMENT_TOKENS tokens before the first
+    other one, behind contexts of each length, as agreement@1024; `--limit` contexts of each.
+    """
+    lengths, repeats = options.lengths or LENGTHS, options.limit or REPEATS
+    scores: Scores = {}
+    with progress("Agreement", total=len(lengths) * repeats) as advance:
+        for length in lengths:
+            draw = random.Random(f"{SEED}/agreement/{length}")
+            answered = scores.setdefault(f"agreement@{length}", [])
+            for _ in range(repeats):
+                prompt = haystack.head + haystack.context(length, [], draw.randrange(len(haystack.ids)))
+                exact = _decoded(model, prompt, DynamicCache(config=model.config), AGREEMENT_TOKENS)
+                if maker is None:
+                    answered.append(1.0)
+                else:
+                    with maker() as cache:
+                        answered.append(agreed(exact, _decoded(model, prompt, cache, AGREEMENT_TOKENS)))
+                advance()
+    return scores
+
+
+def agreed(exact: Tensor, other: Tensor) -> float:
+    """The share of tokens before the first that differs; the shorter of both ends there."""
+    length = min(len(exact), len(other))
+    differs = (exact[:length] != other[:length]).nonzero()
+    same = int(differs[0]) if len(differs) else length
+    return same / max(len(exact), len(other))
+
+
+OWN = {"needle": needle, "context-once": context_once, "agreement": agreement}
+
+
+@torch.no_grad()
+def _decoded(model: Any, prompt: list[int], cache: Any, tokens: int) -> Tensor:
+    """The greedy continuation of a prompt, whose first tokens may be in the cache already."""
+    ids = torch.tensor([prompt], device=model.device)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    new: Tensor = out[0, len(prompt) :]
+    return new
+
+
+def _answer(model: Any, tokenizer: Any, prompt: list[int], cache: Any) -> str:
+    return str(tokenizer.decode(_decoded(model, prompt, cache, NEW_TOKENS), skip_special_tokens=True))
+
+
+@contextmanager
+def _closing(cache: Any) -> Iterator[Any]:
+    """Closes a cache of ours behind the block; Transformers' own has nothing to close."""
+    try:
+        yield cache
+    finally:
+        if isinstance(cache, KVCalCache):
+            cache.close()
+
+
+def _cache(model: Any, maker: CacheMaker | None) -> AbstractContextManager[Any]:
+    return _closing(DynamicCache(config=model.config) if maker is None else maker())

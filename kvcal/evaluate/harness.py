@@ -1,0 +1,184 @@
+"""lm-eval's tasks through a compressed cache, by a subclass of lm-eval's own Hugging Face model class.
+
+Chat templates, batches, truncation, stop strings and seeds are lm-eval's. Only the model's calls differ: generation
+prefills in one call and decodes through the cache; likelihoods are teacher-forced in the calls of `kvcal eval`. lm-eval
+is imported where it is used (`pip install 'kvcal[tasks]'`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcal_artifacts.errors import KVCalError, UsageError
+
+from .calls import calls
+from .perplexity import CacheMaker
+
+SEED = 1234  # of few-shot examples, lm-eval's own default
+Scores = dict[str, list[float]]  # by name of a task, question by question
+
+
+def check_installed(option: str) -> None:
+    """Raise UsageError where lm-eval is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UsageError(f"{option}: needs lm-eval, which is not installed: pip install 'kvcal[tasks]'")
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """limit: questions of each task. lengths: of synthetic contexts, in tokens. tasks_path: a folder of task files beside
+    lm-eval's own, whose Python lm-eval runs. allow_code: whether generated programs may run (in a sandbox). chat: whether
+    prompts are put into the tokenizer's chat template.
+    """
+
+    limit: int | None = None
+    lengths: tuple[int, ...] = ()
+    tasks_path: Path | None = None
+    allow_code: bool = False
+    chat: bool = False
+    batch: int = 1
+    step: int = 32
+
+
+@dataclass
+class Harness:
+    """lm-eval's tasks of these names on one model. Raises UsageError for what lm-eval does not know, and KVCalError in
+    one line for what it cannot load.
+    """
+
+    model: Any
+    tokenizer: Any
+    names: Sequence[str]
+    options: TaskOptions
+    _loaded: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        from lm_eval.tasks import TaskManager
+
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        with in_one_line(self.names), tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save_pretrained(folder)  # generators of synthetic contexts open it by a path
+            metadata: dict[str, Any] = {"tokenizer": folder}
+            if self.options.lengths:
+                metadata["max_seq_lengths"] = list(self.options.lengths)
+            path = self.options.tasks_path
+            manager = TaskManager(include_path=None if path is None else str(path), metadata=metadata)
+            if strange := [name for name in self.names if name not in set(manager.all_tasks)]:
+                raise UsageError(  # lm-eval would take it for a path
+                    f"--task {strange[0]}: lm-eval has no task, group or tag of this name; give --tasks-path FOLDER if a "
+                    "file in that folder has it"
+                )
+            self._loaded = manager.load(list(self.names))
+        for task in self._loaded["tasks"].values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=SEED)
+        self._check_code()
+
+    def _check_code(self) -> None:
+        unsafe = [name for name, task in self._loaded["tasks"].items() if task.get_config("unsafe_code")]
+        if unsafe:
+            raise UsageError(
+                f"--task {unsafe[0]}: lm-eval runs the generated programs unprotected; `humaneval` of kvcal runs them "
+                "in a sandbox (--allow-code)"
+            )
+
+    def scores(self, maker: CacheMaker | None) -> Scores:
+        """Score of each question, by the name of its task; synthetic contexts of several lengths are tasks of their own,
+        as NAME@4096. maker: of the caches that answer; None: the model's own.
+        """
+        from lm_eval.evaluator import evaluate
+
+        lm = language_model(self.model, self.tokenizer, maker, self.options)
+        with in_one_line(self.names):
+            results = evaluate(
+                lm=lm,
+                task_dict=self._loaded,
+                limit=self.options.limit,
+                bootstrap_iters=0,
+                log_samples=True,
+                apply_chat_template=self.options.chat,
+            )
+        return {
+            label: numbers
+            for name, samples in results["samples"].items()
+            for label, numbers in by_question(name, samples, results["higher_is_better"].get(name, {})).items()
+        }
+
+
+def by_question(name: str, samples: Sequence[Mapping[str, Any]], higher: Mapping[str, Any]) -> Scores:
+    """Scores of one task's questions, from what lm-eval logs of them: of its first metric of which more is better, by
+    the first filter; of metrics named for lengths each that has questions, as NAME@LENGTH.
+
+    Raises UsageError where no metric is a number a question of which more is better.
+    """
+    chosen = [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
+    ordered = sorted(chosen, key=lambda sample: sample["doc_id"])
+    metrics = list(dict.fromkeys(metric for sample in ordered for metric in sample["metrics"]))
+    if all(metric.isdigit() for metric in metrics):
+        by_length = {metric: [float(s[metric]) for s in ordered if s.get(metric, -1) != -1] for metric in metrics}
+        return {f"{name}@{length}": scores for length, scores in by_length.items() if scores}
+    for metric in metrics:
+        numbers = [sample[metric] for sample in ordered]
+        if higher.get(metric) is not False and all(isinstance(x, (int, float)) for x in numbers):
+            return {name: [float(x) for x in numbers]}
+    raise UsageError(f"--task {name}: reports {', '.join(metrics) or 'nothing'}, and no number a question to pair")
+
+
+@contextmanager
+def in_one_line(names: Sequence[str]) -> Iterator[None]:
+    """What lm-eval raises within the block, of whatever kind, as a KVCalError of one line."""
+    try:
+        yield
+    except KVCalError:
+        raise
+    except Exception as error:  # task files, data sets, metrics
+        message = " ".join(str(error).split())[:300]
+        raise KVCalError(f"--task {','.join(names)}: lm-eval failed: {type(error).__name__}: {message}") from error
+
+
+def language_model(model: Any, tokenizer: Any, maker: CacheMaker | None, options: TaskOptions) -> Any:
+    """lm-eval's model class over the caches of `maker`; None: the model's own cache."""
+    from lm_eval.models.huggingface import HFLM
+
+    class CompressedLM(HFLM):  # type: ignore[misc]
+        def _model_call(self, inps: Tensor, attn_mask: Any = None, labels: Any = None) -> Tensor:
+            if maker is None:
+                whole: Tensor = super()._model_call(inps, attn_mask, labels)
+                return whole
+            return forced_logits(self.model, inps, maker, options.step)
+
+        def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
+            if maker is None:
+                return self._generated(context, max_length, stop, kwargs)
+            with maker() as cache:
+                return self._generated(context, max_length, stop, kwargs | {"past_key_values": cache})
+
+        def _generated(self, context: Tensor, max_length: int, stop: list[str], kwargs: Any) -> Tensor:
+            out: Tensor = super()._model_generate(context, max_length, stop, **kwargs)
+            return out
+
+    return CompressedLM(pretrained=model, tokenizer=tokenizer, batch_size=options.batch, backend="causal")
+
+
+@torch.no_grad()
+def forced_logits(model: Any, ids: Tensor, maker: CacheMaker, step: int) -> Tensor:
+    """Logits (B, T, vocabulary) of token ids (B, T), teacher-forced through a cache. Padding on the right changes no
+    token before it.
+    """
+    with maker() as cache:
+        parts = [
+            model(input_ids=ids[:, first:last], past_key_values=cache, use_cache=True).logits
+            for first, last in calls(cache.scheme, 0, ids.shape[1], step)
+        ]
+    return torch.cat(parts, 1)

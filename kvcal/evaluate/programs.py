@@ -1,0 +1,72 @@
+"""HumanEval (Chen et al. 2021): programs completed through the cache, and run in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.files import read_text
+
+from ..report.progress import progress
+from . import sandbox
+from .harness import Scores, TaskOptions, check_installed, in_one_line, language_model
+from .perplexity import CacheMaker
+
+NAME, DATA_SET = "humaneval", "openai/openai_humaneval"
+STOPS = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]  # as in lm-eval's task
+NEW_TOKENS = 512
+FIELDS = ("prompt", "test", "entry_point")
+
+
+def problems(options: TaskOptions) -> list[dict[str, str]]:
+    """The problems: of `humaneval.jsonl` in the folder --tasks-path where there is one, else of the hub's data set."""
+    local = None if options.tasks_path is None else options.tasks_path / f"{NAME}.jsonl"
+    if local is not None and local.exists():
+        rows: Iterable[Any] = (json.loads(line) for line in read_text(local).splitlines() if line.strip())
+        return _checked(rows, local)[: options.limit]
+    from datasets import load_dataset
+
+    with in_one_line([NAME]):
+        return _checked(load_dataset(DATA_SET, split="test"), Path(DATA_SET))[: options.limit]
+
+
+def _checked(rows: Iterable[Any], source: Path) -> list[dict[str, str]]:
+    try:
+        chosen = [{name: row[name] for name in FIELDS} for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        raise KVCalError(
+            f"--task {NAME}: {source}: needs a JSON object a line with {', '.join(FIELDS)}, each text; got "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not chosen or not all(isinstance(text, str) for row in chosen for text in row.values()):
+        raise KVCalError(f"--task {NAME}: {source}: holds no problems, or one whose {', '.join(FIELDS)} are no text")
+    return chosen
+
+
+def humaneval(model: Any, tokenizer: Any, maker: CacheMaker | None, options: TaskOptions) -> Scores:
+    """1 for each problem whose completed program passes its tests. Raises UsageError without --allow-code."""
+    if not options.allow_code:
+        raise UsageError(
+            f"--task {NAME}: runs programs that a model wrote, in a sandbox: give --allow-code to allow it"
+        )
+    check_installed(f"--task {NAME}")
+    sandbox.check()
+    from lm_eval.api.instance import Instance
+
+    chosen = problems(options)
+    settings = {"until": STOPS, "max_gen_toks": NEW_TOKENS, "do_sample": False}
+    requests = [
+        Instance(request_type="generate_until", doc=dict(row), arguments=(row["prompt"], dict(settings)), idx=0)
+        for row in chosen
+    ]
+    answers = language_model(model, tokenizer, maker, options).generate_until(requests)
+    scores = []
+    with progress("Running programs", total=len(chosen)) as advance:
+        for row, answer in zip(chosen, answers, strict=True):
+            program = f"{row['prompt']}{answer}\n{row['test']}\ncheck({row['entry_point']})\n"
+            scores.append(float(sandbox.passes(program)))
+            advance()
+    return {NAME: scores}

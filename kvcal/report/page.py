@@ -1,0 +1,271 @@
+"""The page of `kvcal report`: one HTML file with everything in it, which asks the network for nothing.
+
+What it shows comes from files that anybody may have written: every name is escaped, every number is checked before it
+comes here (kvcal.commands.report).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .plots import needle_table
+from .svg import Chart, Series, intervals, legend, number, text
+
+LENGTHS = [1024 * 2**power for power in range(8)]  # tokens, of memory against length
+
+STYLE = """
+:root { color-scheme: light dark; --back: #fff; --ink: #1c2126; --soft: #57606a; --line: #d3d9df; --panel: #f5f7f9;
+  --s0: #0b62b8; --s1: #b5430b; --s2: #1a7437; --s3: #8139a3; --s4: #a3266b; --s5: #6b5900; --s6: #00707a; --s7: #555d66; }
+@media (prefers-color-scheme: dark) { :root { --back: #14181c; --ink: #e4e8ec; --soft: #a3adb8; --line: #3a424b;
+  --panel: #1d2329; --s0: #6cb2ff; --s1: #ff9d66; --s2: #6fd18d; --s3: #d09bf2; --s4: #ff8fc0; --s5: #d8c04e;
+  --s6: #5fd0da; --s7: #b4bcc5; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--back); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
+main { max-width: 62rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } h3 { font-size: 1rem; }
+p, li { color: var(--soft); overflow-wrap: anywhere; } a { color: var(--s0); }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } thead th { background: var(--panel); }
+svg { width: 100%; min-width: 34rem; height: auto; display: block; } svg text { fill: var(--soft); font-size: 12px; }
+.axis { stroke: var(--soft); fill: none; } .grid { stroke: var(--line); fill: none; stroke-width: .6; }
+.line { fill: none; stroke: var(--c); stroke-width: 2; } .dot { fill: var(--c); } .key { background: var(--c); }
+.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; font-size: .85rem; }
+.legend li { color: var(--ink); } .key { display: inline-block; width: .9rem; height: .9rem; border-radius: 50%;
+  margin-right: .4rem; vertical-align: -.1rem; }
+.s0 { --c: var(--s0); } .s1 { --c: var(--s1); } .s2 { --c: var(--s2); } .s3 { --c: var(--s3); } .s4 { --c: var(--s4); }
+.s5 { --c: var(--s5); } .s6 { --c: var(--s6); } .s7 { --c: var(--s7); }
+td.heat { color: #000; text-align: center; border: 1px solid var(--back); }
+.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 1rem; }
+"""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Errors |x - decoded|^2 / |x|^2 of one row: by layer and kv head, keys and values; None of layers left alone."""
+
+    name: str
+    key: Sequence[Sequence[float] | None]
+    value: Sequence[Sequence[float] | None]
+
+
+@dataclass(frozen=True)
+class Report:
+    """title: what was measured. facts: names and values below it. rows: as of `kvcal eval --json`, full precision
+    first. front: names of rows that no other beats. heads: errors by layer and head. memory: by row, tokens and bytes.
+    """
+
+    title: str
+    facts: Mapping[str, object]
+    rows: Sequence[Mapping[str, Any]] = ()
+    front: frozenset[str] = frozenset()
+    heads: Sequence[Heads] = ()
+    memory: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+
+    @property
+    def compressed(self) -> list[Mapping[str, Any]]:
+        return [row for row in self.rows if row["name"] != "full"]
+
+
+def page(report: Report) -> str:
+    """The whole HTML document."""
+    sections = [
+        _figures(report),
+        _quality(report),
+        _positions(report),
+        _heads(report),
+        _needles(report),
+        _tasks(report),
+        _memory(report),
+    ]
+    facts = "".join(f"<li>{text(name)}: {text(value)}</li>" for name, value in report.facts.items())
+    body = "\n".join(section for section in sections if section)
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        f"<title>{text(report.title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<h1>{text(report.title)}</h1>\n<ul>{facts}</ul>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _wide(label: str, chart: object) -> str:
+    """A chart that is scrolled on narrow screens, so that its words stay large enough to be read."""
+    return f'<div class="scroll" role="region" aria-label="{text(label)}" tabindex="0">{chart}</div>'
+
+
+def _section(title: str, words: str, *parts: str) -> str:
+    return f"<section>\n<h2>{text(title)}</h2>\n<p>{words}</p>\n" + "\n".join(parts) + "\n</section>"
+
+
+def _table(label: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Cells are HTML already."""
+    head = "".join(f'<th scope="col">{text(column)}</th>' for column in columns)
+    body = "\n".join(
+        "<tr>" + "".join(cell if cell.startswith("<td") else f"<td>{cell}</td>" for cell in row) + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="scroll" role="region" aria-label="{text(label)}" tabindex="0"><table>\n<thead><tr>{head}</tr>'
+        f"</thead>\n<tbody>\n{body}\n</tbody></table></div>"
+    )
+
+
+def _shown(value: Any, form: str = "{:.4g}") -> str:
+    return "–" if value is None else form.format(value)
+
+
+def _figures(report: Report) -> str:
+    if not report.rows:
+        return ""
+    columns = ["name", "bits per value", "KL", "±", "median", "99 %", "max", "same top", "× smaller", "perplexity"]
+    rows = [
+        [
+            text(row["name"]),
+            _shown(row["bits_per_value"], "{:.3f}"),
+            _shown(row["kl"], "{:.5f}"),
+            _shown(row.get("kl_se"), "{:.5f}"),
+            *(_shown(row.get(name), "{:.5f}") for name in ("kl_median", "kl_p99", "kl_max")),
+            _shown(row.get("same_top"), "{:.2%}"),
+            _shown(row.get("smaller"), "{:.2f}"),
+            _shown(row.get("perplexity"), "{:.4f}"),
+        ]
+        for row in report.rows
+    ]
+    words = (
+        "KL is the divergence of next-token distributions from those of full precision, in nats per token, with its "
+        "standard error over windows. Differences below that are no order."
+    )
+    return _section("Figures", words, _table("Figures", columns, rows))
+
+
+def _coloured(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    return {row["name"]: place for place, row in enumerate(rows)}
+
+
+def _quality(report: Report) -> str:
+    rows = [row for row in report.compressed if row["bits_per_value"] is not None and row["kl"] > 0]
+    if not rows:
+        return ""
+    colours = _coloured(report.compressed)
+    points = [
+        Series(row["name"], [(row["bits_per_value"], row["kl"], row.get("kl_se"))], False, colours[row["name"]])
+        for row in rows
+    ]
+    best = sorted((row["bits_per_value"], row["kl"], None) for row in rows if row["name"] in report.front)
+    labels = ("stored bits per value", "KL, nats per token")
+    chart = Chart.of("KL against stored bits", labels, [Series("front", best, True, 7), *points], (False, True))
+    words = "Lower and further left is better. The line joins rows that no other row beats."
+    return _section("Quality against bits", words, _wide("chart of quality against bits", chart), legend(points))
+
+
+def _positions(report: Report) -> str:
+    rows = [row for row in report.compressed if row.get("positions")]
+    if not rows:
+        return ""
+    colours = _coloured(report.compressed)
+    series = [
+        Series(
+            row["name"],
+            [((one["first"] + one["last"]) / 2 + 1, one["kl"], one["kl_se"]) for one in row["positions"]],
+            True,
+            colours[row["name"]],
+        )
+        for row in rows
+    ]
+    chart = Chart.of("KL by position", ("position in the window, tokens", "KL, nats per token"), series, (True, True))
+    words = "Mean KL of buckets of positions, each at its middle. Tokens that see no packed block have none."
+    return _section("KL by position", words, _wide("chart of KL by position", chart), legend(series))
+
+
+def _heat(share: float | None, shown: str) -> str:
+    """A cell from green (0) to red (1), always light enough for black text."""
+    if share is None:
+        return "<td>–</td>"
+    hue = round(120 * (1 - min(max(share, 0.0), 1.0)))
+    return f'<td class="heat" style="background:hsl({hue} 60% 72%)">{shown}</td>'
+
+
+def _heads(report: Report) -> str:
+    parts = []
+    for one in report.heads:
+        for role, rows in (("keys", one.key), ("values", one.value)):
+            errors = [x for row in rows if row for x in row if x > 0]
+            if not errors:
+                continue
+            low, high = math.log(min(errors)), math.log(max(errors))
+            heads = max(len(row) for row in rows if row)
+
+            def cell(x: float, low: float = low, high: float = high) -> str:
+                share = 0.0 if x <= 0 or high == low else (math.log(x) - low) / (high - low)
+                return _heat(share, f"{x:.2g}")
+
+            cells = [
+                [str(layer), *([cell(x) for x in row] if row else ["–"] * heads)] for layer, row in enumerate(rows)
+            ]
+            label = f"{one.name}: {role}"
+            columns = ["layer", *(f"head {head}" for head in range(heads))]
+            parts.append(f"<div><h3>{text(label)}</h3>{_table(label, columns, cells)}</div>")
+    if not parts:
+        return ""
+    words = "Squared error over squared size of packed tokens, by layer and kv head."
+    return _section("Error by layer and head", words, '<div class="panels">', *parts, "</div>")
+
+
+def _needles(report: Report) -> str:
+    rows = [row for row in report.rows if row.get("needles")]
+    parts = []
+    for row in rows:
+        lengths, depths, table = needle_table(row["needles"])
+        columns = ["depth", *(f"{length:,}" for length in lengths)]
+        cells = [
+            [f"{depth:.0%}", *(_heat(1 - share, f"{share:.0%}") for share in shares)]
+            for depth, shares in zip(depths, table, strict=True)
+        ]
+        label = f"needles, {row['name']}"
+        parts.append(f"<div><h3>{text(row['name'])}</h3>{_table(label, columns, cells)}</div>")
+    if not parts:
+        return ""
+    words = "Share of needles found, by depth in the context (down) and its length in tokens (across)."
+    return _section("Needle map", words, '<div class="panels">', *parts, "</div>")
+
+
+def _tasks(report: Report) -> str:
+    pairs = [(row["name"], name, one) for row in report.compressed for name, one in row.get("tasks", {}).items()]
+    if not pairs:
+        return ""
+    bars = [(f"{task}, {row}", one["low"], one["difference"], one["high"]) for row, task, one in pairs]
+    columns = ["task", "name", "score", "full precision", "difference", "from", "to", "questions"]
+    cells = [
+        [
+            text(task),
+            text(row),
+            *(_shown(one[name], "{:.4f}") for name in ("score", "full", "difference", "low", "high")),
+            str(one["n"]),
+        ]
+        for row, task, one in pairs
+    ]
+    words = "Difference to full precision on the same questions, with the bootstrap interval of 95 %."
+    chart = intervals("Task scores less full precision", "difference of the score", bars)
+    return _section("Tasks", words, _wide("chart of task scores", chart), _table("Tasks", columns, cells))
+
+
+def _memory(report: Report) -> str:
+    if not report.memory:
+        return ""
+    colours = _coloured(report.rows)
+    series = [
+        Series(name, [(length, size, None) for length, size in points], True, colours[name])
+        for name, points in report.memory.items()
+    ]
+    chart = Chart.of("Memory against length", ("tokens", "bytes of one sequence"), series, (True, True))
+    longest = LENGTHS[-1]
+    sizes = ", ".join(f"{text(name)} {number(points[-1][1])}B" for name, points in report.memory.items())
+    words = (
+        f"Packed blocks, windows and constants. Projected from the measured window at each row's stored bits per value. "
+        f"At {longest:,} tokens: {sizes}."
+    )
+    return _section("Memory against length", words, _wide("chart of memory", chart), legend(series))

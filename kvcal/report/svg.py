@@ -1,0 +1,173 @@
+"""Charts as inline SVG: lines, points with error bars, intervals. Colours are classes of the page, light and dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from kvcal_artifacts.shown import shown
+
+WIDTH, HEIGHT = 720, 340
+LEFT, RIGHT, TOP, BOTTOM = 70, 16, 14, 46
+COLOURS = 8  # classes s0 to s7
+TICKS = 6
+
+
+def text(value: object) -> str:
+    """Text of strangers as HTML text, in one line."""
+    return escape(shown(value))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """From the least to the largest number, on `length` pixels from `start`, down or up; logarithmic if asked for."""
+
+    label: str
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    @classmethod
+    def over(cls, label: str, numbers: Iterable[float], start: float, end: float, log: bool = False) -> Axis:
+        """An axis that all numbers fit on, with a margin. A logarithmic one leaves out what is not positive."""
+        usable = [x for x in numbers if math.isfinite(x) and (x > 0 or not log)] or [1.0]
+        low, high = min(usable), max(usable)
+        if log:
+            low, high = low / 1.3, high * 1.3
+        else:
+            margin = 0.05 * (high - low) or max(abs(high), 1.0) * 0.1
+            low, high = low - margin, high + margin
+        return cls(label, low, high, start, end, log)
+
+    def __call__(self, number: float) -> float:
+        """Pixels; what lies outside is put on the edge."""
+        low, high, x = self.low, self.high, min(max(number, self.low), self.high)
+        share = math.log(x / low) / math.log(high / low) if self.log else (x - low) / (high - low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    @property
+    def ticks(self) -> list[float]:
+        if self.log:
+            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+            powers = [10.0**power for power in range(first, last + 1)]
+            fine = powers if last - first > 2 else [power * step for power in powers for step in (1, 2, 5)]
+            return [tick for tick in fine if self.low <= tick <= self.high]
+        raw = (self.high - self.low) / TICKS
+        power = 10 ** math.floor(math.log10(raw))
+        step = next(power * nice for nice in (1, 2, 5, 10) if power * nice >= raw)
+        first = math.ceil(self.low / step)
+        return [round(step * i, 12) for i in range(first, math.floor(self.high / step) + 1)]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points (x, y, standard error of y or None) of one name; joined: by a line."""
+
+    name: str
+    points: Sequence[tuple[float, float, float | None]]
+    joined: bool = True
+    colour: int = 0
+
+
+@dataclass
+class Chart:
+    """A chart with both axes. title: what it shows, read out by screen readers."""
+
+    title: str
+    x: Axis
+    y: Axis
+    parts: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, title: str, labels: tuple[str, str], series: Sequence[Series], log: tuple[bool, bool]) -> Chart:
+        xs = [x for one in series for x, _, _ in one.points]
+        ys = [y for one in series for _, y, _ in one.points]
+        x = Axis.over(labels[0], xs, LEFT, WIDTH - RIGHT, log[0])
+        y = Axis.over(labels[1], ys, HEIGHT - BOTTOM, TOP, log[1])
+        chart = cls(title, x, y)
+        for one in series:
+            chart.draw(one)
+        return chart
+
+    def draw(self, series: Series) -> None:
+        """Points that the axes have a place for: a logarithm takes positive numbers alone."""
+        colour = f"s{series.colour % COLOURS}"
+        dash = "" if series.colour < COLOURS else ' stroke-dasharray="5 3"'
+        usable = [
+            point for point in series.points if (point[0] > 0 or not self.x.log) and (point[1] > 0 or not self.y.log)
+        ]
+        if series.joined and len(usable) > 1:
+            line = " ".join(f"{self.x(x)},{self.y(y)}" for x, y, _ in usable)
+            self.parts.append(f'<polyline class="line {colour}"{dash} points="{line}"/>')
+        for x, y, error in usable:
+            label = f"{series.name}: {self.x.label} {x:.4g}, {self.y.label} {y:.4g}"
+            if error is not None:
+                label += f" ± {error:.2g}"
+                ends = [self.y(max(y - error, self.y.low)), self.y(y + error)]
+                self.parts.append(
+                    f'<line class="line {colour}" x1="{self.x(x)}" x2="{self.x(x)}" y1="{ends[0]}" y2="{ends[1]}"/>'
+                )
+            self.parts.append(
+                f'<circle class="dot {colour}" cx="{self.x(x)}" cy="{self.y(y)}" r="4"><title>{text(label)}</title></circle>'
+            )
+
+    def __str__(self) -> str:
+        head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text(self.title)}">'
+        return "\n".join([head, *self._axes(), *self.parts, "</svg>"])
+
+    def _axes(self) -> list[str]:
+        rows = [f'<path class="axis" d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>']
+        for tick in self.x.ticks:
+            place = self.x(tick)
+            rows.append(f'<path class="grid" d="M{place} {TOP}V{HEIGHT - BOTTOM}"/>')
+            rows.append(f'<text x="{place}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{number(tick)}</text>')
+        for tick in self.y.ticks:
+            place = self.y(tick)
+            rows.append(f'<path class="grid" d="M{LEFT} {place}H{WIDTH - RIGHT}"/>')
+            rows.append(f'<text x="{LEFT - 8}" y="{place + 4}" text-anchor="end">{number(tick)}</text>')
+        middle = (TOP + HEIGHT - BOTTOM) / 2
+        rows.append(
+            f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{text(self.x.label)}</text>'
+        )
+        rows.append(
+            f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{text(self.y.label)}</text>'
+        )
+        return rows
+
+
+def number(value: float) -> str:
+    """A number in few characters: 0.001, 32, 4096, 1.5M."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}" if abs(value) < 1e5 else f"{value:,.0f}"
+
+
+def legend(series: Sequence[Series]) -> str:
+    """Names with their colours."""
+    items = "".join(f'<li><span class="key s{one.colour % COLOURS}"></span>{text(one.name)}</li>' for one in series)
+    return f'<ul class="legend">{items}</ul>'
+
+
+def intervals(title: str, label: str, rows: Sequence[tuple[str, float, float, float]]) -> str:
+    """Rows (name, low, middle, high), one below the other, with a line at 0."""
+    height = TOP + BOTTOM + 24 * len(rows)
+    start = 250
+    x = Axis.over(label, [0.0, *(value for row in rows for value in row[1:])], start, WIDTH - RIGHT)
+    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{text(title)}">']
+    for tick in x.ticks:
+        parts.append(f'<path class="grid" d="M{x(tick)} {TOP}V{height - BOTTOM}"/>')
+        parts.append(f'<text x="{x(tick)}" y="{height - BOTTOM + 18}" text-anchor="middle">{number(tick)}</text>')
+    parts.append(f'<path class="axis" d="M{x(0)} {TOP}V{height - BOTTOM}"/>')
+    for place, (name, low, middle, high) in enumerate(rows):
+        y = TOP + 24 * place + 14
+        tip = f"{name}: {middle:+.4f}, from {low:+.4f} to {high:+.4f}"
+        parts.append(f'<text x="{start - 10}" y="{y + 4}" text-anchor="end">{text(name[:38])}</text>')
+        parts.append(f'<path class="line s0" d="M{x(low)} {y}H{x(high)}"/>')
+        parts.append(f'<circle class="dot s0" cx="{x(middle)}" cy="{y}" r="4"><title>{text(tip)}</title></circle>')
+    parts.append(f'<text x="{(start + WIDTH) / 2}" y="{height - 8}" text-anchor="middle">{text(label)}</text></svg>')
+    return "\n".join(parts)

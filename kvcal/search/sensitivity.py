@@ -1,0 +1,188 @@
+"""Codecs by layer and side for the least KL under a budget of stored bits.
+
+First each codec alone: the forward KL of the model with one layer's keys, or values, in that codec and all else exact
+(kvcal.calibrate.forecast). Then the assignment with the least sum of these under the budget (knapsack.py). The sum leaves
+out how errors add up, so the assignment is measured whole, through the cache and on held-out windows, beside every pair of
+one codec for all keys and one for all values that fits the budget: the best of all is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.codecs import Role
+from kvcal_artifacts.errors import NonFiniteError, UsageError
+from kvcal_artifacts.scheme import Scheme
+
+from ..calibrate.forecast import forecasts, least_tokens
+from ..evaluate.perplexity import CacheMaker, Row, evaluate
+from ..methods.data_free import Preset
+from ..report.progress import progress
+from .knapsack import Option, solve
+
+EXACT = "exact-32"
+ROLES: tuple[Role, Role] = ("key", "value")
+WORST = 1e6  # nats in the place of an infinite KL, so that sums stay comparable
+
+Place = tuple[int, Role]
+
+
+class Store(Protocol):
+    """Where measured sensitivities are kept for a run that goes on."""
+
+    def read(self, name: str) -> Any:
+        """None: there is no such value."""
+
+    def keep(self, name: str, value: Any) -> None:
+        """A value that JSON has."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """key, value: the most frequent codec of each side; per_layer: exceptions, as of --per-layer."""
+
+    key: str
+    value: str
+    per_layer: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, chosen: Mapping[Place, str]) -> Assignment:
+        sides = {role: {layer: name for (layer, side), name in chosen.items() if side == role} for role in ROLES}
+        main = {role: _most_frequent(list(names.values())) for role, names in sides.items()}
+        exceptions = [
+            f"{_span(layers)}:{role}s={name}"
+            for role, names in sides.items()
+            for name, layers in _runs(names)
+            if name != main[role]
+        ]
+        return cls(main["key"], main["value"], tuple(exceptions))
+
+    def preset(self, base: Preset) -> Preset:
+        """Windows and frame of `base` with these codecs."""
+        return replace(base, key=self.key, value=self.value, per_layer=self.per_layer)
+
+
+def _most_frequent(names: list[str]) -> str:
+    return max(dict.fromkeys(names), key=names.count)
+
+
+def _runs(names: Mapping[int, str]) -> Iterator[tuple[str, list[int]]]:
+    """Consecutive layers with one codec."""
+    numbered = enumerate(sorted(names))
+    for (name, _), run in itertools.groupby(numbered, key=lambda pair: (names[pair[1]], pair[1] - pair[0])):
+        yield name, [layer for _, layer in run]
+
+
+def _span(layers: list[int]) -> str:
+    return f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+
+
+def sensitivities(
+    model: Any, ids: Tensor, codecs: Sequence[str], base: Preset, store: Store
+) -> dict[Place, list[Option]]:
+    """For each compressed layer and side, each codec's bytes a block and its KL on token windows ids (N, T), all else
+    exact. Raises UsageError where windows are too short to pack a block.
+    """
+    exact = replace(base, key=EXACT, value=EXACT, per_layer=()).scheme(model)
+    if (need := least_tokens(exact)) > ids.shape[1]:
+        raise UsageError(f"--length {ids.shape[1]}: packs nothing to measure; give {need} or more")
+    options: dict[Place, list[Option]] = {}
+    with progress("Measuring codecs", total=2 * len(exact.compressed)) as advance:
+        for layer, role in itertools.product(exact.compressed, ROLES):
+            names = {
+                name: replace(base, key=EXACT, value=EXACT, per_layer=(f"{layer}:{role}s={name}",)) for name in codecs
+            }
+            schemes = {name: one.scheme(model) for name, one in names.items()}
+            label = f"codecs-{layer}-{role}"
+            kls: dict[str, float] | None = store.read(label)
+            if kls is None:
+                kls = {name: min(result.kl, WORST) for name, result in forecasts(model, ids, schemes).items()}
+                store.keep(label, kls)
+            options[layer, role] = [Option(name, _size(schemes[name], layer, role), kls[name]) for name in codecs]
+            advance()
+    return options
+
+
+def _size(scheme: Scheme, layer: int, role: Role) -> int:
+    pair = scheme.layers[layer]
+    assert pair is not None
+    return (pair.key if role == "key" else pair.value).block_bytes()
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """assignment: the best measured, by name in `rows` ("tuned", or KEYS + VALUES of a uniform one). rows: all measured
+    whole, on held-out windows. predicted: the sum of sensitivities of the tuned one.
+    """
+
+    assignment: Assignment
+    name: str
+    rows: dict[str, Row]
+    predicted: float
+
+
+def choose(
+    model: Any,
+    holdout: Tensor,
+    options: Mapping[Place, Sequence[Option]],
+    base: Preset,
+    max_bits: float,
+    *,
+    step: int = 32,
+    batch: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Chosen:
+    """The assignment of at most `max_bits` stored bits a value that has the least KL on held-out windows (N, T)."""
+    exact = replace(base, key=EXACT, value=EXACT, per_layer=()).scheme(model)
+    values = sum(pair.key.shape.values + pair.value.shape.values for pair in exact.layers if pair is not None)
+    solved = solve(list(options.values()), int(max_bits * values / 8 + 1e-6))
+    tuned = Assignment.of({place: option.name for place, option in zip(options, solved, strict=True)})
+    candidates = {"tuned": tuned} | _uniform(model, options, base, max_bits)
+    makers = {name: _maker(assignment.preset(base).scheme(model), model) for name, assignment in candidates.items()}
+    rows = _measured(model, holdout, makers, step, batch, say)
+    if not rows:
+        raise NonFiniteError("no assignment under --max-bits gives finite logits; give other --codecs")
+    best = min(rows, key=lambda name: rows[name].kl)
+    return Chosen(candidates[best], best, rows, sum(option.cost for option in solved))
+
+
+def _measured(
+    model: Any, ids: Tensor, makers: Mapping[str, CacheMaker], step: int, batch: int | None, say: Callable[[str], None]
+) -> dict[str, Row]:
+    """All side by side; where numbers of one overflow each for itself, without those that do."""
+    try:
+        return {row.name: row for row in evaluate(model, ids, makers, step=step, batch=batch)[1:]}
+    except NonFiniteError as error:
+        if len(makers) == 1:
+            say(f"note: {error}; left out")
+            return {}
+    alone = ({name: make} for name, make in makers.items())
+    return {name: row for one in alone for name, row in _measured(model, ids, one, step, batch, say).items()}
+
+
+def _maker(scheme: Scheme, model: Any) -> Callable[[], KVCalCache]:
+    return lambda: KVCalCache(scheme, model, remember=True)
+
+
+def _uniform(
+    model: Any, options: Mapping[Place, Sequence[Option]], base: Preset, max_bits: float
+) -> dict[str, Assignment]:
+    """Of one codec for all keys and one for all values, those that fit, and of them only the ones that no other with as
+    many bits or fewer has a smaller sum of sensitivities: others are not worth a measurement.
+    """
+    names = [option.name for option in next(iter(options.values()))]
+    fitting = []
+    for key, value in itertools.product(names, names):
+        bits = replace(base, key=key, value=value, per_layer=()).scheme(model).bits_per_value()
+        names_by_role = {"key": key, "value": value}
+        cost = sum(o.cost for (_, role), choices in options.items() for o in choices if o.name == names_by_role[role])
+        if bits <= max_bits + 1e-9:
+            fitting.append((bits, cost, Assignment(key, value)))
+    best = [one for one in fitting if not any(o[0] <= one[0] and o[1] < one[1] for o in fitting)]
+    return {f"{one.key} + {one.value}": one for _, _, one in best}

@@ -1,0 +1,114 @@
+"""`kvcal export`: scales as compressed-tensors loads them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from kvcal.calibrate.kv_scales import LARGEST, ScaleSettings, kv_scales
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
+from kvcal_artifacts.errors import UsageError
+from tests.support.models_fixture import kvcal, write_model, write_text
+
+PACKAGE = importlib.util.find_spec("compressed_tensors") is not None
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("export")
+    write_model(base / "model")
+    write_text(base / "words.txt")
+    return base
+
+
+def exported(base: Path, output: Path, *options: object) -> Any:
+    sizes = ["--windows", 2, "--length", 64, "--batch", 1]
+    return kvcal(
+        "export",
+        "--model",
+        base / "model",
+        "--text",
+        base / "words.txt",
+        "--output",
+        output,
+        *sizes,
+        *options,
+        "--json",
+    )
+
+
+@torch.no_grad()
+def test_scales_are_the_largest_states(base: Path) -> None:
+    model = load_model(resolve(str(base / "model")), dtype="float32", device="cpu").model
+    ids = torch.randint(0, 200, (3, 40), generator=torch.Generator().manual_seed(0))
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    for to, per_head in (("fp8", False), ("int8", True)):
+        scales = kv_scales(model, ids, ScaleSettings(to, per_head), batch=1)
+        assert len(scales) == 2 * len(cache.layers)
+        for index, layer in enumerate(cache.layers):
+            for role, states in (("k", layer.keys), ("v", layer.values)):
+                found = scales[f"model.layers.{index}.self_attn.{role}_scale"]
+                largest = states.abs().amax((0, 2, 3)) if per_head else states.abs().max()[None]
+                assert found.flatten() * LARGEST[to] == pytest.approx(largest, rel=1e-5)
+                assert found.shape == ((len(largest), 1, 1) if per_head else (1,))
+    assert ScaleSettings().scale(torch.zeros(2)).tolist() == [1.0]
+
+
+@pytest.mark.skipif(not PACKAGE, reason="compressed-tensors is not installed")
+@pytest.mark.parametrize(("to", "options"), [("fp8", []), ("int8", ["--per-head"])])
+def test_compressed_tensors_loads_what_was_written(base: Path, tmp_path: Path, to: str, options: list[str]) -> None:
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    done = exported(base, tmp_path / "out", "--to", to, *options)
+    assert done.code == 0, done.err
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    read = QuantizationConfig.model_validate(config["quantization_config"])
+    model = AutoModelForCausalLM.from_pretrained(base / "model", dtype="float32")
+    apply_quantization_config(model, read)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith("_scale")}
+    assert done.json["scales"] == len(scales) == 2 * config["num_hidden_layers"]
+    parameters = dict(model.named_parameters())
+    for name, scale in scales.items():
+        assert parameters[name].shape == scale.shape
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert not unexpected
+    assert not [name for name in missing if name.endswith("_scale")]
+    ids = torch.arange(30)[None]
+    plain = AutoModelForCausalLM.from_pretrained(base / "model", dtype="float32")
+    with torch.no_grad():
+        one, other = (
+            m(ids, past_key_values=DynamicCache(config=m.config)).logits.log_softmax(-1) for m in (model, plain)
+        )
+    assert 0 < float((one - other).abs().max()) < 1  # it quantises, and well
+
+
+def test_weights_are_those_of_the_model(base: Path, tmp_path: Path) -> None:
+    assert exported(base, tmp_path / "out", "--to", "fp8").code == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (base / "model", tmp_path / "out"))
+    assert {name for name in after if name not in before} == {name for name in after if name.endswith("_scale")}
+    for name, tensor in before.items():
+        if name in after:
+            assert torch.equal(tensor, after[name])
+
+
+def test_what_cannot_be_exported_is_one_line(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--to fp4: allowed are fp8, int8"):
+        ScaleSettings("fp4")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "x").touch()
+    done = exported(base, tmp_path / "there", "--to", "fp8")
+    assert (done.code, "is there already" in done.err) == (2, True)
+    assert exported(base, tmp_path / "out", "--to", "fp8").code == 0
+    again = kvcal("export", "--model", tmp_path / "out", "--to", "fp8", "--output", tmp_path / "twice")
+    assert (again.code, "its weights are quantised" in again.err) == (2, True)
+    assert not (tmp_path / "twice").exists()

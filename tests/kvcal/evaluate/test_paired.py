@@ -1,0 +1,40 @@
+"""Differences to full precision on the same questions: mean, bootstrap interval, McNemar's test."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcal.evaluate.paired import Paired, mcnemar
+from kvcal_artifacts.errors import UsageError
+
+
+def test_mcnemar_by_hand() -> None:
+    """Of six questions that only one answers, five go one way: 2 * (1 + 6) / 64."""
+    full = [1, 1, 1, 1, 1, 0, 1, 0]
+    scores = [0, 0, 0, 0, 0, 1, 1, 0]
+    assert mcnemar(scores, full) == pytest.approx(2 * 7 / 64)
+    assert mcnemar(full, full) == 1
+    assert mcnemar([0.5], [1]) is None
+
+
+def test_the_interval_is_that_of_the_mean() -> None:
+    """Of many questions it is the normal one; the same scores give the same interval."""
+    full = [1.0] * 400
+    scores = [0.0, 1.0, 1.0, 1.0] * 100
+    found = Paired.of(scores, full)
+    width = 1.96 * (0.25 * 0.75 / 400) ** 0.5
+    assert (found.score, found.full, found.difference, found.n) == (0.75, 1, -0.25, 400)
+    assert found.low == pytest.approx(-0.25 - width, abs=0.004)
+    assert found.high == pytest.approx(-0.25 + width, abs=0.004)
+    assert Paired.of(scores, full) == found
+
+
+def test_the_same_answers_have_no_difference() -> None:
+    found = Paired.of([0.0, 1.0, 0.25], [0.0, 1.0, 0.25])
+    assert (found.difference, found.low, found.high, found.mcnemar) == (0, 0, 0, None)
+
+
+@pytest.mark.parametrize(("scores", "full"), [([], []), ([1.0], [1.0, 0.0])])
+def test_what_is_no_pair_is_refused(scores: list[float], full: list[float]) -> None:
+    with pytest.raises(UsageError, match="needs one pair a question"):
+        Paired.of(scores, full)

@@ -1,0 +1,151 @@
+"""`kvcal report`: one page that asks the network for nothing, whatever a file of a stranger holds."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcal.report.svg import Axis, Chart, Series, intervals, number
+from tests.support.models_fixture import kvcal
+
+POSITION = {"first": 0, "last": 127, "kl": 0.01, "kl_se": None, "same_top": 1.0}
+PAIR = {"score": 0.5, "full": 0.75, "difference": -0.25, "low": -0.5, "high": 0.0, "n": 4, "mcnemar": None}
+
+
+def row(name: str, bits: float | None, kl: float, **more: Any) -> dict[str, Any]:
+    sizes = {"cache_bytes": 1000, "window_bytes": 500, "resident_bytes": 0, "bytes_at_16_bit": 8192}
+    return {"name": name, "bits_per_value": bits, "kl": kl, "perplexity": 12.5, **sizes, **more}
+
+
+def result(*rows: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"model": "m", "text": "t", "windows": 2, "length": 64, "rows": [row("full", 16.0, 0.0), *rows], **more}
+
+
+class Page(HTMLParser):
+    """Elements by name, with what they hold."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def made(tmp_path: Path, *results: dict[str, Any]) -> Page:
+    files = []
+    for place, one in enumerate(results):
+        files.append(tmp_path / f"{place}.json")
+        files[-1].write_text(json.dumps(one))
+    done = kvcal("report", *files, "--output", tmp_path / "report.html", "--json")
+    assert done.code == 0, done.err
+    page = Page((tmp_path / "report.html").read_text())
+    assert page.open == []
+    return page
+
+
+def test_a_page_has_every_section(tmp_path: Path) -> None:
+    layer = {"key_head_errors": [0.1, 0.2], "value_head_errors": [0.3, 0.4]}
+    needles = {"needle@64/0": 1.0, "needle@64/1": 0.5}
+    rows = [
+        row("a", 2.0, 0.1, positions=[POSITION], tasks={"gsm8k": PAIR}, needles=needles),
+        row("b", 3.0, 0.2, positions=[POSITION]),
+    ]
+    page = made(tmp_path, result(*rows, layers={"a": [layer, {}, layer]}))
+    headings = "".join(page.words)
+    for title in (
+        "Figures", "Quality against bits", "KL by position", "Error by layer and head", "Needle map", "Tasks",
+        "Memory against length",
+    ):  # fmt: skip
+        assert title in headings
+    assert [tag for tag, _ in page.tags].count("svg") == 4
+    assert all(attributes.get("aria-label") for tag, attributes in page.tags if tag == "svg")
+
+
+def test_it_asks_the_network_for_nothing(tmp_path: Path) -> None:
+    page = made(tmp_path, result(row("a", 2.0, 0.1)))
+    assert not {"script", "img", "link", "iframe", "object"} & {tag for tag, _ in page.tags}
+    assert not any(name in ("src", "href") for _, attributes in page.tags for name in attributes)
+    assert not re.search(r"url\(|@import|https?:", (tmp_path / "report.html").read_text())
+    policy = next(one["content"] for tag, one in page.tags if one.get("http-equiv") == "Content-Security-Policy")
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def test_names_of_strangers_stay_text(tmp_path: Path) -> None:
+    name = "<script>alert(1)</script>\"'&\x1b[31m"
+    rows = [row(name, 2.0, 0.1, positions=[POSITION], tasks={name: PAIR})]
+    page = made(
+        tmp_path,
+        result(*rows, layers={name: [{"key_head_errors": [0.1], "value_head_errors": [0.1]}]}) | {"text": name},
+    )
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert "<script>alert(1)</script>" in "".join(page.words)
+    assert "\x1b" not in (tmp_path / "report.html").read_text()
+
+
+def test_files_of_other_texts_do_not_compare(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(result(row("a", 2.0, 0.1))))
+    (tmp_path / "b.json").write_text(json.dumps(result(row("b", 2.0, 0.1)) | {"text": "other"}))
+    done = kvcal("report", tmp_path / "a.json", tmp_path / "b.json", "--output", tmp_path / "x.html")
+    assert (done.code, "text is 'other', of the files before it 't'" in done.err) == (2, True)
+    assert not (tmp_path / "x.html").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "[]", "{}", '{"rows": []}', '{"rows": [{"name": "a"}]}', '{"rows": 3}', '{"rows": [[]]}',
+        json.dumps(result(row("a", 2.0, 0.1) | {"kl": "x"})),
+        json.dumps(result(row("a", 2.0, 0.1) | {"name": 3})),
+        json.dumps(result(row("a", 2.0, 0.1, positions=[{}]))),
+        json.dumps(result(row("a", 2.0, 0.1, tasks={"t": {}}))),
+        json.dumps(result(row("a", 2.0, 0.1, needles={"needle@x/0": 1}))),
+        json.dumps(result(row("a", 2.0, 0.1), layers=[])),
+        json.dumps(result(row("a", float("nan"), 0.1))),
+    ],
+)  # fmt: skip
+def test_what_is_no_result_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    done = kvcal("report", tmp_path / "a.json", "--output", tmp_path / "x.html")
+    assert done.code == 1
+    assert "a.json: is no result of `kvcal eval --json` or `kvcal compare`" in done.complaint
+
+
+def test_a_page_is_an_html_file(tmp_path: Path) -> None:
+    done = kvcal("report", tmp_path / "a.json", "--output", tmp_path / "x.pdf")
+    assert (done.code, "must end in .html" in done.err) == (2, True)
+    missing = kvcal("report", tmp_path / "a.json", "--output", tmp_path / "x.html")
+    assert (missing.code, "a.json" in missing.err) == (2, True)
+
+
+def test_axes_hold_what_is_drawn() -> None:
+    axis = Axis.over("x", [0.001, 0.1], 0, 100, log=True)
+    assert 0 < axis(0.001) < axis(0.01) < axis(0.1) < 100
+    assert axis(1e-9) == 0
+    assert 0.01 in axis.ticks
+    plain = Axis.over("x", [2.0, 2.0], 100, 0)
+    assert plain(2.0) == 50
+    assert all(plain.low <= tick <= plain.high for tick in plain.ticks)
+    chart = Chart.of("t", ("x", "y"), [Series("a", [(0.0, 1.0, None), (1.0, 1.0, 0.1)])], (True, False))
+    assert str(chart).count("<circle") == 1  # zero has no logarithm
+    assert intervals("t", "d", [("a", -1.0, 0.0, 1.0)]).count("<circle") == 1
+    assert [number(x) for x in (0.001, 4096, 1.5e6, 3e9)] == ["0.001", "4096", "1.5M", "3G"]
