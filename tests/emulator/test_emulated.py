@@ -17,7 +17,7 @@ from tests.support.pages import ROOT
 
 pytestmark = needs_triton
 
-CASES = ("attention_cases", "quantise_cases", "reconstruct_cases", "vq_attention_cases")
+CASES = ("attention_cases", "quantise_cases", "reconstruct_cases", "transform_cases", "vq_attention_cases")
 FEW = {  # that take most of the assembly: how cases of the module's `small` begin. A kernel takes 5 s to compile
     "attention_cases.compare": (
         "asymmetric 3 and outer 3, dim 64",  # two warps a program
@@ -29,6 +29,7 @@ FEW = {  # that take most of the assembly: how cases of the module's `small` beg
     ),
     "quantise_cases.main": ("symmetric 3 and hybrid 2, factor rows",),
     "reconstruct_cases.main": ("Case(role='key', batch=2, heads=4",),
+    "transform_cases.main": ("Case(keys=(3, 5, 9, 6)",),
     "vq_attention_cases.main": ("Case(keys=((3, 64), (3, 16)), values=((3, 64),), blocks=(3, 1), heads=2, ratio=4",),
 }
 IN_THE_INTERPRETER = (  # what these compute there, preflight's trials and whole caches, compiled kernels must
@@ -81,7 +82,7 @@ CHANGES = (  # of compiled code, each in the kernel of another case; and what is
 def test_compiled_kernels_agree_with_the_reference() -> None:
     """One process, because each needs some seconds to begin."""
     packed = PACKED.format(cases=(4,))  # values of 4 bits in bytes: `tl.sum` had two threads write different numbers
-    assert emulated("-c", SELECTED.format(few=FEW) + packed) == ["1"] * 3 + [""]
+    assert emulated("-c", SELECTED.format(few=FEW) + packed) == ["1"] * 4 + [""]
 
 
 def test_a_change_of_the_compiled_code_is_found() -> None:

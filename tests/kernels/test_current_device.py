@@ -22,7 +22,7 @@ from kvcal.bench import decoding, timing
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.paths.preflight import codebook_trials, packing_trials, trials, verdicts
 from kvcal_kernels import device, quantise
-from kvcal_kernels.layout import Form
+from kvcal_kernels.layout import Form, TransformForm
 from tests.artifacts.paths import test_codebook, test_dequantised, test_fused
 from tests.kernels import test_higgs, test_mixkvq, test_squat
 from tests.support.cases import attention_cases, quantise_cases, reconstruct_cases, vq_append_cases, vq_attention_cases
@@ -279,6 +279,7 @@ CASE = quantise_cases.Case()
 HIGGS = quantise_cases.higgs("higgs 2", "key", 2, 64)
 CODES = [vq_append_cases.codec_of(vq_append_cases.Case(), role) for role in ("key", "value")]
 FORMS = [Form(role, 64, 4) for role in ("key", "value")]  # type: ignore[arg-type]
+COORDINATES = TransformForm("key", 64, (1, 2, 3, 4)), TransformForm("value", 64, (0, 2, 3, 4))
 TRIALS: dict[str, Callable[[torch.device], str | None]] = {  # trial -> what asks for its verdict
     "trial": lambda d: verdicts.verdict(*FORMS, 2, 4, torch.float16, d),
     "append_trial": lambda d: verdicts.append_verdict(CASE.rule("key"), CASE.rule("value"), torch.float16, d),
@@ -287,6 +288,7 @@ TRIALS: dict[str, Callable[[torch.device], str | None]] = {  # trial -> what ask
     ),
     "dequantise_trial": lambda d: verdicts.dequantise_verdict(HIGGS.for_decoding(), torch.float16, 0, d),
     "encode_trial": lambda d: verdicts.encode_verdict(HIGGS, torch.float16, d),
+    "transform_trial": lambda d: verdicts.transform_verdict(*COORDINATES, 2, 4, torch.float16, d),
     "codebook_trial": lambda d: verdicts.codebook_verdict(*CODES, 4, torch.float16, d),
     "codebook_append_trial": lambda d: verdicts.codebook_append_verdict(*CODES, torch.float16, d),
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcal_kernels.device import on
-from kvcal_kernels.layout import Blocks
+from kvcal_kernels.layout import AnyBlocks
 
 from .. import hf, operator
 from ..codecs import Codec, Context
@@ -104,7 +104,8 @@ class KVCalLayer(CacheLayerMixin):
     def packed(self, value: list[Packed]) -> None:
         self.storage.packed, self._shown = value, None
 
-    _shown: tuple[list[Packed], tuple[Blocks, Blocks]] | None = None  # packed tensors, and how the kernel sees them
+    # packed tensors, and how the kernel sees them
+    _shown: tuple[list[Packed], tuple[AnyBlocks, AnyBlocks]] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -230,7 +231,7 @@ class KVCalLayer(CacheLayerMixin):
             raise KVCalError(f"layer {self.index}: attention was called without update(); call reset() and start again")
         return attention.attend(self, *due, q, scaling)
 
-    def as_blocks(self, packed: list[Packed]) -> tuple[Blocks, Blocks]:
+    def as_blocks(self, packed: list[Packed]) -> tuple[AnyBlocks, AnyBlocks]:
         """Keys and values as the kernel takes them, made once for tensors that stay."""
         if self._shown is None or self._shown[0] is not packed:
             keys, values = (codec.as_blocks(tensors) for codec, tensors in zip(self.pair, packed, strict=True))

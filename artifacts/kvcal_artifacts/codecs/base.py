@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kvcal_kernels.layout import Blocks, Form
+from kvcal_kernels.layout import Blocks, Form, TransformForm
 from kvcal_kernels.quantise import AnyRule
 
 from ..errors import KVCalError
@@ -122,12 +122,13 @@ class Codec(ABC):
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         """The numbers (B, H, N * b, D) float32 of packed tensors of N blocks."""
 
-    def fused(self) -> Form | str:
+    def fused(self) -> Form | TransformForm | str:
         """How the fused decode-attention kernel reads the packed tensors as they lie, or in one line why it cannot."""
         return f"no fused kernel reads {self.name}"
 
     # What kernels other than the codec's own must know of it, to serve it.
 
+    same_bytes_everywhere: ClassVar[bool] = True  # whether `encode` gives the same bytes on every device
     divided: ClassVar[bool] = False  # whether keys are divided by factors before they are rounded
     # how many channels are rounded at a time, those behind them then corrected; 0: keys are rounded as they are
     corrected_channels: int = 0
@@ -166,8 +167,10 @@ class Codec(ABC):
         """Name and shape in one line."""
         return f"{self.name}, {self.shape.heads} x {self.shape.dim}, blocks of {self.shape.block}"
 
-    def as_blocks(self, packed: Packed) -> Blocks:
-        """The packed tensors of a codec with a form as the kernel takes them, (B, H, N * b / 32, ...), not copied."""
+    def as_blocks(self, packed: Packed) -> Any:
+        """The packed tensors of a codec with a form as the kernel takes them, layout.Blocks or TransformBlocks of (B, H,
+        N * b / 32, ...), not copied.
+        """
         raise KVCalError(f"codec {self.name!r}: {self.fused()}")
 
     def from_blocks(self, blocks: Blocks, count: int) -> Packed:

@@ -316,7 +316,8 @@ class Higgs(Codec):
 
     def as_blocks(self, packed: Packed) -> Blocks:
         if isinstance(self._form, str):
-            return super().as_blocks(packed)
+            refused: Blocks = super().as_blocks(packed)
+            return refused
         words, norm = packed["words"], packed["norm"]
         return Blocks(
             self._form,

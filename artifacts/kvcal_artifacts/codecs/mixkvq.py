@@ -199,7 +199,8 @@ class MixKVQ(Codec):
 
     def as_blocks(self, packed: Packed) -> Blocks:
         if isinstance(self._form, str):
-            return super().as_blocks(packed)
+            refused: Blocks = super().as_blocks(packed)
+            return refused
         words = packed["words"].flatten(2).unflatten(2, (-1, self._form.words))
         return Blocks(self._form, words, packed["scale"], None, packed["perm"])
 

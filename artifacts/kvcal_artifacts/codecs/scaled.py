@@ -15,7 +15,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from kvcal_kernels.layout import Blocks, Form
+from kvcal_kernels.layout import Blocks, Form, TransformForm
 from kvcal_kernels.quantise import AnyRule
 
 from ..checked import INNER, Choice, Schema, State
@@ -87,7 +87,7 @@ class Scaled(Codec):
             raise KVCalError(f"layer {context.layer}: run-time statistic {STATISTIC} is missing")
         return context.stats[STATISTIC]
 
-    def fused(self) -> Form | str:
+    def fused(self) -> Form | TransformForm | str:
         if self.role == "value":
             return "values divided by factors: the fused kernel adds packed and exact ones into one output"
         return self.inner.fused()
@@ -103,7 +103,8 @@ class Scaled(Codec):
         return self.inner
 
     def as_blocks(self, packed: Packed) -> Blocks:
-        return self.inner.as_blocks(packed)
+        blocks: Blocks = self.inner.as_blocks(packed)
+        return blocks
 
     def for_decoding(self) -> Scaled:
         inner = self.inner.for_decoding()

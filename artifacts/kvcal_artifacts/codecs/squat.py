@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels import squat
-from kvcal_kernels.layout import Blocks, Form
+from kvcal_kernels.layout import Blocks, Form, TransformForm
 from kvcal_kernels.quantise import Counts
 from kvcal_kernels.squat import Digits, Moves
 
@@ -291,11 +291,12 @@ class Squat(Codec):
             if start < stop:
                 yield slice(start, stop), torch.cat([subspaces[:, :, start].double() * root, *wide], 2)
 
-    def fused(self) -> Form | str:
+    def fused(self) -> Form | TransformForm | str:
         return self.inner.fused()
 
     def as_blocks(self, packed: Packed) -> Blocks:
-        return self.inner.as_blocks(packed)
+        blocks: Blocks = self.inner.as_blocks(packed)
+        return blocks
 
     def key_factor(self, context: Context = EMPTY) -> Tensor | None:
         return self.inner.key_factor(context)

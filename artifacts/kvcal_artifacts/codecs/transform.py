@@ -16,8 +16,11 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
+from kvcal_kernels import transform
 from kvcal_kernels.hadamard import root, tree_sum
 from kvcal_kernels.lattice import lookup, nearest
+from kvcal_kernels.layout import BLOCK, Basis, TransformBlocks, TransformForm
+from kvcal_kernels.layout.transform import TRANSFORM_DIMS
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 
 from ..checked import HEAD_DIM, Choice, Listed, Schema, Whole
@@ -89,6 +92,9 @@ class Transform(Codec):
                 f"transform codec, encoder {tuple(self.encoder.shape)}: needs {(shape.heads, shape.dim, self.coded)}"
             )
         self._grids = {b: gaussian_grid(*GRID_OF[b]).to(decoder.device) for b in self.tiers if b > 1}
+        self._form = self._find_form()
+        self._basis: Basis | None = None  # of `basis`, once made
+        self._kernel = False  # whether a kernel codes and packs
 
     def _inverse(self) -> Tensor:
         """The inverse of the decoder as it is stored: its columns of the coded coordinates."""
@@ -111,6 +117,9 @@ class Transform(Codec):
         blocks = self.shape.blocks(x.float()) - self.mean.float()[:, None, None]
         y = self._product(blocks, self.encoder)  # (B, H, N, b, coded)
         norm = to_half(root(tree_sum(self._token(y * y)) / (self.shape.heads * self.coded)), "norm")  # (B, N, b)
+        if self._kernel and isinstance(self._form, TransformForm):
+            codes = transform.fast().encode(y, norm.contiguous(), self._form, self._grids)
+            return dict(zip((f"codes{b}" for b in self.tiers), codes, strict=True)) | {"norm": norm[:, None]}
         unit = y / norm.float().clamp_min(2.0**-24)[:, None, ..., None]
         packed = {f"codes{b}": self._pack(self._codes(unit[..., at], b), b) for b, at in self.tiers.items()}
         return packed | {"norm": norm[:, None]}
@@ -168,6 +177,49 @@ class Transform(Codec):
     def _code_bits(b: int) -> int:
         return 1 if b == 1 else GRIDS[GRID_OF[b]]
 
+    # For kernels.
+
+    def _find_form(self) -> TransformForm | str:
+        """How the fused kernel reads the packed tensors; else why it cannot."""
+        if self.shape.block != BLOCK:
+            return f"transform in blocks of {self.shape.block}: the kernel reads blocks of {BLOCK}"
+        if self.shape.dim not in TRANSFORM_DIMS:
+            return f"transform at head_dim {self.shape.dim}: the kernel takes {TRANSFORM_DIMS}"
+        four, three, two, one = (self.bits.count(b) // 2 for b in (4, 3, 2, 1))
+        return TransformForm(self.role, self.shape.dim, (four, three, two, one))
+
+    def fused(self) -> TransformForm | str:
+        return self._form
+
+    @property
+    def basis(self) -> Basis:
+        """What kernels decode by, made once."""
+        if self._basis is None:
+            signs = torch.tensor([[-ONE_BIT], [ONE_BIT]], device=self.decoder.device)
+            points = {b: signs if b == 1 else self._grids[b] for b in self.tiers}
+            self._basis = Basis(self.decoder, self.mean, points, {b: self._gain_at(b) for b in self.tiers})
+        return self._basis
+
+    def as_blocks(self, packed: Packed) -> TransformBlocks:
+        if isinstance(self._form, str):
+            raise KVCalError(f"codec {self.name!r}: {self._form}")
+        codes = tuple(packed[f"codes{b}"].contiguous() for b in self.tiers)
+        return TransformBlocks(self._form, codes, packed["norm"].contiguous(), self.basis)
+
+    same_bytes_everywhere = False  # a matrix product makes coordinates, whose last bits are the device's
+
+    def by_kernel(self) -> Transform:
+        """Its bytes are those of torch on the same device: torch multiplies by the encoder, the kernel does the rest."""
+        if isinstance(self._form, str):
+            return self
+        twin = copy.copy(self)
+        twin._kernel = True
+        return twin
+
+    @property
+    def encodes_by_kernel(self) -> bool:
+        return self._kernel
+
     def config(self) -> TransformSettings:
         return {"bits": self.bits, "gain": self.gain}
 
@@ -221,7 +273,7 @@ class Transform(Codec):
             return self
         twin = copy.copy(self)
         twin.decoder, twin.mean, twin.encoder = (t.to(device) for t in (self.decoder, self.mean, self.encoder))
-        twin._grids = {b: grid.to(device) for b, grid in self._grids.items()}
+        twin._grids, twin._basis = {b: grid.to(device) for b, grid in self._grids.items()}, None
         return twin
 
     def describe(self) -> str:

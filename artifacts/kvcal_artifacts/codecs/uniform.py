@@ -186,7 +186,8 @@ class Uniform(Codec):
 
     def as_blocks(self, packed: Packed) -> Blocks:
         if isinstance(self._form, str):
-            return super().as_blocks(packed)
+            refused: Blocks = super().as_blocks(packed)
+            return refused
         words, scale = packed["words"], packed["scale"]
         return Blocks(
             self._form,

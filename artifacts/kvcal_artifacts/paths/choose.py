@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvcal_kernels.layout import Form, rope
+from kvcal_kernels.layout import Form, TransformForm, rope
 
 from .. import hf
 from ..codecs import Codec
@@ -185,6 +185,10 @@ def shape_refusal(pair: LayerCodecs) -> str | None:
     for codec in (pair.key, pair.value):
         if isinstance(why := codec.fused(), str):
             return f"{codec.role}s: {why}"
+    if isinstance(pair.key.fused(), Form) != isinstance(pair.value.fused(), Form):
+        return f"keys of {pair.key.name}, values of {pair.value.name}: the transform's kernel reads both or none"
+    if isinstance(pair.key.fused(), TransformForm) and pair.key.divided:
+        return "keys divided by factors: the transform's kernel takes the bare codec"
     return None
 
 
@@ -193,6 +197,8 @@ def rotation_refusal(pair: LayerCodecs, rotary: int) -> str | None:
     form = pair.key.fused()
     if codebook.both(pair):
         what = "vector codes"
+    elif isinstance(form, TransformForm):
+        what = "coordinates of a basis"
     elif not isinstance(form, Form):
         return None
     elif form.vector or form.tiered:
@@ -249,6 +255,9 @@ def absence(
     keys, values = pair.key.fused(), pair.value.fused()
     if codebook.both(pair):
         why = codebook.verdict(pair, ratio, dtype, device)
+    elif isinstance(keys, TransformForm):
+        assert isinstance(values, TransformForm)
+        why = verdicts.transform_verdict(keys, values, pair.key.shape.heads, ratio, dtype, device)
     else:
         assert isinstance(keys, Form) and isinstance(values, Form)
         why = verdicts.verdict(keys, values, pair.key.shape.heads, ratio, dtype, device, rotary)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels import quantise
-from kvcal_kernels.attention import fast, reference
-from kvcal_kernels.layout import BLOCK, Blocks, Form, Rope, rope
+from kvcal_kernels.attention import fast, reference, transform
+from kvcal_kernels.layout import BLOCK, AnyBlocks, Blocks, Form, Rope, TransformBlocks, TransformForm, rope
 from kvcal_kernels.quantise import AnyRule
 
 from ..scheme import LayerCodecs
@@ -21,8 +21,8 @@ Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, capacity, D), token
 def attention(
     kernels: str,
     q: Tensor,
-    keys: Blocks,
-    values: Blocks,
+    keys: AnyBlocks,
+    values: AnyBlocks,
     blocks: Tensor,
     sink: Exact,
     recent: Exact,
@@ -40,6 +40,9 @@ def attention(
     packed_q, arguments = queries_for(q, factor), (q, keys, values, blocks, sink, recent, scaling)
     if kernels == "torch":
         return reference.attend(*arguments, packed_q, ring, rotation)
+    if isinstance(keys, TransformBlocks):
+        by_basis: Tensor = transform().attend(*arguments, None, workspace, ring)
+        return by_basis
     out: Tensor = fast().attend(*arguments, None, workspace, packed_q, ring, rotation)
     return out
 
@@ -52,8 +55,8 @@ def workspace(kernels: str, device: torch.device) -> object:
 def reserve(
     kernels: str,
     space: object,
-    keys: Form,
-    values: Form,
+    keys: Form | TransformForm,
+    values: Form | TransformForm,
     batch: int,
     heads: int,
     ratio: int,
@@ -65,9 +68,13 @@ def reserve(
 
     rotary: channels that the kernel rotates by RoPE.
     """
-    if kernels != "torch":
-        pairs = rotary // (2 * rope.PIECE)
-        for queries in range(1, QUERIES + 1):
+    if kernels == "torch":
+        return
+    pairs = rotary // (2 * rope.PIECE)
+    for queries in range(1, QUERIES + 1):
+        if isinstance(keys, TransformForm):
+            transform().reserve(space, keys, values, batch, heads, ratio, capacity, windows, queries)
+        else:
             fast().reserve(space, keys, values, batch, heads, ratio, capacity, windows, queries, pairs)
 
 

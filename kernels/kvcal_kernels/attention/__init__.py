@@ -14,4 +14,14 @@ def fast() -> ModuleType:
     return triton
 
 
-__all__ = ["fast"]
+@cache
+def transform() -> ModuleType:
+    """Return the Triton module for the transform codec: `attend` and `reserve`. ImportError where Triton is not
+    installed.
+    """
+    from .triton import transform as module
+
+    return module
+
+
+__all__ = ["fast", "transform"]

@@ -60,7 +60,8 @@ def check_layouts(ttgir: str) -> None:
             raise RuntimeError(f"this Triton contracts 32 numbers where there are 16: {line.strip()[:200]}")
         packed = re.search(r"elementwise_inline_asm.*packed_element = ([48]) ", line)
         if packed and re.search(
-            r"ldmatrix|ld\.shared\.(v2\.b32 \{a, b\}|b16 a)|kvcal_table|movmatrix|KVCAL_LOW|kvcal_fit|mma\.sync|"
+            r"ldmatrix|kvcal_[kv]\d|kvcal_(matrix|norms)|"
+            r"ld\.shared\.(v2\.b32 \{a, b\}|b16 a)|kvcal_table|movmatrix|KVCAL_LOW|kvcal_fit|mma\.sync|"
             r"mov\.f32 \$0",
             line,
         ):
@@ -82,26 +83,40 @@ def _check(q: Tensor, keys: Blocks, values: Blocks, blocks: Tensor, sink: Exact,
     batch, heads, capacity = keys.words.shape[:3]
     if keys.form.role != "key" or values.form.role != "value" or keys.form.dim != values.form.dim:
         raise ValueError(f"blocks of {keys.form} and {values.form}: must be keys and values of one head_dim")
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"queries of {q.dtype}: must be float16 or bfloat16")
-    if q.ndim != 4 or q.shape[0] != batch or q.shape[1] % heads or q.shape[3] != keys.form.dim:
-        raise ValueError(f"queries {tuple(q.shape)}: must be ({batch}, a multiple of {heads}, Q, {keys.form.dim})")
     for name, packed in (("keys", keys), ("values", values)):
         _check_blocks(name, packed, batch, heads, capacity)
-    for name, window in (("sink", sink), ("recent", recent)):
-        _check_window(name, window, q, (batch, heads, window[0].shape[2], keys.form.dim))
-    counts = {"blocks": blocks, "sink counts": sink[2], "recent counts": recent[2]}
-    for name, count in counts.items():
-        if count.dtype != torch.int32 or count.shape != (batch,):
-            raise ValueError(f"{name}: {tuple(count.shape)} {count.dtype}; must be ({batch},) torch.int32")
-    tensors = {"q": q, "words of keys": keys.words, "words of values": values.words, "scales of keys": keys.scale}
-    tensors |= {"scales of values": values.scale, "sink": sink[0], "sink values": sink[1], "recent": recent[0]}
+    check_exact(q, (batch, heads, keys.form.dim), blocks, sink, recent)
+    tensors = {"words of keys": keys.words, "words of values": values.words, "scales of keys": keys.scale}
+    tensors |= {"scales of values": values.scale}
     for name, packed in (("keys", keys), ("values", values)):
         if packed.grid is not None:
             tensors |= {f"table of {name}": packed.grid.table, f"signs of {name}": packed.grid.sign}
     if keys.order is not None:
         tensors["order of channels"] = keys.order
-    for name, tensor in (tensors | {"recent values": recent[1]} | counts).items():
+    _check_places(tensors, q)
+
+
+def check_exact(q: Tensor, shape: tuple[int, int, int], blocks: Tensor, sink: Exact, recent: Exact) -> None:
+    """Raise ValueError unless queries, counts and exact tokens are as the kernel takes them. shape: rows, kv heads,
+    head_dim.
+    """
+    batch, heads, dim = shape
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"queries of {q.dtype}: must be float16 or bfloat16")
+    if q.ndim != 4 or q.shape[0] != batch or q.shape[1] % heads or q.shape[3] != dim:
+        raise ValueError(f"queries {tuple(q.shape)}: must be ({batch}, a multiple of {heads}, Q, {dim})")
+    for name, window in (("sink", sink), ("recent", recent)):
+        _check_window(name, window, q, (batch, heads, window[0].shape[2], dim))
+    counts = {"blocks": blocks, "sink counts": sink[2], "recent counts": recent[2]}
+    for name, count in counts.items():
+        if count.dtype != torch.int32 or count.shape != (batch,):
+            raise ValueError(f"{name}: {tuple(count.shape)} {count.dtype}; must be ({batch},) torch.int32")
+    tensors = {"q": q, "sink": sink[0], "sink values": sink[1], "recent": recent[0], "recent values": recent[1]}
+    _check_places(tensors | counts, q)
+
+
+def _check_places(tensors: dict[str, Tensor], q: Tensor) -> None:
+    for name, tensor in tensors.items():
         if tensor.device != q.device:
             raise ValueError(f"{name} on {tensor.device}, queries on {q.device}: must be on one device")
         if not tensor.is_contiguous():

@@ -49,7 +49,7 @@ def columns(keys: Form, values: Form, rows: int, in_bytes: bool) -> int:
     return min(max(wide, 8), most)
 
 
-def _splits_at_once(rows: int, dim: int, warps: int, plain: bool) -> int:
+def splits_at_once(rows: int, dim: int, warps: int, plain: bool) -> int:
     """Return how many splits a program merges in one wait for memory. It is bounded by registers: 128 a thread spill
     with many rows or channels, and with grids, tiers and keys before RoPE they cost a program its place
     (docs/benchmarks/decode_attention.md).
@@ -122,7 +122,7 @@ def settings(
         "ROWS": query_rows,
         "WIDTH": rotation_width(keys.dim),
         "PAIRED": 2 if in_bytes else int(values.paired),
-        "AT_ONCE": _splits_at_once(query_rows, keys.dim, warps, plain),
+        "AT_ONCE": splits_at_once(query_rows, keys.dim, warps, plain),
         "KEYS": key_side,
         "VALUES": replace(value_side, first=0 if same else key_side.entries << step),
         "PAIRS": pairs,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layout import BLOCK, Blocks, Rope, decode
+from ..layout import BLOCK, Blocks, Rope, TransformBlocks, decode
 from ..layout.rope import recent_places
 
 
 def attend(
     q: Tensor,
-    keys: Blocks,
-    values: Blocks,
+    keys: Blocks | TransformBlocks,
+    values: Blocks | TransformBlocks,
     blocks: Tensor,
     sink: tuple[Tensor, Tensor, Tensor],
     recent: tuple[Tensor, Tensor, Tensor],
@@ -56,7 +56,9 @@ def attend(
     return (scores.softmax(-1) @ v.masked_fill(~read, 0)).to(q.dtype)
 
 
-def _places(keys: Blocks, blocks: Tensor, sink: tuple[Tensor, ...], recent: tuple[Tensor, ...]) -> list[Tensor]:
+def _places(
+    keys: Blocks | TransformBlocks, blocks: Tensor, sink: tuple[Tensor, ...], recent: tuple[Tensor, ...]
+) -> list[Tensor]:
     """Return where sink, packed and recent tokens are in a row's runs: (1 or B, T) each."""
     capacity, device = sink[0].shape[2], blocks.device
     packed = torch.arange(keys.words.shape[2] * BLOCK, device=device) + -(-capacity // BLOCK) * BLOCK

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from ..hadamard import unrotate
 from . import grids
 from .form import BLOCK, HALF_TILE, PIECE, Form, TierFields, field_number, together
 from .grids import Grid
+from .transform import TransformBlocks
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class Blocks:
     def written(self) -> Tensor:
         """The words as kernels write them: of a grid in units of 32 bits."""
         return self.words.view(torch.int32) if self.form.vector else self.words
+
+
+AnyBlocks: TypeAlias = Blocks | TransformBlocks
 
 
 def _field_numbers(form: Form, device: torch.device) -> Tensor:
@@ -256,8 +261,10 @@ def unpack_scales(packed: Tensor, form: Form) -> tuple[Tensor, Tensor | None]:
     return parts[0], parts[1] if kinds == 2 else None
 
 
-def decode(blocks: Blocks) -> Tensor:
+def decode(blocks: AnyBlocks) -> Tensor:
     """Return the numbers of blocks, (B, H, N * 32, D) float32."""
+    if isinstance(blocks, TransformBlocks):
+        return blocks.decoded()
     form = blocks.form
     if form.tiered:
         return _decode_tiers(blocks)

@@ -103,7 +103,7 @@ def table_of(points: Tensor, bits: int) -> tuple[Tensor, float]:
             f"grid of {n} points of {d} numbers at {bits} bits: allowed are bits, d = {GRIDS}, 2^(bits d) points"
         )
     step = _step(points)
-    times = _times(points.cpu().double()) if step is None else 1 / step
+    times = rounding_factor(points.cpu().double()) if step is None else 1 / step
     entries, numbers = ENTRIES[bits]
     index = torch.arange(entries, device=points.device)
     parts = [points[index >> part * bits * d & n - 1] for part in range(numbers // d)]
@@ -174,7 +174,7 @@ def in_bytes(points: Tensor) -> Tensor:
     return (whole[best] * steps[best]).float().to(points.device)
 
 
-def _times(points: Tensor) -> float:
+def rounding_factor(points: Tensor) -> float:
     """Return the factor in [1, 2) with which float16 rounds the points best. A point's rounding is the same in every
     token, so that it does not average out: what counts is its mean over Gaussian numbers. Over 32000 tokens of one
     weight 64 points of 2 numbers as they are are off by 4.8e-3 of the output, times this factor by 2.4e-4.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels import quantise
-from kvcal_kernels.layout import BLOCK, Form, rope
+from kvcal_kernels.layout import BLOCK, Blocks, rope
 from kvcal_kernels.quantise import Counts
 from kvcal_kernels.squat import Digits
 
@@ -256,7 +256,7 @@ class StaticLayer(KVCalLayer):
     def _reserve(self, batch: int, heads: int, many: int) -> None:
         """Allocate the memory of the kernel's launches over so many blocks of the scheme."""
         keys, values = self.codecs.key.fused(), self.codecs.value.fused()
-        assert isinstance(keys, Form) and isinstance(values, Form)
+        assert not isinstance(keys, str) and not isinstance(values, str)
         space, blocks = self.cache.memory.workspace(self.device), many * fused.kernel_blocks(self.codecs)
         assert self.allocation is not None
         windows = self.allocation.sink[0].shape[2], self.allocation.ring[0].shape[2]
@@ -398,7 +398,9 @@ class StaticLayer(KVCalLayer):
         """The tensors that the kernel appends to."""
         if self._layer is None or self._layer.flags is not memory.flags:
             sink, ring = (memory.sink[0], memory.sink[1]), (memory.ring[0], memory.ring[1])
-            self._layer = quantise.Layer(*self.as_blocks(memory.packed), sink, ring, memory.flags)
+            keys, values = self.as_blocks(memory.packed)
+            assert isinstance(keys, Blocks) and isinstance(values, Blocks)  # packed by a rule, so no coordinates
+            self._layer = quantise.Layer(keys, values, sink, ring, memory.flags)
         return self._layer
 
     def _attend_codes(

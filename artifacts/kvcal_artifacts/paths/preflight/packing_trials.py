@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcal_kernels import attention, quantise, squat
 from kvcal_kernels.attention import reference
-from kvcal_kernels.layout import BLOCK, Form
+from kvcal_kernels.layout import BLOCK, Form, TransformForm
 from kvcal_kernels.quantise import AnyRule, GridRule
 from kvcal_kernels.squat import Moves
 
@@ -20,24 +20,26 @@ from .trials import apart
 
 
 def encode_trial(codec: Codec, dtype: torch.dtype, device: torch.device, blocks: int = 2) -> str | None:
-    """Try a codec's kernel on random tokens, one of them zero, against the codec on the CPU, bit by bit."""
+    """Try a codec's kernel on random tokens, one of them zero, against the codec on the CPU, bit by bit; on the same
+    device where a codec's bytes are the device's.
+    """
     shape, generator = codec.shape, torch.Generator().manual_seed(0)
     x = 3 * torch.randn(2, shape.heads, blocks * shape.block, shape.dim, generator=generator)
     x[..., ::9] *= 20
     x[0, :, 3] = 0
     x, stats = x.to(dtype), codec.example_stats(2, blocks, generator)
-    contexts = [Context(stats={name: one.to(where) for name, one in stats.items()}) for where in (device, x.device)]
-    pair = codec.to(device).by_kernel(), codec.to(x.device)
-    if isinstance(codec.fused(), Form):
+    places = device, x.device if codec.same_bytes_everywhere else device
+    contexts = [Context(stats={name: one.to(where) for name, one in stats.items()}) for where in places]
+    pair = codec.to(device).by_kernel(), codec.to(places[1])
+    if isinstance(codec.fused(), Form | TransformForm):
         actual, expected = (
-            coder.encode(x.to(where), now) for coder, where, now in zip(pair, (device, x.device), contexts, strict=True)
+            coder.encode(x.to(where), now) for coder, where, now in zip(pair, places, contexts, strict=True)
         )
     else:  # as layers that are predicted from it need it, too
         (actual, decoded), (expected, decoded_by_torch) = (
-            coder.encode_decode(x.to(where), now)
-            for coder, where, now in zip(pair, (device, x.device), contexts, strict=True)
+            coder.encode_decode(x.to(where), now) for coder, where, now in zip(pair, places, contexts, strict=True)
         )
-        if not torch.equal(decoded.cpu(), decoded_by_torch):
+        if not torch.equal(decoded.cpu(), decoded_by_torch.cpu()):
             return f"what packed {codec.role}s decode to differs"
     apart = [name for name, one in expected.items() if not _same(actual[name], one)]
     return f"{apart[0]} of packed {codec.role}s differ" if apart else None
@@ -48,7 +50,7 @@ def _same(actual: Stored, expected: Stored) -> bool:
     if isinstance(actual, Ragged) and isinstance(expected, Ragged):
         return torch.equal(actual.counts.cpu(), expected.counts) and torch.equal(actual.data.cpu(), expected.data)
     assert isinstance(actual, Tensor) and isinstance(expected, Tensor)
-    return torch.equal(actual.cpu(), expected)
+    return torch.equal(actual.cpu(), expected.cpu())
 
 
 def quantise_trial(

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvcal_kernels import attention, dequantise, layout
 from kvcal_kernels.attention import reference
 from kvcal_kernels.dequantise import Rotation
-from kvcal_kernels.layout import BLOCK, Form
+from kvcal_kernels.layout import BLOCK, Form, TransformBlocks, TransformForm
 
 from ...codecs import Codec, Context
 from ...codecs.base import CONTEXT_TENSORS
@@ -54,6 +54,60 @@ def trial(
             if why := apart(actual, expected, dtype, where):
                 return why
     return None
+
+
+def transform_trial(
+    keys: TransformForm, values: TransformForm, heads: int, ratio: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """The kernel over the transform codec on random rows of different lengths against the reference in float32, as `trial`
+    tries the others.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    points = {b: torch.randn(1 << 2 * b, 2, generator=generator, device=device).half().float() for b in (4, 3, 2)}
+    points[1] = torch.tensor([[-0.75], [0.75]], device=device)
+    pair = (
+        _coordinates(keys, heads, points, device, generator),
+        _coordinates(values, heads, points, device, generator),
+    )
+    counts = [torch.tensor(n, dtype=torch.int32, device=device) for n in (BLOCKS, SINK, RECENT)]
+
+    def random(count: int, tokens: int) -> Tensor:
+        size = (len(BLOCKS), count, tokens, keys.dim)
+        return torch.randn(size, generator=generator, device=device).to(dtype)
+
+    def exact(tokens: int, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return random(heads, tokens), random(heads, tokens), count
+
+    sink, recent = exact(max(SINK), counts[1]), exact(-(-max(RECENT) // BLOCK) * BLOCK, counts[2])
+    for queries, ring in CALLS:
+        q, arguments = random(heads * ratio, queries), (*pair, counts[0], sink, recent, keys.dim**-0.5)
+        actual = attention.transform().attend(q, *arguments, ring=ring)
+        expected = reference.attend(q.float(), *pair, counts[0], sink, recent, keys.dim**-0.5, ring=ring)
+        if why := apart(actual, expected, dtype, f"{queries} new tokens{' behind a ring' if ring else ''}"):
+            return why
+    return None
+
+
+def _coordinates(
+    form: TransformForm, heads: int, points: dict[int, Tensor], device: torch.device, generator: torch.Generator
+) -> TransformBlocks:
+    """Random blocks of a random basis, numbers of variance about 1."""
+
+    def bytes_of(*size: int) -> Tensor:
+        return torch.randint(0, 256, size, generator=generator, device=device, dtype=torch.uint8)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    rows = len(BLOCKS), heads, max(BLOCKS)
+    codes = tuple(
+        bytes_of(*rows, *((2 * count, 4) if bits == 1 else (count, layout.transform.PAIR_BYTES[bits])))
+        for bits, count in form.tiers
+    )
+    decoder = (normal(heads, form.dim, form.dim) * form.dim**-0.5).half()
+    basis = layout.Basis(decoder, (normal(heads, form.dim) / 2).half(), points, dict.fromkeys(points, 1.25))
+    norm = torch.rand(len(BLOCKS), 1, max(BLOCKS), BLOCK, generator=generator, device=device) + 0.5
+    return TransformBlocks(form, codes, norm.half(), basis)
 
 
 def _rope(rotary: int, sink: int, blocks: int, recent: int, device: torch.device) -> layout.Rope:

@@ -24,7 +24,7 @@ import torch
 
 import kvcal_kernels
 from kvcal_kernels.device import capturing, on
-from kvcal_kernels.layout import Form
+from kvcal_kernels.layout import Form, TransformForm
 from kvcal_kernels.quantise import AnyRule, Rule
 
 from ... import codecs
@@ -35,7 +35,7 @@ from ...files import open_lock, read_text, write_atomically
 from ...modes import without_autocast
 from .codebook_trials import codebook_append_trial, codebook_trial
 from .packing_trials import append_trial, encode_trial, quantise_trial
-from .trials import dequantise_trial, trial
+from .trials import dequantise_trial, transform_trial, trial
 
 try:
     import fcntl
@@ -122,6 +122,14 @@ def verdict(
     parts = ["decode_attention", _form_text(keys), _form_text(values), f"d{keys.dim}", f"h{heads}", f"r{ratio}"]
     parts += [f"RoPE of {rotary}"] if rotary else []
     return _verdict(parts, dtype, device, lambda: trial(keys, values, heads, ratio, dtype, device, rotary))
+
+
+def transform_verdict(
+    keys: TransformForm, values: TransformForm, heads: int, ratio: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """As `verdict`, of the kernel over the transform codec."""
+    parts = ["transform_attention", f"{keys.pairs}", f"{values.pairs}", f"d{keys.dim}", f"h{heads}", f"r{ratio}"]
+    return _verdict(parts, dtype, device, lambda: transform_trial(keys, values, heads, ratio, dtype, device))
 
 
 def append_verdict(

@@ -54,8 +54,7 @@ def _over_warps(x, NW: tl.constexpr):
     if NW > 1:
         x = tl.permute(x, (1, 2, 3, 4, 0))
         for i in tl.static_range(1, _log2(NW)):
-            shape: tl.constexpr = [x.shape[0], x.shape[1], x.shape[2], x.shape[3], NW >> i, 2]
-            low, high = tl.split(tl.reshape(x, shape))
+            low, high = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2], x.shape[3], NW >> i, 2]))
             x = low + high
         low, high = tl.split(x)
         total = low + high

@@ -1,0 +1,7 @@
+"""Decode attention over the transform codec: coordinates of a fitted basis, unequal bits by direction."""
+
+from __future__ import annotations
+
+from .launch import attend, reserve
+
+__all__ = ["attend", "reserve"]

@@ -1,0 +1,287 @@
+"""Codes of coordinates to float16: assembly that looks them up in shared memory, and the same without assembly.
+
+A look-up reads a pair of numbers of a token at once. Points of a tier lie in shared memory once for every bank, so that
+lanes never meet in one. A product's first operand wants of a lane (g, t), g = lane // 4, t = lane % 4: of keys, of rows
+g and g + 8, coordinates 2 t, 2 t + 1 and 8 more; of values, where rows are pairs and what is contracted is (token,
+parity), rows g and g + 8 of tokens in slots t and t + 4. Row g of a half block of keys is its token 2 g, row g + 8 its
+token 2 g + 1: then a lane has the same four tokens of each tier in the four bytes of a register
+(layout/transform.py), and probabilities, transposed, come in slots t and t + 4 as tokens 4 t + e and 4 t + 2 + e.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..tiles import lane_zeros
+
+ALIGNED = 7  # bit at which a code is a multiple of the 128 bytes that an entry takes
+SIGNS, MINUS_ONE = 0x80008000, 0xBC00BC00
+
+
+@triton.jit
+def declare_lanes():
+    """Declare registers that look-ups know by name: where a lane's codes begin in a run of pairs, by bytes of a pair,
+    and by how much they are shifted.
+    """
+    tl.inline_asm_elementwise(
+        """.reg .b32 kvcal_g, kvcal_t, kvcal_bank, kvcal_k32, kvcal_k24, kvcal_k24b, kvcal_k16, kvcal_k8, kvcal_ks4,
+        kvcal_ks6, kvcal_ks2, kvcal_v32, kvcal_v24, kvcal_v24b, kvcal_v16, kvcal_v8, kvcal_vs4, kvcal_vs6, kvcal_vs2;
+        mov.u32 kvcal_t, %laneid; shl.b32 kvcal_bank, kvcal_t, 2; shr.u32 kvcal_g, kvcal_t, 2;
+        and.b32 kvcal_t, kvcal_t, 3;
+        and.b32 kvcal_ks4, kvcal_g, 3; and.b32 kvcal_ks6, kvcal_g, 1;
+        shl.b32 kvcal_k16, kvcal_ks4, 2; shl.b32 kvcal_k24b, kvcal_ks6, 2; shl.b32 kvcal_k32, kvcal_g, 1;
+        mad.lo.u32 kvcal_k32, kvcal_t, 32, kvcal_k32; mad.lo.u32 kvcal_k24, kvcal_t, 24, kvcal_k16;
+        mad.lo.u32 kvcal_k24b, kvcal_t, 24, kvcal_k24b; add.u32 kvcal_k24b, kvcal_k24b, 16;
+        mad.lo.u32 kvcal_k16, kvcal_t, 16, kvcal_k16; shl.b32 kvcal_k8, kvcal_t, 3;
+        shr.u32 kvcal_ks4, kvcal_g, 2; shl.b32 kvcal_ks4, kvcal_ks4, 2; add.s32 kvcal_ks6, kvcal_ks4, -2;
+        and.b32 kvcal_ks6, kvcal_ks6, 31; and.b32 kvcal_ks2, kvcal_g, 6;
+        shl.b32 kvcal_v32, kvcal_t, 2; mad.lo.u32 kvcal_v32, kvcal_g, 32, kvcal_v32;
+        and.b32 kvcal_v16, kvcal_t, 1; shl.b32 kvcal_v16, kvcal_v16, 3;
+        mad.lo.u32 kvcal_v24, kvcal_g, 24, kvcal_v16; mul.lo.u32 kvcal_v24b, kvcal_g, 24;
+        add.u32 kvcal_v24b, kvcal_v24b, 16; mad.lo.u32 kvcal_v16, kvcal_g, 16, kvcal_v16; shl.b32 kvcal_v8, kvcal_g, 3;
+        and.b32 kvcal_vs4, kvcal_t, 2; shl.b32 kvcal_vs4, kvcal_vs4, 1; add.s32 kvcal_vs6, kvcal_vs4, -2;
+        and.b32 kvcal_vs6, kvcal_vs6, 31; shl.b32 kvcal_vs2, kvcal_t, 1;
+        mov.b32 $0, 0;""",
+        "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1,
+    )
+
+
+@triton.constexpr_function
+def _address(into, lane_part, lane, stride, base, count, width):
+    """Return assembly for a lane's address: that of the ring's slot, `base`, and the lane's part of a run; of a short
+    run lanes beyond the last pair take that one.
+    """
+    if count == width:
+        return [f"add.u32 {into}, {base}, {lane_part};"]
+    text = [f"min.u32 {into}, {lane}, {count - 1}; sub.u32 {into}, {into}, {lane};"]
+    return [*text, f"mad.lo.u32 {into}, {into}, {stride}, {lane_part}; add.u32 {into}, {into}, {base};"]
+
+
+@triton.constexpr_function
+def _look_up(into, word, bit, bits, first):
+    """Return assembly that looks up the code from `bit` of a word on. first: entry at which the tier's points begin."""
+    shift, mask = bit - ALIGNED, (1 << {4: 8, 3: 6, 2: 4}[bits]) - 1 << ALIGNED
+    move = f"shr.u32 at, {word}, {shift};" if shift > 0 else f"shl.b32 at, {word}, {-shift};"
+    text = f"{move} lop3.b32 at, at, {mask}, kvcal_bank, 0xEA; add.u32 at, at, table;"
+    return f"{text} ld.shared.b32 {into}, [at + {first * 128}];"
+
+
+@triton.constexpr_function
+def _signs(into, word, up):
+    """Return assembly that makes -1 and 1 of bits 0 and 16 of a word, once it is shifted up by `up`."""
+    move = f"shl.b32 at, {word}, {up};" if up >= 0 else f"shr.u32 at, {word}, {-up};"
+    return f"{move} lop3.b32 {into}, at, {SIGNS}, ones, 0x6A;"
+
+
+@triton.constexpr_function
+def _places_of(tables):
+    return {4: tables[0], 3: tables[1], 2: tables[2]}
+
+
+@triton.constexpr_function
+def _key_run(run, byte, targets, base, tables):
+    """Return assembly that gives the four pairs of numbers of a lane from a run of 4 pairs: tokens 2 g, 2 g + 1, 16 + 2
+    g, 17 + 2 g.
+    """
+    bits, at, count = run
+    at, first = at + byte, _places_of(tables).get(bits, 0)
+    even, odd, even16, odd16 = targets
+    if bits == 4:
+        text = _address("a", "kvcal_k32", "kvcal_t", 32, base, count, 4)
+        text += [f"ld.shared.u16 x, [a + {at}]; ld.shared.u16 y, [a + {at + 16}];"]
+        return [*text, _look_up(even, "x", 0, 4, first), _look_up(odd, "x", 8, 4, first),
+                _look_up(even16, "y", 0, 4, first), _look_up(odd16, "y", 8, 4, first)]  # fmt: skip
+    if bits == 1:
+        text = _address("a", "kvcal_k8", "kvcal_t", 8, base, count, 4)
+        text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}]; shr.u32 x, x, kvcal_g; shr.u32 y, y, kvcal_g;"]
+        text += [f"prmt.b32 a, x, y, 0x5410; prmt.b32 x, x, y, 0x7632; mov.b32 ones, {MINUS_ONE};"]
+        return [*text, _signs(even, "a", 15), _signs(even16, "a", 7), _signs(odd, "x", 15), _signs(odd16, "x", 7)]
+    if bits == 2:
+        text = _address("a", "kvcal_k16", "kvcal_t", 16, base, count, 4)
+        text += [f"ld.shared.b32 x, [a + {at}]; shr.u32 x, x, kvcal_ks4;"]
+    else:
+        text = _address("a", "kvcal_k24", "kvcal_t", 24, base, count, 4)
+        text += [f"ld.shared.b32 x, [a + {at}]; shf.r.wrap.b32 x, x, x, kvcal_ks6;"]
+        text += _address("a", "kvcal_k24b", "kvcal_t", 24, base, count, 4)
+        text += [f"ld.shared.b32 y, [a + {at}]; shr.u32 y, y, kvcal_ks2; lop3.b32 x, x, y, 0x3C3C3C3C, 0xE4;"]
+    order = (even, even16, odd, odd16)
+    return [*text, *(_look_up(into, "x", 8 * i, bits, first) for i, into in enumerate(order))]
+
+
+@triton.constexpr_function
+def key_step(side, step, tables):
+    """Return assembly that loads a product's coordinates of both half blocks, and its constraints: 8 registers."""
+    text = ["{ .reg .b32 a, x, y, at, table, ones; mov.u32 table, kvcal_table;"]
+    for i in range(2):
+        run = side.runs[min(2 * step + i, len(side.runs) - 1)]  # of an odd number the last one twice
+        text += _key_run(run, 0, tuple(f"${n + 2 * i}" for n in (0, 1, 4, 5)), "$8", tables)
+    return " ".join([*text, "}"]), ",".join(["=&r"] * 8 + ["r"] * 8)
+
+
+@triton.constexpr_function
+def _value_run(run, byte, row, base, tables):
+    """Return assembly for a lane's 8 tokens of a run of 8 pairs, as rows `row` (0: g, 1: g + 8) of four tiles of 8
+    tokens: half block h, e of tokens in turn.
+    """
+    bits, at, count = run
+    at, first = at + byte, _places_of(tables).get(bits, 0)
+    tokens = [(h, e, late) for h in range(2) for e in range(2) for late in range(2)]
+    targets = {(h, e, late): f"${4 * (2 * h + e) + row + 2 * late}" for h, e, late in tokens}
+    if bits == 4:
+        text = _address("a", "kvcal_v32", "kvcal_g", 32, base, count, 8)
+        text += [f"ld.shared.b32 x, [a + {at}]; ld.shared.b32 y, [a + {at + 16}];"]
+        look = [_look_up(targets[one], "xy"[one[0]], 8 * (one[1] + 2 * one[2]), 4, first) for one in tokens]
+        return [*text, *look]
+    if bits == 1:
+        text = _address("a", "kvcal_v8", "kvcal_g", 8, base, count, 8)
+        text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}]; shr.u32 x, x, kvcal_vs2; shr.u32 y, y, kvcal_vs2;"]
+        text += [f"prmt.b32 a, x, y, 0x5410; prmt.b32 x, x, y, 0x7632; mov.b32 ones, {MINUS_ONE};"]
+        return [*text, *(_signs(targets[h, e, late], "ax"[e], 15 - 8 * h - late) for h, e, late in tokens)]
+    if bits == 2:
+        text = _address("a", "kvcal_v16", "kvcal_g", 16, base, count, 8)
+        text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}]; shr.u32 x, x, kvcal_vs4; shr.u32 y, y, kvcal_vs4;"]
+    else:
+        text = _address("a", "kvcal_v24", "kvcal_g", 24, base, count, 8)
+        text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}];"]
+        text += ["shf.r.wrap.b32 x, x, x, kvcal_vs6; shf.r.wrap.b32 y, y, y, kvcal_vs6;"]
+        text += _address("a", "kvcal_v24b", "kvcal_g", 24, base, count, 8)
+        text += [f"ld.shared.v2.b32 {{a, z}}, [a + {at}]; shr.u32 a, a, kvcal_vs2; shr.u32 z, z, kvcal_vs2;"]
+        text += ["lop3.b32 x, x, a, 0x3C3C3C3C, 0xE4; lop3.b32 y, y, z, 0x3C3C3C3C, 0xE4;"]
+    look = [_look_up(targets[h, e, late], "xy"[late], 8 * (2 * e + h), bits, first) for h, e, late in tokens]
+    return [*text, *look]
+
+
+@triton.constexpr_function
+def value_step(side, byte, step, tables):
+    """Return assembly that loads a tile of 16 pairs of values, as four operands of 8 tokens, and its constraints."""
+    text = ["{ .reg .b32 a, x, y, z, at, table, ones; mov.u32 table, kvcal_table;"]
+    for i in range(2):
+        run = side.runs[min(2 * step + i, len(side.runs) - 1)]
+        text += _value_run(run, byte, i, "$16", tables)
+    return " ".join([*text, "}"]), ",".join(["=&r"] * 16 + ["r"] * 8)
+
+
+# Without assembly: from memory, code by code.
+
+
+@triton.constexpr_function
+def _run_of(side, step, i):
+    return side.runs[min(2 * step + i, len(side.runs) - 1)]
+
+
+@triton.constexpr_function
+def _piece_of(side, bits):
+    """Return where a tier is among the kernel's pointers, its bytes of a block and where it begins in one."""
+    place = 4 - bits
+    size, at = side.pieces[side.places.index(place)]
+    return place, size, at
+
+
+@triton.jit
+def _numbers_of(pointers, o_block, b_live, pair, token, parity, p_table, RUN: tl.constexpr, SIDE: tl.constexpr,
+                TABLES: tl.constexpr, PAGED: tl.constexpr):
+    """Return numbers of coordinates 2 pair + parity of a run, as float16. o_block: with PAGED of a block's bytes behind
+    the first pointer, else its number in the pointers' tensors.
+    """
+    BITS: tl.constexpr = RUN[0]
+    PIECE: tl.constexpr = _piece_of(SIDE, BITS)
+    pair = tl.minimum(pair, RUN[2] - 1)
+    if PAGED:
+        p = pointers[0] + o_block + RUN[1]
+    else:
+        p = pointers[PIECE[0]] + o_block * PIECE[1] + (RUN[1] - PIECE[2])
+    if BITS == 4:
+        code = tl.load(p + pair * 32 + token, mask=b_live, other=0).to(tl.int32)
+    elif BITS == 1:
+        byte = tl.load(p + pair * 8 + parity * 4 + token % 2 * 2 + token // 16, mask=b_live, other=0).to(tl.int32)
+        code = byte >> token // 2 % 8 & 1
+    else:
+        PAIR: tl.constexpr = 16 if BITS == 2 else 24
+        byte = tl.load(p + pair * PAIR + token % 8 * 2 + token // 16, mask=b_live, other=0).to(tl.int32)
+        code = byte >> token // 8 % 2 * 4 & 15
+        if BITS == 3:
+            low = tl.load(p + pair * 24 + 16 + token % 4 * 2 + token // 16, mask=b_live, other=0).to(tl.int32)
+            code = code << 2 | low >> token // 4 % 4 * 2 & 3
+    if BITS == 1:
+        number = (code * 2 - 1).to(tl.float16)
+    else:
+        number = tl.load(p_table + (_places_of(TABLES)[BITS] + code) * 2 + parity)
+    return number
+
+
+@triton.jit
+def key_numbers(pointers, o_block, b_live, ring, p_table, STEP: tl.constexpr, SIDE: tl.constexpr,
+                TABLES: tl.constexpr, PAGED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
+    """Return 16 coordinates of both half blocks of NW blocks as a product's first operands, [NW, 16, 16] each. ring: where
+    blocks lie in shared memory, [NW, 1]; without ASM they are read from memory, o_block [NW] and b_live [NW].
+    """
+    if ASM:
+        TEXT: tl.constexpr = key_step(SIDE, STEP, TABLES)
+        at = ring[:, :, None] + lane_zeros(NW)
+        halves = tl.inline_asm_elementwise(
+            TEXT[0], TEXT[1], [at], dtype=(tl.float16, tl.float16), is_pure=False, pack=8
+        )
+    else:
+        row, k = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+        token, slot = row % 8 * 2 + row // 8, k // 2
+        o, live = o_block[:, None, None], b_live[:, None, None]
+        halves = ()
+        for h in tl.static_range(2):
+            a = _numbers_of(pointers, o, live, slot % 4, token + 16 * h, k % 2, p_table, _run_of(SIDE, STEP, 0), SIDE,
+                            TABLES, PAGED)
+            b = _numbers_of(pointers, o, live, slot % 4, token + 16 * h, k % 2, p_table, _run_of(SIDE, STEP, 1), SIDE,
+                            TABLES, PAGED)
+            halves = halves + (tl.where(slot < 4, a, b),)
+    return halves
+
+
+@triton.jit
+def value_numbers(pointers, o_block, b_live, ring, p_table, STEP: tl.constexpr, BYTE: tl.constexpr,
+                  SIDE: tl.constexpr, TABLES: tl.constexpr, PAGED: tl.constexpr, NW: tl.constexpr,
+                  ASM: tl.constexpr):
+    """Return 16 pairs of NW blocks' values as first operands of 8 tokens each: four [NW, 16, 16]. BYTE: where values begin
+    in a slot of the ring. The rest is as in `key_numbers`.
+    """
+    if ASM:
+        TEXT: tl.constexpr = value_step(SIDE, BYTE, STEP, TABLES)
+        at = ring[:, :, None] + lane_zeros(NW)
+        parts = tl.inline_asm_elementwise(
+            TEXT[0], TEXT[1], [at], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=False, pack=8
+        )
+    else:
+        row, k = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+        o, live = o_block[:, None, None], b_live[:, None, None]
+        parts = ()
+        for j in tl.static_range(4):
+            token = 16 * (j // 2) + k // 2 * 2 + j % 2
+            a = _numbers_of(pointers, o, live, row % 8, token, k % 2, p_table, _run_of(SIDE, STEP, 0), SIDE, TABLES, PAGED)
+            b = _numbers_of(pointers, o, live, row % 8, token, k % 2, p_table, _run_of(SIDE, STEP, 1), SIDE, TABLES, PAGED)
+            parts = parts + (tl.where(row < 8, a, b),)
+    return parts
+
+
+@triton.constexpr_function
+def _norms(byte):
+    """Return assembly for the norms of a lane's two rows, which are neighbours."""
+    return f"""{{ .reg .b16 a, b; .reg .b32 kvcal_norms;
+    ld.shared.b32 kvcal_norms, [$4 + {byte}]; mov.b32 {{a, b}}, kvcal_norms;
+    cvt.f32.f16 $0, a; mov.b32 $1, $0; cvt.f32.f16 $2, b; mov.b32 $3, $2; }}"""
+
+
+@triton.jit
+def token_norms(p_norm, o_norm, b_live, ring, BYTE: tl.constexpr, HALF: tl.constexpr, NW: tl.constexpr,
+                N: tl.constexpr, ASM: tl.constexpr):
+    """Return the norms of a half block's tokens in the order of keys' rows: [NW, 16, N] float32, every column alike; or
+    [NW, 16, 1]. BYTE: of the norms in a slot of the ring; o_norm [NW]: of the block's norms in memory.
+    """
+    r = tl.arange(0, 16)[None, :]
+    if ASM:
+        at = ring[:, :, None] + ((r % 8 * 4)[:, :, None] + lane_zeros(NW, N))
+        norm = tl.inline_asm_elementwise(
+            _norms(BYTE + 32 * HALF), "=&f,=&f,=&f,=&f,r,r,r,r", [at], dtype=tl.float32, is_pure=False, pack=4
+        )
+    else:
+        at = o_norm[:, None] + (16 * HALF + r % 8 * 2 + r // 8)
+        norm = tl.load(p_norm + at, mask=b_live[:, None], other=0.0).to(tl.float32)[:, :, None]
+    return norm
