@@ -59,6 +59,7 @@ def compared(bundle: Path) -> list[dict[str, Any]]:
     from .workbench import cache_makers, rows_named
 
     loaded = load_model(resolve("tiny"), dtype="float32", device="cpu")
+    assert loaded.tokenizer is not None  # the embedded model brings its own
     text = evaluation_windows(loaded.tokenizer, "embedded:evaluation", windows=DEMO_ROWS, length=DEMO_LENGTH)
     methods = rows_named(DEMO_PRESETS, [bundle])
     makers = cache_makers(loaded.model, methods, loaded.revision)
