@@ -29,8 +29,8 @@ def query_weight(squares: Tensor) -> Tensor:
     negative -> float16.
 
     Not times the factor's square, which would make it the error of scores: an outlier channel's error hardly changes
-    from token to token, and a softmax does not see what all tokens share (docs/lab/methods.md, InnerQ). A channel counts at
-    least 1e-4 of its head's mean; in a head without queries all count alike.
+    from token to token, and a softmax does not see what all tokens share (docs/lab/methods.md, InnerQ). A channel
+    counts at least 1e-4 of its head's mean; in a head without queries all count alike.
     """
     mean = squares.double().mean(-1, keepdim=True)
     weight = torch.where(mean > 0, squares.double() / mean.clamp_min(1e-300), 1.0)

@@ -1,7 +1,7 @@
 """What `--model` means: names, files, and weights on a device.
 
-The names that scripts use are here, too: `from kvcal.models import load_model, resolve`. They are imported when they are
-first asked for, because a command's help needs this package without torch.
+The names that scripts use are here, too: `from kvcal.models import load_model, resolve`. They are imported when they
+are first asked for, because a command's help needs this package without torch.
 """
 
 from __future__ import annotations

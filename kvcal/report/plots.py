@@ -1,4 +1,5 @@
-"""Plots as PNG, SVG or PDF, drawn whole and then written whole. matplotlib is imported only when a plot is asked for."""
+"""Plots as PNG, SVG or PDF, drawn whole and then written whole. matplotlib is imported only when a plot is asked
+for."""
 
 from __future__ import annotations
 
@@ -181,9 +182,14 @@ def _bench_lines(axis: Any, rows: list[dict[str, Any]]) -> None:
         label = f"{drawable(scheme)}, batch {batch}" + (", projected" if projected else "")
         x = [row["length"] for row in points]
         line = axis.plot(
-            x, [row["microseconds"] for row in points], "--" if projected else "-", marker=markers[batches.index(batch)],
-            label=label, color=colour(scheme), markersize=4,
-        )  # fmt: skip
+            x,
+            [row["microseconds"] for row in points],
+            "--" if projected else "-",
+            marker=markers[batches.index(batch)],
+            label=label,
+            color=colour(scheme),
+            markersize=4,
+        )
         paper = [(row["length"], row["paper_microseconds"]) for row in points if "paper_microseconds" in row]
         if paper:
             axis.plot(*zip(*paper, strict=True), "x", color=line[0].get_color(), markersize=4)
@@ -197,7 +203,8 @@ def head_errors_png(key: Rows, value: Rows, title: str) -> bytes:
 
 
 def head_errors_figure(key: Rows, value: Rows, title: str) -> Figure:
-    """Relative squared error by layer (down) and kv head (across), keys beside values; layers without a row are grey."""
+    """Relative squared error by layer (down) and kv head (across), keys beside values; layers without a row are
+    grey."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 

@@ -168,8 +168,8 @@ class Codec(ABC):
         return f"{self.name}, {self.shape.heads} x {self.shape.dim}, blocks of {self.shape.block}"
 
     def as_blocks(self, packed: Packed) -> Any:
-        """The packed tensors of a codec with a form as the kernel takes them, layout.Blocks or TransformBlocks of (B, H,
-        N * b / 32, ...), not copied.
+        """The packed tensors of a codec with a form as the kernel takes them, layout.Blocks or TransformBlocks of (B,
+        H, N * b / 32, ...), not copied.
         """
         raise KVCalError(f"codec {self.name!r}: {self.fused()}")
 

@@ -18,8 +18,8 @@ both).
 A nearest point is shorter than what it stands for: on average x̂ = (1 - D) x plus noise, D the grid's MSE (0.11 at 2
 bits). Scores of such keys are 11 % lower than those of exact keys in the windows, and values add up 11 % short, however
 many are averaged. `gain="debiased"` stores a larger norm: values are made unbiased, by 1 / (1 - D); keys keep their
-length, by its square root, because the noise of a score raises its exponential (docs/lab/methods.md has the figures). "mse"
-is HIGGS as published.
+length, by its square root, because the noise of a score raises its exponential (docs/lab/methods.md has the figures).
+"mse" is HIGGS as published.
 
 `points="bytes"` rounds the grid's points to multiples of one step, the largest 126 of it, for grids of at most 16
 points: at head_dim 64, 128 and 256 attention then takes products of 8-bit integers instead of look-ups. On Gaussian

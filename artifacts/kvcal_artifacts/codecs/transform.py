@@ -209,7 +209,8 @@ class Transform(Codec):
     same_bytes_everywhere = False  # a matrix product makes coordinates, whose last bits are the device's
 
     def by_kernel(self) -> Transform:
-        """Its bytes are those of torch on the same device: torch multiplies by the encoder, the kernel does the rest."""
+        """Its bytes are those of torch on the same device: torch multiplies by the encoder, the kernel does the
+        rest."""
         if isinstance(self._form, str):
             return self
         twin = copy.copy(self)

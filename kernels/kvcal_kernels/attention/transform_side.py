@@ -14,9 +14,9 @@ Run = tuple[int, int, int]  # bits, byte of a run's first pair in its block, pai
 @dataclass(frozen=True)
 class TransformSide:
     """The compile-time constants of keys or of values. runs: of 4 pairs of keys, of 8 of values, each of one tier.
-    pieces: bytes of each tier and where they begin in a block. slots: where tiers are among a kernel's pointers. norm_at:
-    byte of a block's norms. slot: bytes of a block in the ring. steps: products of 16 coordinates (keys), or tiles of
-    16 pairs (values).
+    pieces: bytes of each tier and where they begin in a block. slots: where tiers are among a kernel's pointers.
+    norm_at: byte of a block's norms. slot: bytes of a block in the ring. steps: products of 16 coordinates (keys), or
+    tiles of 16 pairs (values).
     """
 
     runs: tuple[Run, ...]

@@ -16,8 +16,8 @@ LEAST = 2.0**-24  # a norm that numbers are divided by, at least
 
 
 def encode(y: Tensor, norm: Tensor, form: TransformForm, points: Mapping[int, Tensor]) -> tuple[Tensor, ...]:
-    """Return the codes of each tier of a form, uint8 (B, H, N, pairs or coordinates, bytes), as layout/transform.py lays
-    them out. y (B, H, N, 32, coded) float32: coordinates; norm (B, N, 32) float16; points: by bits (n, 2) float32.
+    """Return the codes of each tier of a form, uint8 (B, H, N, pairs or coordinates, bytes), as layout/transform.py
+    lays them out. y (B, H, N, 32, coded) float32: coordinates; norm (B, N, 32) float16; points: by bits (n, 2) float32.
     """
     unit = y / norm.float().clamp_min(LEAST)[:, None, ..., None]
     codes, first = [], 0

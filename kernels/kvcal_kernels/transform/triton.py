@@ -42,8 +42,8 @@ def _joined(field, FIELDS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr
 def _store_plane(
     p_codes, numbers, live, column, STRIDE: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr
 ):
-    """Store a plane of BITS bits of numbers [32, COUNT]: field j of word i is token j * words + i. column [COUNT]: of each
-    code, whose bytes are STRIDE.
+    """Store a plane of BITS bits of numbers [32, COUNT]: field j of word i is token j * words + i. column [COUNT]: of
+    each code, whose bytes are STRIDE.
     """
     FIELDS: tl.constexpr = 16 // BITS
     WORDS: tl.constexpr = 2 * BITS
@@ -131,11 +131,13 @@ def _raster(side: int, few: int, most: int) -> tuple[int, int, int]:
 def encode(y: Tensor, norm: Tensor, form: TransformForm, points: Mapping[int, Tensor]) -> tuple[Tensor, ...]:
     """Do what `reference.encode` does, in one launch."""
     batch, heads, blocks, _, coded = y.shape
-    if y.shape[3] != BLOCK or coded != form.coded or y.dtype != torch.float32 or y.stride()[2:] != (BLOCK * coded, coded, 1):
+    contiguous = y.stride()[2:] == (BLOCK * coded, coded, 1)
+    if y.shape[3] != BLOCK or coded != form.coded or y.dtype != torch.float32 or not contiguous:
         raise ValueError(f"coordinates {tuple(y.shape)} {y.dtype}, strides {y.stride()}: must be (B, H, N, {BLOCK}, "
                          f"{form.coded}) float32, contiguous from blocks on")  # fmt: skip
     if norm.shape != (batch, blocks, BLOCK) or norm.dtype != torch.float16 or not norm.is_contiguous():
-        raise ValueError(f"norms {tuple(norm.shape)} {norm.dtype}: must be {(batch, blocks, BLOCK)} float16, contiguous")
+        shape = (batch, blocks, BLOCK)
+        raise ValueError(f"norms {tuple(norm.shape)} {norm.dtype}: must be {shape} float16, contiguous")
     codes = {}
     for bits, count in form.tiers:
         size = (count, PAIR_BYTES[bits]) if bits > 1 else (2 * count, PAIR_BYTES[1] // 2)

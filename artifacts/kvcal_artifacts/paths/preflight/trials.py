@@ -59,8 +59,8 @@ def trial(
 def transform_trial(
     keys: TransformForm, values: TransformForm, heads: int, ratio: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """The kernel over the transform codec on random rows of different lengths against the reference in float32, as `trial`
-    tries the others.
+    """The kernel over the transform codec on random rows of different lengths against the reference in float32, as
+    `trial` tries the others.
     """
     generator = torch.Generator(device).manual_seed(0)
     points = {b: torch.randn(1 << 2 * b, 2, generator=generator, device=device).half().float() for b in (4, 3, 2)}

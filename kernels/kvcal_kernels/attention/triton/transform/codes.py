@@ -213,8 +213,8 @@ def _numbers_of(pointers, o_block, b_live, pair, token, parity, p_table, RUN: tl
 @triton.jit
 def key_numbers(pointers, o_block, b_live, ring, p_table, STEP: tl.constexpr, SIDE: tl.constexpr,
                 TABLES: tl.constexpr, PAGED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
-    """Return 16 coordinates of both half blocks of NW blocks as a product's first operands, [NW, 16, 16] each. ring: where
-    blocks lie in shared memory, [NW, 1]; without ASM they are read from memory, o_block [NW] and b_live [NW].
+    """Return 16 coordinates of both half blocks of NW blocks as a product's first operands, [NW, 16, 16] each. ring:
+    where blocks lie in shared memory, [NW, 1]; without ASM they are read from memory, o_block [NW] and b_live [NW].
     """
     if ASM:
         TEXT: tl.constexpr = key_step(SIDE, STEP, TABLES)
@@ -240,8 +240,8 @@ def key_numbers(pointers, o_block, b_live, ring, p_table, STEP: tl.constexpr, SI
 def value_numbers(pointers, o_block, b_live, ring, p_table, STEP: tl.constexpr, BYTE: tl.constexpr,
                   SIDE: tl.constexpr, TABLES: tl.constexpr, PAGED: tl.constexpr, NW: tl.constexpr,
                   ASM: tl.constexpr):
-    """Return 16 pairs of NW blocks' values as first operands of 8 tokens each: four [NW, 16, 16]. BYTE: where values begin
-    in a slot of the ring. The rest is as in `key_numbers`.
+    """Return 16 pairs of NW blocks' values as first operands of 8 tokens each: four [NW, 16, 16]. BYTE: where values
+    begin in a slot of the ring. The rest is as in `key_numbers`.
     """
     if ASM:
         TEXT: tl.constexpr = value_step(SIDE, BYTE, STEP, TABLES)
@@ -255,8 +255,12 @@ def value_numbers(pointers, o_block, b_live, ring, p_table, STEP: tl.constexpr, 
         parts = ()
         for j in tl.static_range(4):
             token = 16 * (j // 2) + k // 2 * 2 + j % 2
-            a = _numbers_of(pointers, o, live, row % 8, token, k % 2, p_table, _run_of(SIDE, STEP, 0), SIDE, TABLES, PAGED)
-            b = _numbers_of(pointers, o, live, row % 8, token, k % 2, p_table, _run_of(SIDE, STEP, 1), SIDE, TABLES, PAGED)
+            a = _numbers_of(
+                pointers, o, live, row % 8, token, k % 2, p_table, _run_of(SIDE, STEP, 0), SIDE, TABLES, PAGED
+            )
+            b = _numbers_of(
+                pointers, o, live, row % 8, token, k % 2, p_table, _run_of(SIDE, STEP, 1), SIDE, TABLES, PAGED
+            )
             parts = parts + (tl.where(row < 8, a, b),)
     return parts
 

@@ -1,5 +1,5 @@
-"""`attend` over the transform codec, in one launch: as the kernel of the other formats (`..kernel`), with a decoder of its
-own. What this kernel has no part in: keys before RoPE, keys divided by factors, head_dims other than 64 and 128.
+"""`attend` over the transform codec, in one launch: as the kernel of the other formats (`..kernel`), with a decoder of
+its own. What this kernel has no part in: keys before RoPE, keys divided by factors, head_dims other than 64 and 128.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ MUCH_SHARED = ((9, 0), (10, 0), (10, 3))  # compute capabilities of multiprocess
 
 
 def launch_of(rows: int, device: torch.device) -> Launch:
-    """Return the launch for so many query rows of a kv head. Eight warps share a program's tables, of up to 42 KB, where
-    their ring fits beside them: with four a multiprocessor of 228 KB runs eight warps, with eight sixteen.
+    """Return the launch for so many query rows of a kv head. Eight warps share a program's tables, of up to 42 KB,
+    where their ring fits beside them: with four a multiprocessor of 228 KB runs eight warps, with eight sixteen.
     """
     wide = columns(rows)
     if wide > 8:
@@ -51,7 +51,9 @@ def columns(rows: int) -> int:
     return min(max(2 * power_of_two(rows), 8), 32)
 
 
-def settings(keys: TransformForm, values: TransformForm, heads: int, ratio: int, queries: int, warps: int) -> dict[str, Any]:
+def settings(
+    keys: TransformForm, values: TransformForm, heads: int, ratio: int, queries: int, warps: int
+) -> dict[str, Any]:
     """Return the compile-time constants of transform_kernel that follow from shapes and warps."""
     rows = ratio * queries
     wide = columns(rows)
@@ -82,8 +84,8 @@ def ring_bytes(constants: dict[str, Any]) -> int:
 
 
 def tiles_of(matrix: Tensor) -> Tensor:
-    """Return matrices (..., 16, 16) as a lane has them of a product's first operand: (..., 256). Lane (g, t) has rows g,
-    g + 8 of columns 2 t, 2 t + 1, then of 2 t + 8, 2 t + 9.
+    """Return matrices (..., 16, 16) as a lane has them of a product's first operand: (..., 256). Lane (g, t) has rows
+    g, g + 8 of columns 2 t, 2 t + 1, then of 2 t + 8, 2 t + 9.
     """
     apart = matrix.unflatten(-1, (2, 4, 2)).unflatten(-4, (2, 8))  # (..., row half, g, column half, t, column)
     tiles: Tensor = apart.permute(*range(apart.ndim - 5), -4, -2, -3, -5, -1).flatten(-5)
@@ -126,8 +128,8 @@ def key_constants(basis: Basis, form: TransformForm) -> tuple[Tensor, Tensor]:
 
 
 def value_constants(basis: Basis, form: TransformForm) -> tuple[Tensor, Tensor]:
-    """Return the decoder in tiles of channels by pairs, (H, D / 32, tiles, 4, 256) float16: from even and odd coordinates
-    to even and odd channels; and factors of pairs (tiles * 16,).
+    """Return the decoder in tiles of channels by pairs, (H, D / 32, tiles, 4, 256) float16: from even and odd
+    coordinates to even and odd channels; and factors of pairs (tiles * 16,).
     """
     pairs = _coordinates(form, OCTET)
     both = basis.decoder.unflatten(1, (-1, 2)).unflatten(-1, (-1, 2))  # (H, pairs, parity, D / 2, parity)

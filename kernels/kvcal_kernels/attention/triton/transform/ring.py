@@ -1,5 +1,5 @@
-"""The ring of blocks: a warp copies the codes and norms of its next blocks to shared memory, as `..ring` does; tiers are
-pieces of their own, or a page's block lies in one.
+"""The ring of blocks: a warp copies the codes and norms of its next blocks to shared memory, as `..ring` does; tiers
+are pieces of their own, or a page's block lies in one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ def _width(size):
 
 @triton.constexpr_function
 def _copies(pieces):
-    """Return assembly that copies pieces (bytes, byte in a slot of the ring, whether blocks follow one another). Operands:
-    shared address, lane, then for each piece its block's number, or bytes from the first block, and the lane's pointer.
+    """Return assembly that copies pieces (bytes, byte in a slot of the ring, whether blocks follow one another).
+    Operands: shared address, lane, then for each piece its block's number, or bytes from the first block, and the
+    lane's pointer.
     """
     text = ["{ .reg .b32 d; .reg .b64 a; .reg .pred q;"]
     for i in range(len(pieces)):
@@ -68,8 +69,8 @@ def origins_of(
     key_pointers, p_kn, value_pointers, p_vn, i_head, i_batch, capacity, lane, KEYS: tl.constexpr,
     VALUES: tl.constexpr, PAGED: tl.constexpr,
 ):
-    """Return where each lane copies from in a head's first block, int64 [32 NW] for each piece. PAGED: i_head is where a
-    head begins in a page, in bytes.
+    """Return where each lane copies from in a head's first block, int64 [32 NW] for each piece. PAGED: i_head is where
+    a head begins in a page, in bytes.
     """
     if PAGED:
         origins = ((key_pointers[0] + i_head).to(tl.int64) + lane * 16,)
