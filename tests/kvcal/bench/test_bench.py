@@ -2104,7 +2104,17 @@ def test_doctor_names_versions_and_every_kernel() -> None:
     assert plain.code == 0, plain.err
     assert found["machine"]["torch"] == torch.__version__ or torch.__version__.startswith(found["machine"]["torch"])
     named = {row["kernel"]: row for row in found["kernels"]}
-    with_kernels = {"attention", "dequantise", "higgs", "mixkvq", "packing", "quantise", "residual_vq", "squat"}
+    with_kernels = {
+        "attention",
+        "dequantise",
+        "higgs",
+        "mixkvq",
+        "packing",
+        "quantise",
+        "residual_vq",
+        "squat",
+        "transform",
+    }
     assert {name for name, row in named.items() if "no GPU kernel" not in row["why"]} == with_kernels
     assert {"hadamard", "lattice", "layout"} == set(named) - with_kernels
     assert all(f"kernel {name}: " in plain.out for name in named)
