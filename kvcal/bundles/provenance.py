@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvcal_artifacts.bundle import SUFFIX, Bundle
@@ -19,6 +19,7 @@ from ..methods.data_free import COMPOSED, PRESETS
 from ..methods.squat import TASKS, paper_settings
 from ..models.catalogue import CATALOGUE
 from ..pipeline.build import HOW, MAYBE_PATHS, NOT_GIVEN, PATHS, DefaultsOf, OptionsOf
+from ..pipeline.options import Options as CommandOptions
 from ..report.escape import shell
 from ..report.records import is_number, kind_of
 from ..text.sources import EMBEDDED
@@ -60,7 +61,7 @@ class Recorded:
     inputs: tuple[Mapping[str, Any], ...] = ()
     cpu: Mapping[str, Any] = field(default_factory=dict)
 
-    def line(self, defaults: Options, output: str | None = None) -> str:
+    def line(self, defaults: Mapping[str, object], output: str | None = None) -> str:
         """The command as typed in a shell; options at their defaults are left out, local files stand under the recorded
         name.
         """
@@ -90,10 +91,12 @@ def _words(name: str, value: Any) -> list[str]:
     return [flag, str(value)]
 
 
-def checked_options(was: Recorded, defaults_of: DefaultsOf, options_of: OptionsOf) -> Options:
-    """All options of the command, the recorded ones as the command line would take them. Raises KVCalError."""
+def checked_options(was: Recorded, defaults_of: DefaultsOf, options_of: OptionsOf) -> CommandOptions | None:
+    """All options of the command, the recorded ones as the command line would take them; None for `kvcal combine`, which
+    has none. Raises KVCalError.
+    """
     if was.command == "combine":
-        return {}
+        return None
     options, needed = (
         dict(was.options),
         {"name": was.positional[0]} if was.command == "preset" and was.positional else {},
@@ -111,9 +114,9 @@ def checked_options(was: Recorded, defaults_of: DefaultsOf, options_of: OptionsO
     except UsageError as error:
         raise KVCalError(f"provenance is not what `kvcal {was.command}` takes: {error}") from error
     for name, value in typed.items():  # "6" or [6] would be read as 6
-        if name not in needed and not _as_typed(value, read[name]):
+        if name not in needed and not _as_typed(value, getattr(read, name)):
             raise KVCalError(f"provenance says {name} is {value!r}, which is not what `kvcal {was.command}` takes")
-    return read | empty
+    return replace(read, **empty)
 
 
 def _as_typed(recorded: Any, read: Any) -> bool:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from kvcal.cli.evaluate import print_rows
-from kvcal.cli.options import Json
+from kvcal.cli.options import Typed, command
 from kvcal.cli.output import line, note, print_json, prose
+from kvcal.commands.options import DemoOptions
 
 
-def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the bundle goes.")] = Path(
-        "tiny-aqua-kv.kvcal.safetensors"
-    ),
-    json: Json = False,
-) -> None:
+@command(DemoOptions)
+def demo(o: DemoOptions, typed: Typed) -> None:
     """The whole way in a minute: calibrate the embedded model, write a bundle, load it elsewhere, generate, measure."""
-    from kvcal.cli.defaults import defaults_of
     from kvcal.commands.demo import run_demo
 
-    result: dict[str, Any] = run_demo(output, defaults_of("fit-predictors"), defaults_of("eval"), note)
-    if json:
+    result: dict[str, Any] = run_demo(o.output, note)
+    if o.json:
         print_json(result)
         return
     print_rows(result["rows"])

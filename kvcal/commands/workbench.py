@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from ..methods.data_free import DataFree, preset
 from ..models import files, loading, names
 from ..models.devices import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseWeights, open_layerwise
+from ..pipeline.options import EvalOptions
 from ..report.progress import progress
+from .options import CompareOptions, GenerateOptions
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,9 @@ def open_model(
     return _loaded(source, kind, where, random_weights, seed)
 
 
-def open_given(options: Mapping[str, Any]) -> loading.LoadedModel:
+def open_given(o: EvalOptions | CompareOptions | GenerateOptions) -> loading.LoadedModel:
     """The model that a command's options name."""
-    keys = ("dtype", "device", "random_weights", "seed")
-    return open_model(options["model"], options["revision"], **{key: options[key] for key in keys})
+    return open_model(o.model, o.revision, dtype=o.dtype, device=o.device, random_weights=o.random_weights, seed=o.seed)
 
 
 def _loaded(

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-import kvcal.cli.app  # noqa: F401, whose commands defaults_of asks
-from kvcal.cli.defaults import defaults_of
 from kvcal.commands.fit_predictors import run_fit_predictors
 from kvcal.commands.workbench import cache_makers, rows_named
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
+from kvcal.pipeline.options import FitPredictorsOptions
 from kvcal.text import sources
 from tests.support.pages import ROOT
 
@@ -111,8 +110,8 @@ def test_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     name = re.search(r'load_bundle\("(.*?)"\)', example)
     assert name is not None
-    few = {"windows": 5, "holdout": 1, "length": 256, "output": tmp_path / name[1]}
-    run_fit_predictors(defaults_of("fit-predictors") | few, lambda line: None)
+    few = FitPredictorsOptions(windows=5, holdout=1, length=256, output=tmp_path / name[1])
+    run_fit_predictors(few, lambda line: None)
     with contextlib.redirect_stdout((tmp_path / "printed.txt").open("w")) as printed:
         exec(compile(example, "README.md", "exec"), {})
         printed.flush()
