@@ -27,6 +27,7 @@ from kvcal.cli import (
     preset,
     probe,
     publish,
+    recommend,
     reproduce,
     subspaces,
     train_codebooks,
@@ -39,6 +40,7 @@ from kvcal_artifacts.shown import message
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "plan": plan.plan,
+    "recommend": recommend.recommend,
     "fit-predictors": fit.fit_predictors,
     "combine": combine.combine,
     "fit-norms": norms.fit_norms,

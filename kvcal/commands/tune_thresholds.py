@@ -14,6 +14,7 @@ from ..bundles.provenance import check_task, tasks_of
 from ..calibrate.needs import one_window
 from ..methods.mixkvq import MixKVQ
 from ..models import names
+from ..report.extras import require
 from ..search.thresholds import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
 from .calibration import prepare
 from .common import Options, Say, output_for, refuse_idle
@@ -135,6 +136,8 @@ def run_tune_thresholds(o: Options, say: Say, typed: Collection[str] = ()) -> di
     if name != "perplexity":
         refuse_idle(typed, ("step",), "an objective of perplexity", "give --objective perplexity, or leave it out")
     if searches(o):
+        for package in ("optuna", "matplotlib"):
+            require(package, "a search for thresholds", "give one number for --tau-low and one for --tau-high")
         say(f"objective: {name}")
     output = output_for(o, source, method.name)
     if o["plot"] is not None:

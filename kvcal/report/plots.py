@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.shown import shown
 
+from .extras import require
 from .outputs import check_output
 from .png import png
 
@@ -26,8 +26,7 @@ def drawable(text: object) -> str:
 
 def check_plot(path: Path) -> None:
     """Check before any work that a plot can be drawn and written there."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib, which is not installed: install kvcal again")
+    require("matplotlib", "--plot", "leave it out")
     if path.suffix != ".png":
         raise UsageError(f"--plot {path}: must end in .png")
     check_output(path, "--plot")

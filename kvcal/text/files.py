@@ -24,6 +24,7 @@ from typing import Any
 from kvcal_artifacts.errors import TextError
 
 from ..models.hub import one_line
+from ..report.extras import require
 from .parquet_pages import check_pages
 from .rows import SHOWN_NAME, Picker, columns, cut, listed
 
@@ -118,6 +119,7 @@ def _opened(path: Path) -> Any:
     """A stream of the unpacked bytes; a context manager with read()."""
     pack = path.suffix.lower()
     if pack == ".zst":
+        require("pyarrow", str(path), "give the text unpacked")
         import pyarrow
 
         return pyarrow.input_stream(str(path), compression="zstd")
@@ -441,6 +443,7 @@ def _table(path: Path, picker: Picker) -> Iterator[Row]:
 
 
 def _parquet(path: Path, picker: Picker) -> Iterator[Row]:
+    require("pyarrow", str(path), "give the text in another form, as .jsonl")
     import pyarrow
     import pyarrow.parquet
 

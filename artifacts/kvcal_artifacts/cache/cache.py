@@ -51,6 +51,7 @@ class KVCalCache(Cache):
 
     layers: list[Any]
     watch: Watch | None = None
+    auto: dict[str, Any] | None = None  # what a preset of auto.py chose, and why
 
     def __init__(
         self,
@@ -417,6 +418,8 @@ class KVCalCache(Cache):
     def describe(self) -> dict[str, Any]:
         """What every layer does, by which path and why; and what happened so far.
 
+        auto: what a preset that chooses codecs chose, and why. unpacked: where nothing is packed yet, how many tokens it
+        takes.
         returned_by_crop: tokens that came back from packed blocks, decoded. unforgotten_by_statistics: what crops removed but
         run-time statistics still show: `tokens` further back than they can forget, and `blocks` packed when the removed tokens
         were there. All zero: the cache is, to the byte, one that never had the removed tokens. decoded_steps: how many steps a

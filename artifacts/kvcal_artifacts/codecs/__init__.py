@@ -9,7 +9,7 @@ from .higgs import Higgs
 from .mixkvq import MixKVQ
 from .predicted import Predicted
 from .predictors import PREDICTORS, Predictor
-from .registry import CODECS, build, state_of
+from .registry import CODECS, build, load_plugins, register_codec, state_of
 from .residual_vq import ResidualVQ
 from .scaled import Scaled
 from .squat import Squat
@@ -34,5 +34,6 @@ CODECS.update(
 
 __all__ = [
     "CODECS", "PREDICTORS", "Codec", "Context", "Exact", "Float8", "Higgs", "MixKVQ", "Packed", "Predicted", "Predictor",
-    "ResidualVQ", "Role", "Scaled", "Shape", "Squat", "Transform", "Uniform", "build", "state_of",
+    "ResidualVQ", "Role", "Scaled", "Shape", "Squat", "Transform", "Uniform", "build",
+    "load_plugins", "register_codec", "state_of",
 ]  # fmt: skip

@@ -1,7 +1,13 @@
-"""Codecs by the names that files give them. The package fills the table; a codec around another builds that one here, too."""
+"""Codecs by the names that files give them. The package fills the table; a codec around another builds that one here, too.
+
+Other installed packages may add theirs: each names a function in the entry point group `kvcal`, which takes nothing and calls
+`register_codec`, or `kvcal.register`. The functions are called once a process, when a name comes up that is not known: a
+process that uses nothing from outside looks for nothing. What a file says never decides what is imported.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +17,38 @@ from ..errors import KVCalError
 from .base import Codec, Role, Shape
 
 CODECS: dict[str, type[Codec]] = {}
+GROUP = "kvcal"  # of entry points
+
+
+@cache
+def load_plugins() -> tuple[str, ...]:
+    """Call the functions of all installed packages; returns their names, as "package: name". Raises KVCalError, naming the
+    package, where one fails.
+    """
+    from importlib.metadata import entry_points
+
+    names = []
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        package = "?" if entry.dist is None else entry.dist.name
+        try:
+            entry.load()()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise KVCalError(
+                f"package {package}: its entry point {GROUP}:{entry.name} fails ({reason}); mend or uninstall it"
+            ) from error
+        names.append(f"{package}: {entry.name}")
+    return tuple(names)
+
+
+def register_codec(codec: type[Codec]) -> None:
+    """Let bundles name this codec, by its `name`. Raises KVCalError where another class has that name."""
+    if not (isinstance(codec, type) and issubclass(codec, Codec)):
+        raise KVCalError(f"register_codec({codec!r}): must be a subclass of kvcal_artifacts.codecs.Codec")
+    known = CODECS.setdefault(codec.name, codec)
+    if known is not codec:
+        where = f"{known.__module__}.{known.__qualname__}"
+        raise KVCalError(f"codec {codec.name!r}: the name is taken, by {where}; give the class another name")
 
 
 def build(shape: Shape, role: Role, state: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
@@ -18,6 +56,8 @@ def build(shape: Shape, role: Role, state: dict[str, Any], tensors: dict[str, Te
     and values of all tensors, are checked: KVCalError.
     """
     name = state.get("codec")
+    if isinstance(name, str) and name not in CODECS:
+        load_plugins()
     if not isinstance(name, str) or name not in CODECS:
         raise KVCalError(f"codec {shown(name)}: this version knows {', '.join(CODECS)}")
     try:

@@ -31,7 +31,7 @@ from ... import codecs
 from ...codecs import Codec, ResidualVQ
 from ...codecs.reconstruct import grid_kind, kind
 from ...errors import KVCalError
-from ...files import open_lock, read_text, write_atomically
+from ...files import lock, open_lock, read_text, write_atomically
 from ...modes import without_autocast
 from .trials import (
     append_trial,
@@ -42,12 +42,6 @@ from .trials import (
     vectors_append_trial,
     vectors_trial,
 )
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 
 LEAST_CAPABILITY = (8, 0)  # what Triton supports
 FILE = "preflight.json"
@@ -317,11 +311,10 @@ def keep(name: str, why: str | None) -> None:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """No other process is in here; where files cannot be locked (Windows) one of two that are loses its verdict."""
+    """No other process is in here; where files cannot be locked, one of two that are loses its verdict."""
     handle = open_lock(folder() / LOCK)
     try:
-        if fcntl is not None:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        lock(handle, wait=True)
         yield
     finally:
         os.close(handle)
