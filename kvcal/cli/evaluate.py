@@ -72,7 +72,7 @@ def evaluate(
         bool, typer.Option("--chat", help="Of --task: lm-eval's prompts in the tokenizer's chat template.")
     ] = False,
     needle_plot: Annotated[
-        Path | None, typer.Option(help="Of --task needle: PNG of what was found, by length and depth.")
+        Path | None, typer.Option(help="Of --task needle: a plot of what was found (.png, .svg, .pdf).")
     ] = None,
     max_score_drop: Annotated[
         float | None, typer.Option(min=0, help="Gate: any task's mean score below full precision's, at most.")

@@ -255,4 +255,4 @@ def plot_needle_maps(maps: Mapping[str, Mapping[str, float]], title: str, path: 
     axes[0].set_ylabel("depth of the needle")
     figure.colorbar(picture, ax=axes, label="found")
     figure.suptitle(drawable(title))
-    write_atomically(path, png(figure, 150), "--needle-plot")
+    write_atomically(path, as_file(figure, path), "--needle-plot")

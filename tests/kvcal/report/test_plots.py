@@ -27,6 +27,7 @@ DRAW: dict[str, Callable[[Path], None]] = {
     "plot_deviation": lambda path: plots.plot_deviation(
         {"ranks": [1, 2], "mean": CURVE, "layers": [CURVE]}, {"window": "same window"}, "title", path
     ),
+    "plot_needle_maps": lambda path: plots.plot_needle_maps({"full": {"needle@64/0": 1.0}}, "title", path),
     "plot_probes": lambda path: plots.plot_probes([PROBED], "title", path),
     "plot_quality": lambda path: plots.plot_quality([COMPARED], "title", path),
 }
