@@ -13,7 +13,7 @@ from kvcal_artifacts.files import read_text
 
 from ..calibrate.checkpoint import CommandCheckpoint, short
 from ..evaluate.contexts import OWN, Haystack, by_length
-from ..evaluate.harness import Harness, Scores, TaskOptions, check_installed
+from ..evaluate.harness import Harness, Scores, TaskOptions, check_installed, check_names
 from ..evaluate.paired import Paired
 from ..evaluate.perplexity import CacheMaker
 from ..evaluate.programs import NAME as HUMANEVAL
@@ -65,6 +65,8 @@ def task_names(o: Options) -> list[str]:
         )
     if any(name not in OWN for name in names):
         check_installed("--task")
+    if of_lm_eval := [name for name in names if name not in OWN and name != HUMANEVAL]:
+        check_names(of_lm_eval, o["tasks_path"])
     return names
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from .calls import calls
 from .perplexity import CacheMaker
 
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
 SEED = 1234  # of few-shot examples, lm-eval's own default
 Scores = dict[str, list[float]]  # by name of a task, question by question
 
@@ -32,6 +35,21 @@ def check_installed(option: str) -> None:
     """Raise UsageError where lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UsageError(f"{option}: needs lm-eval, which is not installed: pip install 'kvcal[tasks]'")
+
+
+def check_names(names: Sequence[str], tasks_path: Path | None) -> None:
+    """Raise UsageError for a task that lm-eval does not know; without a model or tokenizer, in some seconds."""
+    from lm_eval.tasks import TaskManager
+
+    _check_known(names, TaskManager(include_path=None if tasks_path is None else str(tasks_path)))
+
+
+def _check_known(names: Sequence[str], manager: TaskManager) -> None:
+    if strange := [name for name in names if name not in set(manager.all_tasks)]:
+        raise UsageError(  # lm-eval would take it for a path
+            f"--task {strange[0]}: lm-eval has no task, group or tag of this name; give --tasks-path FOLDER if a "
+            "file in that folder has it"
+        )
 
 
 @dataclass(frozen=True)
@@ -73,11 +91,7 @@ class Harness:
                 metadata["max_seq_lengths"] = list(self.options.lengths)
             path = self.options.tasks_path
             manager = TaskManager(include_path=None if path is None else str(path), metadata=metadata)
-            if strange := [name for name in self.names if name not in set(manager.all_tasks)]:
-                raise UsageError(  # lm-eval would take it for a path
-                    f"--task {strange[0]}: lm-eval has no task, group or tag of this name; give --tasks-path FOLDER if a "
-                    "file in that folder has it"
-                )
+            _check_known(self.names, manager)
             self._loaded = manager.load(list(self.names))
         for task in self._loaded["tasks"].values():
             if task.get_config("num_fewshot") is None:

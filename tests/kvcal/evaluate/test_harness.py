@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvcal.commands import evaluation
 from kvcal.commands.tasks import Answered, judged, lengths_of
 from kvcal.evaluate.contexts import Haystack, agreed, agreement, by_length, context_once, needle
 from kvcal.evaluate.harness import TaskOptions, by_question, forced_logits, language_model
@@ -103,7 +104,7 @@ def test_lm_evals_class_answers_through_the_cache(loaded: Any) -> None:
 
 @needs_lm_eval
 @pytest.mark.parametrize("kind", ["generate_until", "loglikelihood"])
-def test_a_local_task_is_paired_with_full_precision(tmp_path: Path, kind: str) -> None:
+def test_a_local_task_is_paired_with_full_precision(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     short = ["--windows", 1, "--length", 64, "--json"]
     command = ["eval", "--preset", "exact", "--task", "next_words", "--max-score-drop", 0, *short]
     done = kvcal(*command, "--tasks-path", folder_of(tmp_path, kind))
@@ -114,6 +115,7 @@ def test_a_local_task_is_paired_with_full_precision(tmp_path: Path, kind: str) -
     assert {"score", "full", "difference", "low", "high", "n"} <= set(paired)
     assert (paired["n"], paired["difference"]) == (2, 0)
     assert [gate["gate"] for gate in done.json["gates"]] == ["max-score-drop"]
+    monkeypatch.setattr(evaluation, "evaluation_text", None)  # the name is looked at before any text
     unknown = kvcal(*command)
     assert (unknown.code, "--task next_words: lm-eval has no task" in unknown.err) == (2, True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,33 @@ OF_TIERS = ((1, False), (3, False))  # each compiles for 80 s; tiers come in cac
 ROWS = (512, 832)  # tokens that the kernel that dequantises is tried on: whole tiles of it, and not
 
 
+@dataclass(frozen=True)
+class _Tokens:
+    """Random exact tokens of the rows that are tried, drawn in the order in which they are asked for."""
+
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+    generator: torch.Generator
+
+    def random(self, heads: int, tokens: int) -> Tensor:
+        size = (len(BLOCKS), heads, tokens, self.dim)
+        return torch.randn(size, generator=self.generator, device=self.device).to(self.dtype)
+
+    def counts(self, numbers: tuple[int, ...]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=self.device)
+
+    def sink(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._exact(max(SINK), SINK)
+
+    def recent(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._exact(-(-max(RECENT) // BLOCK) * BLOCK, RECENT)
+
+    def _exact(self, tokens: int, counts: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        return self.random(self.heads, tokens), self.random(self.heads, tokens), self.counts(counts)
+
+
 def trial(
     keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, device: torch.device, rotary: int = 0
 ) -> str | None:
@@ -32,21 +61,13 @@ def trial(
     each = max(keys.scale_blocks, values.scale_blocks)
     key_blocks = _blocks(keys, heads, each, None, device, generator)
     pair = key_blocks, _blocks(values, heads, each, key_blocks.grid, device, generator)
-    counts = [torch.tensor(n, dtype=torch.int32, device=device) for n in (BLOCKS, SINK, RECENT)]
-
-    def random(count: int, tokens: int) -> Tensor:
-        size = (len(BLOCKS), count, tokens, keys.dim)
-        return torch.randn(size, generator=generator, device=device).to(dtype)
-
-    def exact(tokens: int, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return random(heads, tokens), random(heads, tokens), count
-
-    sink, recent = exact(max(SINK), counts[1]), exact(-(-max(RECENT) // BLOCK) * BLOCK, counts[2])
+    tokens = _Tokens(heads, keys.dim, dtype, device, generator)
+    blocks, sink, recent = tokens.counts(BLOCKS), tokens.sink(), tokens.recent()
     rope = _rope(rotary, sink[0].shape[2], key_blocks.words.shape[2], recent[0].shape[2], device) if rotary else None
     for queries, ring in OF_TIERS if keys.tiered else CALLS:
-        q, scaling = random(heads * ratio, queries), keys.dim**-0.5
+        q, scaling = tokens.random(heads * ratio, queries), keys.dim**-0.5
         packed_q = None if rotary else (q.float() * torch.linspace(0.5, 2, keys.dim, device=device)).to(dtype)
-        arguments = *pair, counts[0], sink, recent, scaling
+        arguments = *pair, blocks, sink, recent, scaling
         expected = reference.attend(q.float(), *arguments, None if packed_q is None else packed_q.float(), ring, rope)
         for launch in attention.fast().launches(keys, values, ratio * queries, rotary > 0):
             actual = attention.fast().attend(q, *arguments, launch, packed_q=packed_q, ring=ring, rope=rope)
@@ -59,9 +80,7 @@ def trial(
 def transform_trial(
     keys: TransformForm, values: TransformForm, heads: int, ratio: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """The kernel over the transform codec on random rows of different lengths against the reference in float32, as
-    `trial` tries the others.
-    """
+    """Try the transform codec's attention kernel as `trial` tries the others: None, or how far it is off."""
     generator = torch.Generator(device).manual_seed(0)
     points = {b: torch.randn(1 << 2 * b, 2, generator=generator, device=device).half().float() for b in (4, 3, 2)}
     points[1] = torch.tensor([[-0.75], [0.75]], device=device)
@@ -69,20 +88,12 @@ def transform_trial(
         _coordinates(keys, heads, points, device, generator),
         _coordinates(values, heads, points, device, generator),
     )
-    counts = [torch.tensor(n, dtype=torch.int32, device=device) for n in (BLOCKS, SINK, RECENT)]
-
-    def random(count: int, tokens: int) -> Tensor:
-        size = (len(BLOCKS), count, tokens, keys.dim)
-        return torch.randn(size, generator=generator, device=device).to(dtype)
-
-    def exact(tokens: int, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return random(heads, tokens), random(heads, tokens), count
-
-    sink, recent = exact(max(SINK), counts[1]), exact(-(-max(RECENT) // BLOCK) * BLOCK, counts[2])
+    tokens = _Tokens(heads, keys.dim, dtype, device, generator)
+    blocks, sink, recent = tokens.counts(BLOCKS), tokens.sink(), tokens.recent()
     for queries, ring in CALLS:
-        q, arguments = random(heads * ratio, queries), (*pair, counts[0], sink, recent, keys.dim**-0.5)
+        q, arguments = tokens.random(heads * ratio, queries), (*pair, blocks, sink, recent, keys.dim**-0.5)
         actual = attention.transform().attend(q, *arguments, ring=ring)
-        expected = reference.attend(q.float(), *pair, counts[0], sink, recent, keys.dim**-0.5, ring=ring)
+        expected = reference.attend(q.float(), *arguments, ring=ring)
         if why := apart(actual, expected, dtype, f"{queries} new tokens{' behind a ring' if ring else ''}"):
             return why
     return None
