@@ -1,7 +1,7 @@
 """Decode attention over the transform codec on a GPU, one layer of Llama-3.1-8B geometry (32 query heads, 8 kv heads,
 head_dim 128), one new token, random data of 2.0, 2.5, 3.0 and 4.0 bits in unequal tiers.
 
-PYTHONPATH=.:kernels:artifacts python docs/benchmarks/transform_attention.py --out transform_attention.json
+PYTHONPATH=.:kernels:artifacts python docs/benchmarks/transform_attention.py [--out DIR]
 
 Kernels are compiled and compared with the float32 reference first, each in a process of its own; nothing is timed that does
 not agree. Times are CUDA events, the L2 flushed, medians of several passes over all cells; beside them the fraction of the
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -117,10 +118,12 @@ def measure(seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=Path("transform_attention.json"))
+    parser.add_argument("--out", default=os.environ.get("OUT", "."), help="a folder for transform_attention.json")
     parser.add_argument("--seconds", type=float, default=0.5, help="of a cell's passes, at most")
     parser.add_argument("--check", help="bits and launch: compare one kernel with the reference, print errors, end")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU, and torch finds none here")
     if options.check:
         bits, name = options.check.split(",")
         print(json.dumps(agree(float(bits), LAUNCHES[name])))
@@ -136,7 +139,7 @@ def main() -> None:
     result: dict[str, Any] = {"errors": errors, "failed": failed}
     if not failed:
         result |= measure(options.seconds)
-    write_atomically(options.out, json.dumps(result, indent=1).encode())
+    write_atomically(Path(options.out, "transform_attention.json"), json.dumps(result, indent=1).encode())
     if failed:
         sys.exit(f"kernels that do not agree with the reference: {failed}; nothing was timed")
 
