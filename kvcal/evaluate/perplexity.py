@@ -9,20 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 
 from ..report.progress import progress
 from .calls import calls, longest_call, segments
 from .divergence import EXACT, Reference, Spread, Tokens, standard_error
 
-CacheMaker = Callable[[], KVCalCache]
+if TYPE_CHECKING:
+    from kvcal_artifacts.cache import KVCalCache
+
+CacheMaker: TypeAlias = Callable[[], "KVCalCache"]
 TOKENS_PER_BATCH = {"cuda": 1 << 18, "cpu": 1 << 13}
 
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Role
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 from kvcal_artifacts.scheme import Scheme
@@ -25,6 +24,9 @@ from ..evaluate.perplexity import CacheMaker, Row, evaluate
 from ..methods.data_free import Preset
 from ..report.progress import progress
 from .knapsack import Option, solve
+
+if TYPE_CHECKING:
+    from kvcal_artifacts.cache import KVCalCache
 
 EXACT = "exact-32"
 ROLES: tuple[Role, Role] = ("key", "value")
@@ -167,6 +169,8 @@ def _measured(
 
 
 def _maker(scheme: Scheme, model: Any) -> Callable[[], KVCalCache]:
+    from kvcal_artifacts.cache import KVCalCache
+
     return lambda: KVCalCache(scheme, model, remember=True)
 
 
