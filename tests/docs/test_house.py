@@ -192,7 +192,7 @@ def test_sizes_have_limits(package: str) -> None:
 
 LINE = 120  # characters
 # To be wrapped: a folder here may only go. page.py has a style sheet, whose lines are the page's own.
-LONGER = ("kvcal/cli", "kvcal/commands", "kvcal/evaluate", "kvcal/search", "kvcal/report/page.py")
+LONGER = ("kvcal/cli", "kvcal/commands", "kvcal/report/page.py")
 
 
 def test_lines_have_a_limit() -> None:
