@@ -1,122 +1,82 @@
-"""Options that several commands share, so that they read the same everywhere."""
+"""Typer's signature of a command, made of the dataclass of its options."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-PerLayer = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Exceptions, LAYERS[:keys|:values]=CODEC: 0=higgs-4, 3-5:keys=uniform-4, -1=exact-16; may be repeated."
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of a table.")]
-Model = Annotated[str, typer.Option("--model", "-m", help="Short name (see `kvcal models`), hub id, or local folder.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
-Text = Annotated[
-    str | None,
-    typer.Option(
-        help="A file (plain text, .json, .jsonl, .csv, .tsv or .parquet; also .gz, .xz, .bz2, .zst), a folder of them, a hub "
-        "data set org/name[:config][:split][@commit], or `embedded:calibration`. Default: the model's own."
-    ),
-]
-Column = Annotated[
-    str | None, typer.Option(help="Column of a file of rows or a data set that holds the text or chats.")
-]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on a CPU, bfloat16 on a GPU.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU if there is one.")]
-Step = Annotated[int, typer.Option(min=1, help="Tokens a forward pass: each step sees the compressed past.")]
-Random = Annotated[bool, typer.Option("--random-weights", help="The geometry with random weights, no download.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of --random-weights.")]
-Keep = Annotated[
-    float | None,
-    typer.Option(
-        help="Keep this share of the tokens, by attention and age (H2O), as 0.2. Default: all, or what a bundle says."
-    ),
-]
-Heavy = Annotated[
-    float | None,
-    typer.Option(help="With --keep: which share of the kept tokens is chosen by attention (default: 0.5)."),
-]
-Bundles = Annotated[list[Path] | None, typer.Option("--bundle", "-b", help="A bundle file; may be repeated.")]
-Presets = Annotated[list[str] | None, typer.Option("--preset", "-p", help="A method without data; may be repeated.")]
-Subspace = Annotated[
-    str | None,
-    typer.Option(help="Of SQuat bundles: prompt (the row's own queries), calibrated or both. Default: the bundle's."),
-]
-RequireKernels = Annotated[
-    bool, typer.Option("--require-kernels", help="Fail, with exit code 8, where a layer cannot take the fused kernel.")
-]
-Holdout = Annotated[int | None, typer.Option(min=1, help="How many of them are held out (default: 1 in 8).")]
-WindowLength = Annotated[int | None, typer.Option(min=2, help="Tokens a window; default: the model's preset.")]
-WindowSeed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Which windows are drawn.")]
-Sink = Annotated[int, typer.Option(min=0, help="First tokens kept in the model's dtype.")]
-Recent = Annotated[int, typer.Option(min=0, help="Newest tokens kept, at least.")]
-Block = Annotated[int, typer.Option(min=1, help="Tokens packed at a time.")]
-Batch = Annotated[int | None, typer.Option(min=1, help="Windows at a time.")]
-Spill = Annotated[str, typer.Option(help="Where hidden states lie: device, cpu or disk.")]
-SpillDir = Annotated[Path | None, typer.Option(help="Folder for --spill disk.")]
-Layerwise = Annotated[bool, typer.Option("--layerwise", help="One layer's weights on the device at a time.")]
-Resume = Annotated[bool, typer.Option(help="Go on from an interrupted run of the same settings.")]
+from kvcal.pipeline.spec import Options, Spec, specs
+
+O = TypeVar("O", bound=Options)  # noqa: E741
+Typed = frozenset[str]  # names of the options that somebody gave, be it at their default
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a model runs as, and on."""
-
-    dtype: Dtype = "auto"
-    device: Device = "auto"
-
-
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, called with loose options where it takes a dataclass of them: in its signature, which Typer reads,
-    the fields stand in the dataclass's place.
+def command(options: type[O]) -> Callable[[Callable[[O, Typed], None]], Callable[..., None]]:
+    """Make a function of typed options a command of Typer, which reads loose ones from its signature. The function also
+    takes the names of those that somebody gave.
     """
-    types = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: kind for name, kind in types.items() if is_dataclass(kind)}
-    loose: list[inspect.Parameter] = []
-    for parameter in inspect.signature(command).parameters.values():
-        name = parameter.name
-        if name not in groups:
-            loose.append(parameter.replace(annotation=types[name]))
-            continue
-        kinds = get_type_hints(groups[name], include_extras=True)
-        loose += [
-            parameter.replace(name=one.name, default=one.default, annotation=kinds[one.name])
-            for one in fields(groups[name])
-        ]
 
-    @functools.wraps(command)
-    def call(**options: Any) -> None:
-        values = {
-            name: group(**{one.name: options.pop(one.name) for one in fields(group)}) for name, group in groups.items()
-        }
-        command(**values, **options)
+    def made(run: Callable[[O, Typed], None]) -> Callable[..., None]:
+        @functools.wraps(run)
+        def call(typer_context: typer.Context, **values: Any) -> None:  # plan has an option --context
+            run(options(**values), typed_of(typer_context))
 
-    call.__signature__ = inspect.Signature(loose)  # type: ignore[attr-defined]
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in loose}
-    return call
+        parameters = [inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+        parameters += _parameters(options)
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        call.options = options  # type: ignore[attr-defined]
+        return call
+
+    return made
 
 
-def options_by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A command's arguments (its `locals()`) as options by name, without its context and with groups taken apart."""
-    options: dict[str, Any] = {}
-    for name, value in arguments.items():
-        if is_dataclass(value):
-            options |= {one.name: getattr(value, one.name) for one in fields(value)}
-        elif name != "context":
-            options[name] = value
+def options_class(run: Callable[..., None]) -> type[Options]:
+    """The dataclass of a command that `command` made."""
+    options: type[Options] = run.options  # type: ignore[attr-defined]
     return options
 
 
-def said_of(context: typer.Context) -> set[str]:
-    """Names of the options that somebody gave, be it at their default."""
+def typed_of(context: typer.Context) -> Typed:
+    """Names of the options that somebody gave."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+    return frozenset(name for name, source in sources.items() if source is not None and source.name != "DEFAULT")
+
+
+def _parameters(options: type[Options]) -> list[inspect.Parameter]:
+    """In the order of the help: what has a place, then panel after panel, a command's own first."""
+    by_name, kinds = specs(options), get_type_hints(options)
+    defaults = {one.name: inspect.Parameter.empty if one.default is MISSING else one.default for one in fields(options)}
+    names = [name for name, one in by_name.items() if one.argument]
+    names += sorted(by_name.keys() - set(names), key=lambda name: _place(options, name, by_name[name]))
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=defaults[name],
+            annotation=Annotated[kinds[name], _typer(name, by_name[name])],
+        )
+        for name in names
+    ]
+
+
+PANELS = ("Model", "Text", "Scheme", "Search", "Cache", "Gates", "Machine", "Output")  # others stand before Machine
+
+
+def _place(options: type[Options], name: str, spec: Spec) -> tuple[float, int]:
+    panel = spec.panel or ""
+    order = [one.name for one in fields(options)]
+    return PANELS.index(panel) if panel in PANELS else PANELS.index("Machine") - 0.5, order.index(name)
+
+
+def _typer(name: str, spec: Spec) -> Any:
+    """Typer's own description of an option."""
+    if spec.argument:
+        return typer.Argument(help=spec.help)
+    flags = spec.flags or ((f"--{name.replace('_', '-')}",) if spec.only_on else ())
+    return typer.Option(*flags, help=spec.help, rich_help_panel=spec.panel, min=spec.at_least, max=spec.at_most)

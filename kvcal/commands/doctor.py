@@ -67,7 +67,7 @@ def _gib(size: int) -> str:
 
 
 def kernels(capability: tuple[int, int] | None, triton: str | None) -> list[dict[str, Any]]:
-    """One row a family of kvcal_kernels: whether its own kernels would run on a GPU of that capability, and why (not)."""
+    """A row for each family of kvcal_kernels: whether its kernels run on a GPU of that capability, and why (not)."""
     why_not = blocked(capability, triton)
     rows = []
     for family in sorted(one.name for one in pkgutil.iter_modules(kvcal_kernels.__path__) if one.ispkg):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from ..methods.data_free import DataFree, preset
 from ..models import files, loading, names
 from ..models.devices import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseWeights, open_layerwise
+from ..pipeline.options import EvalOptions, TuneBitsOptions
 from ..report.progress import progress
+from .options import CompareOptions, GenerateOptions
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,9 @@ def open_model(
     return _loaded(source, kind, where, random_weights, seed)
 
 
-def open_given(options: Mapping[str, Any]) -> loading.LoadedModel:
+def open_given(o: EvalOptions | CompareOptions | GenerateOptions | TuneBitsOptions) -> loading.LoadedModel:
     """The model that a command's options name."""
-    keys = ("dtype", "device", "random_weights", "seed")
-    return open_model(options["model"], options["revision"], **{key: options[key] for key in keys})
+    return open_model(o.model, o.revision, dtype=o.dtype, device=o.device, random_weights=o.random_weights, seed=o.seed)
 
 
 def _loaded(
@@ -84,7 +85,10 @@ def _loaded(
 def check_bundle(
     bundle: Bundle, name: str, revision: str | None, *, device: str, random_weights: bool, seed: int
 ) -> None:
-    """Raise IncompatibleBundle if it was made for another model; reads config and revision, then two layers' weights."""
+    """Raise IncompatibleBundle if it was made for another model.
+
+    Reads config and revision, then two layers' weights.
+    """
     where = pick_device(device)
     parts = open_layerwise(
         names.resolve(name, revision), dtype="bfloat16", device=where, random_weights=random_weights, seed=seed

@@ -191,8 +191,8 @@ def test_sizes_have_limits(package: str) -> None:
 
 
 LINE = 120  # characters
-# To be wrapped: a folder here may only go. page.py has a style sheet, whose lines are the page's own.
-LONGER = ("kvcal/cli", "kvcal/commands", "kvcal/report/page.py")
+# page.py has a style sheet, whose lines are the page's own.
+LONGER = ("kvcal/report/page.py",)
 
 
 def test_lines_have_a_limit() -> None:
@@ -268,7 +268,8 @@ def test_slow_packages_are_imported_where_used() -> None:
 
 
 def test_commands_import_the_heavy_parts_where_used() -> None:
-    light = ("typer", "kvcal.cli", "kvcal.__version__", "kvcal_artifacts.errors", "kvcal_artifacts.shown")
+    options = ("kvcal.pipeline.spec", "kvcal.pipeline.options", "kvcal.commands.options")  # declarations alone
+    light = ("typer", "kvcal.cli", "kvcal.__version__", "kvcal_artifacts.errors", "kvcal_artifacts.shown", *options)
     for module, target, top in foreign_to_cli():
         assert not top or within(target, *light), f"{module} imports {target} at module level"
 
