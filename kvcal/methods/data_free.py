@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.codecs import Codec, Role, Shape
+from kvcal_artifacts.codecs import Codec, Role, Shape, load_plugins
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme, Windows
 
@@ -108,6 +108,8 @@ def composed(name: str | None, keys: str | None, values: str | None, per_layer: 
 
 
 def preset(name: str) -> DataFree:
+    if name not in PRESETS:
+        load_plugins()
     if name not in PRESETS and name.endswith(".safetensors"):
         raise UsageError(
             f"preset {name!r} is the name of a bundle's file: give it with --bundle, where there is that option"

@@ -36,7 +36,7 @@ VAGUE = frozenset(
         "left",
     )
 )
-NO_ROOMS = {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
+NO_ROOMS = {"__init__.py", "__init__.pyi", "__main__.py", "__pycache__", "py.typed"}
 
 MOST_ENTRIES = 20  # of a folder of tests
 TESTED = {"kvcal": ROOT / "kvcal"} | {name: ROOT / name / f"kvcal_{name}" for name in ("artifacts", "kernels")}
