@@ -53,7 +53,8 @@ def test_a_bare_install_loads_a_bundle_and_generates(tmp_path: Path) -> None:
     assert done.stdout == "bare install: 6 things work, 5 name their extra, 0 problems\n"
 
 
-def test_a_package_that_should_not_be_there_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_should_not_be_there_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bare_install, "WORKS", ())
     monkeypatch.setattr(bare_install, "REFUSED", ())
     monkeypatch.setattr(bare_install, "LOADS", "raise SystemExit('no')")
