@@ -49,16 +49,16 @@ def load_cache(
     """
     from .bundle import Bundle
     from .cache import KVCalCache
-    from .cache.auto import NAMES as AUTO
     from .errors import UsageError
     from .hf import check_supported
     from .scheme import HeavyHitters
+    from .scheme.auto_names import AUTO_BITS
 
     if keep is None and heavy is not None:
         raise UsageError(f"heavy={heavy:g} is a share of the tokens that keep=... keeps: give keep too")
     check_supported(model)
     chosen: dict[str, object] | None = None
-    if isinstance(bundle, str) and bundle in AUTO:
+    if isinstance(bundle, str) and bundle in AUTO_BITS:
         from .cache.auto import auto_scheme
 
         scheme, chosen = auto_scheme(bundle, model)

@@ -64,9 +64,15 @@ def _foot(result: dict[str, Any]) -> Iterator[str]:
     yield from _worst(result["attention_errors"][result["chosen"]])
     for scheme, why in result["left_out"].items():
         yield f"left out: {scheme}: {why}"
+    yield f"measured in {_duration(result['seconds'])} on {result['device']}"
     yield f"the same bundle: {chosen['command']}"
     yield f"written: {result['bundle']}"
     yield f"next: {result['next']}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _outliers(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -72,12 +72,12 @@ def cache(
 def _bundle_of(model: nn.Module, scheme: SchemeLike) -> Bundle | str:
     """What load_cache takes: a bundle, or a preset of kvcal_artifacts.cache.auto."""
     from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint, load_bundle
-    from kvcal_artifacts.cache.auto import NAMES
     from kvcal_artifacts.scheme import Scheme
+    from kvcal_artifacts.scheme.auto_names import AUTO_BITS
 
     from ..methods.data_free import PRESETS, preset
 
-    if isinstance(scheme, Bundle) or (isinstance(scheme, str) and scheme in NAMES):
+    if isinstance(scheme, Bundle) or (isinstance(scheme, str) and scheme in AUTO_BITS):
         return scheme
     if isinstance(scheme, os.PathLike):
         return load_bundle(scheme)

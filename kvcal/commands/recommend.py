@@ -137,13 +137,18 @@ def run_recommend(o: RecommendOptions, say: Say) -> dict[str, Any]:
         tempfile.TemporaryDirectory() as spare,
     ):
         run = Run(loaded, text, work, rungs, schemes, say)
+        say("step 1 of 5: key outliers")
         outliers = _outliers(run)
+        say(f"step 2 of 5: forecasts of {len(schemes)} schemes without text")
         rows = _forecast(run, list(schemes))
-        bundles = _fitted(run, to_fit(rungs.values(), rows, limit), o.seed, Path(spare))
+        fitted = to_fit(rungs.values(), rows, limit)
+        say(f"step 3 of 5: fitting {', '.join(rung.name for rung in fitted) or 'nothing'}")
+        bundles = _fitted(run, fitted, o.seed, Path(spare))
         rows += _forecast(run, list(bundles))
         chosen, second, rows = _measured(run, rows, limit)
         naive = reference(rows, chosen)
         names = [row.name for row in (chosen, second, naive) if row is not None]
+        say("step 5 of 5: attention errors")
         errors = {name: _errors(run, name) for name in dict.fromkeys(names)}
         sha256 = _write(run, chosen, bundles, output)
     options = _text_options(calibration, origin)
@@ -280,7 +285,7 @@ def _measured(run: Run, rows: list[Figures], limit: Limit) -> tuple[Figures, Fig
 def _with_kl(run: Run, rows: list[Figures], batch: Sequence[Figures]) -> list[Figures]:
     names = [row.name for row in batch]
     label = ", ".join(names)
-    run.say(f"measuring {label}")
+    run.say(f"step 4 of 5: KL through the cache of {label}")
     saved = BatchCheckpoint(run.work, f"windows-{short(label)}", label, len(run.text.holdout), run.say)
     _, *measured = evaluate(run.model, run.text.holdout, run.makers(names), step=STEP, saved=saved)
     by_name = {row.name: row for row in measured}

@@ -20,8 +20,8 @@ from .. import hf
 from ..codecs import Codec, Higgs, Shape, Uniform
 from ..errors import NonFiniteError
 from ..scheme import LayerCodecs, Scheme, Windows
+from ..scheme.auto_names import AUTO_BITS
 
-NAMES = {"auto-4": 4, "auto-3": 3, "auto-2": 2}  # bits of a code
 POINTS = {4: 256, 3: 64, 2: 16}  # of the grid of pairs
 WINDOWS = Windows(4, 128, 32)
 TOKENS = 256  # of the probe
@@ -45,13 +45,13 @@ class Choice:
 
 
 def auto_scheme(name: str, model: nn.Module) -> tuple[Scheme, dict[str, object]]:
-    """The scheme that a preset of NAMES chooses for the model, and what it chose and why, as describe() gives it.
+    """The scheme that a preset of AUTO_BITS chooses for the model, and what it chose and why, as describe() gives it.
 
     The same weights, dtype and device give the same scheme. Raises UnsupportedModel for a model that cannot be
     compressed, NonFiniteError where keys of the probe are not finite.
     """
     hf.check_supported(model)
-    config, bits = hf.config_of(model), NAMES[name]
+    config, bits = hf.config_of(model), AUTO_BITS[name]
     skipped, shape = hf.unsupported_layers(config), hf.layer_shape(config, WINDOWS.block)
     choices = [_choice(index, keys) for index, keys in probe_keys(name, model).items()]
     pairs = {
@@ -114,7 +114,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def _described(name: str, choices: list[Choice]) -> dict[str, object]:
     apart = [choice for choice in choices if choice.by_channel]
-    bits, worst = NAMES[name], max(choices, key=lambda choice: choice.excess)
+    bits, worst = AUTO_BITS[name], max(choices, key=lambda choice: choice.excess)
     why = (
         f"layer {worst.layer} has the most unequal key channels: mean over median square {worst.excess:.1f}, in a "
         f"probe of {TOKENS} tokens; from {EXCESS:g} on, keys are stored channel by channel"

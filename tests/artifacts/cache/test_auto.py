@@ -14,10 +14,11 @@ from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.text import sources
 from kvcal_artifacts import hf, load_cache
-from kvcal_artifacts.cache.auto import EXCESS, NAMES, auto_scheme, channel_excess
+from kvcal_artifacts.cache.auto import EXCESS, auto_scheme, channel_excess
 from kvcal_artifacts.codecs import Higgs, Uniform
 from kvcal_artifacts.errors import NonFiniteError, UnsupportedModel
 from kvcal_artifacts.scheme import Scheme
+from kvcal_artifacts.scheme.auto_names import AUTO_BITS
 from tests.support.architectures import HYBRID, TINY, initialise
 
 
@@ -35,16 +36,16 @@ def keys_of(scheme: Scheme) -> list[type]:
     return [type(pair.key) for pair in scheme.layers if pair is not None]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", AUTO_BITS)
 def test_outliers_decide_how_keys_are_stored(name: str, tiny: nn.Module, twin: nn.Module) -> None:
     plain, said = auto_scheme(name, tiny)
     assert set(keys_of(plain)) == {Higgs}
-    assert said["chosen"] == f"{NAMES[name]}-bit HIGGS" and max(row["excess"] for row in said["layers"]) < EXCESS
+    assert said["chosen"] == f"{AUTO_BITS[name]}-bit HIGGS" and max(row["excess"] for row in said["layers"]) < EXCESS
     apart, said = auto_scheme(name, twin)
     assert set(keys_of(apart)) == {Uniform}
-    assert f"keys of all layers as {NAMES[name]}-bit integers by channel" in said["chosen"]
+    assert f"keys of all layers as {AUTO_BITS[name]}-bit integers by channel" in said["chosen"]
     assert all(isinstance(pair.value, Higgs) for pair in apart.layers if pair is not None)
-    assert NAMES[name] < plain.bits_per_value() < apart.bits_per_value() <= NAMES[name] + 1
+    assert AUTO_BITS[name] < plain.bits_per_value() < apart.bits_per_value() <= AUTO_BITS[name] + 1
 
 
 def test_one_layer_with_outliers_is_stored_otherwise_alone(tiny: nn.Module, twin: nn.Module) -> None:

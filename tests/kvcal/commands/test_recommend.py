@@ -74,6 +74,9 @@ def test_the_table_fits_80_columns(base: Path, tmp_path: Path, monkeypatch: pyte
         line for line in lines if len(line) > 80 and not line.startswith(("the same bundle: ", "left out: ", "next: "))
     ] == []
     assert (tmp_path / f"model-recommended{SUFFIX}").is_file()
+    assert [line for line in lines if line.startswith("measured in ") and line.endswith(" s on cpu")]
+    steps = [line.partition(":")[0] for line in done.err.splitlines() if line.startswith("step ")]
+    assert list(dict.fromkeys(steps)) == [f"step {number} of 5" for number in range(1, 6)]
     assert lines[-1] == f"next: kvcal eval model-recommended{SUFFIX} -m {base / 'model'}"
 
 

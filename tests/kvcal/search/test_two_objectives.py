@@ -45,7 +45,7 @@ def study_at(file: Path) -> Any:
     return optuna.create_study(storage=storage, study_name="study", directions=DIRECTIONS, load_if_exists=True)
 
 
-def test_optunas_heartbeat_never_misses_a_worker_that_died_before_its_first(tmp_path: Path) -> None:
+def test_optunas_heartbeat_takes_nobody_for_dead_who_sent_no_sign_of_life(tmp_path: Path) -> None:
     """`optimize` asks for a trial and only then begins to send signs of life. A worker killed in between has none: its
     trial runs for ever, and whoever waits for it too.
     """
