@@ -102,7 +102,7 @@ class KVCalBackend(CPUAttentionBackend):
     _served: ClassVar[Plan | None] = None  # of the engine that was made last in this process
 
     @classmethod
-    def get_impl_cls(cls) -> type[Any]:
+    def get_impl_cls(cls) -> Any:
         config = get_current_vllm_config()
         if active(config) is None:
             cls._served = None
@@ -111,7 +111,7 @@ class KVCalBackend(CPUAttentionBackend):
         return KVCalImpl
 
     @classmethod
-    def get_builder_cls(cls) -> type[Any]:
+    def get_builder_cls(cls) -> Any:
         return CPUAttentionBackend.get_builder_cls() if cls._served is None else KVCalMetadataBuilder
 
     @classmethod
