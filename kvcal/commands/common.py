@@ -38,7 +38,6 @@ from ..pipeline.options import (
     Selection,
     Stepped,
     TextOptions,
-    TuneBitsOptions,
 )
 from ..report.outputs import check_output
 from ..report.progress import progress
@@ -227,7 +226,7 @@ def other_windows(
 
 
 def decided_by(
-    o: EvalOptions | CompareOptions | ProbeOptions | TuneBitsOptions,
+    o: EvalOptions | CompareOptions | ProbeOptions | CalibrationOptions,
     dtype: torch.dtype,
     device: torch.device,
     *ids_sha256: str,

@@ -402,6 +402,8 @@ def run_generate(o: GenerateOptions, say: Say, typed: Collection[str] = ()) -> d
             streamer=_Counting(advance),
         )
         described = cache.describe()
+    if described["unpacked"] is not None:
+        say(f"note: {described['unpacked']}")
     return {
         "name": name,
         "text": tokenizer.decode(out[0, ids.shape[1] if o.chat else 0 :], skip_special_tokens=True),
@@ -411,5 +413,6 @@ def run_generate(o: GenerateOptions, say: Say, typed: Collection[str] = ()) -> d
         "bits_per_value": described["bits_per_value"],
         "resident_bytes": described["resident_bytes"],
         "selection": described["selection"],
+        "unpacked": described["unpacked"],
         "path": described["path"],
     }

@@ -93,6 +93,27 @@ class PlanOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecommendOptions(ModelOptions, TextSource, Machine, Resumable):
+    """Of `kvcal recommend`. windows, holdout, length: by default what the device does in a few minutes, in windows no
+    longer than the model's preset has.
+    """
+
+    panel: ClassVar[str] = "Scheme"
+
+    windows: int | None = option(None, "Windows of text in all (default: 36; on a CPU 10).", at_least=2, panel="Text")
+    holdout: int | None = option(
+        None, "How many of them are measured on, not fitted on (default: 1 in 8).", at_least=1, panel="Text"
+    )
+    length: int | None = option(None, "Tokens a window (default: 1024; on a CPU 512).", at_least=2, panel="Text")
+    seed: int = option(0, "Which windows are drawn.", at_least=0, at_most=LARGEST_SEED, panel="Text")
+    max_bits: float | None = option(None, "Smallest KL of at most so many stored bits per value, as 4.1.")
+    max_kl: float | None = option(None, "Fewest bits of at most this KL, nats per token (default: 0.01).")
+    output: Path | None = option(
+        None, "Default: <model>-recommended.kvcal.safetensors here.", "--output", "-o", panel="Output"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class InspectOptions(MaybeModelOptions, TextOptions):
     """Of `kvcal inspect`."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from kvcal_artifacts.scheme import Scheme
 from ..report.progress import progress
 from ..report.records import is_number, kind_of, mistyped
 from .layers import LayerErrors
+
+if TYPE_CHECKING:
+    from ..models.weights import CausalLM
 
 Rows = list[list[float] | None]  # a row a layer, a number a kv head; None: a layer that is not compressed
 
@@ -27,7 +31,7 @@ class HeadErrors:
     tokens: int
 
 
-def stored_head_errors(metrics: dict[str, Any]) -> HeadErrors | None:
+def stored_head_errors(metrics: Mapping[str, object]) -> HeadErrors | None:
     """What the fit wrote into a bundle's metrics, of its held-out windows; None where it wrote none, or no errors by
     head.
     """
@@ -38,7 +42,7 @@ def stored_head_errors(metrics: dict[str, Any]) -> HeadErrors | None:
     return HeadErrors(key, value, 0) if head_errors_fault(metrics) is None and any((*key, *value)) else None
 
 
-def head_errors_fault(metrics: dict[str, Any]) -> str | None:
+def head_errors_fault(metrics: Mapping[str, object]) -> str | None:
     """What is wrong with the errors by head in a bundle's metrics; None where they are good, or there are none."""
     layers = metrics.get("layers")
     if layers is None:
@@ -65,7 +69,7 @@ def head_errors_fault(metrics: dict[str, Any]) -> str | None:
     )
 
 
-def measured_head_errors(model: Any, scheme: Scheme, ids: Tensor) -> HeadErrors:
+def measured_head_errors(model: CausalLM, scheme: Scheme, ids: Tensor) -> HeadErrors:
     """Measure errors of heads on token windows ids (N, T) int64, each in one forward pass, whose keys and values are
     the model's own.
 
@@ -85,5 +89,4 @@ def measured_head_errors(model: Any, scheme: Scheme, ids: Tensor) -> HeadErrors:
                 model(input_ids=row[None].to(device), past_key_values=cache, use_cache=True)
                 tokens += int(cache.ledger.blocks.sum()) * windows.block
             advance()
-    rows = errors.rows()
-    return HeadErrors([row["key_head_errors"] for row in rows], [row["value_head_errors"] for row in rows], tokens)
+    return HeadErrors(errors.by_head("key"), errors.by_head("value"), tokens)

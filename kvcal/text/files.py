@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from kvcal_artifacts.errors import TextError
 
 from ..models.hub import one_line
+from ..report.extras import require
 from .parquet_pages import check_pages
 from .rows import SHOWN_NAME, Picker, columns, cut, listed
 
@@ -129,6 +130,7 @@ def _opened(path: Path) -> AbstractContextManager[Stream]:
     """A stream of the unpacked bytes; a context manager with read()."""
     pack = path.suffix.lower()
     if pack == ".zst":
+        require("pyarrow", str(path), "give the text unpacked")
         import pyarrow
 
         unpacked: AbstractContextManager[Stream] = pyarrow.input_stream(str(path), compression="zstd")
@@ -456,6 +458,7 @@ def _table(path: Path, picker: Picker) -> Iterator[Row]:
 
 
 def _parquet(path: Path, picker: Picker) -> Iterator[Row]:
+    require("pyarrow", str(path), "give the text in another form, as .jsonl")
     import pyarrow
     import pyarrow.parquet
 
