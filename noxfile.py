@@ -13,7 +13,7 @@ nox.options.sessions = ["lint", "types", "docs", "install_check", "tests_oldest"
 CONSTRAINTS = "constraints.txt"
 BARE_INSTALL = Path(__file__).resolve().parent / "tests" / "support" / "bare_install.py"
 WHEEL_LIMIT_MB = 12
-PACKAGES = {"kvcal", "kvcal_artifacts", "kvcal_kernels"}
+PACKAGES = {"kvcal", "kvcal_artifacts", "kvcal_kernels", "kvcal_vllm"}
 
 
 @nox.session

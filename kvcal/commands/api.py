@@ -197,6 +197,7 @@ def evaluate(
     from kvcal_artifacts.errors import UsageError
 
     from ..evaluate.perplexity import evaluate as measure
+    from ..models.weights import causal_lm
     from ..text import sources
 
     named = schemes if isinstance(schemes, Mapping) else {_name(scheme): scheme for scheme in schemes}
@@ -210,7 +211,7 @@ def evaluate(
         name: lambda bundle=bundle: cache(model, bundle, remember=True)  # type: ignore[misc]
         for name, bundle in bundles.items()
     }
-    return measure(model, ids, makers, step=step, batch=batch)
+    return measure(causal_lm(model), ids, makers, step=step, batch=batch)
 
 
 def _name(scheme: SchemeLike) -> str:

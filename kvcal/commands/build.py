@@ -587,7 +587,7 @@ def held_to_gates(recipe: BuildRecipe, planner: Planner, lock: Lock, say: Say) -
             checks_of[entry.name] = [check for check in result["gates"] if check.name == entry.name]
             lock.gates.pop(entry.name, None)
             if worth_keeping(checks_of[entry.name]):
-                records = [asdict(check) for check in checks_of[entry.name]]
+                records = [check.as_dict() for check in checks_of[entry.name]]
                 lock.gates[entry.name] = {"key": keys[entry.name], "checks": records}
         lock.write()
     return [check for entry in recipe.entries if entry.gates for check in checks_of[entry.name]]

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import SUFFIX, Bundle, probed_layers
-from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import HeavyHitters
 
 from ..bundles.paths import given_bundle
 from ..capture.scan import LayerSource, WholeModel
-from ..evaluate.perplexity import CacheMaker
 from ..methods.data_free import DataFree, preset
 from ..models import files, loading, names
 from ..models.devices import pick_device, pick_dtype
@@ -25,6 +23,9 @@ from ..models.layerwise import LayerwiseWeights, open_layerwise
 from ..pipeline.options import EvalOptions, TuneBitsOptions
 from ..report.progress import progress
 from .options import CompareOptions, GenerateOptions
+
+if TYPE_CHECKING:
+    from ..evaluate.perplexity import CacheMaker
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,8 @@ def cache_makers(
 
     selection: in the place of each row's own; names then end in +h2o and the share that is kept.
     """
+    from kvcal_artifacts.cache import KVCalCache
+
     makers: dict[str, CacheMaker] = {}
     for name, row in rows.items():
         if isinstance(row, Bundle):
