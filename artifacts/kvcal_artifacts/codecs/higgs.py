@@ -456,8 +456,8 @@ class Higgs(Codec):
         mixed: Mixed = "hadamard" if stated == "hadamard" else "cosine" if stated else "none"
         d, n, rotation, norm = settings["d"], settings["n"], settings["rotation"], settings["norm"]
         seed, axis, gain = settings["seed"], settings["axis"], settings["gain"]
-        constant = {"grid": tensors["grid"], "sign": tensors["sign"]}
-        codec = cls(shape, role, d, n, rotation, norm, seed, axis, gain, mixed=mixed, **constant)
+        grid, sign = tensors["grid"], tensors["sign"]
+        codec = cls(shape, role, d, n, rotation, norm, seed, axis, gain, "exact", mixed, grid, sign)
         if mixed != codec.mixed:
             lacks = "odd factor" if codec.mixed == "none" else "odd factor that a Hadamard matrix mixes"
             raise KVCalError(f"higgs codec, mixed = {stated!r}: its rotation has no {lacks}")
