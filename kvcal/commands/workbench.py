@@ -22,6 +22,7 @@ from ..models.devices import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseWeights, open_layerwise
 from ..pipeline.options import EvalOptions, TuneBitsOptions
 from ..report.progress import progress
+from .made_for import check_made_for
 from .options import CompareOptions, GenerateOptions
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ def check_bundle(
     parts = open_layerwise(
         names.resolve(name, revision), dtype="bfloat16", device=where, random_weights=random_weights, seed=seed
     )
-    bundle.check(parts.model, parts.revision, probe=())
-    bundle.check(parts.model, parts.revision, key_probe(parts))
+    check_made_for(bundle, parts.model, parts.revision, probe=())
+    check_made_for(bundle, parts.model, parts.revision, key_probe(parts))
 
 
 def key_probe(parts: LayerwiseWeights) -> tuple[float, ...]:
@@ -150,7 +151,7 @@ def cache_makers(
     makers: dict[str, CacheMaker] = {}
     for name, row in rows.items():
         if isinstance(row, Bundle):
-            row.check(model, revision)
+            check_made_for(row, model, revision)
         scheme = row.scheme if isinstance(row, Bundle) else row.scheme(model)
         if selection is not None:
             name, scheme = f"{name}+h2o-{selection.keep:g}", scheme.keeping(selection)
