@@ -114,7 +114,7 @@ def views(blocks: Tensor, form: Form | TransformForm) -> dict[str, Tensor]:
 
 @functools.cache
 def token_masks(form: Form | TransformForm) -> Tensor:
-    """Return the bits that belong to each token: uint8 (32, block_bytes). No bit is of two tokens; padding is of none."""
+    """Return the bits that belong to each token: uint8 (32, block_bytes). No bit is of two tokens, padding of none."""
     masks = torch.zeros(BLOCK, block_bytes(form), dtype=torch.uint8)
     whole = _ones(form)
     for name, part in views(masks, form).items():
