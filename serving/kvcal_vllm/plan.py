@@ -35,12 +35,12 @@ class Plan:
     @property
     def bits(self) -> float:
         """Bits of memory for each number: all layers' pages, padding and copies of norms included."""
-        return sum(layer.form.stored_bits for layer in self.layers) / len(self.layers)
+        return sum(layer.bits for layer in self.layers) / len(self.layers)
 
     @property
     def token_bytes(self) -> int | None:
         """Bytes of a token in one head, where all layers agree."""
-        sizes = {layer.token_bytes for layer in self.layers}
+        sizes = {layer.form.token_bytes for layer in self.layers}
         return sizes.pop() if len(sizes) == 1 else None
 
     def describe(self) -> str:
