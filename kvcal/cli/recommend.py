@@ -14,7 +14,7 @@ from kvcal.commands.options import RecommendOptions
 def recommend(o: RecommendOptions, typed: Typed) -> None:
     """Measure a ladder of schemes on a model, choose one and write its bundle.
 
-    Measured are key outliers, KL on held-out text and attention errors; docs/recommend.md says how it is chosen.
+    Measured are key outliers, KL on held-out text and attention errors; docs/guides/recommend.md says how it is chosen.
     """
     from kvcal.commands.recommend import run_recommend
 

@@ -75,13 +75,15 @@ class _Hashed:
 
 @cache
 def _plan(asked: Settings, model: str, revision: str | None, config: _Hashed) -> Plan:
-    made = plan(asked, config.config, revision, model)
-    logger.info(made.describe())
-    return made
+    served = plan(asked, config.config, revision, model)
+    logger.info(served.describe())
+    return served
 
 
 def _check_engine(config: VllmConfig) -> None:
-    parallel = config.parallel_config
+    device, parallel = config.device_config.device_type, config.parallel_config
+    if device != "cpu":
+        raise UsageError(f"kvcal: device {device}: this version serves on a CPU, its kernels do not read pages yet")
     for what, size in (
         ("tensor", parallel.tensor_parallel_size),
         ("decode-context", parallel.decode_context_parallel_size),
@@ -115,7 +117,7 @@ class KVCalBackend(CPUAttentionBackend):
         return CPUAttentionBackend.get_builder_cls() if cls._served is None else KVCalMetadataBuilder
 
     @classmethod
-    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> Any:
         return CPUAttentionBackend.get_supported_kernel_block_sizes() if cls._served is None else [BLOCK]
 
     @classmethod

@@ -11,41 +11,31 @@ from torch import Tensor
 from kvcal_artifacts.codecs import Codec
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import LayerCodecs
-from kvcal_kernels.layout import BLOCK, Form, TransformForm
-from kvcal_kernels.layout.pages import PageForm, block_bytes, token_masks, views
+from kvcal_kernels.layout import BLOCK, AnyForm, PageForm, TransformBlocks, decode, read_pages, token_places
+from kvcal_kernels.layout.pages import block_bytes, bytes_of
 
 
 class PagedSide:
     """The keys or the values of one layer: a codec, and where its blocks lie among a head's bytes."""
 
-    def __init__(self, codec: Codec, at: int) -> None:
-        form = codec.fused()
-        assert not isinstance(form, str)  # `PagedLayer` refused it
-        self.codec, self.form, self.at, self.size = codec, form, at, block_bytes(form)
-        self._masks = token_masks(form).int()
+    def __init__(self, codec: Codec, form: AnyForm, at: int) -> None:
+        shape = codec.shape
+        self.codec, self.bytes = codec, slice(at, at + block_bytes(form))
+        blocks = codec.as_blocks(codec.encode(torch.zeros(1, shape.heads, BLOCK, shape.dim)))
+        self.constants = blocks.basis if isinstance(blocks, TransformBlocks) else blocks.grid
+        places = token_places(form)
+        masks = torch.zeros(BLOCK, block_bytes(form), dtype=torch.int32)
+        self._masks = masks.scatter_add_(1, places // 8, (1 << places % 8).int())  # bits of each token, which are apart
 
     def write(self, heads: Tensor, x: Tensor, fresh: Tensor) -> None:
         """Pack the fresh tokens of x (P, H, b, D) into heads (P, H, S) uint8; all other bits stay.
 
         fresh: bool (P, b). Raises NonFiniteError where float16 cannot hold a norm or scale.
         """
-        packed = self.codec.encode(x)
-        new = torch.zeros(*heads.shape[:2], self.size, dtype=torch.uint8)
-        for name, part in views(new, self.form).items():
-            part.copy_(packed[name][:, :, 0])  # of one norm for all heads each head gets a copy
+        new = bytes_of(self.codec.as_blocks(self.codec.encode(x)))[:, :, 0]
         mask = (fresh.int() @ self._masks).to(torch.uint8)[:, None]
-        old = heads[:, :, self.at : self.at + self.size]
+        old = heads[:, :, self.bytes]
         old.copy_((old & ~mask) | (new & mask))
-
-    def read(self, heads: Tensor) -> Tensor:
-        """The numbers (P, H, b, D) float32 of heads (P, H, S) uint8."""
-        block = heads[:, :, self.at : self.at + self.size].contiguous()
-        specs = self.codec.tensor_specs()
-        packed = {
-            name: part[:, : specs[name][0][0]][:, :, None].contiguous()
-            for name, part in views(block, self.form).items()
-        }
-        return self.codec.decode(packed)
 
 
 class PagedLayer:
@@ -60,12 +50,13 @@ class PagedLayer:
             self.form = PageForm(key, value)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        self.key, self.value = PagedSide(codecs.key, 0), PagedSide(codecs.value, self.form.value_at)
+        self.key = PagedSide(codecs.key, key, 0)
+        self.value = PagedSide(codecs.value, value, self.form.value_at)
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of a token in one head, keys and values: C."""
-        return self.form.head_bytes // BLOCK
+    def bits(self) -> float:
+        """Bits of a page for each number that it stands for, copies of norms and padding included."""
+        return 8 * self.form.token_bytes / (2 * self.form.keys.dim)
 
     def store(self, pages: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Pack tokens into pages (B, H, b, C) of one byte. slots: int64 (T,), page * 32 + place; key, value: (T, H, D).
@@ -90,8 +81,9 @@ class PagedLayer:
 
     def load(self, pages: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (P, H, b, D) float32 of the pages of these numbers, int64 (P,)."""
-        heads = _heads(pages)[numbers]
-        return self.key.read(heads), self.value.read(heads)
+        blocks = read_pages(_heads(pages), self.form, numbers[:, None], self.key.constants, self.value.constants)
+        key, value = (decode(one) for one in blocks)
+        return key, value
 
 
 def _heads(pages: Tensor) -> Tensor:
@@ -100,7 +92,7 @@ def _heads(pages: Tensor) -> Tensor:
     return raw.view(*raw.shape[:2], -1)
 
 
-def _form(codec: Codec) -> Form | TransformForm:
+def _form(codec: Codec) -> AnyForm:
     form = codec.fused()
     if codec.shape.block != BLOCK:
         raise UsageError(f"blocks of {codec.shape.block} tokens: a page holds {BLOCK}")

@@ -1,4 +1,4 @@
-"""From what the user asked for and the model's config to one PagedLayer for each layer, or a refusal with its reason."""
+"""From what the user asked for and the model's config to a PagedLayer for each layer, or a refusal with its reason."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ class Plan:
     @property
     def bits(self) -> float:
         """Bits of memory for each number: all layers' pages, padding and copies of norms included."""
-        return sum(layer.form.stored_bits for layer in self.layers) / len(self.layers)
+        return sum(layer.bits for layer in self.layers) / len(self.layers)
 
     @property
     def token_bytes(self) -> int | None:
         """Bytes of a token in one head, where all layers agree."""
-        sizes = {layer.token_bytes for layer in self.layers}
+        sizes = {layer.form.token_bytes for layer in self.layers}
         return sizes.pop() if len(sizes) == 1 else None
 
     def describe(self) -> str:
         """One line: bits, how many times FP16's capacity that is, and the mode."""
-        mode = "every token attends to packed keys and values" if self.deterministic else (
-            "tokens of one step attend to each other's exact keys and values"
-        )  # fmt: skip
+        mode = "tokens of one step attend to each other's exact keys and values"
+        if self.deterministic:
+            mode = "every token attends to packed keys and values"
         unchecked = "; the model's key weights were not compared" if self.weighed is False else ""
         return (
-            f"kvcal: {self.name}: {self.bits:.2f} bits per value in pages, {EXACT_BITS / self.bits:.2f} x the tokens of "
-            f"FP16; all tokens are packed, the bundle's windows do not apply; {mode}{unchecked}"
+            f"kvcal: {self.name}: {self.bits:.2f} bits per value in pages, {EXACT_BITS / self.bits:.2f} x the tokens "
+            f"of FP16; all tokens are packed, the bundle's windows do not apply; {mode}{unchecked}"
         )
 
 
 def plan(settings: Settings, config: hf.ModelConfig, revision: str | None = None, model: str = "") -> Plan:
-    """The plan for a model. config: of its decoder. model: its folder, whose key weights are compared with the bundle's.
+    """The plan for a model. config: of its decoder. model: its folder, for its key weights.
 
     Raises UnsupportedModel, IncompatibleBundle, CorruptBundle, or UsageError for what pages cannot hold.
     """

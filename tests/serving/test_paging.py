@@ -1,4 +1,4 @@
-"""Pages: whose bits are whose, and that tokens are stored the same however they come."""
+"""Tokens are stored the same however they come, and attention reads what is stored."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor
 from kvcal_artifacts.codecs import Shape, Transform
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 from kvcal_artifacts.scheme import LayerCodecs
-from kvcal_kernels.layout import BLOCK, Form, TransformForm
-from kvcal_kernels.layout.pages import PageForm, block_bytes, parts, token_masks
+from kvcal_kernels.layout import BLOCK
 from kvcal_vllm import presets
 from kvcal_vllm.attention import Step, attend
 from kvcal_vllm.paging import PagedLayer
@@ -50,32 +49,8 @@ def tokens(count: int, dim: int) -> tuple[Tensor, Tensor]:
 def dirty(layer: PagedLayer, count: int) -> Tensor:
     """Pages that other requests left."""
     generator = torch.Generator().manual_seed(2)
-    shape = (count, HEADS, BLOCK, layer.token_bytes)
+    shape = (count, HEADS, BLOCK, layer.form.token_bytes)
     return torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator)
-
-
-def test_a_bit_is_of_one_token(pair: LayerCodecs) -> None:
-    for codec in (pair.key, pair.value):
-        form = codec.fused()
-        assert not isinstance(form, str)
-        masks = token_masks(form)
-        bits = (masks[:, :, None] >> torch.arange(8)) & 1
-        assert int(bits.sum(0).max()) == 1
-        stored = sum(part.size for part in parts(form))
-        assert int(bits.sum()) == 8 * stored, "every bit of every part is some token's"
-        assert bits.sum((1, 2)).unique().numel() == 1, "tokens have equally many"
-
-
-def test_parts_are_the_codecs_packed_tensors(pair: LayerCodecs) -> None:
-    for codec in (pair.key, pair.value):
-        form = codec.fused()
-        assert not isinstance(form, str)
-        specs = {name: (shape[1:], dtype) for name, (shape, dtype) in codec.tensor_specs().items()}
-        assert {part.name: (part.shape, part.dtype) for part in parts(form)} == specs
-        assert all(part.at % 16 == 0 for part in parts(form))
-        if isinstance(form, TransformForm):
-            assert block_bytes(form) == form.block_bytes
-            assert parts(form)[-1].at == form.norm_at
 
 
 def test_tokens_are_stored_the_same_however_they_come(pair: LayerCodecs) -> None:
@@ -117,21 +92,6 @@ def test_what_float16_cannot_hold_is_refused() -> None:
     layer, (key, value) = PagedLayer(codecs("higgs-2", 64)), tokens(1, 64)
     with pytest.raises(NonFiniteError, match="norm"):
         layer.store(dirty(layer, 1), torch.zeros(1, dtype=torch.long), key * 1e6, value)
-
-
-@pytest.mark.parametrize(
-    ("form", "reason"),
-    [
-        (Form("key", 64, 2, 32, inner=False, symmetric=False), "groups of 32 tokens"),
-        (Form("value", 64, 2, 32), "groups of 32 tokens"),
-        (Form("key", 64, 2, vector=2, norm_heads=2), "one norm over 2 heads"),
-        (Form("key", 64, 2, 32, inner=False, symmetric=False, full=16), "keys in tiers"),
-    ],
-)
-def test_forms_that_do_not_fit_pages(form: Form, reason: str) -> None:
-    fits = Form("value" if form.role == "key" else "key", 64, 2, vector=2)
-    with pytest.raises(ValueError, match=reason):
-        PageForm(*((form, fits) if form.role == "key" else (fits, form)))
 
 
 def test_head_sizes_and_blocks_without_a_kernel_are_refused() -> None:

@@ -7,9 +7,12 @@ The same cases, run by our search, are in tests/kvcal/methods/test_mixkvq.py.
 from __future__ import annotations
 
 import sqlite3
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -18,6 +21,7 @@ from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback, fail_s
 from optuna.study import MaxTrialsCallback
 from optuna.trial import TrialState
 
+from kvcal.search import two_objectives
 from kvcal.search.two_objectives import Storage, search
 
 DIRECTIONS = ["minimize", "minimize"]
@@ -78,20 +82,32 @@ def test_two_workers_of_optuna_make_more_trials_than_asked_for(tmp_path: Path) -
     assert len(study.get_trials(states=(TrialState.COMPLETE,))) == 4
 
 
-def test_our_workers_make_exactly_as_many_in_the_same_case(tmp_path: Path) -> None:
+def test_our_workers_make_exactly_as_many_in_the_same_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second worker looks for work while the last of three trials runs, and waits."""
     storage = Storage("study", tmp_path / "unused", f"sqlite:///{tmp_path}/s.db")
-    calls = 0
+    looked, calls, workers = threading.Event(), list[float](), list[threading.Thread]()
+
+    def waiting(seconds: float) -> None:
+        looked.set()
+        time.sleep(seconds)
+
+    monkeypatch.setattr(two_objectives, "time", SimpleNamespace(sleep=waiting, monotonic=time.monotonic))
 
     def ours(parameters: dict[str, float]) -> tuple[float, float]:
-        nonlocal calls
-        calls += 1
-        if calls == 3:  # the last of three: another worker looks for work, and there is none
-            trials = optuna.load_study(study_name="study", storage=storage.url).get_trials()
-            complete = [trial for trial in trials if trial.state is TrialState.COMPLETE]
-            running = [trial for trial in trials if trial.state is TrialState.RUNNING]
-            assert (len(complete), len(running)) == (2, 1)
+        calls.append(parameters["a"])
+        if len(calls) == 3:
+            workers.append(threading.Thread(target=another))
+            workers[0].start()
+            assert looked.wait(60)
+        if len(calls) > 3:
+            looked.set()  # it did not wait: let the test end, and fail
         return parameters["a"], 1 / parameters["a"]
 
+    def another() -> None:
+        search(ours, SPACE, trials=3, seed=0, maximise=False, storage=storage)
+
     found = search(ours, SPACE, trials=3, seed=0, maximise=False, storage=storage)
-    again = search(ours, SPACE, trials=3, seed=0, maximise=False, storage=storage)
-    assert calls == 3 and found.points == again.points and len(found.points) == 3
+    workers[0].join()
+    assert len(calls) == 3 and [point.parameters["a"] for point in found.points] == calls
+    complete = optuna.load_study(study_name="study", storage=storage.url).get_trials(states=(TrialState.COMPLETE,))
+    assert len(complete) == 3
