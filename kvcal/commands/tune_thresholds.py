@@ -17,6 +17,7 @@ from ..methods.mixkvq import MixKVQ
 from ..models import names
 from ..models.weights import causal_lm
 from ..pipeline.options import TuneBitsOptions, TuneThresholdsOptions
+from ..report.extras import require
 from ..search.thresholds import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
 from .calibration import prepare
 from .common import Say, output_for, refuse_idle
@@ -142,6 +143,8 @@ def run_tune_thresholds(o: TuneThresholdsOptions, say: Say, typed: Collection[st
     if name != "perplexity":
         refuse_idle(typed, ("step",), "an objective of perplexity", "give --objective perplexity, or leave it out")
     if searches(o):
+        for package in ("optuna", "matplotlib"):
+            require(package, "a search for thresholds", "give one number for --tau-low and one for --tau-high")
         say(f"objective: {name}")
     output = output_for(o, source, method.name)
     if o.plot is not None:

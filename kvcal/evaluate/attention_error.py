@@ -9,8 +9,8 @@ statistics), the cache is run in steps instead.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,23 +36,53 @@ class LayerError:
     logits: float = 0.0
     output_error: float = 0.0
     outputs: float = 0.0
+    by_head: Tensor = field(default_factory=lambda: torch.zeros(()))  # the same four sums of each kv head, (4, H)
 
     def add(self, exact: tuple[Tensor, Tensor], decoded: tuple[Tensor, Tensor]) -> None:
         self.logit_error += float((decoded[0] - exact[0]).square().sum(dtype=torch.float64))
         self.logits += float(exact[0].square().sum(dtype=torch.float64))
         self.output_error += float((decoded[1] - exact[1]).square().sum(dtype=torch.float64))
         self.outputs += float(exact[1].square().sum(dtype=torch.float64))
+        squares = (decoded[0] - exact[0], exact[0], decoded[1] - exact[1], exact[1])
+        self.by_head = self.by_head + torch.stack([_squares(x) for x in squares]).cpu()
+
+    def head_errors(self) -> tuple[list[float], list[float]]:
+        """Of scores and of outputs, one number for each kv head; empty where nothing was packed."""
+        if not self.by_head.ndim:
+            return [], []
+        logit, logits, output, outputs = self.by_head.clamp_min(1e-30)
+        return (logit / logits).sqrt().tolist(), (output / outputs).sqrt().tolist()
+
+
+def _squares(x: Tensor) -> Tensor:
+    """(B, H, ...) -> (H,) float64."""
+    return x.square().sum([0, *range(2, x.ndim)], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class AttentionErrors:
     """Root of summed squared error over summed squares, by layer. logit: of scores q . k over the tokens that a query
-    sees, less their mean, which the softmax does not see. output: of attention outputs. Layers left uncompressed are
-    not there.
+    sees, less their mean, which the softmax does not see. output: of attention outputs. logit_heads, output_heads: of
+    each kv head. Layers left uncompressed are not there.
     """
 
     logit: dict[int, float]
     output: dict[int, float]
+    logit_heads: dict[int, list[float]] = field(default_factory=dict)
+    output_heads: dict[int, list[float]] = field(default_factory=dict)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One table for each layer: its errors, and those of its kv heads."""
+        return [
+            {
+                "layer": index,
+                "logit_error": self.logit[index],
+                "output_error": self.output[index],
+                "logit_head_errors": self.logit_heads[index],
+                "output_head_errors": self.output_heads[index],
+            }
+            for index in sorted(self.logit)
+        ]
 
     def as_dict(self) -> dict[str, float]:
         """Means over the layers."""
@@ -89,6 +119,8 @@ def attention_errors(
     return AttentionErrors(
         {i: (s.logit_error / max(s.logits, 1e-30)) ** 0.5 for i, s in sums.items()},
         {i: (s.output_error / max(s.outputs, 1e-30)) ** 0.5 for i, s in sums.items()},
+        {i: s.head_errors()[0] for i, s in sums.items()},
+        {i: s.head_errors()[1] for i, s in sums.items()},
     )
 
 

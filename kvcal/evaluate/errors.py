@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
@@ -79,6 +78,8 @@ def measured_head_errors(model: CausalLM, scheme: Scheme, ids: Tensor) -> HeadEr
     windows = scheme.windows
     if ids.shape[1] < (least := windows.sink + windows.recent + windows.block):
         raise UsageError(f"windows of {ids.shape[1]} tokens pack nothing: use --length {least} or more")
+    from kvcal_artifacts.cache import KVCalCache
+
     errors, tokens = LayerErrors(len(scheme.layers)), 0
     device = next(model.parameters()).device
     with torch.no_grad(), progress("Measuring", total=len(ids)) as advance:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 
 from ..report.progress import progress
@@ -25,9 +24,11 @@ from .divergence import EXACT, Bucket, Reference, Spread, Tokens, standard_error
 if TYPE_CHECKING:
     from transformers import Cache, DynamicCache
 
+    from kvcal_artifacts.cache import KVCalCache
+
     from ..models.weights import CausalLM
 
-CacheMaker = Callable[[], KVCalCache]
+CacheMaker: TypeAlias = Callable[[], "KVCalCache"]
 TOKENS_PER_BATCH = {"cuda": 1 << 18, "cpu": 1 << 13}
 
 

@@ -7,7 +7,6 @@ teacher-forced in steps, as `kvcal eval` does. lm-eval is imported where it is u
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Scheme
 
+from ..report.extras import require
 from ..report.progress import progress
 
 if TYPE_CHECKING:
@@ -36,11 +36,8 @@ MAX_NEW_TOKENS = 256  # where a task does not say, as in lm-eval
 
 
 def check_installed() -> None:
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UsageError(
-            "--objective task: needs lm-eval, which is not installed: pip install 'kvcal[tasks]', or use --objective "
-            "attention",
-        )
+    """Raise UsageError where lm-eval is missing."""
+    require("lm_eval", "--objective task:", "use --objective attention")
 
 
 class Request(Protocol):

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from kvcal_artifacts.bundle import Bundle
@@ -16,10 +17,12 @@ from kvcal_artifacts.files import read_bytes, write_atomically
 from kvcal_artifacts.scheme import Scheme
 from kvcal_artifacts.shown import message
 
-from ..evaluate.canary import Canary
 from ..evaluate.layers import ROLES, check_errors, recorded_rows, worst_layer
 from ..report.escape import markdown as escaped
 from ..report.records import mistyped
+
+if TYPE_CHECKING:
+    from ..evaluate.canary import Canary
 
 SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 

@@ -3,7 +3,6 @@ for."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from kvcal_artifacts.files import write_atomically
 
 from .colours import colour
 from .drawn import SUFFIXES, as_file, drawable, png
+from .extras import require
 from .labels import label_points
 from .outputs import check_output
 
@@ -27,8 +27,7 @@ LEAST_SHOWN = 1e-7  # an exact codec's error of 0 has no logarithm
 
 def check_plot(path: Path, option: str = "--plot") -> None:
     """Check before any work that a plot can be drawn and written there; raises UsageError. option: that names it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(f"{option} needs matplotlib, which is not installed: install kvcal again")
+    require("matplotlib", option, "leave it out")
     if path.suffix not in SUFFIXES:
         raise UsageError(f"{option} {path}: must end in {', '.join(SUFFIXES)}")
     check_output(path, option)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Role
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 from kvcal_artifacts.scheme import Scheme
@@ -28,6 +27,8 @@ from ..report.records import is_number
 from .knapsack import Option, solve
 
 if TYPE_CHECKING:
+    from kvcal_artifacts.cache import KVCalCache
+
     from ..models.weights import CausalLM
 
 EXACT = "exact-32"
@@ -183,6 +184,8 @@ def _measured(
 
 
 def _maker(scheme: Scheme, model: CausalLM) -> Callable[[], KVCalCache]:
+    from kvcal_artifacts.cache import KVCalCache
+
     return lambda: KVCalCache(scheme, model, remember=True)
 
 

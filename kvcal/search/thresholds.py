@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle.canonical import canonical, sha256_text
-from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import write_atomically
@@ -125,6 +124,8 @@ class Perplexity:
         return {"name": "perplexity", "step": self.step}
 
     def __call__(self, method: MixKVQ) -> tuple[float, float]:
+        from kvcal_artifacts.cache import KVCalCache
+
         scheme = method.scheme(self.model)
         rows = evaluate(
             self.model,

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvcal_artifacts.errors import KVCalError
-from kvcal_artifacts.files import open_lock
+from kvcal_artifacts.files import lock, open_lock
 
 from ..calibrate.checkpoint import check_ours
 from ..report.progress import progress
@@ -332,25 +332,14 @@ def _opened(storage: Storage, maximise: bool) -> Iterator[tuple[Study, RDBStorag
         handle = open_lock(storage.folder / "lock")
     except OSError as error:
         raise KVCalError(f"{storage.folder / 'lock'}: cannot be used ({error.strerror}); move it away") from error
-    with os.fdopen(handle, "w") as lock:
-        if not _locked(lock):
+    try:
+        if lock(handle, wait=False) is False:
             raise KVCalError(
                 f"{storage.folder}: another process is at this search; wait for it, or let both share a --storage"
             )
         yield _study(f"sqlite:///{FILE}", storage, maximise)
-
-
-def _locked(file: IO[str]) -> bool:
-    """Whether the file is now locked by this process, for as long as it is open; the system unlocks it after a kill."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has none: there, two runs at once on one output are not noticed
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+    finally:
+        os.close(handle)
 
 
 def _connection(path: Path) -> type[sqlite3.Connection]:

@@ -74,6 +74,8 @@ def test_kernels_import_without_triton() -> None:
 def test_artifacts_need_only_what_a_server_has() -> None:
     for module, target, _ in foreign("kvcal_artifacts"):
         allowed = ["torch", "safetensors", "kvcal_kernels"]
+        if module == "kvcal_artifacts.files":
+            allowed.append("filelock")  # which torch itself requires
         if within(module, "kvcal_artifacts.hf", "kvcal_artifacts.cache"):
             allowed.append("transformers")
         assert within(target, *allowed), f"{module} imports {target}"
@@ -89,6 +91,15 @@ def test_artifacts_cache_touches_only_transformers_cache_classes() -> None:
 def test_artifacts_never_import_triton_kernels_directly() -> None:
     for module, target, _ in imports("kvcal_artifacts"):
         assert not (within(target, "kvcal_kernels") and "triton" in target.split(".")), f"{module} imports {target}"
+
+
+def test_the_plug_in_needs_only_what_a_server_has() -> None:
+    for module, target, top in imports("kvcal_vllm"):
+        if target.split(".")[0] in {"__future__"} | set(sys.stdlib_module_names):
+            continue
+        ours = ("kvcal_vllm", "kvcal_artifacts", "kvcal_kernels")
+        assert within(target, *ours, "torch", "safetensors", "vllm"), f"{module} imports {target}"
+        assert not (within(target, "vllm") and top) or module == "kvcal_vllm.backend", f"{module} imports {target}"
 
 
 ROOMS = (  # of kvcal, highest first: an arrow goes down this list, never up
