@@ -93,6 +93,6 @@ def _presets(o: Options) -> Iterator[str]:
 
 
 def _check_preset(name: str) -> None:
-    known = names_of("preset")
-    if name not in known and not name.endswith((SUFFIX, ".safetensors")):
-        raise UsageError(f"preset {name!r} is not known; {allowed(name, known, 'kvcal names preset')}")
+    presets = names_of("preset")
+    if name not in presets and not name.endswith((SUFFIX, ".safetensors")):
+        raise UsageError(f"preset {name!r} is not known; {allowed(name, presets, 'kvcal names preset')}")

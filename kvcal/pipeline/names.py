@@ -26,9 +26,8 @@ COMMANDS = {  # method -> the command that makes its bundles
 }
 
 
+# A name. key_bits, value_bits: stored per value; None: it depends on the text, or does not fit the model.
 class NameRow(TypedDict):
-    """A name. key_bits, value_bits: stored per value; None: it depends on the text, or does not fit the model."""
-
     kind: str
     name: str
     key_bits: float | None
