@@ -27,12 +27,10 @@ COMMANDS = {  # method -> the command that makes its bundles
 
 
 # A name. key_bits, value_bits: stored per value; None: it depends on the text, or does not fit the model.
-class NameRow(TypedDict):
-    kind: str
-    name: str
-    key_bits: float | None
-    value_bits: float | None
-    about: str
+# Not as a class, since `about` would be a name of ours: it is a key of JSON.
+NameRow = TypedDict(  # noqa: UP013
+    "NameRow", {"kind": str, "name": str, "key_bits": float | None, "value_bits": float | None, "about": str}
+)
 
 
 def stored() -> list[NameRow]:
