@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcal_artifacts import hf
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import UsageError
 
 from ..capture.scan import Capture, WholeModel
@@ -32,9 +33,9 @@ class ScaleSettings:
             raise UsageError(f"--to {self.to}: allowed are {', '.join(LARGEST)}")
 
     @property
-    def config(self) -> dict[str, object]:
+    def config(self) -> dict[str, Json]:
         """`quantization_config` of config.json."""
-        scheme = {
+        scheme: Json = {
             "num_bits": 8,
             "type": "float" if self.to == "fp8" else "int",
             "symmetric": True,
