@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.errors import UsageError
@@ -33,7 +32,7 @@ class ScaleSettings:
             raise UsageError(f"--to {self.to}: allowed are {', '.join(LARGEST)}")
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """`quantization_config` of config.json."""
         scheme = {
             "num_bits": 8,
@@ -58,7 +57,7 @@ class ScaleSettings:
 
 
 @torch.no_grad()
-def kv_scales(model: Any, ids: Tensor, settings: ScaleSettings, batch: int | None = None) -> dict[str, Tensor]:
+def kv_scales(model: nn.Module, ids: Tensor, settings: ScaleSettings, batch: int | None = None) -> dict[str, Tensor]:
     """`k_scale` and `v_scale` of every attention module by its name, over token windows ids (N, T) int64.
 
     Raises UsageError for a model with layers that keep a cache of their own: no scale is measured for these.
