@@ -11,6 +11,7 @@ nox.options.default_venv_backend = "virtualenv"  # uv would not read pip's setti
 nox.options.sessions = ["lint", "types", "docs", "install_check", "tests_oldest", "tests"]
 
 CONSTRAINTS = "constraints.txt"
+BARE_INSTALL = Path(__file__).resolve().parent / "tests" / "support" / "bare_install.py"
 WHEEL_LIMIT_MB = 12
 PACKAGES = {"kvcal", "kvcal_artifacts", "kvcal_kernels", "kvcal_vllm"}
 
@@ -56,7 +57,7 @@ def _build_site(session: nox.Session, folder: str) -> None:
 
 @nox.session
 def install_check(session: nox.Session) -> None:
-    """The wheel alone, without development packages and away from the sources."""
+    """The wheel alone, without extras and development packages and away from the sources: it loads a bundle and generates."""
     box = Path(session.create_tmp()).resolve()
     session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(box), ".")
     wheel = max(box.glob("kvcal-*.whl"), key=lambda path: path.stat().st_mtime)
@@ -67,6 +68,7 @@ def install_check(session: nox.Session) -> None:
     session.run("kvcal", "--help")
     session.run("python", "-c", "import kvcal_kernels; from kvcal_artifacts import load_bundle, load_cache")
     session.run("kvcal", "models", "--json", silent=True)
+    session.run("python", str(BARE_INSTALL))
 
 
 def _check_wheel(session: nox.Session, wheel: Path) -> None:

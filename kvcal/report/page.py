@@ -114,7 +114,7 @@ def _table(label: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
     )
 
 
-def _shown(value: Any, form: str = "{:.4g}") -> str:
+def _shown(value: float | None, form: str = "{:.4g}") -> str:
     return "–" if value is None else form.format(value)
 
 

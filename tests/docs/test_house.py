@@ -74,6 +74,8 @@ def test_kernels_import_without_triton() -> None:
 def test_artifacts_need_only_what_a_server_has() -> None:
     for module, target, _ in foreign("kvcal_artifacts"):
         allowed = ["torch", "safetensors", "kvcal_kernels"]
+        if module == "kvcal_artifacts.files":
+            allowed.append("filelock")  # which torch itself requires
         if within(module, "kvcal_artifacts.hf", "kvcal_artifacts.cache"):
             allowed.append("transformers")
         assert within(target, *allowed), f"{module} imports {target}"
@@ -200,8 +202,8 @@ def test_sizes_have_limits(package: str) -> None:
 
 
 LINE = 120  # characters
-# To be wrapped: a folder here may only go. page.py has a style sheet, whose lines are the page's own.
-LONGER = ("kvcal/evaluate", "kvcal/search", "kvcal/report/page.py")
+# page.py has a style sheet, whose lines are the page's own.
+LONGER = ("kvcal/report/page.py",)
 
 
 def test_lines_have_a_limit() -> None:
@@ -217,12 +219,9 @@ def test_lines_have_a_limit() -> None:
     assert long == []
 
 
-VAGUE_LEFT = {"kvcal": {"kvcal.pipeline.gates": 1}}  # a key of JSON
-
-
 @pytest.mark.parametrize("package", SOURCE_ROOTS)
 def test_names_say_what_they_hold(package: str) -> None:
-    assert house.vague_names(package) == VAGUE_LEFT.get(package, {})
+    assert house.vague_names(package) == {}
 
 
 CASES = """

@@ -19,7 +19,8 @@ from tests.docs.test_figures import BENCHMARKS, shows
 from tests.support.pages import NEEDS, ROOT, bash_blocks, run_page
 
 DOCS = ROOT / "docs"
-QUICK = ["index", "guides/engineer", "guides/researcher", "guides/pipeline", "guides/server"]
+GUIDES = ["engineer", "researcher", "recommend", "pipeline", "server"]
+QUICK = ["index", *(f"guides/{name}" for name in GUIDES), "reference/python"]
 METHODS = sorted(f"methods/{page.stem}" for page in (DOCS / "methods").glob("*.md") if page.stem != "index")
 HELD = ["benchmarks/index"]  # `kvcal bench` and doctor: by tests/kvcal/bench
 BOTH = ("bash", "python")
@@ -35,7 +36,11 @@ def test_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
 def test_every_page_with_commands_is_run() -> None:
     pages = [
         DOCS / "index.md",
-        *(path for folder in ("guides", "methods", "benchmarks") for path in [*(DOCS / folder).glob("*.md")]),
+        *(
+            path
+            for folder in ("guides", "methods", "benchmarks", "reference")
+            for path in [*(DOCS / folder).glob("*.md")]
+        ),
     ]
     written = {path.relative_to(DOCS).with_suffix("").as_posix() for path in pages if bash_blocks(path, languages=BOTH)}
     lab = {

@@ -41,7 +41,7 @@ VAGUE = frozenset(
         "left",
     )
 )
-NO_ROOMS = {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
+NO_ROOMS = {"__init__.py", "__init__.pyi", "__main__.py", "__pycache__", "py.typed"}
 
 MOST_ENTRIES = 20  # of a folder of tests
 TESTED = {"kvcal": ROOT / "kvcal", "serving": ROOT / "serving" / "kvcal_vllm"} | {
