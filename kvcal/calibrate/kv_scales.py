@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcal_artifacts import hf
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import UsageError
 
 from ..capture.scan import Capture, WholeModel
@@ -32,13 +33,18 @@ class ScaleSettings:
             raise UsageError(f"--to {self.to}: allowed are {', '.join(LARGEST)}")
 
     @property
-    def config(self) -> dict[str, object]:
+    def strategy(self) -> str:
+        """What a scale is of, in compressed-tensors' words."""
+        return "attn_head" if self.per_head else "tensor"
+
+    @property
+    def config(self) -> dict[str, Json]:
         """`quantization_config` of config.json."""
-        scheme = {
+        scheme: dict[str, Json] = {
             "num_bits": 8,
             "type": "float" if self.to == "fp8" else "int",
             "symmetric": True,
-            "strategy": "attn_head" if self.per_head else "tensor",
+            "strategy": self.strategy,
             "dynamic": False,
         }
         return {

@@ -100,7 +100,7 @@ def query_of(
         b_mean += tl.sum(b_q * tl.load(p_mean + i * 16 + r).to(tl.float32)[:, None], 0)
         b_q = (b_q * b_down[None, :]).to(tl.float16)
         channels = channels + (tl.broadcast_to(b_q[None], [NW, 16, N]),)
-    own, b_peak = (), tl.zeros([NW, N], tl.float32)
+    shares, b_peak = (), tl.zeros([NW, N], tl.float32)
     for i in tl.static_range(0, STEPS, NW):  # a step for each warp; behind the last one some have it once more
         step = tl.minimum(i + tl.arange(0, NW), STEPS - 1)
         b_c = tl.zeros([NW, 16, N], tl.float32)
@@ -108,12 +108,12 @@ def query_of(
             b_c = tl.dot(matrix_tile(p_matrix, step * SLICES + j, NW, ASM), channels[j], b_c)
         b_c = b_c * tl.load(p_factor + step[:, None] * 16 + r[None, :])[:, :, None]
         b_peak = tl.maximum(b_peak, tl.max(tl.abs(b_c), 1))
-        own = own + (b_c,)
+        shares = shares + (b_c,)
     b_peak = tl.broadcast_to(tl.max(b_peak, 0)[None, :], [NW, N])
     b_less, b_more = _power(b_peak, 16.0)
     q = ()
     for i in tl.static_range(STEPS):
-        b_c = tl.where((tl.arange(0, NW) == i % NW)[:, None, None], own[i // NW] * b_less[:, None, :], 0.0)
+        b_c = tl.where((tl.arange(0, NW) == i % NW)[:, None, None], shares[i // NW] * b_less[:, None, :], 0.0)
         q = q + (_of_all_warps(b_c, NW, N).to(tl.float16),)
     return q, b_more * b_up[None, :], tl.broadcast_to(b_mean[None, :], [NW, N])
 
@@ -181,24 +181,24 @@ def output_of(
     fade = tl.exp2(b_m - b_top)
     b_l = tl.sum(b_l, 1) * fade
     b_m = b_top + b_mean * factor
-    own = zeros(ROUNDS, NW, N)
+    shares = zeros(ROUNDS, NW, N)
     for i in tl.static_range(STEPS):
         b_a = acc[i] * tl.load(p_factor + i * 16 + r)[None, :, None]
         b_a = _of_all_warps(b_a * fade[:, None, :], NW, N)
-        kept = ()
+        next_shares = ()
         for k in tl.static_range(ROUNDS):
-            kept = kept + (tl.where((warp + k * NW == i)[:, None, None], b_a, own[k]),)
-        own = kept
+            next_shares = next_shares + (tl.where((warp + k * NW == i)[:, None, None], b_a, shares[k]),)
+        shares = next_shares
     b_peak = tl.zeros([NW, N], tl.float32)
     for k in tl.static_range(ROUNDS):
-        b_peak = tl.maximum(b_peak, tl.max(tl.abs(own[k]), 1))
+        b_peak = tl.maximum(b_peak, tl.max(tl.abs(shares[k]), 1))
     # a query row's two columns exchange places: both are scaled alike
     b_peak = tl.broadcast_to(tl.max(tl.reshape(b_peak, [NW, N // 2, 2]), 2)[:, :, None], [NW, N // 2, 2])
     b_peak = tl.reshape(b_peak, [NW, N])
     b_less, b_more = _power(b_peak, 64.0)
     parts = ()
     for k in tl.static_range(ROUNDS):
-        b_a = own[k] * b_less[:, None, :]
+        b_a = shares[k] * b_less[:, None, :]
         b_high = b_a.to(tl.float16)
         b_low = (b_a - b_high.to(tl.float32)).to(tl.float16)
         parts = parts + (b_high, b_low, _other_parity(b_high, NW, N), _other_parity(b_low, NW, N))
