@@ -33,13 +33,18 @@ class ScaleSettings:
             raise UsageError(f"--to {self.to}: allowed are {', '.join(LARGEST)}")
 
     @property
+    def strategy(self) -> str:
+        """What a scale is of, in compressed-tensors' words."""
+        return "attn_head" if self.per_head else "tensor"
+
+    @property
     def config(self) -> dict[str, Json]:
         """`quantization_config` of config.json."""
-        scheme: Json = {
+        scheme: dict[str, Json] = {
             "num_bits": 8,
             "type": "float" if self.to == "fp8" else "int",
             "symmetric": True,
-            "strategy": "attn_head" if self.per_head else "tensor",
+            "strategy": self.strategy,
             "dynamic": False,
         }
         return {

@@ -23,7 +23,7 @@ def with_model_of(o: WithBundles, rows: Iterable[object], typed: Collection[str]
     typed: names of the options that somebody gave. Raises UsageError where the bundles were made for different models,
     IncompatibleBundle for a local folder, whose place no bundle records.
     """
-    bundles = {bundle.name: origin for bundle in rows if isinstance(bundle, Bundle) and (origin := made_for(bundle))}
+    bundles = {row.name: origin for row in rows if isinstance(row, Bundle) and (origin := made_for(row))}
     if not bundles or "model" in typed or o.model != DEFAULT:
         return o
     (first, origin), *others = bundles.items()

@@ -25,10 +25,8 @@ COMMANDS = {  # method -> the command that makes its bundles
     "combine": "combine",
 }
 
-
-# A name. key_bits, value_bits: stored per value; None: it depends on the text, or does not fit the model.
-# Not as a class, since `about` would be a name of ours: it is a key of JSON.
-NameRow = TypedDict(  # noqa: UP013
+# key_bits, value_bits: stored per value; None: it depends on the text, or does not fit the model.
+NameRow = TypedDict(  # noqa: UP013, `about` is a key of JSON and no name here
     "NameRow", {"kind": str, "name": str, "key_bits": float | None, "value_bits": float | None, "about": str}
 )
 
