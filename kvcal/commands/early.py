@@ -6,6 +6,7 @@ The commands check the same where they use a value: a recipe or a record does no
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from kvcal_artifacts.errors import UsageError
@@ -105,6 +106,9 @@ def _presets(o: Options) -> Iterator[str]:
 
 
 def _check_preset(name: str) -> None:
+    """Of presets that no file of names has, those of Python alone and of installed packages are left to the command."""
     presets = names_of("preset")
-    if name not in presets and not name.endswith((SUFFIX, ".safetensors")):
+    if name in presets or name.startswith("auto-") or name.endswith((SUFFIX, ".safetensors")):
+        return
+    if not entry_points(group="kvcal"):
         raise UsageError(f"preset {name!r} is not known; {allowed(name, presets, 'kvcal names preset')}")
