@@ -13,6 +13,7 @@ import pytest
 
 from kvcal.pipeline import names
 from kvcal_artifacts.bundle import SUFFIX
+from kvcal_artifacts.scheme.auto_names import AUTO_BITS
 from tests.support.models_fixture import kvcal
 from tests.support.pages import ROOT
 
@@ -100,7 +101,7 @@ def test_names_in_the_file_are_those_that_the_codecs_count() -> None:
     from kvcal.models.names import resolve
 
     assert names.stored() == counted(geometry(resolve(names.MODEL)))
-    assert names.SUFFIX == SUFFIX
+    assert names.SUFFIX == SUFFIX and tuple(AUTO_BITS) == names.AUTO
 
 
 @pytest.mark.parametrize(
