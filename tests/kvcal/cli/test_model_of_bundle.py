@@ -119,6 +119,6 @@ def test_the_next_command_stands_last(base: Path, tmp_path: Path) -> None:
     done = kvcal("preset", "kivi-2", "--config-only", "--output", path, "--model", base / "model")
     words = shlex.split(done.out.splitlines()[-1].removeprefix("next: kvcal "))
     assert words == ["eval", str(path), "--model", str(base / "model")]
-    assert kvcal(*words, *SHORT).code == 0
+    assert kvcal(*words, *SHORT, "--text", "embedded:evaluation").code == 0
     joined = kvcal("combine", path, path, "--output", tmp_path / f"both{SUFFIX}").out.splitlines()[-1]
     assert kvcal(*shlex.split(joined.removeprefix("next: kvcal "))).code == 0
