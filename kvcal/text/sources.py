@@ -262,11 +262,10 @@ def _tell(source: TextSource, reader: _Reader, say: Say | None) -> None:
         say(line)
     picker = reader.picker
     if picker.null or picker.empty or picker.lacking:
-        without = f" and {picker.lacking:,} without a column of text" if picker.lacking else ""
-        say(
-            f"note: {reader.label}: of {picker.rows:,} rows read {picker.empty:,} are empty{',' if without else ' and'} "
-            f"{picker.null:,} null{without}; skipped",
-        )
+        counts = f"{picker.empty:,} are empty and {picker.null:,} null"
+        if picker.lacking:
+            counts = f"{picker.empty:,} are empty, {picker.null:,} null and {picker.lacking:,} without a column of text"
+        say(f"note: {reader.label}: of {picker.rows:,} rows read {counts}; skipped")
 
 
 def _too_little(source: TextSource, reader: _Reader, windows: int, length: int, body: int) -> str:
