@@ -59,6 +59,7 @@ from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
 from .fit_predictors import check_taken as check_predictor
 from .guard import measured_warnings
+from .made_for import with_model_of
 from .options import CompareOptions
 from .workbench import cache_makers, check_rows, named_error, open_given, raise_first
 
@@ -183,6 +184,7 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     rows, selection, require = candidates(o), given_selection(o), given_kernels(o)
     check_taken(o, rows, typed)
     _check_files(o)
+    o = with_model_of(o, (row.what for row in rows), typed)
     every = {row.name: row.what for row in rows}
     check_rows(resolve(o.model, o.revision), every, selection, random_weights=o.random_weights)
     texts = _texts(o, rows, say)

@@ -6,19 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import SUFFIX, Bundle, probed_layers
-from kvcal_artifacts.cache import KVCalCache, check_served
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Frame, HeavyHitters
 
 from ..bundles.paths import given_bundle
 from ..capture.scan import LayerSource, WholeModel
-from ..evaluate.perplexity import CacheMaker
 from ..methods.aqua_kv import AquaKV
 from ..methods.data_free import DataFree, preset
 from ..models import configuration, files, loading, names
@@ -26,7 +24,11 @@ from ..models.devices import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseWeights, open_layerwise
 from ..pipeline.options import EvalOptions, TuneBitsOptions
 from ..report.progress import progress
+from .made_for import check_made_for
 from .options import CompareOptions, GenerateOptions
+
+if TYPE_CHECKING:
+    from ..evaluate.perplexity import CacheMaker
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,14 @@ def check_bundle(
     Reads config and revision, then two layers' weights.
     """
     where = pick_device(device)
+    from kvcal_artifacts.cache import check_served
+
     parts = open_layerwise(
         names.resolve(name, revision), dtype="bfloat16", device=where, random_weights=random_weights, seed=seed
     )
-    bundle.check(parts.model, parts.revision, probe=())
+    check_made_for(bundle, parts.model, parts.revision, probe=())
     check_served(parts.model, bundle.scheme)
-    bundle.check(parts.model, parts.revision, key_probe(parts))
+    check_made_for(bundle, parts.model, parts.revision, key_probe(parts))
 
 
 def key_probe(parts: LayerwiseWeights) -> tuple[float, ...]:
@@ -186,6 +190,8 @@ def check_rows(
 
     selection: in the place of each row's own.
     """
+    from kvcal_artifacts.cache import check_served
+
     if not rows:
         return
     model = configuration.structure(source, random_weights=random_weights)
@@ -195,7 +201,7 @@ def check_rows(
                 _check_sites(model, selection, row.frame)
                 continue
             if isinstance(row, Bundle):  # its revision and weights are compared when the weights are there
-                replace(row, fingerprint=replace(row.fingerprint, revision=None)).check(model, probe=())
+                check_made_for(replace(row, fingerprint=replace(row.fingerprint, revision=None)), model, probe=())
             scheme = row.scheme if isinstance(row, Bundle) else row.scheme(model)
             check_served(model, scheme if selection is None else scheme.keeping(selection))
 
@@ -212,11 +218,13 @@ def cache_makers(
     selection: in the place of each row's own; names then end in +h2o and the share that is kept. Raises KVCalError,
     naming the row, for one whose caches cannot be made: none fails in the middle of the others for that.
     """
+    from kvcal_artifacts.cache import KVCalCache, check_served
+
     makers: dict[str, CacheMaker] = {}
     for row_name, row in rows.items():
         with naming(row_name):
             if isinstance(row, Bundle):
-                row.check(model, revision)
+                check_made_for(row, model, revision)
             name, scheme = row_name, row.scheme if isinstance(row, Bundle) else row.scheme(model)
             if selection is not None:
                 name, scheme = f"{name}+h2o-{selection.keep:g}", scheme.keeping(selection)

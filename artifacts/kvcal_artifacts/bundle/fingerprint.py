@@ -9,7 +9,6 @@ from torch import nn
 
 from .. import hf
 from ..checked import Json
-from ..hf import ModelConfig
 from .canonical import canonical, sha256_text
 from .settings import Settings, plain
 
@@ -65,8 +64,13 @@ class Fingerprint:
         return cls.of_config(hf.config_of(model), revision, _probe(model) if probe is None else probe)
 
     @classmethod
-    def of_config(cls, config: ModelConfig, revision: str | None, probe: tuple[float, ...]) -> Fingerprint:
-        """The fingerprint of a model whose decoder has this config."""
+    def of_config(
+        cls, config: hf.ModelConfig, revision: str | None = None, probe: tuple[float, ...] = ()
+    ) -> Fingerprint:
+        """The fingerprint of a model that another program loads, by the config of its decoder.
+
+        probe: as `of` takes it; empty: weights are not compared.
+        """
         values = {name: plain(getattr(config, name, None)) for name in FINGERPRINT_FIELDS}
         rope = {k: plain(v) for k, v in (getattr(config, "rope_parameters", None) or {}).items() if v is not None}
         values |= {"head_dim": hf.head_dim_of(config), "rope": rope}

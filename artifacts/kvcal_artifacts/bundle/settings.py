@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from .. import hf
 from ..checked import LAYERS, Json, shown
-from ..hf import ModelConfig
 from .canonical import sha256_text
 
 VERSION = 1  # of what `Settings.of` makes
@@ -117,7 +116,7 @@ class Settings:
     fields: Mapping[str, Json]
 
     @classmethod
-    def of(cls, config: ModelConfig) -> Settings:
+    def of(cls, config: hf.ModelConfig) -> Settings:
         """The settings of a decoder's config."""
         values: dict[str, Json] = {name: _value(config, name) for name in FIELDS[VERSION]}
         kinds = [hf.layer_kind(config, index) for index in range(config.num_hidden_layers)]
@@ -159,13 +158,13 @@ def _plain_entry(value: Json) -> bool:
     return value is None or (isinstance(value, (bool, int, float)) and -1e30 <= value <= 1e30)
 
 
-def _value(config: ModelConfig, name: str) -> Json:
+def _value(config: hf.ModelConfig, name: str) -> Json:
     """The field, by any of its names."""
     values = (getattr(config, alias, None) for alias in (name, *ALIASES.get(name, ())))
     return plain(next((value for value in values if value is not None), None))
 
 
-def _ropes(config: ModelConfig) -> list[Mapping[str, object]]:
+def _ropes(config: hf.ModelConfig) -> list[Mapping[str, object]]:
     """The RoPE parameters of a config: one table, or one for each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return [one for one in parameters.values() if isinstance(one, dict)] or [parameters]

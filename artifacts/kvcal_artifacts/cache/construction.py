@@ -62,4 +62,4 @@ def hooks(cache: WholeCache) -> hf.Hooks:
     tapped = compressed if cache.scheme.frame == "pre_rope" else []
     selected = compressed if selects else []
     asked = [layer.site for layer in layers if asks_queries(layer.codecs)]
-    return hf.Hooks(cache.model, cache, tapped, selected or asked, selected, compressed)
+    return hf.Hooks(cache.model, cache, tapped, selected or asked, selected)

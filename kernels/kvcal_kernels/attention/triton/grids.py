@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ...layout.grids import ALIGNED
-from .rotation import across_factor, butterflies, hadamard_tile, parity_step, rotated_queries, sign_at, value_channels
+from .rotation import across_factor, across_rows, butterflies, parity_step, rotated_queries, sign_at, value_channels
 from .scales import token_norms
 from .softmax import by_parity, second_operand
 from .tiles import ends_with_half, half_unit_tile, tile, upper_tile
@@ -334,7 +334,7 @@ def query_of(
 ):
     """Return rotated queries for `scores_of`: SLICES of [NW, 16, N] float16."""
     plain = rotated_queries(
-        p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES, SLICES * 16, WIDTH, KEYS.factor, KEYS.quads, NW, N
+        p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES, SLICES * 16, WIDTH, KEYS.factor, KEYS.paley, KEYS.quads, NW, N
     )
     q = ()
     for i in tl.static_range(SLICES):
@@ -350,12 +350,14 @@ def output_of(
     """Return outputs of rotated values, rotated back, with their signs and times `unit`. LAID: how channels lie in
     them, of `value_channels`.
     """
+    PLACE: tl.constexpr = 2 if LAID == 0 else 0 if VALUES.quads else 1  # the bit of a row that counts four channels
+    SPAN: tl.constexpr = WIDTH // (16 * EACH)
+    b_o = across_rows(out, WIDE, SPAN, VALUES.factor, VALUES.paley, PLACE, True, NW)
     rotated = ()
     for i in tl.static_range(WIDE):
-        b_o = tl.dot(hadamard_tile(NW, tl.float32), out[i], input_precision="tf32x3")
-        rotated = rotated + (parity_step(b_o, NW, N) if PAIRED else b_o,)
-    rotated = across_factor(rotated, WIDE, WIDTH // (16 * EACH), VALUES.factor, True)
-    rotated = butterflies(rotated, WIDE, WIDTH // (16 * EACH))
+        rotated = rotated + (parity_step(b_o[i], NW, N) if PAIRED else b_o[i],)
+    rotated = across_factor(rotated, WIDE, SPAN, 1 if VALUES.paley else VALUES.factor, True)
+    rotated = butterflies(rotated, WIDE, SPAN)
     r, column = tl.arange(0, 16), tl.arange(0, N)
     out = ()
     for i in tl.static_range(WIDE):
