@@ -96,6 +96,8 @@ def check_bundle(
     from kvcal_artifacts.cache import check_served
 
     where = pick_device(device)
+    from kvcal_artifacts.cache import check_served
+
     parts = open_layerwise(
         names.resolve(name, revision), dtype="bfloat16", device=where, random_weights=random_weights, seed=seed
     )
@@ -201,7 +203,7 @@ def check_rows(
                 _check_sites(model, selection, row.frame)
                 continue
             if isinstance(row, Bundle):  # its revision and weights are compared when the weights are there
-                replace(row, fingerprint=replace(row.fingerprint, revision=None)).check(model, probe=())
+                check_made_for(replace(row, fingerprint=replace(row.fingerprint, revision=None)), model, probe=())
             scheme = row.scheme if isinstance(row, Bundle) else row.scheme(model)
             check_served(model, scheme if selection is None else scheme.keeping(selection))
 
