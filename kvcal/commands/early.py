@@ -6,6 +6,7 @@ The commands check the same where they use a value: a recipe or a record does no
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from kvcal_artifacts.errors import UsageError
@@ -25,16 +26,26 @@ from ..pipeline.options import (
 )
 from ..pipeline.spec import Options, specs
 from ..report.outputs import check_output
-from ..report.suggest import allowed
+from ..report.suggest import allowed, refuse_auto
+from ..search.limit import Limit
 from .idle import refuse_empty_text, refuse_prompt, refuse_shares
-from .options import CardOptions, DiffOptions, GenerateOptions, InspectOptions, PlanOptions, PushOptions, VerifyOptions
+from .options import (
+    CardOptions,
+    DiffOptions,
+    GenerateOptions,
+    InspectOptions,
+    PlanOptions,
+    PushOptions,
+    RecommendOptions,
+    VerifyOptions,
+)
 
 TORCH_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "meta", "xla", "npu", "privateuseone")
 
 
 def refuse(o: Options) -> None:
     """Raise UsageError, CorruptBundle for a bundle that is not there, or what names no model, text or output file."""
-    if isinstance(o, CalibrationOptions | PresetOptions) and o.output is not None:
+    if isinstance(o, CalibrationOptions | PresetOptions | RecommendOptions) and o.output is not None:
         check_output(o.output)
     _check_values(o)
     for path, presets in _bundles(o):
@@ -43,6 +54,8 @@ def refuse(o: Options) -> None:
         _check_preset(name)
     if isinstance(o, GenerateOptions):
         refuse_prompt(o)
+    if isinstance(o, RecommendOptions):
+        Limit(o.max_bits, o.max_kl)
     if isinstance(o, Selection):
         refuse_shares(o)
     source = _model(o)
@@ -105,6 +118,10 @@ def _presets(o: Options) -> Iterator[str]:
 
 
 def _check_preset(name: str) -> None:
+    """UsageError for an unknown preset, unless installed packages may bring it, which only the command asks."""
+    refuse_auto(name)
     presets = names_of("preset")
+    if name not in presets and entry_points(group="kvcal"):
+        return
     if name not in presets and not name.endswith((SUFFIX, ".safetensors")):
         raise UsageError(f"preset {name!r} is not known; {allowed(name, presets, 'kvcal names preset')}")
