@@ -118,10 +118,10 @@ def _presets(o: Options) -> Iterator[str]:
 
 
 def _check_preset(name: str) -> None:
-    """UsageError for an unknown preset, unless installed packages may bring it, which only the command asks."""
+    """UsageError for an unknown preset; where packages that add presets are installed, the command asks them."""
     refuse_auto(name)
     presets = names_of("preset")
-    if name not in presets and entry_points(group="kvcal"):
+    if name in presets or name.endswith((SUFFIX, ".safetensors")):
         return
-    if name not in presets and not name.endswith((SUFFIX, ".safetensors")):
+    if not entry_points(group="kvcal"):
         raise UsageError(f"preset {name!r} is not known; {allowed(name, presets, 'kvcal names preset')}")
