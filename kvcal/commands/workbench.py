@@ -96,7 +96,6 @@ def check_bundle(
     from kvcal_artifacts.cache import check_served
 
     where = pick_device(device)
-    from kvcal_artifacts.cache import check_served
 
     parts = open_layerwise(
         names.resolve(name, revision), dtype="bfloat16", device=where, random_weights=random_weights, seed=seed

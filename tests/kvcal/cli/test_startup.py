@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvcal_artifacts.scheme.auto_names import AUTO_BITS
 
 from kvcal.pipeline import names
 from kvcal_artifacts.bundle import SUFFIX
@@ -103,7 +104,7 @@ def test_names_in_the_file_are_those_that_the_codecs_count() -> None:
     from kvcal.models.names import resolve
 
     assert names.stored() == counted(geometry(resolve(names.MODEL)))
-    assert names.SUFFIX == SUFFIX
+    assert names.SUFFIX == SUFFIX and tuple(AUTO_BITS) == names.AUTO
 
 
 @pytest.mark.parametrize(
