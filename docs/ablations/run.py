@@ -147,7 +147,7 @@ def run_command(command: str, options: dict[str, Any]) -> dict[str, Any]:
     from importlib import import_module
 
     import kvcal.cli.app
-    from kvcal.cli.options import options_class
+    from kvcal.cli.signature import options_class
     from kvcal_artifacts.errors import UsageError
 
     args = STATE["args"]

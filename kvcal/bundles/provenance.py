@@ -267,9 +267,9 @@ def made_for(bundle: Bundle) -> MadeFor | None:
         _check_model(model)
         name, revision = _string(model, "name"), model["revision"]
         seed = re.fullmatch(r"random:(\d{1,18})", str(revision)) if model["random_weights"] else None
-        known = isinstance(revision, str) and model["kind"] == "hub" and not model["random_weights"]
+        commit = isinstance(revision, str) and model["kind"] == "hub" and not model["random_weights"]
         return MadeFor(
-            name, model["kind"] == "folder", str(revision) if known else None, int(seed[1]) if seed else None
+            name, model["kind"] == "folder", str(revision) if commit else None, int(seed[1]) if seed else None
         )
     except (LookupError, TypeError, ValueError, AttributeError):
         return None

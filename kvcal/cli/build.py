@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvcal.cli.evaluate import check_reports, print_gates
-from kvcal.cli.options import Typed, command
 from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import BuildOptions
 
 

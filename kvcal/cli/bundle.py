@@ -7,8 +7,8 @@ from typing import Any
 import typer
 
 from kvcal.cli.failure import DIFFERENT
-from kvcal.cli.options import Typed, command
 from kvcal.cli.output import line, note, print_json, print_table
+from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import DiffOptions, InspectOptions, VerifyOptions
 
 

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any
 
-from kvcal.cli.options import options_class
+from kvcal.cli.signature import options_class
 from kvcal.pipeline.spec import Options
 
 _PROGRAM: dict[str, Any] = {"commands": None, "app": None}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcal.cli.options import Typed, command
 from kvcal.cli.output import line, note, print_json, print_table, prose
+from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import DemoOptions
 
 

@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from kvcal.cli.options import Typed, command
 from kvcal.cli.output import note, print_json, print_table, prose
+from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import GenerateOptions
 from kvcal.pipeline.options import EvalOptions
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvcal.cli.options import Typed, command
 from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import FitPredictorsOptions
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvcal.cli.options import Typed, command
 from kvcal.cli.output import line, note, on_stdout, print_json, print_table
+from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import RecommendOptions
 
 

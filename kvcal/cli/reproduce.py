@@ -8,8 +8,8 @@ import typer
 
 from kvcal.cli.bundle import print_differences
 from kvcal.cli.failure import DIFFERENT
-from kvcal.cli.options import Typed, command
 from kvcal.cli.output import line, note, print_json
+from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import ReproduceOptions
 
 

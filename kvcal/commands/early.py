@@ -6,12 +6,13 @@ The commands check the same where they use a value: a recipe or a record does no
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from kvcal_artifacts.errors import UsageError
 
 from ..bundles.missing import refuse_missing
-from ..models.names import resolve
+from ..models.names import ModelSource, resolve
 from ..pipeline.names import SUFFIX, names_of
 from ..pipeline.options import (
     CalibrationOptions,
@@ -33,16 +34,10 @@ TORCH_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "meta", "xla", "npu
 
 
 def refuse(o: Options) -> None:
-    """Raise UsageError, or CorruptBundle for a bundle that is not there."""
+    """Raise UsageError, CorruptBundle for a bundle that is not there, or what names no model, text or output file."""
     if isinstance(o, CalibrationOptions | PresetOptions) and o.output is not None:
         check_output(o.output)
-    for name, spec in specs(type(o)).items():
-        value = getattr(o, name)
-        flag = f"--{name.replace('_', '-')}"
-        if spec.one_of and isinstance(value, str) and value not in spec.one_of:
-            raise UsageError(f"{flag} {value or repr(value)}: allowed are {', '.join(spec.one_of)}")
-        if "machine" in spec.names and isinstance(value, str) and value != "auto":
-            _check_device(value)
+    _check_values(o)
     for path, presets in _bundles(o):
         refuse_missing(path, presets=presets)
     for name in _presets(o):
@@ -51,15 +46,33 @@ def refuse(o: Options) -> None:
         refuse_prompt(o)
     if isinstance(o, Selection):
         refuse_shares(o)
-    source = None
-    if isinstance(o, ModelOptions | MaybeModelOptions) and not isinstance(o, PlanOptions) and o.model is not None:
-        source = resolve(o.model, o.revision)
+    source = _model(o)
     if isinstance(o, TextSource) and o.text is not None:
         refuse_empty_text(o.text)
         if source is None or source.kind != "folder":  # whose config.json is blamed first, by Transformers
             from ..text.sources import check_local
 
             check_local(o.text)
+
+
+def _check_values(o: Options) -> None:
+    """UsageError for a value that is none of those that an option has, and for a device that torch does not know."""
+    for name, spec in specs(type(o)).items():
+        value = getattr(o, name)
+        if not isinstance(value, str):
+            continue
+        if spec.one_of and value not in spec.one_of:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} {value or repr(value)}: allowed are {', '.join(spec.one_of)}")
+        if "machine" in spec.names and value != "auto":
+            _check_device(value)
+
+
+def _model(o: Options) -> ModelSource | None:
+    """What --model names; None for commands without, and for `kvcal plan`, which reads a config.json too."""
+    if isinstance(o, PlanOptions) or not isinstance(o, ModelOptions | MaybeModelOptions) or o.model is None:
+        return None
+    return resolve(o.model, o.revision)
 
 
 def _check_device(name: str) -> None:
@@ -93,6 +106,9 @@ def _presets(o: Options) -> Iterator[str]:
 
 
 def _check_preset(name: str) -> None:
-    known = names_of("preset")
-    if name not in known and not name.endswith((SUFFIX, ".safetensors")):
-        raise UsageError(f"preset {name!r} is not known; {allowed(name, known, 'kvcal names preset')}")
+    """Of presets that no file of names has, those of Python alone and of installed packages are left to the command."""
+    presets = names_of("preset")
+    if name in presets or name.startswith("auto-") or name.endswith((SUFFIX, ".safetensors")):
+        return
+    if not entry_points(group="kvcal"):
+        raise UsageError(f"preset {name!r} is not known; {allowed(name, presets, 'kvcal names preset')}")

@@ -23,19 +23,19 @@ def with_model_of(o: WithBundles, rows: Iterable[object], typed: Collection[str]
     typed: names of the options that somebody gave. Raises UsageError where the bundles were made for different models,
     IncompatibleBundle for a local folder, whose place no bundle records.
     """
-    bundles = {bundle.name: made for bundle in rows if isinstance(bundle, Bundle) and (made := made_for(bundle))}
+    bundles = {row.name: origin for row in rows if isinstance(row, Bundle) and (origin := made_for(row))}
     if not bundles or "model" in typed or o.model != DEFAULT:
         return o
-    (first, made), *others = bundles.items()
+    (first, origin), *others = bundles.items()
     for name, other in others:
-        if other.name != made.name:
-            raise UsageError(f"{first} was made for {made.name}, {name} for {other.name}: give --model")
-    if made.local:
-        raise IncompatibleBundle(f"{first} was made for {made.name}: give --model PATH")
-    if made.seed is not None and "seed" not in typed and not o.random_weights:
-        return replace(o, model=made.name, random_weights=True, seed=made.seed)
-    revision = o.revision if "revision" in typed or o.random_weights else made.revision
-    return replace(o, model=made.name, revision=revision)
+        if other.name != origin.name:
+            raise UsageError(f"{first} was made for {origin.name}, {name} for {other.name}: give --model")
+    if origin.local:
+        raise IncompatibleBundle(f"{first} was made for {origin.name}: give --model PATH")
+    if origin.seed is not None and "seed" not in typed and not o.random_weights:
+        return replace(o, model=origin.name, random_weights=True, seed=origin.seed)
+    revision = o.revision if "revision" in typed or o.random_weights else origin.revision
+    return replace(o, model=origin.name, revision=revision)
 
 
 def check_made_for(
@@ -45,9 +45,9 @@ def check_made_for(
     try:
         bundle.check(model, revision, probe)
     except IncompatibleBundle as error:
-        made = made_for(bundle)
-        raise IncompatibleBundle(f"{error}; {_give(made)}" if made else str(error)) from error
+        origin = made_for(bundle)
+        raise IncompatibleBundle(f"{error}; {_give(origin)}" if origin else str(error)) from error
 
 
-def _give(made: MadeFor) -> str:
-    return f"made for {made.name}: give --model {'PATH' if made.local else made.name}"
+def _give(origin: MadeFor) -> str:
+    return f"made for {origin.name}: give --model {'PATH' if origin.local else origin.name}"

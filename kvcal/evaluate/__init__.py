@@ -8,14 +8,13 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType
-from typing import Any
 
 
 class _Callable(ModuleType):
     """A package that can be called, as its name is that of a function, too."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return importlib.import_module("kvcal.commands.api").evaluate(*args, **kwargs)
+    def __call__(self, *args: object, **options: object) -> object:
+        return importlib.import_module("kvcal.commands.api").evaluate(*args, **options)
 
 
 sys.modules[__name__].__class__ = _Callable

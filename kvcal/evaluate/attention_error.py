@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from kvcal_artifacts.cache.chain import Chain
 from kvcal_artifacts.hf import AttentionSite
 
 from ..report.progress import progress
+from .layers import Figure
 
 if TYPE_CHECKING:
     from ..models.weights import CausalLM
@@ -71,7 +72,7 @@ class AttentionErrors:
     logit_heads: dict[int, list[float]] = field(default_factory=dict)
     output_heads: dict[int, list[float]] = field(default_factory=dict)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Figure]]:
         """One table for each layer: its errors, and those of its kv heads."""
         return [
             {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ class KeyOutlier:
     channel: int
     ratio: float
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, int | float]:
         return {"layer": self.layer, "head": self.head, "channel": self.channel, "ratio": round(self.ratio, 2)}
 
 

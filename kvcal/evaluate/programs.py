@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import read_text
 
+from ..report.extras import require
 from ..report.progress import progress
 from . import sandbox
 from .harness import Scores, TaskOptions, check_installed, in_one_line, language_model
@@ -32,6 +33,7 @@ def problems(options: TaskOptions) -> list[dict[str, str]]:
     if local is not None and local.exists():
         rows = (json.loads(line) for line in read_text(local).splitlines() if line.strip())
         return _checked(rows, local)[: options.limit]
+    require("datasets", f"--task {NAME}", f"put {NAME}.jsonl into a folder and give it with --tasks-path")
     from datasets import load_dataset
 
     with in_one_line([NAME]):

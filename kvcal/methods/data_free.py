@@ -1,5 +1,5 @@
 """Methods that need no data: one codec for keys, one for values, exceptions by layer. Presets of `kvcal eval
---preset`.
+--preset`. What their short names mean (kivi-2, innerq-base, innerq-small, ...) is in registry.py.
 """
 
 from __future__ import annotations

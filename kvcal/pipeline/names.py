@@ -25,15 +25,10 @@ COMMANDS = {  # method -> the command that makes its bundles
     "combine": "combine",
 }
 
-
-class NameRow(TypedDict):
-    """A name. key_bits, value_bits: stored per value; None: it depends on the text, or does not fit the model."""
-
-    kind: str
-    name: str
-    key_bits: float | None
-    value_bits: float | None
-    about: str
+# key_bits, value_bits: stored per value; None: it depends on the text, or does not fit the model.
+NameRow = TypedDict(  # noqa: UP013, `about` is a key of JSON and no name here
+    "NameRow", {"kind": str, "name": str, "key_bits": float | None, "value_bits": float | None, "about": str}
+)
 
 
 def stored() -> list[NameRow]:

@@ -9,7 +9,6 @@ import math
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 from kvcal_artifacts.errors import GateFailed, UsageError
 
@@ -51,7 +50,7 @@ class Rung:
 OPTIONS = {"rope": "frame"}  # fields whose option has another name
 
 
-def _changed(method: Any, usual: Any) -> str:
+def _changed(method: AquaKV | Preset, usual: AquaKV | Preset) -> str:
     """Options for the fields in which a method differs from the usual one."""
     words = []
     for one in fields(method):

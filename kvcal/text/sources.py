@@ -263,11 +263,10 @@ def _tell(source: TextSource, reader: _Reader, say: Say | None) -> None:
         say(line)
     picker = reader.picker
     if picker.null or picker.empty or picker.lacking:
-        without = f" and {picker.lacking:,} without a column of text" if picker.lacking else ""
-        say(
-            f"note: {reader.label}: of {picker.rows:,} rows read {picker.empty:,} are empty{',' if without else ' and'} "
-            f"{picker.null:,} null{without}; skipped",
-        )
+        counts = [f"{picker.empty:,} are empty", f"{picker.null:,} null"]
+        counts += [f"{picker.lacking:,} without a column of text"] if picker.lacking else []
+        listed = f"{', '.join(counts[:-1])} and {counts[-1]}"
+        say(f"note: {reader.label}: of {picker.rows:,} rows read {listed}; skipped")
 
 
 def _too_little(source: TextSource, reader: _Reader, windows: int, length: int, body: int) -> str:

@@ -85,10 +85,10 @@ def completion(spec: Spec) -> Callable[[str], list[str]]:
         from kvcal.models.catalogue import CATALOGUE
         from kvcal.pipeline.names import names_of
 
-        known = [*spec.one_of, *names_of(*spec.names)]
-        known += CATALOGUE if "model" in spec.names else []
-        known += ["auto", "cpu", "cuda"] if "machine" in spec.names else []
-        return [name for name in known if name.startswith(incomplete)]
+        offered = [*spec.one_of, *names_of(*spec.names)]
+        offered += CATALOGUE if "model" in spec.names else []
+        offered += ["auto", "cpu", "cuda"] if "machine" in spec.names else []
+        return [name for name in offered if name.startswith(incomplete)]
 
     return complete
 
