@@ -84,6 +84,17 @@ class Flag:
 
 
 @dataclass(frozen=True)
+class FlagOr:
+    """True, false, or one string."""
+
+    name: str
+
+    def check(self, value: object, what: str) -> None:
+        if type(value) is not bool and not (type(value) is str and value == self.name):
+            raise KVCalError(f"{what} {shown(value)}: must be true, false or {self.name!r}")
+
+
+@dataclass(frozen=True)
 class Choice:
     """A string that is one of those allowed."""
 

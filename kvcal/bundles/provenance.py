@@ -245,6 +245,36 @@ def tasks_of(options: Fields) -> list[str]:
     return [task.strip() for task in objective.removeprefix("task:").split(",") if task.strip()]
 
 
+@dataclass(frozen=True)
+class MadeFor:
+    """The model that a bundle was made for, as its provenance names it: a name of the hub or of the catalogue, or, of a
+    local folder, its name without its place. seed: of random weights.
+    """
+
+    name: str
+    local: bool
+    revision: str | None
+    seed: int | None
+
+
+def made_for(bundle: Bundle) -> MadeFor | None:
+    """What a bundle's provenance says of its model; None where it says nothing that can be read."""
+    try:
+        provenance: Fields = bundle.provenance
+        while provenance.get("method") == "combine":
+            provenance = _table(_table(provenance, "keys"), "provenance")
+        model = _table(provenance, "model")
+        _check_model(model)
+        name, revision = _string(model, "name"), model["revision"]
+        seed = re.fullmatch(r"random:(\d{1,18})", str(revision)) if model["random_weights"] else None
+        commit = isinstance(revision, str) and model["kind"] == "hub" and not model["random_weights"]
+        return MadeFor(
+            name, model["kind"] == "folder", str(revision) if commit else None, int(seed[1]) if seed else None
+        )
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return None
+
+
 def check_task(task: str) -> None:
     """Raise ValueError for what may be a path: lm-eval would load it, and code beside it."""
     if not TASK.fullmatch(task) or task.lower().endswith(FILES):

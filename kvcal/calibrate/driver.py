@@ -154,7 +154,7 @@ def _warn(jobs: Sequence[FitJob], parts: Sequence[Part], scan: Scan) -> None:
         names = [str(job.output) for job in jobs]
     completed = {name: part.complete() for name, part in zip(names, parts, strict=True)}
     schemes = {name: scheme for name, scheme in completed.items() if scheme is not None}
-    if not schemes:
+    if not schemes or not scan.options.warn:
         return
     with _failing([part.work for part in parts if isinstance(part, LayerPart)]):
         say_forecasts(scan, schemes)

@@ -28,6 +28,7 @@ from kvcal.cli import (
     preset,
     probe,
     publish,
+    recommend,
     report,
     reproduce,
     subspaces,
@@ -42,6 +43,7 @@ from kvcal_artifacts.shown import message
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "plan": plan.plan,
+    "recommend": recommend.recommend,
     "fit-predictors": fit.fit_predictors,
     "combine": combine.combine,
     "fit-norms": norms.fit_norms,

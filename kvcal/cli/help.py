@@ -55,6 +55,7 @@ OTHER = "Other"  # commands that no group names
 BUNDLE = "mine.kvcal.safetensors"
 EXAMPLES: dict[str, tuple[str, str]] = {
     "plan": ("plan -m llama-3.1-8b --gpu rtx-4090 --context 32k", "plan -m qwen2.5-7b --memory 24GB --budget-kl 0.05"),
+    "recommend": ("recommend -m llama-3.2-1b --max-bits 3", "recommend -m llama-3.2-1b --text books.txt --max-kl 0.02"),
     "fit-predictors": (
         "fit-predictors -m llama-3.2-1b -o mine.kvcal.safetensors",
         "fit-predictors -m llama-3.1-8b --layerwise --backbone higgs-3-wide-debiased",

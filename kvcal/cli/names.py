@@ -13,6 +13,7 @@ def names(o: NamesOptions, typed: Typed) -> None:
     own.
     """
     from kvcal.commands.names import run_names
+    from kvcal_artifacts.scheme.auto_names import AUTO_BITS
 
     rows = run_names(o.kind, o.model, typed)
     if o.json:
@@ -24,4 +25,6 @@ def names(o: NamesOptions, typed: Typed) -> None:
         [[row["kind"], row["name"], *two, row["about"]] for row, two in zip(rows, bits, strict=True)],
     )
     if any(row["key_bits"] is not None for row in rows):
+        if any(row["kind"] == "preset" for row in rows):
+            note(f"Python alone, chosen by the model's keys: {', '.join(AUTO_BITS)} (kvcal.cache, load_cache)")
         note(f"bits a value of {o.model}'s geometry; of another: --model")

@@ -24,7 +24,11 @@ def command(options: type[O]) -> Callable[[Callable[[O, Typed], None]], Callable
     def made(run: Callable[[O, Typed], None]) -> Callable[..., None]:
         @functools.wraps(run)
         def call(typer_context: typer.Context, **values: Any) -> None:  # plan has an option --context
-            run(options(**values), typed_of(typer_context))
+            from kvcal.commands.early import refuse  # a command's own imports take seconds
+
+            o = options(**values)
+            refuse(o)
+            run(o, typed_of(typer_context))
 
         parameters = [inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         parameters += _parameters(options)
@@ -74,9 +78,27 @@ def _place(options: type[Options], name: str, spec: Spec) -> tuple[float, int]:
     return PANELS.index(panel) if panel in PANELS else PANELS.index("Machine") - 0.5, order.index(name)
 
 
+def completion(spec: Spec) -> Callable[[str], list[str]]:
+    """What the shell offers for the beginning of a value."""
+
+    def complete(incomplete: str) -> list[str]:
+        from kvcal.models.catalogue import CATALOGUE
+        from kvcal.pipeline.names import names_of
+
+        offered = [*spec.one_of, *names_of(*spec.names)]
+        offered += CATALOGUE if "model" in spec.names else []
+        offered += ["auto", "cpu", "cuda"] if "machine" in spec.names else []
+        return [name for name in offered if name.startswith(incomplete)]
+
+    return complete
+
+
 def _typer(name: str, spec: Spec) -> Any:
     """Typer's own description of an option."""
+    complete = completion(spec) if spec.names or spec.one_of else None
     if spec.argument:
-        return typer.Argument(help=spec.help)
+        return typer.Argument(help=spec.help, autocompletion=complete)
     flags = spec.flags or ((f"--{name.replace('_', '-')}",) if spec.only_on else ())
-    return typer.Option(*flags, help=spec.help, rich_help_panel=spec.panel, min=spec.at_least, max=spec.at_most)
+    return typer.Option(
+        *flags, help=spec.help, rich_help_panel=spec.panel, min=spec.at_least, max=spec.at_most, autocompletion=complete
+    )

@@ -86,7 +86,8 @@ def note(text: str) -> None:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+        fields = dataclasses.fields(value)
+        return _plain({field.metadata.get("key", field.name): getattr(value, field.name) for field in fields})
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -17,7 +17,6 @@ from ..calibrate.checkpoint import CommandCheckpoint
 from ..report.checkout import commit
 from ..report.drawn import made_on
 from ..report.plots import plot_bench
-from .bench_measured import measured_rows
 from .bench_options import GROUP_MODEL, MODEL, check_files, check_memory, check_numbers, check_taken, wanted_operations
 from .bench_projected import projected
 from .common import Say
@@ -45,6 +44,8 @@ def run_bench(o: BenchOptions, say: Say, show: Callable[[dict[str, Any]], None],
     if where.device is None:
         result = projected(o, where, model, operations)
     else:
+        from .bench_measured import measured_rows
+
         with on(where.device):  # the current one for all that is measured: CUDA's events and streams are of that
             result, work = measured_rows(o, where, model, operations, say)
     rows = [row.as_dict() for row in result.pop("rows")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import multiprocessing
 import os
@@ -24,6 +23,7 @@ import torch
 from kvcal_artifacts.bundle import SUFFIX
 from kvcal_artifacts.bundle.canonical import canonical, sha256_text
 from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.files import lock
 from kvcal_artifacts.scheme import Windows
 from kvcal_artifacts.shown import message
 
@@ -467,10 +467,9 @@ def only_build(folder: Path) -> Iterator[None]:
     """Refuse a second build into the same folder while the first runs."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if lock(handle, wait=False) is False:
+            raise KVCalError(f"{folder}: another `kvcal build` is at work there; wait for it")
         yield
-    except BlockingIOError as error:
-        raise KVCalError(f"{folder}: another `kvcal build` is at work there; wait for it") from error
     finally:
         os.close(handle)
 
@@ -588,7 +587,7 @@ def held_to_gates(recipe: BuildRecipe, planner: Planner, lock: Lock, say: Say) -
             checks_of[entry.name] = [check for check in result["gates"] if check.name == entry.name]
             lock.gates.pop(entry.name, None)
             if worth_keeping(checks_of[entry.name]):
-                records = [asdict(check) for check in checks_of[entry.name]]
+                records = [check.as_dict() for check in checks_of[entry.name]]
                 lock.gates[entry.name] = {"key": keys[entry.name], "checks": records}
         lock.write()
     return [check for entry in recipe.entries if entry.gates for check in checks_of[entry.name]]

@@ -29,6 +29,7 @@ from .common import (
     text_for,
     tokenizer_for,
 )
+from .made_for import check_made_for
 from .options import InspectOptions, VerifyOptions
 from .workbench import check_bundle, open_model
 
@@ -104,7 +105,7 @@ def _measured(bundle: Bundle, o: InspectOptions, model: str, say: Say) -> tuple[
     options = replace(o, windows=o.windows or INSPECT_WINDOWS)
     text = evaluation_text(options, source, tokenizer_for(o, source, origin), origin, length, say)
     loaded = open_model(model, o.revision, dtype=o.dtype, device=o.device, random_weights=o.random_weights, seed=o.seed)
-    bundle.check(loaded.model, loaded.revision)
+    check_made_for(bundle, loaded.model, loaded.revision)
     return measured_head_errors(loaded.model, bundle.scheme, text.ids), text.source
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -34,16 +34,17 @@ from ..pipeline.options import (
     EvalOptions,
     Kernels,
     MeasureSubspacesOptions,
-    RandomWeights,
     RunOptions,
     Selection,
     Stepped,
     TextOptions,
-    TuneBitsOptions,
 )
 from ..report.outputs import check_output
 from ..report.progress import progress
 from ..text import sources
+from .idle import refuse_empty_text, refuse_shares
+from .idle import refuse_idle as refuse_idle
+from .idle import refuse_idle_seed as refuse_idle_seed
 from .options import CompareOptions, ProbeOptions
 from .workbench import default_output
 
@@ -71,29 +72,6 @@ def reading() -> Iterator[sources.Progress]:
         yield seen
 
 
-def given_text(text: str) -> str:
-    """--text as given; an empty one (an unset variable, say) is not taken for none."""
-    if not text.strip():
-        raise UsageError("--text is empty: give a file, a folder or a data set, or leave the option out")
-    return text
-
-
-def refuse_idle(typed: Collection[str], names: Collection[str], of: str, instead: str) -> None:
-    """UsageError for the first of the options `names` that somebody gave (`typed`) where nothing takes it.
-
-    of: what they apply to, of which there is none. instead: what to do.
-    """
-    for name in names:
-        if name in typed:
-            raise UsageError(f"--{name.replace('_', '-')} applies only to {of}, and there is none: {instead}")
-
-
-def refuse_idle_seed(o: RandomWeights, typed: Collection[str]) -> None:
-    """`refuse_idle` of --seed, in commands where it is of --random-weights alone."""
-    if not o.random_weights:
-        refuse_idle(typed, ("seed",), "random weights", "give --random-weights, or leave it out")
-
-
 def output_for(o: BuiltOptions, source: ModelSource, method: str) -> Path:
     """--output, or a name made of model and method.
 
@@ -116,14 +94,9 @@ def given_kernels(o: Kernels) -> bool:
 
 def given_selection(o: Selection) -> HeavyHitters | None:
     """--keep and --heavy; None without them: each bundle's own."""
+    refuse_shares(o)
     if o.keep is None:
-        if o.heavy is not None:
-            raise UsageError("--heavy is a share of the tokens that --keep keeps: give --keep too")
         return None
-    if not 0 < o.keep <= 1:
-        raise UsageError(f"--keep {o.keep:g}: a share of tokens, above 0 to 1")
-    if o.heavy is not None and not 0 <= o.heavy <= 1:
-        raise UsageError(f"--heavy {o.heavy:g}: a share of tokens, from 0 to 1")
     return HeavyHitters(o.keep, 0.5 if o.heavy is None else o.heavy)
 
 
@@ -137,7 +110,8 @@ def check_context(source: ModelSource, length: int, say: Say) -> None:
 def text_for(o: TextOptions, source: ModelSource, purpose: str) -> str:
     """Where the text is from; random weights of a model that is not here get random token ids."""
     if o.text is not None:
-        return given_text(o.text)
+        refuse_empty_text(o.text)
+        return o.text
     if o.random_weights and source.kind == "hub":
         return RANDOM_TOKENS
     return sources.default_text(source, purpose)
@@ -252,7 +226,7 @@ def other_windows(
 
 
 def decided_by(
-    o: EvalOptions | CompareOptions | ProbeOptions | TuneBitsOptions,
+    o: EvalOptions | CompareOptions | ProbeOptions | CalibrationOptions,
     dtype: torch.dtype,
     device: torch.device,
     *ids_sha256: str,

@@ -59,6 +59,7 @@ from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
 from .fit_predictors import check_taken as check_predictor
 from .guard import measured_warnings
+from .made_for import with_model_of
 from .options import CompareOptions
 from .workbench import cache_makers, open_given
 
@@ -181,6 +182,7 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     rows, selection, require = candidates(o), given_selection(o), given_kernels(o)
     check_taken(o, rows, typed)
     _check_files(o)
+    o = with_model_of(o, (row.what for row in rows), typed)
     texts = _texts(o, rows, say)
     loaded = open_given(o)
     say_coverage(loaded.model, say)

@@ -47,6 +47,8 @@ from .common import (
     tokenizer_for,
 )
 from .guard import guard_window, measured_warnings, schemes_of
+from .idle import refuse_prompt
+from .made_for import with_model_of
 from .options import GenerateOptions
 from .tasks import Answered, judged, run_tasks, task_names
 from .workbench import cache_makers, open_given, rows_named
@@ -62,7 +64,9 @@ def run_eval(
     nothing takes.
     """
     refuse_idle_seed(o, typed)
-    plan, tasks = _planned(o, say, limits), task_names(o)
+    methods = rows_named(o.preset or [], [*(o.bundles or []), *(o.bundle or [])])
+    o = with_model_of(o, methods.values(), typed)
+    plan, tasks = _planned(o, methods, say, limits), task_names(o)
     tokenizer = tokenizer_for(o, plan.source, plan.origin)
     if tasks and not plan.methods:
         raise UsageError("--task compares caches with full precision: give a bundle, or --preset")
@@ -130,9 +134,10 @@ class Plan:
     length: int
 
 
-def _planned(o: EvalOptions, say: Say, limits: Mapping[str, Limits] | None) -> Plan:
-    common, bundles = Limits.of(o.by_name()), [*(o.bundles or []), *(o.bundle or [])]
-    methods, selection = rows_named(o.preset or [], bundles), given_selection(o)
+def _planned(
+    o: EvalOptions, methods: dict[str, DataFree | Bundle], say: Say, limits: Mapping[str, Limits] | None
+) -> Plan:
+    common, selection = Limits.of(o.by_name()), given_selection(o)
     source = resolve(o.model, o.revision)
     origin = text_for(o, source, "evaluation")
     check_column(o.column, origin)
@@ -362,11 +367,9 @@ def run_generate(o: GenerateOptions, say: Say, typed: Collection[str] = ()) -> d
     """
     if not (o.sample or o.random_weights):
         refuse_idle(typed, ("seed",), "--sample and --random-weights", "give one of them, or leave it out")
-    if not o.prompt.strip():
-        raise UsageError("--prompt is empty: give some text to go on from")
+    refuse_prompt(o)
     methods = rows_named([o.preset] if o.preset else [], [o.bundle] if o.bundle else [])
-    if len(methods) != 1:
-        raise UsageError("give one --bundle or one --preset")
+    o = with_model_of(o, methods.values(), typed)
     selection, methods = given_selection(o), with_subspace(methods, o.subspace)
     source = resolve(o.model, o.revision)
     tokenizer = known(tokenizer_for(o, source))
@@ -399,6 +402,8 @@ def run_generate(o: GenerateOptions, say: Say, typed: Collection[str] = ()) -> d
             streamer=_Counting(advance),
         )
         described = cache.describe()
+    if described["unpacked"] is not None:
+        say(f"note: {described['unpacked']}")
     return {
         "name": name,
         "text": tokenizer.decode(out[0, ids.shape[1] if o.chat else 0 :], skip_special_tokens=True),
@@ -408,5 +413,6 @@ def run_generate(o: GenerateOptions, say: Say, typed: Collection[str] = ()) -> d
         "bits_per_value": described["bits_per_value"],
         "resident_bytes": described["resident_bytes"],
         "selection": described["selection"],
+        "unpacked": described["unpacked"],
         "path": described["path"],
     }

@@ -44,7 +44,7 @@ def run_export(o: ExportOptions, say: Say) -> dict[str, Any]:
     return {
         "model": str(o.output),
         "to": settings.to,
-        "strategy": settings.config["kv_cache_scheme"]["strategy"],
+        "strategy": settings.strategy,
         "scales": len(scales),
         "k_scale": sizes["k"],
         "v_scale": sizes["v"],

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvcal.pipeline.options import (
+    FRAMES,
     LARGEST_SEED,
     Batched,
+    BundlesModel,
     CalibrationOptions,
     GateReports,
     Kernels,
@@ -26,7 +28,6 @@ from kvcal.pipeline.options import (
     Subspaces,
     TextOptions,
     TextSource,
-    WeightsOptions,
 )
 from kvcal.pipeline.spec import Options, argument, flag, option, required
 
@@ -39,7 +40,12 @@ class NamesOptions(Options):
 
     kind: str | None = argument(None, "preset, codec, scheme, operation or device; default: all of them.")
     model: str = option(
-        "llama-3.1-8b", "Whose geometry the bits are for; no weights are read.", "--model", "-m", panel="Model"
+        "llama-3.1-8b",
+        "Whose geometry the bits are for; no weights are read.",
+        "--model",
+        "-m",
+        panel="Model",
+        names=("model",),
     )
 
 
@@ -52,10 +58,17 @@ class PlanOptions(ModelOptions):
     panel: ClassVar[str] = "Plan"
 
     model: str = option(
-        "tiny", "Short name (see `kvcal models`), hub id, local folder or config.json.", "--model", "-m"
+        "tiny",
+        "Short name (see `kvcal models`), hub id, local folder or config.json.",
+        "--model",
+        "-m",
+        names=("model",),
     )
     gpu: str | None = option(
-        None, "A profile, as rtx-4090 (`kvcal names device`). Default: the card that is here, asked.", panel="Machine"
+        None,
+        "A profile, as rtx-4090 (`kvcal names device`). Default: the card that is here, asked.",
+        panel="Machine",
+        names=("device",),
     )
     memory: str | None = option(None, "Instead of --gpu: memory for programs, as 24GB or 22.5GiB.", panel="Machine")
     bandwidth: str | None = option(
@@ -70,6 +83,7 @@ class PlanOptions(ModelOptions):
         "--preset",
         "-p",
         panel="Scheme",
+        names=("preset",),
     )
     weights: str | None = option(
         None, "What the weights take in memory, where they are quantised, as 5.7GB.", panel="Model"
@@ -79,12 +93,35 @@ class PlanOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecommendOptions(ModelOptions, TextSource, Machine, Resumable):
+    """Of `kvcal recommend`. windows, holdout, length: by default what the device does in a few minutes, in windows no
+    longer than the model's preset has.
+    """
+
+    panel: ClassVar[str] = "Scheme"
+
+    windows: int | None = option(None, "Windows of text in all (default: 36; on a CPU 10).", at_least=2, panel="Text")
+    holdout: int | None = option(
+        None, "How many of them are measured on, not fitted on (default: 1 in 8).", at_least=1, panel="Text"
+    )
+    length: int | None = option(None, "Tokens a window (default: 1024; on a CPU 512).", at_least=2, panel="Text")
+    seed: int = option(0, "Which windows are drawn.", at_least=0, at_most=LARGEST_SEED, panel="Text")
+    max_bits: float | None = option(None, "Smallest KL of at most so many stored bits per value, as 4.1.")
+    max_kl: float | None = option(None, "Fewest bits of at most this KL, nats per token (default: 0.01).")
+    output: Path | None = option(
+        None, "Default: <model>-recommended.kvcal.safetensors here.", "--output", "-o", panel="Output"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class InspectOptions(MaybeModelOptions, TextOptions):
     """Of `kvcal inspect`."""
 
     bundle: Path = required(Path, BUNDLE)
     plot: Path | None = option(None, "Errors by layer and kv head as a .png, .svg or .pdf.")
-    model: str | None = option(None, "Measure these errors with it, instead of those of the fit.", "--model", "-m")
+    model: str | None = option(
+        None, "Measure these errors with it, instead of those of the fit.", "--model", "-m", names=("model",)
+    )
     windows: int | None = option(None, "With --model: how many (default: 4).", at_least=1, panel="Text")
     length: int | None = option(None, "With --model: tokens a window (default: 1024).", at_least=2, panel="Text")
 
@@ -94,8 +131,10 @@ class VerifyOptions(MaybeModelOptions, RandomWeights):
     """Of `kvcal verify`."""
 
     bundle: Path = required(Path, BUNDLE)
-    model: str | None = option(None, "Also: was it made for this model?", "--model", "-m")
-    device: str = option("cpu", "cpu, cuda, cuda:1, or auto: a GPU if there is one.", panel="Machine")
+    model: str | None = option(None, "Also: was it made for this model?", "--model", "-m", names=("model",))
+    device: str = option(
+        "cpu", "cpu, cuda, cuda:1, or auto: a GPU if there is one.", panel="Machine", names=("machine",)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +200,7 @@ class ReproduceOptions(Options):
 
     bundle: Path = required(Path, BUNDLE)
     text: list[str] | None = option(None, "Where a local text lies now; found by its recorded name; may be repeated.")
-    model: str | None = option(None, "Where the local model folder lies now.", "--model", "-m")
+    model: str | None = option(None, "Where the local model folder lies now.", "--model", "-m", names=("model",))
     input: list[Path] | None = option(
         None, "A bundle that `combine` or `fold` read, found by its hash; without it, it is made again too."
     )
@@ -169,7 +208,7 @@ class ReproduceOptions(Options):
         None,
         "Folder of task files, where the recorded objective is a task that lm-eval does not come with.",
     )
-    device: str | None = option(None, "Another device than recorded.", panel="Machine")
+    device: str | None = option(None, "Another device than recorded.", panel="Machine", names=("machine",))
     output: Path | None = option(
         None, "Keep the new bundle there; an interrupted run then goes on.", "--output", "-o", panel="Output"
     )
@@ -223,14 +262,14 @@ class PullOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(WeightsOptions, RunOptions, Selection, Kernels, Subspaces):
+class GenerateOptions(BundlesModel, RunOptions, Selection, Kernels, Subspaces):
     """Of `kvcal generate`."""
 
     panel: ClassVar[str] = "Text"
 
     prompt: str = required(str, "Text to go on from.", "--prompt")
     bundle: Path | None = option(None, "A bundle file.", "--bundle", "-b", panel="Scheme")
-    preset: str | None = option(None, "Or a method without data.", "--preset", "-p", panel="Scheme")
+    preset: str | None = option(None, "Or a method without data.", "--preset", "-p", panel="Scheme", names=("preset",))
     chat: bool = flag("The prompt as a user's message, by the tokenizer's chat template.")
     tokens: int = option(100, "New tokens at most.", at_least=1)
     sample: bool = flag("Draw tokens instead of taking the likeliest.")
@@ -239,7 +278,7 @@ class GenerateOptions(WeightsOptions, RunOptions, Selection, Kernels, Subspaces)
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(
-    WeightsOptions,
+    BundlesModel,
     TextOptions,
     Stepped,
     Schemes,
@@ -262,7 +301,7 @@ class CompareOptions(
     recipe: list[Path] | None = option(
         None, "A recipe of fit-predictors or preset, fitted if need be; may be repeated."
     )
-    frame: str = option("post_rope", "Of the pairs: pre_rope or post_rope.")
+    frame: str = option("post_rope", "Of the pairs: pre_rope or post_rope.", one_of=FRAMES)
     sink: int = option(4, "Of the pairs: first tokens kept.", at_least=0, panel="Cache")
     recent: int = option(128, "Of the pairs: newest tokens kept.", at_least=0, panel="Cache")
     block: int = option(32, "Of the pairs: tokens packed at a time.", at_least=1, panel="Cache")
@@ -305,7 +344,7 @@ class ProbeOptions(CalibrationOptions, Layerwise):
         "TARGET=INPUTS instead of the paper's: v=v1,k0 predicts values from those of the layer below and this "
         "layer's keys, k=k0t1 keys from those of the token before; may be repeated.",
     )
-    frame: str = option("pre_rope", "Keys before RoPE, pre_rope, or after it, post_rope.")
+    frame: str = option("pre_rope", "Keys before RoPE, pre_rope, or after it, post_rope.", one_of=FRAMES)
     ridge: float = option(1e-3, "Times the mean of the Gram diagonal.")
     sink: int = option(4, "First tokens of a window, which are not predicted.", at_least=0)
     output: Path | None = option(None, "JSON file of all layers; a second call goes on from it.", "--output", "-o")
@@ -324,6 +363,7 @@ class BenchOptions(Kernels, Resumable):
         "auto",
         "auto, cpu, cuda, jetson, or a profile as jetson-orin-nano: projected where it is not here.",
         panel="Machine",
+        names=("device",),
     )
     model: str | None = option(
         None,
@@ -331,6 +371,7 @@ class BenchOptions(Kernels, Resumable):
         "--model",
         "-m",
         panel="Model",
+        names=("model",),
     )
     revision: str | None = option(None, "Branch, tag or commit of a hub model.", panel="Model")
     preset: list[str] | None = option(
@@ -339,6 +380,7 @@ class BenchOptions(Kernels, Resumable):
         "--preset",
         "-p",
         panel="Scheme",
+        names=("preset", "scheme"),
     )
     bundle: list[Path] | None = option(None, "A bundle file; may be repeated.", "--bundle", "-b", panel="Scheme")
     operation: list[str] | None = option(
@@ -346,6 +388,7 @@ class BenchOptions(Kernels, Resumable):
         "Operation or paper table (`kvcal names operation`); repeatable. Default: kernels.",
         "--operation",
         "-o",
+        names=("operation",),
     )
     batch: str | None = option(None, "Rows, as 1,8,32.")
     length: str | None = option(None, "Cached tokens, as 512,4k,32k; k is 1024, no other suffix.")

@@ -15,7 +15,9 @@ from ..bundles.provenance import check_task, tasks_of
 from ..calibrate.needs import one_window
 from ..methods.mixkvq import MixKVQ
 from ..models import names
+from ..models.weights import causal_lm
 from ..pipeline.options import TuneBitsOptions, TuneThresholdsOptions
+from ..report.extras import require
 from ..search.thresholds import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
 from .calibration import prepare
 from .common import Say, output_for, refuse_idle
@@ -108,7 +110,7 @@ def objective_name(o: TuneThresholdsOptions, source: names.ModelSource) -> str:
 def _objective(
     o: TuneThresholdsOptions, name: str, method: MixKVQ, opened: Opened, text: Any
 ) -> Callable[[], Objective]:
-    model = opened.source.model
+    model = causal_lm(opened.source.model)
     if name == "attention":
         return lambda: AttentionError(method, model, text.train, opened.device, o.batch, o.spill)
     if name == "perplexity":
@@ -141,6 +143,8 @@ def run_tune_thresholds(o: TuneThresholdsOptions, say: Say, typed: Collection[st
     if name != "perplexity":
         refuse_idle(typed, ("step",), "an objective of perplexity", "give --objective perplexity, or leave it out")
     if searches(o):
+        for package in ("optuna", "matplotlib"):
+            require(package, "a search for thresholds", "give one number for --tau-low and one for --tau-high")
         say(f"objective: {name}")
     output = output_for(o, source, method.name)
     if o.plot is not None:
@@ -152,7 +156,7 @@ def run_tune_thresholds(o: TuneThresholdsOptions, say: Say, typed: Collection[st
     if searches(o) and not name.startswith("task:") and len(text.train) == 1:
         say(one_window("thresholds"))
     job = Job(
-        opened.source.model,
+        causal_lm(opened.source.model),
         text,
         output,
         o.plot or _beside(output),

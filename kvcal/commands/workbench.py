@@ -5,26 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import SUFFIX, Bundle, probed_layers
-from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import HeavyHitters
 
 from ..bundles.paths import given_bundle
 from ..capture.scan import LayerSource, WholeModel
-from ..evaluate.perplexity import CacheMaker
 from ..methods.data_free import DataFree, preset
 from ..models import files, loading, names
 from ..models.devices import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseWeights, open_layerwise
 from ..pipeline.options import EvalOptions, TuneBitsOptions
 from ..report.progress import progress
+from .made_for import check_made_for
 from .options import CompareOptions, GenerateOptions
+
+if TYPE_CHECKING:
+    from ..evaluate.perplexity import CacheMaker
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ def check_bundle(
     parts = open_layerwise(
         names.resolve(name, revision), dtype="bfloat16", device=where, random_weights=random_weights, seed=seed
     )
-    bundle.check(parts.model, parts.revision, probe=())
-    bundle.check(parts.model, parts.revision, key_probe(parts))
+    check_made_for(bundle, parts.model, parts.revision, probe=())
+    check_made_for(bundle, parts.model, parts.revision, key_probe(parts))
 
 
 def key_probe(parts: LayerwiseWeights) -> tuple[float, ...]:
@@ -144,10 +146,12 @@ def cache_makers(
 
     selection: in the place of each row's own; names then end in +h2o and the share that is kept.
     """
+    from kvcal_artifacts.cache import KVCalCache
+
     makers: dict[str, CacheMaker] = {}
     for name, row in rows.items():
         if isinstance(row, Bundle):
-            row.check(model, revision)
+            check_made_for(row, model, revision)
         scheme = row.scheme if isinstance(row, Bundle) else row.scheme(model)
         if selection is not None:
             name, scheme = f"{name}+h2o-{selection.keep:g}", scheme.keeping(selection)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.codecs import Codec, Role, Shape
+from kvcal_artifacts.codecs import Codec, Role, Shape, load_plugins
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme, Windows
+from kvcal_artifacts.scheme.auto_names import AUTO_BITS
 
 from ..report.suggest import allowed
 from .base import layer_by_layer
@@ -108,9 +109,17 @@ def composed(name: str | None, keys: str | None, values: str | None, per_layer: 
 
 
 def preset(name: str) -> DataFree:
+    """The preset of this name, of kvcal or of an installed package. Raises UsageError for any other name."""
+    if name not in PRESETS:
+        load_plugins()
     if name not in PRESETS and name.endswith(".safetensors"):
         raise UsageError(
             f"preset {name!r} is the name of a bundle's file: give it with --bundle, where there is that option"
+        )
+    if name in AUTO_BITS:
+        raise UsageError(
+            f"preset {name!r} looks at the model's keys as a cache is made, in Python alone: kvcal.cache(model, "
+            f"{name!r}); on the command line kvcal recommend measures what fits a model"
         )
     if name not in PRESETS:
         raise UsageError(f"preset {name!r} is not known; {allowed(name, PRESETS, 'kvcal names preset')}")

@@ -27,6 +27,7 @@ from ..models.names import resolve
 from ..models.weights import file_sha256
 from ..text import sources
 from .gates import Check, Limits
+from .names import COMMANDS as COMMANDS
 from .options import (
     BuiltOptions,
     EvalOptions,
@@ -39,16 +40,6 @@ from .scheme_file import GOVERNED, check_fields, read_toml, refuse_unknown, tabl
 from .spec import Options
 
 TOP = {"output": str, "defaults": dict, "models": dict, "bundles": dict, "gates": dict, "evaluation": dict}
-COMMANDS = {
-    "aqua-kv": "fit-predictors",
-    "vqkv": "train-codebooks",
-    "mixkvq": "tune-thresholds",
-    "squat": "measure-subspaces",
-    "innerq": "fit-norms",
-    "kvtuner": "tune-bits",
-    "preset": "preset",
-    "combine": "combine",
-}
 OWN = ("method", "models", "matrix", "gates")  # keys of a bundle that are no options of its command
 FROM_MODEL = ("model", "revision")
 NOT_GIVEN = ("output", "json", "plot", "resume", "storage", "heartbeat", "name")  # the build's own affair

@@ -13,6 +13,8 @@ from typing import ClassVar
 from .spec import Options, argument, flag, option
 
 LARGEST_SEED = 2**63 - 1
+FRAMES = ("pre_rope", "post_rope")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 # Groups.
 
@@ -23,7 +25,9 @@ class ModelOptions(Options):
 
     panel: ClassVar[str] = "Model"
 
-    model: str = option("tiny", "Short name (see `kvcal models`), hub id, or local folder.", "--model", "-m")
+    model: str = option(
+        "tiny", "Short name (see `kvcal models`), hub id, or local folder.", "--model", "-m", names=("model",)
+    )
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
 
 
@@ -33,7 +37,7 @@ class MaybeModelOptions(Options):
 
     panel: ClassVar[str] = "Model"
 
-    model: str | None = option(None, "", "--model", "-m")
+    model: str | None = option(None, "", "--model", "-m", names=("model",))
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
 
 
@@ -53,13 +57,30 @@ class WeightsOptions(ModelOptions, RandomWeights):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BundlesModel(WeightsOptions):
+    """Which weights, by default those that a bundle was made for."""
+
+    model: str = option(
+        "tiny",
+        "Short name (see `kvcal models`), hub id, or local folder. Where a bundle is given, the one that it was made "
+        "for.",
+        "--model",
+        "-m",
+        panel="Model",
+        names=("model",),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine(Options):
     """What a model runs as, and on."""
 
     panel: ClassVar[str] = "Machine"
 
-    dtype: str = option("auto", "float32, bfloat16, float16, or auto: float32 on a CPU, bfloat16 on a GPU.")
-    device: str = option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
+    dtype: str = option(
+        "auto", "float32, bfloat16, float16, or auto: float32 on a CPU, bfloat16 on a GPU.", one_of=DTYPES
+    )
+    device: str = option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.", names=("machine",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +175,9 @@ class Subspaces(Options):
     panel: ClassVar[str] = "Cache"
 
     subspace: str | None = option(
-        None, "Of SQuat bundles: prompt (the row's own queries), calibrated or both. Default: the bundle's."
+        None,
+        "Of SQuat bundles: prompt (the row's own queries), calibrated or both. Default: the bundle's.",
+        one_of=("prompt", "calibrated", "both"),
     )
 
 
@@ -165,7 +188,9 @@ class Schemes(Options):
     panel: ClassVar[str] = "Scheme"
 
     bundle: list[Path] | None = option(None, "A bundle file; may be repeated.", "--bundle", "-b")
-    preset: list[str] | None = option(None, "A method without data; may be repeated.", "--preset", "-p")
+    preset: list[str] | None = option(
+        None, "A method without data; may be repeated.", "--preset", "-p", names=("preset",)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,18 +297,23 @@ class FitPredictorsOptions(CalibrationOptions, PerLayer, CacheWindows, Selection
         "squat-{2,3,4}-calibrated, CODEC-scaled, CODEC-balanced; all: `kvcal names codec`.",
         "--backbone",
         "--residual",
+        names=("codec",),
     )
     first_layer: str = option(
-        "higgs-4-wide-debiased-balanced", "Codec of the first compressed layer; exact-16 keeps it."
+        "higgs-4-wide-debiased-balanced", "Codec of the first compressed layer; exact-16 keeps it.", names=("codec",)
     )
     keys: str = option("", "Codec of key residuals, where not that of --backbone.")
     values: str = option("", "Codec of value residuals, likewise.")
     recipe: Path | None = option(None, "A TOML file with codecs, windows, frame and predictor instead of options.")
-    predictor: str = option("linear", "linear, reduced-rank, mlp, mlp-no-norm, linear-4bit or bias.")
+    predictor: str = option(
+        "linear",
+        "linear, reduced-rank, mlp, mlp-no-norm, linear-4bit or bias.",
+        one_of=("linear", "reduced-rank", "mlp", "mlp-no-norm", "linear-4bit", "bias"),
+    )
     rank: int = option(0, "Of reduced-rank; 0: a quarter of the kv width.", at_least=0)
     key_inputs: str = option("k1", "What predicts keys, of k1,v1 (layer below) and k2,v2; `none`: no predictor.")
     value_inputs: str = option("v1,k0", "What predicts values; also k0, this layer's keys; `none`: no predictor.")
-    frame: str = option("pre_rope", "pre_rope or post_rope.")
+    frame: str = option("pre_rope", "pre_rope or post_rope.", one_of=FRAMES)
     ridge: float = option(1e-3, "Times the mean of the Gram diagonal.")
     quantiser_agnostic: bool = flag("Fit on exact keys and values.")
     mlp_epochs: int = option(4, "Passes of MLP training.", at_least=1)
@@ -309,16 +339,23 @@ class TrainCodebooksOptions(CalibrationOptions, Selection, Layerwise):
         None, "Key dimensions in the high band; 0: one band. Default: 48 of 128.", at_least=0
     )
     split_by: str = option(
-        "relative", "Dimensions ranked by their error over their energy (relative), or as such (absolute)."
+        "relative",
+        "Dimensions ranked by their error over their energy (relative), or as such (absolute).",
+        one_of=("relative", "absolute"),
     )
     scale: str = option(
         "query",
         "Units in which vectors are quantised: none (the paper), head, channel, or query (keys times the "
         "queries' root mean square).",
+        one_of=("none", "head", "channel", "query"),
     )
     vectors: int | None = option(None, "Keys and values trained on; default: the preset's.", at_least=1)
     per_layer: bool = flag("Codebooks of each layer's own.")
-    trainer: str = option("k-means", "k-means (free codewords), closed-form or adam (SimVQ, as in the paper).")
+    trainer: str = option(
+        "k-means",
+        "k-means (free codewords), closed-form or adam (SimVQ, as in the paper).",
+        one_of=("k-means", "closed-form", "adam"),
+    )
     tolerance: float = option(0.01, "A stage ends with the iteration that lowers the held-out error by less.")
     min_iterations: int = option(5, "Iterations a stage, at least.", at_least=1)
     max_iterations: int = option(50, "And at most.", at_least=1)
@@ -326,7 +363,7 @@ class TrainCodebooksOptions(CalibrationOptions, Selection, Layerwise):
     batch_vectors: int = option(65536, "Vectors a step of Adam.", at_least=1)
     beta: float = option(1.0, "Of the paper's loss, Eq. 4.")
     gamma: float = option(0.25, "Likewise; without an encoder it changes nothing.")
-    frame: str = option("post_rope", "post_rope (the paper) or pre_rope.")
+    frame: str = option("post_rope", "post_rope (the paper) or pre_rope.", one_of=FRAMES)
     sink: int = option(4, "First tokens kept in the model's dtype.", at_least=0, panel="Cache")
     recent: int | None = option(
         None, "Newest tokens kept, at least. Default: 1024; preset small 128.", at_least=0, panel="Cache"
@@ -407,15 +444,25 @@ class MeasureSubspacesOptions(CalibrationOptions, CacheWindows, Selection, Layer
     windows: int | None = option(None, "Windows in all; default: 32.", at_least=2)
     holdout: int | None = option(None, "How many of them are held out (default: 8).", at_least=1)
     output: Path | None = option(None, "Default: <model>-squat.kvcal.safetensors here.", "--output", "-o")
-    subspace: str = option("calibrated", "What the cache uses: prompt (the row's own queries), calibrated, or both.")
-    frame: str = option("post_rope", "Keys after RoPE, post_rope, or before it, pre_rope.")
-    queries: str = option("post_rope", "The same of the queries that make the subspace.")
-    settings: str = option("lm-eval", "The paper's rank, strength and channels for lm-eval, longbench or math-500.")
+    subspace: str = option(
+        "calibrated",
+        "What the cache uses: prompt (the row's own queries), calibrated, or both.",
+        one_of=("prompt", "calibrated", "both"),
+    )
+    frame: str = option("post_rope", "Keys after RoPE, post_rope, or before it, pre_rope.", one_of=FRAMES)
+    queries: str = option("post_rope", "The same of the queries that make the subspace.", one_of=FRAMES)
+    settings: str = option(
+        "lm-eval",
+        "The paper's rank, strength and channels for lm-eval, longbench or math-500.",
+        one_of=("lm-eval", "longbench", "math-500"),
+    )
     rank: int | None = option(None, "Directions of a subspace; 0: all, head_dim.", at_least=0)
     strength: float | None = option(None, "Lambda of the paper; 0 is KIVI.", at_least=0)
     channels: int | None = option(None, "Channels rounded at a time; 0: half of head_dim.", at_least=0)
     normalise: str = option(
-        "paper", "paper: singular values grow with the text; length: divided by the root of its tokens."
+        "paper",
+        "paper: singular values grow with the text; length: divided by the root of its tokens.",
+        one_of=("paper", "length"),
     )
     search: bool = flag("Take each layer's best of a grid of ranks and strengths (Table 3).")
     prompt_tokens: int = option(0, "First tokens of a window taken for its prompt; 0: a quarter.", at_least=0)
@@ -435,13 +482,16 @@ class FitNormsOptions(CalibrationOptions, PerLayer, CacheWindows, Selection, Lay
 
     windows: int | None = option(16, "Windows in all.", at_least=2)
     output: Path | None = option(None, "Default: <model>-innerq-<variant>.kvcal.safetensors here.", "--output", "-o")
-    variant: str = option("base", "base, hybrid or small: values of 3 bits, 2 bits hybrid, 2 bits.")
+    variant: str = option(
+        "base", "base, hybrid or small: values of 3 bits, 2 bits hybrid, 2 bits.", one_of=("base", "hybrid", "small")
+    )
     keys: str | None = option(None, "Another codec for keys, e.g. inner-{2,3,4}-{symmetric,asymmetric,hybrid}[-max].")
     values: str | None = option(None, "Another codec for values.")
     factors: str | None = option(
         None,
         "channel: the paper's; pair: shared by a RoPE pair, which can be folded; none. Default: channel, none for "
         "keys of a codec that has no use for them (kivi-2, squat-2, …).",
+        one_of=("channel", "pair", "none"),
     )
     exponent: float = option(0.5, "Factor = (largest magnitude of the channel) to this power.")
     powers_of_two: bool = flag("Round factors to powers of two: folding is then exact in any dtype.")
@@ -449,6 +499,7 @@ class FitNormsOptions(CalibrationOptions, PerLayer, CacheWindows, Selection, Lay
         "queries",
         "What a searched scale of keys minimises: queries: squared errors weighted by each channel's queries; plain: "
         "unweighted ones, which GPU kernels pack.",
+        one_of=("queries", "plain"),
     )
     sink: int = 32
     recent: int = 96
@@ -482,26 +533,28 @@ class PresetOptions(WeightsOptions, PerLayer, Selection):
 
     panel: ClassVar[str] = "Scheme"
 
-    name: str | None = argument(None, "A method without data, as kivi-2 (see `kvcal names preset`).")
+    name: str | None = argument(None, "A method without data, as kivi-2 (see `kvcal names preset`).", ("preset",))
     output: Path | None = option(
         None, "Default: <model>-<name>.kvcal.safetensors here.", "--output", "-o", panel="Output"
     )
     keys: str | None = option(
-        None, "Codec of keys, in the preset's place or without one: uniform-4, higgs-2, kivi-2, …"
+        None, "Codec of keys, in the preset's place or without one: uniform-4, higgs-2, kivi-2, …", names=("codec",)
     )
-    values: str | None = option(None, "Codec of values, likewise.")
+    values: str | None = option(None, "Codec of values, likewise.", names=("codec",))
     recipe: Path | None = option(None, "A TOML file with codecs, windows and frame instead of a name and options.")
     sink: int | None = option(None, "First tokens kept; default: the preset's.", at_least=0, panel="Cache")
     recent: int | None = option(None, "Newest tokens kept; default: the preset's.", at_least=0, panel="Cache")
     block: int | None = option(None, "Tokens packed at a time; default: the preset's.", at_least=1, panel="Cache")
-    frame: str | None = option(None, "pre_rope or post_rope; default: the preset's.")
+    frame: str | None = option(None, "pre_rope or post_rope; default: the preset's.", one_of=FRAMES)
     config_only: bool = flag("Read no weights: the bundle then fits any of this config.", panel="Model")
     check: bool = option(
         True,
         "Run the model on two windows of 512 tokens, layer by layer; warn if the KL forecast is high.",
         panel="Machine",
     )
-    device: str = option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.", panel="Machine")
+    device: str = option(
+        "auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.", panel="Machine", names=("machine",)
+    )
 
 
 BuiltOptions = CalibrationOptions | PresetOptions  # of commands that make a bundle from a model
@@ -509,7 +562,7 @@ BuiltOptions = CalibrationOptions | PresetOptions  # of commands that make a bun
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(
-    WeightsOptions,
+    BundlesModel,
     TextOptions,
     Stepped,
     Schemes,

@@ -72,7 +72,7 @@ class Recipe:
     def options(self) -> dict[str, Any]:
         """The options of `kvcal fit-predictors` that it stands for; others keep their defaults."""
         fields = self.fields
-        options: dict[str, Any] = {name: fields[name] for name in ("frame", "keys", "values") if name in fields}
+        options: dict[str, object] = {name: fields[name] for name in ("frame", "keys", "values") if name in fields}
         if "codec" in fields:
             options["backbone"] = fields["codec"]
         if not self.predicts:

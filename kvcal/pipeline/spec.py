@@ -16,7 +16,8 @@ T = TypeVar("T")
 class Spec:
     """How an option is typed. flags: as --model and -m, by default made of the name. at_least, at_most: of numbers.
 
-    argument: has a place instead of a name. panel: its heading in the help, where not that of its group.
+    argument: has a place instead of a name. panel: its heading in the help, where not that of its group. one_of: all
+    that it may be. names: what the shell completes it with: model, preset, codec, scheme, operation, device.
     """
 
     help: str
@@ -26,6 +27,8 @@ class Spec:
     argument: bool = False
     only_on: bool = False
     panel: str | None = None
+    one_of: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 def option(
@@ -35,9 +38,11 @@ def option(
     at_least: float | None = None,
     at_most: float | None = None,
     panel: str | None = None,
+    one_of: tuple[str, ...] = (),
+    names: tuple[str, ...] = (),
 ) -> T:
     """A field that is an option; of a bool that is on, --NAME and --no-NAME."""
-    spec = Spec(help, flags, at_least, at_most, panel=panel)
+    spec = Spec(help, flags, at_least, at_most, panel=panel, one_of=one_of, names=names)
     return field(default=default, metadata={"option": spec})
 
 
@@ -46,9 +51,9 @@ def flag(help: str, panel: str | None = None) -> bool:
     return field(default=False, metadata={"option": Spec(help, only_on=True, panel=panel)})
 
 
-def argument(default: T, help: str) -> T:
+def argument(default: T, help: str, names: tuple[str, ...] = ()) -> T:
     """A field that has a place on the command line and may be left out."""
-    return field(default=default, metadata={"option": Spec(help, argument=True)})
+    return field(default=default, metadata={"option": Spec(help, argument=True, names=names)})
 
 
 def required(kind: type[T], help: str, *flags: str) -> T:

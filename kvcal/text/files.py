@@ -14,6 +14,7 @@ import io
 import json
 import lzma
 import re
+import stat
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -22,10 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvcal_artifacts.errors import TextError
+from kvcal_artifacts.files import kind_of as what_is
 
 from ..models.hub import one_line
+from ..report.extras import require
 from .parquet_pages import check_pages
-from .rows import SHOWN_NAME, Picker, columns, cut, listed
+from .rows import SHOWN_NAME, Picker, columns, cut, groups_of, is_chat, is_value, listed
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -77,12 +80,28 @@ def looks_like_file(name: str) -> bool:
     return name.lower().endswith((*ROWS, *PACKED, *PLAIN))
 
 
+def check_file(path: Path) -> None:
+    """Raises TextError, without opening it, for what is no regular file: a pipe would be waited for, a device may have
+    no end.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise TextError(f"{path}: cannot be read ({error.strerror})") from error
+    if not stat.S_ISREG(mode):
+        raise TextError(f"{path}: {what_is(mode)}, not a file; write its text to a file and give that")
+
+
 def folder_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Files of a folder's first tier that has any, and those left out, both in order; hidden ones are in neither."""
-    inside = ((path, path.relative_to(folder).parts) for path in folder.rglob("*") if path.is_file())
+    """Files of a folder's first tier that has any, and those left out, both in order; hidden ones are in neither. Pipes
+    and devices are left out.
+    """
+    inside = (
+        (path, path.relative_to(folder).parts) for path in folder.rglob("*") if path.exists() and not path.is_dir()
+    )
     files = sorted(path for path, parts in inside if not any(part.startswith(".") for part in parts))
     for tier in TIERS:
-        if taken := [path for path in files if path.name.lower().endswith(tier)]:
+        if taken := [path for path in files if path.name.lower().endswith(tier) and path.is_file()]:
             return taken, [path for path in files if path not in set(taken)]
     return [], files
 
@@ -103,6 +122,7 @@ def read_file(path: Path, column: str | None = None, picker: Picker | None = Non
     for where, row in _guarded(path, READERS[kind](path, picker)):
         if (text := picker.text(row, where)) is not None:
             yield [text]
+    picker.end()
 
 
 def _guarded(path: Path, parts: Iterator[Part]) -> Iterator[Part]:
@@ -127,8 +147,10 @@ class Stream(Protocol):
 
 def _opened(path: Path) -> AbstractContextManager[Stream]:
     """A stream of the unpacked bytes; a context manager with read()."""
+    check_file(path)
     pack = path.suffix.lower()
     if pack == ".zst":
+        require("pyarrow", str(path), "give the text unpacked")
         import pyarrow
 
         unpacked: AbstractContextManager[Stream] = pyarrow.input_stream(str(path), compression="zstd")
@@ -259,7 +281,7 @@ def _check_values(text: str, where: str) -> None:
 
 
 def _json(path: Path, picker: Picker) -> Iterator[Row]:
-    """Rows of an array, values one after another (one a line, say), or an object with one array of rows."""
+    """Rows of an array, values one after another (one a line, say), or an object that holds rows."""
     values = _Values(decoded(path), path)
     if values.peek() == "[":
         rows = values.of_array()
@@ -269,7 +291,7 @@ def _json(path: Path, picker: Picker) -> Iterator[Row]:
         if first is None:
             return
         if isinstance(first, dict) and not values.peek() and not picker.takes(first):
-            rows = iter(_array_of(path, first))
+            rows = iter(_rows_of(path, first, picker))
         else:
             rows = _chained(first, rows)
     for number, row in enumerate(rows, 1):
@@ -281,8 +303,22 @@ def _chained(first: object, rest: Iterator[object]) -> Iterator[object]:
     yield from rest
 
 
-def _array_of(path: Path, whole: dict[str, object]) -> list[object]:
-    """{"version": 1, "data": [...]}: the one field that is a list of rows; the object itself, a row, where none is."""
+def _rows_of(path: Path, whole: dict[str, object], picker: Picker) -> list[object]:
+    """The rows that one object holds, which is none itself.
+
+    Columns by name, {"text": [...]} or pandas' {"text": {"0": ...}}; pandas' {"columns": [...], "data": [[...]]}; rows
+    by number, {"0": {...}}; one array of rows, {"version": 1, "data": [...]}; else the object itself.
+    """
+    if (rows := _by_column(path, whole, picker)) is not None:
+        return rows
+    names, data = whole.get("columns"), whole.get("data")
+    if isinstance(names, list) and isinstance(data, list) and all(isinstance(row, list) for row in data):
+        if any(len(row) != len(names) for row in data):
+            raise TextError(f"{path}: rows of its data are not as long as its columns, {len(names)}; write it again")
+        return [dict(zip(map(str, names), row, strict=True)) for row in data]
+    rows = list(whole.values())
+    if rows and all(isinstance(row, dict) and groups_of(row, picker.column) for row in rows):
+        return rows
     arrays = [value for value in whole.values() if isinstance(value, list) and _are_rows(value)]
     if len(arrays) > 1:
         raise TextError(
@@ -291,8 +327,24 @@ def _array_of(path: Path, whole: dict[str, object]) -> list[object]:
     return arrays[0] if arrays else [whole]
 
 
+def _by_column(path: Path, whole: dict[str, object], picker: Picker) -> list[object] | None:
+    """Rows of an object of columns; None where its columns of text are no lists of text."""
+    lists = {
+        name: list(value.values()) if isinstance(value, dict) else value
+        for name, value in whole.items()
+        if isinstance(value, dict | list)
+    }
+    chosen = columns(lists, picker.column)
+    if not chosen or not all(is_value(value) for name in chosen for value in lists[name]):
+        return None
+    lengths = {len(lists[name]) for name in chosen}
+    if len(lengths) > 1:
+        raise TextError(f"{path}: columns {listed(chosen)} are not of one length; write the file again")
+    return [dict(zip(chosen, row, strict=True)) for row in zip(*(lists[name] for name in chosen), strict=True)]
+
+
 def _are_rows(value: list[object]) -> bool:
-    return bool(value) and all(row is None or isinstance(row, dict | str) for row in value)
+    return bool(value) and all(row is None or isinstance(row, dict | str) or is_chat(row) for row in value)
 
 
 class _Values:
@@ -456,9 +508,11 @@ def _table(path: Path, picker: Picker) -> Iterator[Row]:
 
 
 def _parquet(path: Path, picker: Picker) -> Iterator[Row]:
+    require("pyarrow", str(path), "give the text in another form, as .jsonl")
     import pyarrow
     import pyarrow.parquet
 
+    check_file(path)
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=CHUNK) as file:
             names = picker.choose(file.schema_arrow.names)

@@ -1,41 +1,74 @@
-"""The text of a row: which column holds it, chats through the tokenizer's template, rows without any.
+"""The text of a row: which columns hold it, chats through the tokenizer's template, rows without any.
 
-Of the columns the one asked for is taken, else `text` or `content`, else a pair joined by a line end (question and
-answer, prompt and completion, instruction and output), else a chat.
+Of the columns the one asked for is taken, else the first group of `GROUPS` in which the row has text: `text` or
+`content`, several columns joined by line ends (question and answer, instruction and output), or a chat.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeGuard
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeGuard
 
 from kvcal_artifacts.errors import TextError
 
 from ..models.hub import one_line
 
-COLUMNS = ("text", "content")
-PAIRS = (("question", "answer"), ("prompt", "completion"), ("instruction", "output"))
 CHATS = ("messages", "conversations", "conversation")
+SYSTEM = ("system", "system_prompt")
+OPTIONAL = (*SYSTEM, "context", "input")  # read where a row has text there
+# Columns in the order in which they are read. Bundles name texts, so what was read of one stays the same: new groups
+# come last.
+GROUPS: tuple[tuple[str, ...], ...] = (
+    ("text",),
+    ("content",),
+    (*SYSTEM, "context", "question", "answer"),
+    (*SYSTEM, "prompt", "completion"),
+    (*SYSTEM, "instruction", "input", "output"),
+    *((*SYSTEM, name) for name in CHATS),
+    (*SYSTEM, "prompt", "chosen"),
+    (*SYSTEM, "chosen"),
+    (*SYSTEM, "instruction", "context", "response"),
+    (*SYSTEM, "question", "response"),
+    (*SYSTEM, "prompt", "response"),
+)
+NAMED = "text or content, no question and answer, no messages"
+ONE = "name one with --column"
+ALONE = (
+    "one message of a chat; a row is a whole chat: a list of its messages, or an object with messages; or name a "
+    "column with --column"
+)
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+KNOWN = {"user", "assistant", "system", "developer", "tool", "function"}
 SHOWN, SHOWN_NAME, SHOWN_ALL = 20, 30, 200  # columns that a message names, characters of one, and of all of them
 PLAIN_NAME = re.compile(r"[\w.-]+")
 WITHOUT = 1 << 18  # rows without text, one after another, at most
+LACKING = 1000  # rows at the start of a file without a column of text, at most
 
+Chat: TypeAlias = list[Mapping[str, object]]
+Value: TypeAlias = str | Chat | None
 Message = dict[str, object]  # role, content and what else the template may read
 Render = Callable[[list[Message]], str]
 
 
-def columns(names: Sequence[str], column: str | None) -> list[str]:
-    """The columns that hold the text: the one asked for, or the first default that is there; empty without any."""
+def groups_of(names: Collection[str], column: str | None) -> list[list[str]]:
+    """The groups of columns that these hold, the first of them first, without optional ones that are not there: the
+    column asked for, or the defaults.
+    """
     if column is not None:
-        return [column] if column in names else []
-    for group in (*((name,) for name in COLUMNS), *PAIRS, *((name,) for name in CHATS)):
-        if set(group) <= set(names):
-            return list(group)
-    return []
+        return [[column]] if column in names else []
+    return [
+        [name for name in group if name in names]
+        for group in GROUPS
+        if all(name in names for name in group if name not in OPTIONAL)
+    ]
+
+
+def columns(names: Collection[str], column: str | None) -> list[str]:
+    """The columns that may hold text, each once; empty without any."""
+    return list(dict.fromkeys(name for group in groups_of(names, column) for name in group))
 
 
 def listed(names: Sequence[str]) -> str:
@@ -63,8 +96,9 @@ def cut(name: str) -> str:
 class Picker:
     """Takes text out of rows, and counts them.
 
-    column: as asked for. render: a chat's text; None: no chat can be read. rows: seen so far; null, empty: of them,
-    those without text. An empty one leaves its blank line between two documents, a null one nothing.
+    column: as asked for. render: a chat's text; None: no chat can be read. rows: seen so far; null, empty, lacking: of
+    them, those without text, the last without a column for it. An empty one leaves its blank line between two
+    documents, the others nothing.
     """
 
     column: str | None = None
@@ -72,31 +106,38 @@ class Picker:
     rows: int = 0
     null: int = 0
     empty: int = 0
+    lacking: int = 0
     _of: str = ""
     _last: int = 0  # row that had text
-    _chosen: list[str] | None = None
+    _begun: int = 0  # rows before this file or data set
+    _holds: bool = False  # it has had a row with a column of text
+    _names: dict[str, None] = field(default_factory=dict)  # columns of its rows that had none
 
     def begin(self, of: str) -> None:
         """Another file, or data set, of this name."""
-        self._of, self._chosen = of, None
+        self._of, self._begun, self._holds, self._names = of, self.rows, False, {}
 
-    def choose(self, names: Sequence[str], instead: str = "name one with --column") -> list[str]:
-        """The columns to read of these. Raises TextError where none holds text; instead: what to do then."""
+    def end(self) -> None:
+        """The end of a file or data set. Raises TextError where no row had a column of text."""
+        if self._names and not self._holds:
+            raise self._refused(list(self._names))
+
+    def choose(self, names: Sequence[str], instead: str = ONE) -> list[str]:
+        """The columns of a table that are to be read. Raises TextError where none holds text; instead: what to do
+        then.
+        """
         chosen = columns(names, self.column)
         if not chosen:
-            choices = (
-                f"no column {self.column!r}"
-                if self.column
-                else "no text or content, no question and answer, no messages"
-            )
-            raise TextError(f"{self._of}: {choices}; its columns are {listed(names)}: {instead}")
-        self._chosen = chosen
+            raise self._refused(names, instead)
         return chosen
+
+    def _refused(self, names: Sequence[str], instead: str = ONE) -> TextError:
+        missing = f"no column {self.column!r}" if self.column else f"no {NAMED}"
+        return TextError(f"{self._of}: {missing}; its columns are {listed(names)}: {instead}")
 
     def takes(self, row: Mapping[str, object]) -> bool:
         """Whether an object is a row, and not what holds an array of them."""
-        chosen = columns(list(row), self.column)
-        return bool(chosen) and all(_is_value(row[name]) for name in chosen)
+        return any(all(is_value(row[name]) for name in group) for group in groups_of(row, self.column))
 
     def text(self, row: object, where: str) -> str | None:
         """A row's text; None for one that has none. Raises TextError."""
@@ -106,33 +147,61 @@ class Picker:
         except TypeError as error:
             raise TextError(f"{where}: {error}") from None
         if text is None:
-            self.null += 1
+            if self._lacks(row):
+                self.lacking += 1
+            else:
+                self.null += 1
         elif not text or text.isspace():
             self.empty += 1
         else:
             self._last = self.rows
         if self.rows - self._last > WITHOUT:
             raise TextError(f"{where}: the last {WITHOUT:,} rows are empty or null; give a file of text")
+        if not self._holds and len(self._names) and self.rows - self._begun >= LACKING:
+            raise self._refused(list(self._names))
         return text
+
+    def _lacks(self, row: object) -> bool:
+        """Whether a row without text has no column for it."""
+        return isinstance(row, Mapping) and bool(row) and not groups_of(row, self.column)
 
     def _text(self, row: object, where: str) -> str | None:
         if row is None or row == {}:
             return None
-        if isinstance(row, str) and self.column is None:
-            return row
+        if self.column is None and (isinstance(row, str) or is_chat(row)):
+            self._holds = True
+            return row if isinstance(row, str) else self._chat(row, where)
         if not isinstance(row, Mapping):
             raise TextError(f"{where}: a JSON object is expected, found {type(row).__name__}")
-        chosen = self._chosen if self._chosen is not None else self.choose(list(row))
-        values = [_value(row, name) for name in chosen]
-        if any(value is None for value in values):
+        groups = groups_of(row, self.column)
+        if self.column is None and groups in ([], [["content"]]) and _role([row]) in KNOWN:
+            raise TypeError(ALONE)
+        if not groups:
+            self._names |= dict.fromkeys(list(row)[: SHOWN + 1]) if len(self._names) <= SHOWN else {}
             return None
-        chats = [value for value in values if isinstance(value, list)]
-        if len(chats) == len(values):
-            return self._chat([message for chat in chats for message in chat], where)
-        texts = [value for value in values if isinstance(value, str)]
-        if len(texts) < len(values):
-            raise TypeError(f"columns {' and '.join(chosen)} are text and a chat; both must be one or the other")
-        return "\n".join(texts)
+        self._holds = True
+        nothing: str | None = None
+        for group in groups:
+            text = self._of_group({name: _value(row[name], name) for name in group}, row, where)
+            if text is not None and text.strip():
+                return text
+            nothing = text if nothing is None else nothing
+        return nothing
+
+    def _of_group(self, values: dict[str, Value], row: Mapping[str, object], where: str) -> str | None:
+        """The text of one group of columns; None where a column that it needs is null."""
+        values = {name: value for name, value in values.items() if name not in OPTIONAL or _has_text(value)}
+        if any(value is None for value in values.values()):
+            return None
+        chats = {name: value for name, value in values.items() if isinstance(value, list)}
+        texts = {name: value for name, value in values.items() if isinstance(value, str)}
+        if not chats:
+            return "\n".join(texts.values())
+        if apart := [name for name in texts if name not in SYSTEM and (name, *chats) != ("prompt", "chosen")]:
+            raise TypeError(
+                f"columns {' and '.join([*apart, *chats])} are text and a chat; both must be one or the other"
+            )
+        return self._chat(_whole_chat(texts, chats), where)
 
     def _chat(self, turns: list[Mapping[str, object]], where: str) -> str:
         messages = [_message(one) for one in turns]
@@ -141,8 +210,7 @@ class Picker:
         if self.render is None:
             raise TextError(
                 f"{where}: a chat, and the tokenizer has no chat template to read it by; give a model whose tokenizer "
-                "has "
-                "one (an instruct model), or name a column of plain text with --column"
+                "has one (an instruct model), or name a column of plain text with --column"
             )
         try:
             return self.render(messages)
@@ -150,21 +218,46 @@ class Picker:
             raise TextError(f"{where}: the tokenizer's chat template refuses this chat ({one_line(error)})") from error
 
 
-def _is_value(value: object) -> bool:
-    return (
-        value is None or isinstance(value, str) or (isinstance(value, list) and all(_is_message(one) for one in value))
-    )
+def _whole_chat(texts: dict[str, str], chats: dict[str, Chat]) -> Chat:
+    """The messages of a row's columns, one after another. A chosen answer may begin with its prompt; a system prompt
+    goes before a chat that has none of its own.
+    """
+    first, *others = chats.values()
+    prompt = texts.get("prompt")
+    if prompt is not None and _role(first) == "assistant":
+        first = [{"role": "user", "content": prompt}, *first]
+    for chat in others:
+        first = chat if chat[: len(first)] == first else [*first, *chat]
+    system = next((texts[name] for name in SYSTEM if name in texts), None)
+    return first if system is None or _role(first) == "system" else [{"role": "system", "content": system}, *first]
+
+
+def _role(turns: Chat) -> str:
+    """The role of a chat's first message, as templates name it; empty without any."""
+    role = str((turns[0].get("role") or turns[0].get("from")) if turns else "").lower()
+    return ROLES.get(role, role)
+
+
+def _has_text(value: Value) -> bool:
+    return bool(value.strip() if isinstance(value, str) else value)
+
+
+def is_value(value: object) -> bool:
+    """Whether a column may hold it: null, text or a chat."""
+    return value is None or isinstance(value, str) or value == [] or is_chat(value)
+
+
+def is_chat(value: object) -> TypeGuard[Chat]:
+    """Whether it is a list of messages."""
+    return isinstance(value, list) and bool(value) and all(_is_message(one) for one in value)
 
 
 def _is_message(one: object) -> TypeGuard[Mapping[str, object]]:
     return isinstance(one, Mapping) and ("role" in one or "from" in one)
 
 
-def _value(row: Mapping[str, object], name: str) -> str | list[Mapping[str, object]] | None:
+def _value(value: object, name: str) -> Value:
     """Text, a chat, or None where the row has null. Raises TypeError for anything else."""
-    if name not in row:
-        raise TypeError(f"column {name!r} is missing, not text")
-    value = row[name]
     if name in CHATS and isinstance(value, str) and value.strip():  # a chat in a table is JSON
         try:
             value = json.loads(value)

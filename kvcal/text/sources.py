@@ -20,7 +20,8 @@ from kvcal_artifacts.errors import KVCalError, TextError, TextUnavailable, Usage
 
 from ..models import hub
 from ..models.hub import one_line
-from .files import ALLOWED, Document, folder_files, kind_of, looks_like_file, read_file
+from ..report.extras import require
+from .files import ALLOWED, Document, check_file, folder_files, kind_of, looks_like_file, read_file
 from .rows import Message, Picker, Render
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ def default_text(source: ModelSource, purpose: str) -> str:
 
 def resolve_text(text: str, *, column: str | None = None) -> TextSource:
     """`embedded:calibration`, an existing file or folder, or `org/name[:config][:split][@commit]`, in this order."""
+    if text == "-":
+        raise TextError("text '-': standard input is not read; write the text to a file and give that")
     if text in EMBEDDED:
         return TextSource("embedded", text, path=EMBEDDED[text])
     path = _existing(text)
@@ -259,11 +262,11 @@ def _tell(source: TextSource, reader: _Reader, say: Say | None) -> None:
     if (line := left_out(source)) is not None:
         say(line)
     picker = reader.picker
-    if picker.null or picker.empty:
-        say(
-            f"note: {reader.label}: of {picker.rows:,} rows read {picker.empty:,} are empty and {picker.null:,} null; "
-            "skipped",
-        )
+    if picker.null or picker.empty or picker.lacking:
+        counts = [f"{picker.empty:,} are empty", f"{picker.null:,} null"]
+        counts += [f"{picker.lacking:,} without a column of text"] if picker.lacking else []
+        listed = f"{', '.join(counts[:-1])} and {counts[-1]}"
+        say(f"note: {reader.label}: of {picker.rows:,} rows read {listed}; skipped")
 
 
 def _too_little(source: TextSource, reader: _Reader, windows: int, length: int, body: int) -> str:
@@ -414,6 +417,7 @@ def source_files(source: TextSource) -> list[Path]:
     """The files of a local text, in the order in which they are read. Raises TextError where nothing can be."""
     assert source.path is not None
     if source.kind != "folder":
+        check_file(source.path)
         kind_of(source.path)
         return [source.path]
     files, others = folder_files(source.path)
@@ -425,11 +429,17 @@ def source_files(source: TextSource) -> list[Path]:
 
 def check_local(text: str) -> None:
     """Raises TextError for a text that is neither there nor a data set's name, and for a file of a kind that is not
-    read.
+    read; UsageError for a data set where the package that reads it is missing.
     """
     source = resolve_text(text)
     if source.dataset is None:
         source_files(source)
+    else:
+        _check_datasets(source)
+
+
+def _check_datasets(source: TextSource) -> None:
+    require("datasets", f"data set {source.label}", "give --text a local file")
 
 
 def left_out(source: TextSource) -> str | None:
@@ -471,6 +481,7 @@ def chat_renderer(tokenizer: PreTrainedTokenizerBase) -> Render | None:
 
 def _stream(source: TextSource, picker: Picker) -> tuple[Iterator[Document], str]:
     """A data set of the hub, streamed at the commit asked for or the main branch's present one; the label names it."""
+    _check_datasets(source)
     sha = dataset_commit(source)
     try:
         with hub.quiet():
@@ -515,6 +526,7 @@ def _dataset_texts(source: TextSource, rows: Iterable[object], picker: Picker) -
         for number, row in enumerate(rows, 1):
             if (text := picker.text(row, f"data set {source.label} row {number}")) is not None:
                 yield [text]
+        picker.end()
     except KVCalError:
         raise
     except Exception as error:  # whatever the connection or a reader throws in the middle of a stream

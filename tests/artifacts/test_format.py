@@ -235,7 +235,8 @@ GRIDS = [
 
 @pytest.mark.parametrize(("role", "d", "n", "dim", "block"), GRIDS)
 def test_words_of_grids_are_as_the_page_says(role: Any, d: int, n: int, dim: int, block: int) -> None:
-    norm, mixed = ("head" if d == 1 else "token"), d == 1 or role == "value"
+    norm = "head" if d == 1 else "token"
+    mixed = "hadamard" if d == 1 else "cosine" if role == "value" else "none"
     codec = Higgs(Shape(2, dim, block), role, d, n, norm=norm, seed=n, mixed=mixed)  # type: ignore[arg-type]
     packed = {name: t.numpy() for name, t in codec.encode(numbers(2, 2, 2 * block, dim, seed=n)).items()}
     assert set(packed) == {"words", "norm"}
@@ -262,7 +263,10 @@ def higgs(state: dict[str, Any], role: str, block: int, packed: dict[str, ndarra
     length = block if tokens else (dim if c["rotation"] == "head" else heads * dim)
     w = length & -length
     signs = np.array([[(-1) ** (i & j).bit_count() for j in range(w)] for i in range(w)], np.float32)
-    m = length // w if c.get("mixed", False) else 1
+    m = length // w if c.get("mixed") is True else 1
+    if c.get("mixed") == "hadamard":
+        y = unmixed(y.reshape(-1, length), length // w, w).astype(np.float32)
+        signs, w = np.ones((1, 1), np.float32), 1
     i, j = np.arange(m)[None, :], np.arange(m)[:, None]
     cosines = np.sqrt(np.where(j == 0, 1, 2) / m) * np.cos(np.pi * (2 * i + 1) * j / (2 * m))
     y = np.einsum("ji,njr->nir", cosines, y.reshape(-1, m, w)).astype(np.float32)
@@ -272,6 +276,37 @@ def higgs(state: dict[str, Any], role: str, block: int, packed: dict[str, ndarra
     x = x.reshape(*codes.shape[:3], dim, block) if tokens else x.reshape(len(codes), -1, block, heads * dim)
     x = x * own["sign"]
     return np.swapaxes(x, -1, -2) if tokens else np.moveaxis(x.reshape(*x.shape[:3], heads, dim), 3, 1)
+
+
+def unmixed(y: ndarray, m: int, w: int) -> ndarray:
+    """Rows of y, whose odd factor m Paley's matrix mixed, without sign."""
+    n = 4 * m
+    while (q := paley_prime(n)) == 0:
+        n *= 2
+    p = n // m
+    c = min(4, w // p)
+    chi = [0] + [1 if any(r * r % q == k for r in range(q)) else -1 for k in range(1, q)]
+    one_mod_4 = q % 4 == 1
+    C = [[chi[(j - i) % q] if i and j else int(i != j) for j in range(q + 1)] for i in range(q + 1)]
+    if one_mod_4:
+        A, B = [[1, 1], [1, -1]], [[1, -1], [-1, -1]]
+        P = [
+            [C[i // 2][j // 2] * A[i % 2][j % 2] + (i // 2 == j // 2) * B[i % 2][j % 2] for j in range(n)]
+            for i in range(n)
+        ]
+    else:
+        P = [[1 if i == j else -1 if i and not j else C[i][j] for j in range(n)] for i in range(n)]
+    S = [[(-1) ** (i & j).bit_count() for j in range(w // p)] for i in range(w // p)]
+    Y = y.reshape(-1, m, w // (p * c), p, c).swapaxes(2, 3).reshape(-1, n, w // p)
+    X = np.einsum("ki,zkr,rs->zis", np.array(P), Y, np.array(S)) / math.sqrt(m * w)
+    return X.reshape(-1, m, p, w // (p * c), c).swapaxes(2, 3).reshape(len(y), m * w)
+
+
+def paley_prime(n: int) -> int:
+    for q, rest in ((n - 1, 3), (n // 2 - 1, 1)):
+        if q % 4 == rest and all(q % d for d in range(2, math.isqrt(q) + 1)):
+            return q
+    return 0
 
 
 def float8(codes: ndarray, mantissa_bits: int) -> ndarray:

@@ -201,7 +201,9 @@ def test_a_rotation_of_an_odd_factor_fits_into_shared_memory(inputs: int) -> Non
     from kvcal_kernels.dequantise import triton as kernel
 
     codes = torch.empty(1, 3, 1, 24, packed_bytes(32, 8), dtype=torch.uint8)
-    blocks = Coded(codes, torch.empty(1, 3, 1, 32), torch.empty(256, 4), torch.ones(288), 32, 8, 96, False, 3)
+    blocks = Coded(
+        codes, torch.empty(1, 3, 1, 32), torch.empty(256, 4), torch.ones(288), 32, 8, 96, False, 3, "hadamard"
+    )
     nothing = torch.empty(0)
     prepared = kernel.Prepared(nothing, torch.empty(3, 3, 128, 128), nothing, nothing, 0)
     launch = kernel.Launch(256 if inputs else 128)

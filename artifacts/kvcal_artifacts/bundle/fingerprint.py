@@ -55,7 +55,16 @@ class Fingerprint:
 
         probe: hf.key_probe of its first and last layer, where it no longer holds them.
         """
-        config = hf.config_of(model)
+        return cls.of_config(hf.config_of(model), revision, _probe(model) if probe is None else probe)
+
+    @classmethod
+    def of_config(
+        cls, config: hf.ModelConfig, revision: str | None = None, probe: tuple[float, ...] = ()
+    ) -> Fingerprint:
+        """The fingerprint of a model that another program loads, by the config of its decoder.
+
+        probe: as `of` takes it; empty: weights are not compared.
+        """
         plain = {name: _plain(getattr(config, name, None)) for name in FINGERPRINT_FIELDS}
         rope = {k: _plain(v) for k, v in (getattr(config, "rope_parameters", None) or {}).items() if v is not None}
         plain |= {"head_dim": hf.head_dim_of(config), "rope": rope}
@@ -68,7 +77,7 @@ class Fingerprint:
             rope=rope,
             config_sha256=sha256_text(canonical(stated)),
             revision=revision or getattr(config, "_commit_hash", None),
-            probe=_probe(model) if probe is None else probe,
+            probe=probe,
         )
 
     def differences(self, other: Fingerprint) -> list[str]:

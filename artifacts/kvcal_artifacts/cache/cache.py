@@ -57,6 +57,7 @@ class KVCalCache(Cache):
 
     layers: list[AnyLayer]
     watch: Watch | None = None
+    auto: dict[str, object] | None = None  # what a preset of auto.py chose, and why
 
     def __init__(
         self,
@@ -422,6 +423,8 @@ class KVCalCache(Cache):
     def describe(self) -> dict[str, Any]:
         """What every layer does, by which path and why; and what happened so far.
 
+        auto: what a preset that looks at the model chose, and why. unpacked: where nothing is packed yet, a sentence
+        that says how many tokens it takes; None from the first packed block on.
         returned_by_crop: tokens that came back from packed blocks, decoded. unforgotten_by_statistics: what crops
         removed but run-time statistics still show: `tokens` further back than they can forget, and `blocks` packed when
         the removed tokens were in the cache. All zero: the cache is, to the byte, one that never had the removed

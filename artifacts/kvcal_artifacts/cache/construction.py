@@ -43,4 +43,4 @@ def hooks(cache: WholeCache) -> hf.Hooks:
     selected = compressed if selects else []
     asked = [layer.site for layer in layers if any(one.wants != "k" for one in layer.statistics.values())]
     hf.check_frame([*asked, *selected], "pre_rope")  # queries are rotated as keys are
-    return hf.Hooks(cache.model, cache, tapped, selected or asked, selected, compressed)
+    return hf.Hooks(cache.model, cache, tapped, selected or asked, selected)

@@ -151,7 +151,8 @@ def kind(codec: Codec) -> str:
     shape = f"{codec.shape.heads} x {codec.shape.dim}, blocks of {codec.shape.block}"
     return (
         f"{codec.role}s of {shape}, {behind}, d {inner.d}, n {inner.n}, rotation {inner.rotation}, norm {inner.norm}"
-        + (", mixed" * inner.mixed + ", factors" * (factor is not None))
+        + ("" if inner.mix == "none" else f", mixed by {inner.mix}")
+        + ", factors" * (factor is not None)
     )
 
 
@@ -169,7 +170,7 @@ def coded(codec: Codec, packed: Packed) -> Coded:
         inner.shape.dim,
         inner.role == "key",
         inner.rotation_factor,
-        inner.interleaved,
+        inner.mix,
         None if factor is None else factor.flatten(),
     )
 

@@ -7,9 +7,11 @@ or parts of it have different variances, for which no grid is made. By default e
 AQUA-KV paper, and its norm spans them. With `axis="token"` the vectors are the block's tokens of one channel instead
 (the paper's per-channel ablation): rotation and norm then span the block, 16 / block bits for the norm.
 
-A Hadamard transform mixes a power of two of channels. A cosine transform (kvcal_kernels/hadamard) mixes the odd factor
-that remains, of heads of 96 channels or 3 kv heads of 64. Bundles written before this had `mixed=False`, without it, or
-`norm="token"`, a norm over the token of heads rotated one by one.
+A Sylvester Hadamard matrix mixes a power of two of channels. The odd factor that remains, of heads of 96 channels or 3
+kv heads of 64, is mixed by one of Paley's (kvcal_kernels/hadamard), so that all entries of the rotation have one
+magnitude and heads or channels of any sizes become coordinates of one variance. Bundles from before have
+`mixed="cosine"`, a cosine transform whose rows are uneven, `mixed="none"`, or `norm="token"`, a norm over the token of
+heads rotated one by one. Where there is no matrix of Paley, as for 43 heads of 64, the cosine transform is still used.
 
 With d = 1 grids are scalar (Lloyd-Max); with the norm per head that is TurboQuant's MSE form (Zandieh et al. 2026),
 b + 16 / D bits, except that its dense random rotation is a randomised Hadamard transform here (docs/lab/methods.md has
@@ -36,7 +38,17 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels import higgs, layout
-from kvcal_kernels.hadamard import largest_power_of_two, root, rotate, signs, tree_sum, unrotate
+from kvcal_kernels.hadamard import (
+    Mix,
+    largest_power_of_two,
+    paley,
+    paley_order,
+    root,
+    rotate,
+    signs,
+    tree_sum,
+    unrotate,
+)
 from kvcal_kernels.higgs import Rotated
 from kvcal_kernels.lattice import lookup, nearest
 from kvcal_kernels.layout import Blocks, Form, Grid, grids
@@ -44,7 +56,7 @@ from kvcal_kernels.layout.form import BYTE_DIMS
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 from kvcal_kernels.quantise import GridRule
 
-from ..checked import Choice, Flag, Schema, Whole
+from ..checked import Choice, FlagOr, Schema, Whole
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs, on_device
 from .constants import Constant, constants
@@ -55,6 +67,7 @@ Span = Literal["head", "token"]
 Points = Literal["exact", "bytes"]
 Axis = Literal["channel", "token"]
 Gain = Literal["mse", "debiased"]
+Mixed = Literal["none", "cosine", "hadamard"]
 TURBOQUANT_NORM_BITS = 32  # InnerQ, Table 3; stored are 16
 
 
@@ -68,7 +81,7 @@ class HiggsSettings(TypedDict):
     seed: int
     axis: Axis
     gain: Gain
-    mixed: NotRequired[bool]
+    mixed: NotRequired[bool | Literal["hadamard"]]
 
 
 SETTINGS = Schema[HiggsSettings](
@@ -80,7 +93,7 @@ SETTINGS = Schema[HiggsSettings](
         "seed": Whole(0, (1 << 63) - 1),
         "axis": Choice(("channel", "token")),
         "gain": Choice(("mse", "debiased")),
-        "mixed": Flag(),
+        "mixed": FlagOr("hadamard"),
     },
     optional=frozenset({"mixed"}),
 )
@@ -106,13 +119,14 @@ class Higgs(Codec):
         axis: Axis = "channel",
         gain: Gain = "mse",
         points: Points = "exact",
-        mixed: bool = True,
+        mixed: Mixed = "hadamard",
         grid: Tensor | None = None,
         sign: Tensor | None = None,
     ) -> None:
         """Make a codec of this shape. norm: what one norm spans, the rotation's span unless given.
 
-        mixed: whether an odd factor of the channels is mixed; where the rotation spans a power of two there is none.
+        mixed: how an odd factor of the channels is mixed; where the rotation spans a power of two there is none.
+        "hadamard" means "cosine" where no Hadamard matrix of `paley_order` mixes it.
         """
         super().__init__(shape, role)
         norm = rotation if norm is None else norm
@@ -138,27 +152,49 @@ class Higgs(Codec):
         self.code_bits = GRIDS[d, n]
         width = shape.dim if axis == "channel" and rotation == "head" else self.length
         self.rotation_width = largest_power_of_two(width)
-        self.rotation_factor = width // self.rotation_width if mixed else 1
-        self.mixed = self.rotation_factor > 1
+        self.rotation_factor = 1 if mixed == "none" else width // self.rotation_width
+        self.mixed = self._mixed_by(mixed)
         self.sign = signs(self.length, seed) if sign is None else sign.to(torch.int8)
         if self.grid.shape != (n, d) or self.sign.shape != (self.length,):
             raise KVCalError(
                 f"HIGGS grid {tuple(self.grid.shape)}, signs {tuple(self.sign.shape)}: needs {(n, d)} and "
                 f"{(self.length,)}"
             )
+        self._make_rotation()
         self._form = self._find_form(in_bytes=True)
         self._look_up = self._grid()
         self._how: Rotated | None = None  # of the kernel that encodes
         self._rule: GridRule | None = None  # of `rule`, once made
 
-    @property
-    def interleaved(self) -> bool:
-        """Whether the rotation takes channels of a token in turn from its heads, or tokens from all of a block."""
-        return self.rotation == "token" or self.axis == "token"
+    def _mixed_by(self, mixed: Mixed) -> Mixed:
+        """How the rotation mixes what it spans, if that is no power of two."""
+        if mixed not in ("none", "cosine", "hadamard"):
+            raise KVCalError(f"HIGGS mixed by {mixed!r}: allowed are 'none', 'cosine' and 'hadamard'")
+        if self.rotation_factor == 1:
+            return "none"
+        return mixed if mixed == "cosine" or self._order else "cosine"
 
     @property
-    def _rotation(self) -> tuple[int, int, bool]:
-        return self.rotation_width, self.rotation_factor, self.interleaved
+    def _order(self) -> int:
+        """Of the Hadamard matrix that mixes the odd factor; 0 where there is none."""
+        return paley_order(self.rotation_width, self.rotation_factor)
+
+    def _make_rotation(self) -> None:
+        """Make the rotation's matrix on the codec's device: no graph of a step may copy it there."""
+        if self.mixed == "hadamard":
+            paley(self._order, self.sign.device)
+
+    @property
+    def mix(self) -> Mix:
+        """How the rotation mixes an odd factor, of hadamard.rotate: a cosine transform interleaves a token's heads and
+        a block's tokens, not the channels of a head.
+        """
+        interleaved = self.mixed == "cosine" and (self.rotation == "token" or self.axis == "token")
+        return "interleaved" if interleaved else self.mixed
+
+    @property
+    def _rotation(self) -> tuple[int, int, Mix]:
+        return self.rotation_width, self.rotation_factor, self.mix
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         blocks = self.shape.blocks(x)
@@ -290,7 +326,7 @@ class Higgs(Codec):
         bits, heads = self.code_bits // self.d, s.heads if self.norm == "token" else 1
         in_bytes = in_bytes and s.dim in BYTE_DIMS and grids.are_bytes(self.grid, bits)
         try:
-            form = Form(self.role, s.dim, bits, vector=self.d, norm_heads=heads, in_bytes=in_bytes, mixed=self.mixed)
+            form = Form(self.role, s.dim, bits, vector=self.d, norm_heads=heads, in_bytes=in_bytes, mix=self.mix)
         except ValueError as error:
             return f"the fused kernel cannot read {error}"
         words = bits * s.dim * layout.BLOCK // 16
@@ -392,8 +428,8 @@ class Higgs(Codec):
             "axis": self.axis,
             "gain": self.gain,
         }
-        if self.mixed:
-            settings["mixed"] = True
+        if self.mixed != "none":
+            settings["mixed"] = "hadamard" if self.mixed == "hadamard" else True
         return settings
 
     def describe(self) -> str:
@@ -417,10 +453,14 @@ class Higgs(Codec):
         constants(tensors, expected, "higgs codec")
         check_values(tensors["grid"], tensors["sign"], settings["seed"])
         stated = settings.get("mixed")
-        complete: HiggsSettings = {**settings, "mixed": bool(stated)}
-        codec = cls(shape, role, **complete, grid=tensors["grid"], sign=tensors["sign"])
-        if stated is not None and stated != codec.mixed:
-            raise KVCalError(f"higgs codec, mixed = {stated}: its rotation has no odd factor to mix")
+        mixed: Mixed = "hadamard" if stated == "hadamard" else "cosine" if stated else "none"
+        d, n, rotation, norm = settings["d"], settings["n"], settings["rotation"], settings["norm"]
+        seed, axis, gain = settings["seed"], settings["axis"], settings["gain"]
+        grid, sign = tensors["grid"], tensors["sign"]
+        codec = cls(shape, role, d, n, rotation, norm, seed, axis, gain, "exact", mixed, grid, sign)
+        if mixed != codec.mixed:
+            lacks = "odd factor" if codec.mixed == "none" else "odd factor that a Hadamard matrix mixes"
+            raise KVCalError(f"higgs codec, mixed = {stated!r}: its rotation has no {lacks}")
         return codec
 
     def to(self, device: torch.device) -> Higgs:
@@ -429,6 +469,7 @@ class Higgs(Codec):
         twin = copy.copy(self)
         twin.grid, twin.sign = self.grid.to(device), self.sign.to(device)
         twin._look_up, twin._how, twin._rule = twin._grid(), None, None
+        twin._make_rotation()
         return twin
 
     def tensor_specs(self) -> Specs:

@@ -88,14 +88,23 @@ class Settings(TypedDict):
 
 
 def settings(
-    keys: Form, values: Form, heads: int, ratio: int, queries: int, warps: int, same: bool = True, pairs: int = 0
+    keys: Form,
+    values: Form,
+    heads: int,
+    ratio: int,
+    queries: int,
+    warps: int,
+    same: bool = True,
+    pairs: int = 0,
+    pages: bool = False,
 ) -> Settings:
     """Return the compile-time constants of attend_kernel that follow from the shapes and the warps. None follows from
     the batch, the length or the splits, so that a model's decode steps share one compiled kernel, or two (`chosen`).
-    same: keys and values of one bit width are of one grid. pairs: Rope.pairs of keys before RoPE.
+    same: keys and values of one bit width are of one grid. pairs: Rope.pairs of keys before RoPE. pages: of the kernel
+    over pages, which has no products of bytes.
     """
     rows = ratio * queries
-    in_bytes = takes_int8_mma(keys, values, rows, warps, pairs)
+    in_bytes = not pages and takes_int8_mma(keys, values, rows, warps, pairs)
     if (keys.in_bytes or values.in_bytes) and not in_bytes:
         raise ValueError(
             f"{keys} and {values}, {warps} warps a program: only products of bytes read grids in bytes; pack them "
@@ -224,6 +233,12 @@ def plan(
     return Plan(count, tail, tail_tokens, tail_cost * warps if launch.tail_cost is None else launch.tail_cost)
 
 
+def rounded_blocks(blocks: int) -> int:
+    """Round a number of blocks up by at most an eighth, so that few launches are prepared."""
+    step = max(1, power_of_two(blocks) // 16)
+    return max(1, -(-blocks // step) * step)
+
+
 @functools.lru_cache(4096)
 def merge_width_of(splits: int, at_once: int) -> int:
     """Return how many splits are merged first. It is all of them where a second round takes longer: reading `at_once`
@@ -255,6 +270,7 @@ class Launch:
     through the ring. registers: of a thread at most; 0: the compiler's choice. The others replace what `plan` chooses,
     0 or None leaves it the choice. iterations: of a program at most. splits: programs of packed tokens. merge_width: of
     `merge_width_of`. tail_cost: `Plan.tail_cost`. merge_rate: splits that are merged in the time of an iteration.
+    slots: blocks of a warp's ring over the transform codec; 0: as many as fit into `RING`.
     """
 
     warps: int = 1
@@ -265,6 +281,7 @@ class Launch:
     merge_width: int = 0
     tail_cost: int | None = None
     merge_rate: int = 0
+    slots: int = 0
 
 
 def usual(keys: Form, values: Form, rows: int = 1, before_rope: bool = False) -> Launch:

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..hadamard import unrotate
+from ..hadamard import Mix, unrotate
 from ..lattice import lookup
 from ..packing import unpack
 
@@ -24,8 +24,8 @@ from ..packing import unpack
 class Coded:
     """HIGGS blocks as codecs/higgs.py stores them. codes: uint8, keys (B, H, N, b, bytes), packed along channels,
     values (B, H, N, D / d, bytes), packed along tokens. norm: (B, 1 or H, N, b) float16. grid (n, d) float, sign (C,)
-    of +1 and -1. width: of the rotation, a power of two that divides C. bits: of a code. dim: D. factor, interleaved:
-    of hadamard.rotate. factors: (C,) float, f of the channels, or None: all 1.
+    of +1 and -1. width: of the rotation, a power of two that divides C. bits: of a code. dim: D. factor, mix: of
+    hadamard.rotate. factors: (C,) float, f of the channels, or None: all 1.
     """
 
     codes: Tensor
@@ -37,7 +37,7 @@ class Coded:
     dim: int
     key: bool
     factor: int = 1
-    interleaved: bool = False
+    mix: Mix = "none"
     factors: Tensor | None = None
 
     @property
@@ -117,7 +117,7 @@ def decode(coded: Coded, dtype: torch.dtype = torch.float32) -> Tensor:
     points = lookup(codes.movedim(1, 3).flatten(3), coded.grid).to(dtype)  # (B, N, b, C)
     norm = coded.norm.movedim(1, 3).to(dtype)
     scaled = (points.unflatten(-1, (norm.shape[-1], -1)) * norm[..., None]).flatten(-2)
-    vectors = unrotate(scaled, coded.sign, coded.width, coded.factor, coded.interleaved)
+    vectors = unrotate(scaled, coded.sign, coded.width, coded.factor, coded.mix)
     if coded.factors is not None:
         vectors = vectors * coded.factors.to(dtype)
     return torch.unflatten(vectors, -1, (coded.heads, -1)).movedim(3, 1).flatten(2, 3)

@@ -39,6 +39,7 @@ from typing import Literal, TypeVar
 
 from torch import Tensor
 
+from ..hadamard import Mix
 from . import grids
 
 BLOCK = 32
@@ -57,8 +58,8 @@ class Form:
 
     vector: 0, or how many numbers a code of a grid stands for; group, inner and symmetric then do not count: a token
     has one norm, over `norm_heads` kv heads, which is 1 or all of them. in_bytes: points are bytes times one step, and
-    codes lie as 8-bit products take them (grids.py). mixed: for a head_dim that is no power of two, the rotation ends
-    with a cosine transform of its odd factor (hadamard.rotate), so that it mixes all channels of the head.
+    codes lie as 8-bit products take them (grids.py). mix: of a head_dim that is no power of two, how the rotation mixes
+    its odd factor (hadamard.rotate): by a Hadamard matrix, by a cosine transform, or not at all.
 
     full, four: channels of a key in the tiers above its 2 bits, multiples of 16, the same in every block; outer groups
     only.
@@ -75,7 +76,7 @@ class Form:
     full: int = 0
     four: int = 0
     in_bytes: bool = False
-    mixed: bool = False
+    mix: Mix = "none"
 
     def __post_init__(self) -> None:
         if self.in_bytes and ((self.bits, self.vector) not in grids.IN_BYTES or self.dim not in BYTE_DIMS):
@@ -117,8 +118,8 @@ class Form:
 
     @property
     def factor(self) -> int:
-        """Numbers that the rotation's cosine transform takes; 1 where there is none."""
-        return self.dim // grids.rotation_width(self.dim) if self.mixed else 1
+        """The odd factor of head_dim that the rotation mixes; 1 where it mixes none."""
+        return 1 if self.mix == "none" else self.dim // grids.rotation_width(self.dim)
 
     @property
     def tiered(self) -> bool:

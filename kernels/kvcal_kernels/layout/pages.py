@@ -6,7 +6,7 @@ then the norms of its tokens, which every head has a copy of. Other blocks have 
 grids; scales and zero points of integers), both in the order of `layout.Blocks`. A head's bytes are a multiple of 32,
 so that a cache counts whole bytes for each token and head.
 
-A page fills one token at a time. Words of a block hold bits of several tokens: `token_places` says which bits are whose.
+A page fills token by token. Words of a block hold bits of several tokens: `token_places` says which bits are whose.
 
 Letters: P pages, H kv heads, D head_dim.
 """
@@ -92,6 +92,8 @@ def check_pages(pages: Tensor, form: PageForm) -> None:
         raise ValueError(f"pages {shape} {pages.dtype}: must be (P, H, {form.head_bytes}) torch.uint8")
     if strides[2] != 1 or strides[0] % 16 or strides[1] % 16:
         raise ValueError(f"pages with strides {strides}: bytes of a head must be neighbours, others multiples of 16")
+    if pages.data_ptr() % 16:
+        raise ValueError(f"pages at address {pages.data_ptr():#x}: must begin at a multiple of 16")
 
 
 def bytes_of(blocks: AnyBlocks) -> Tensor:

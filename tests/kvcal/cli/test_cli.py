@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from kvcal.cli import app
 from kvcal.cli.help import GROUPS, METHODS, examples_of
-from kvcal.models import configuration, names, weights
+from kvcal.models import configuration, loading, names, weights
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.text import sources
@@ -255,8 +255,9 @@ def test_random_weights_of_a_model_that_is_not_here(monkeypatch: pytest.MonkeyPa
     }
     for name, value in small.items():
         setattr(geometry, name, value)
-    monkeypatch.setattr(configuration, "geometry_config", lambda source: geometry)
-    monkeypatch.setattr(configuration, "geometry", lambda source: SimpleNamespace(vocab=300, context=32768))
+    for module in (configuration, loading):
+        monkeypatch.setattr(module, "geometry_config", lambda source: geometry)
+        monkeypatch.setattr(module, "geometry", lambda source: SimpleNamespace(vocab=300, context=32768))
     mine = ["--model", "qwen2.5-0.5b", "--random-weights", "--preset", "higgs-2"]
     done = kvcal("eval", *mine, "--length", LENGTH, "--json")
     assert done.json["text"] == "random-tokens:0" and done.json["windows"] == 4, done.err

@@ -156,7 +156,7 @@ def test_an_option_that_nothing_takes_is_refused(
         "models.layerwise.open_layerwise",
         "commands.workbench.open_layerwise",
         "commands.build.run_all",
-        "commands.names._rows",
+        "commands.names.stored",
     ):
         monkeypatch.setattr(f"kvcal.{place}", began)
     monkeypatch.setattr("kvcal.commands.preset._from_config", began)

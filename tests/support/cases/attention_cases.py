@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcal_kernels.attention import plan, reference
-from kvcal_kernels.hadamard import signs
+from kvcal_kernels.hadamard import Mix, signs
 from kvcal_kernels.layout import (
     BLOCK,
     Blocks,
@@ -35,6 +35,8 @@ from kvcal_kernels.layout.form import BITS, DIMS
 from kvcal_kernels.layout.grids import GRIDS, IN_BYTES, LARGEST
 from tests.support.interpreted import run_cases
 
+MIXES: tuple[tuple[str, Mix], ...] = (("paley", "hadamard"), ("cosine", "cosine"))
+
 
 class Setting(NamedTuple):
     """shared: the norm of a grid's token is that of all its heads."""
@@ -48,7 +50,7 @@ class Setting(NamedTuple):
     full: int = 0
     four: int = 0
     in_bytes: bool = False
-    mixed: bool = False
+    mix: Mix = "none"
 
     def form(self, role: Any, dim: int, heads: int = 1, group: int | None = None) -> Form:
         norm_heads = heads if self.shared else 1
@@ -64,7 +66,7 @@ class Setting(NamedTuple):
             self.full,
             self.four,
             self.in_bytes,
-            self.mixed,
+            self.mix,
         )
 
 
@@ -80,8 +82,8 @@ BYTES = {  # grids in bytes, at head_dim 64, 128, 256
     f"bytes {bits} of {vector}": Setting(bits, vector=vector, shared=vector > 1, in_bytes=True)
     for bits, vector in IN_BYTES
 }
-MIXED = {  # rotated with the cosine transform of an odd factor: three times 32 at head_dim 96
-    f"mixed {bits} of {vector}": Setting(bits, vector=vector, mixed=True) for bits, vector in GRIDS
+MIXED = {  # rotations of three times 32 channels, at head_dim 96: by Paley's matrix of order 12 or a cosine transform
+    f"{name} {bits} of {vector}": Setting(bits, vector=vector, mix=mix) for name, mix in MIXES for bits, vector in GRIDS
 }
 TIERS = {  # keys only
     "tiers 16 16": Setting(2, inner=False, symmetric=False, full=16, four=16),
@@ -407,10 +409,12 @@ def small() -> list[Case]:
         Case(*SCHEMES["HIGGS 4"], 96, ratio=3, queries=3, blocks=(2,)),
         Case(*SCHEMES["TurboQuant 4/3"], blocks=(2,), launch=(4, 1)),
         Case("grid 3 of 2", "symmetric 3", 64, ratio=7, queries=5, blocks=(2,), recent=(17,)),
-        Case("outer 2", "mixed 3 of 2", 96, ratio=2, blocks=(2,), dtype=bf),
+        Case("outer 2", "paley 3 of 2", 96, ratio=2, blocks=(2,), dtype=bf),
         Case("grid 2 of 4", "grid 2 of 4", 64, ratio=5, queries=5, blocks=(3,), launch=(2, 2)),
-        Case("mixed 2 of 1", "mixed 2 of 1", 96, ratio=2, blocks=(1,), recent=(7,)),
-        Case("mixed 2 of 4", "mixed 2 of 4", 96, ratio=2, blocks=(2,)),
+        Case("paley 2 of 1", "paley 2 of 1", 96, ratio=2, blocks=(1,), recent=(7,)),
+        Case("paley 2 of 4", "paley 2 of 4", 96, ratio=2, blocks=(2,)),
+        Case("cosine 2 of 4", "cosine 3 of 2", 96, ratio=2, blocks=(1,)),  # as bundles from before have them
+        Case("cosine 3 of 1", "cosine 2 of 1", 96, ratio=2, blocks=(1,), dtype=bf),
         Case("grid 4 of 2", "grid 4 of 1", 64, ratio=16, blocks=(2,)),  # two tables of 256 entries
         Case("grid 2 of 2", "grid 2 of 2", 64, ratio=1, blocks=(8,), recent=(40,), dtype=bf, kind="loud"),
         Case("outer 2", "outer 2", 64, ratio=1, blocks=(8,), recent=(40,), dtype=bf, kind="loud"),
@@ -431,7 +435,7 @@ def small() -> list[Case]:
         Case("bytes 3 of 1", "symmetric 3", 64, blocks=(4,), launch=(1, 2)),
         Case("asymmetric 2", "symmetric 2", 96, blocks=(4,), launch=(1, 2)),
         Case(
-            "mixed 2 of 2",
+            "paley 2 of 2",
             "grid 2 of 1",
             96,
             heads=2,

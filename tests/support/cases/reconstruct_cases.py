@@ -49,6 +49,7 @@ class Case:
     channels: int = 64
     four_bit: bool = False
     factors: bool = False
+    mixed: Any = "hadamard"
 
 
 def normal(*size: int, seed: int) -> Tensor:
@@ -68,7 +69,7 @@ def predictor(case: Case) -> Predictor:
 
 def codec_of(case: Case) -> Codec:
     shape = Shape(case.heads, case.dim, case.block)
-    inner: Codec = Higgs(shape, case.role, *case.grid, case.rotation, case.norm, seed=5).for_decoding()
+    inner: Codec = Higgs(shape, case.role, *case.grid, case.rotation, case.norm, 5, mixed=case.mixed).for_decoding()
     if case.factors:
         inner = Scaled(inner, (normal(case.heads, case.dim, seed=4).abs() + 0.2).half())
     return Predicted(inner, predictor(case), case.inputs) if case.inputs else inner
@@ -133,6 +134,8 @@ def small() -> list[Case]:
         Case(rotation="token", heads=3, rotary=64, factors=True),
         Case("value", rotation="token", heads=3, dim=32, inputs=("v1", "k0"), dtype=bf, factors=True),
         Case("value", norm="head", heads=2, dim=96, inputs=(), blocks=3, channels=128),
+        Case("value", norm="head", heads=2, dim=96, inputs=(), blocks=1, channels=128, mixed="cosine"),
+        Case(rotation="token", heads=3, rotary=64, blocks=1, mixed="cosine"),
         Case(rotation="token", heads=5, dim=32, inputs=(), tokens=32),
         Case(rotation="token", heads=4, rotary=32, dtype=bf, blocks=3, spare=2),
         Case("value", dim=128, rotation="token", inputs=("v1", "k0"), channels=128, blocks=1),

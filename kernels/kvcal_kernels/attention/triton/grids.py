@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from ...layout.grids import ALIGNED
-from .rotation import across_factor, butterflies, hadamard_tile, parity_step, rotated_queries, sign_at, value_channels
+from .rotation import across_factor, across_rows, butterflies, parity_step, rotated_queries, sign_at, value_channels
 from .scales import token_norms
 from .softmax import by_parity, second_operand
-from .tiles import ends_with_half, half_unit_tile, tile, upper_tile
+from .tiles import blocks_at, ends_with_half, half_unit_tile, tile, upper_tile
 
 # Look-ups of grids. A table lies in shared memory once for every bank: an entry of 4 bytes 32 times, one of 8 bytes 16
 # times, 128 = 2^STEP bytes altogether, so that lanes of a warp never meet in a bank. With STEP 6, where two tables of
@@ -284,14 +284,14 @@ def scores_of(
     tokens in the order of `interleaved_row`.
     """
     live = b_live[:, None]
-    at = (i_head * capacity + b_block)[:, None] * KEYS.words
+    at = blocks_at(i_head, b_block, capacity, KEYS.words, KEYS.page)
     parts = _points(p_k, at, live, ring, KEYS, 0, p_table, STEP, KEYS.quads, MIXED, NW, ASM)
     scores = ()
     for h in tl.static_range(2):
         b_dot = tl.dot(parts[h * KEYS.pieces], q[0])
         for i in tl.static_range(1, SLICES):
             b_dot = tl.dot(parts[h * KEYS.pieces + i], q[i], b_dot)
-        at_norm = (i_norm * capacity + b_block)[:, None] * 32 + h * 16
+        at_norm = blocks_at(i_norm, b_block, capacity, 32, KEYS.page) + h * 16
         scores = scores + (b_dot * token_norms(p_ks, at_norm, live, ring, KEYS.words * 2 + h * 32, MIXED, NW, N, ASM),)
     return scores
 
@@ -306,9 +306,9 @@ def add_values(
     order of `interleaved_row`.
     """
     live = b_live[:, None]
-    at = (i_head * capacity + b_block)[:, None] * VALUES.words
+    at = blocks_at(i_head, b_block, capacity, VALUES.words, VALUES.page)
     parts = _points(p_v, at, live, ring, VALUES, BYTE, p_table, STEP, False, False, NW, ASM)
-    at_norm = (i_norm * capacity + b_block)[:, None] * 32
+    at_norm = blocks_at(i_norm, b_block, capacity, 32, VALUES.page)
     b_0 = (b_0 * token_norms(p_vs, at_norm, live, ring, BYTE + VALUES.words * 2, MIXED, NW, N, ASM)).to(tl.float16)
     b_1 = (b_1 * token_norms(p_vs, at_norm + 16, live, ring, BYTE + VALUES.words * 2 + 32, MIXED, NW, N, ASM)).to(
         tl.float16
@@ -334,7 +334,7 @@ def query_of(
 ):
     """Return rotated queries for `scores_of`: SLICES of [NW, 16, N] float16."""
     plain = rotated_queries(
-        p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES, SLICES * 16, WIDTH, KEYS.factor, KEYS.quads, NW, N
+        p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES, SLICES * 16, WIDTH, KEYS.factor, KEYS.paley, KEYS.quads, NW, N
     )
     q = ()
     for i in tl.static_range(SLICES):
@@ -350,12 +350,14 @@ def output_of(
     """Return outputs of rotated values, rotated back, with their signs and times `unit`. LAID: how channels lie in
     them, of `value_channels`.
     """
+    PLACE: tl.constexpr = 2 if LAID == 0 else 0 if VALUES.quads else 1  # the bit of a row that counts four channels
+    SPAN: tl.constexpr = WIDTH // (16 * EACH)
+    b_o = across_rows(out, WIDE, SPAN, VALUES.factor, VALUES.paley, PLACE, True, NW)
     rotated = ()
     for i in tl.static_range(WIDE):
-        b_o = tl.dot(hadamard_tile(NW, tl.float32), out[i], input_precision="tf32x3")
-        rotated = rotated + (parity_step(b_o, NW, N) if PAIRED else b_o,)
-    rotated = across_factor(rotated, WIDE, WIDTH // (16 * EACH), VALUES.factor, True)
-    rotated = butterflies(rotated, WIDE, WIDTH // (16 * EACH))
+        rotated = rotated + (parity_step(b_o[i], NW, N) if PAIRED else b_o[i],)
+    rotated = across_factor(rotated, WIDE, SPAN, 1 if VALUES.paley else VALUES.factor, True)
+    rotated = butterflies(rotated, WIDE, SPAN)
     r, column = tl.arange(0, 16), tl.arange(0, N)
     out = ()
     for i in tl.static_range(WIDE):

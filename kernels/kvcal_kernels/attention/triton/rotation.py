@@ -1,4 +1,4 @@
-"""Rotated queries and outputs: signs, Hadamard transforms and the cosine transform of an odd factor."""
+"""Rotated queries and outputs: signs, Hadamard transforms, and how they mix an odd factor of head_dim."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 # Rotation: a Hadamard transform of 2^k channels is one of 16 rows on tensor cores, then one of the tensors of a tuple.
+# At head_dim 96 Paley's matrix of order 12 mixes the three parts of 32 channels with the two bits of a row that count
+# four and eight channels (hadamard.rotate). It takes the place of two steps of the transform of rows.
 
 
 @triton.jit
@@ -79,6 +81,70 @@ def across_factor(x, COUNT: tl.constexpr, SPAN: tl.constexpr, FACTOR: tl.constex
         return sums
 
 
+@triton.constexpr_function
+def _paley_signs(row, column):
+    """Return 16 bits of Paley's Hadamard matrix of order 12 (hadamard.paley(12)): bit 4 s + t is set where its entry
+    (4 row + s, 4 column + t) is -1.
+    """
+    signs = 0
+    for s in range(4):
+        for t in range(4):
+            i, j = 4 * row + s, 4 * column + t
+            negative = i > 0 and (j == 0 or (j != i and (j - i) % 11 not in (1, 3, 4, 5, 9)))
+            signs += negative << (4 * s + t)
+    return signs
+
+
+@triton.jit
+def _paley_tile(ROW: tl.constexpr, COLUMN: tl.constexpr, PLACE: tl.constexpr, BACK: tl.constexpr, NW: tl.constexpr,
+                TYPE: tl.constexpr):
+    """Return 16 x 16 numbers +1 and -1, once for each warp: Paley's matrix of order 12 between bits PLACE and PLACE + 1
+    of the rows of part ROW and of the columns of part COLUMN, a Hadamard matrix between the others. BACK: of the
+    transposed matrix.
+    """
+    r = tl.arange(0, 16)
+    row, column = (r[:, None] >> PLACE) & 3, (r[None, :] >> PLACE) & 3
+    if BACK:
+        bit = (_paley_signs(COLUMN, ROW) >> (4 * column + row)) & 1
+    else:
+        bit = (_paley_signs(ROW, COLUMN) >> (4 * row + column)) & 1
+    v = r[:, None] & r[None, :] & (15 - (3 << PLACE))
+    v = v ^ (v >> 2)
+    v = v ^ (v >> 1) ^ bit
+    return tl.broadcast_to((1 - 2 * (v & 1)).to(TYPE)[None], [NW, 16, 16])
+
+
+@triton.jit
+def _paley_row(x, PART: tl.constexpr, FIRST: tl.constexpr, SPAN: tl.constexpr, FACTOR: tl.constexpr,
+               PLACE: tl.constexpr, BACK: tl.constexpr, NW: tl.constexpr):
+    """Return part PART of Paley's matrix, divided by the root of FACTOR, times tensors FIRST, FIRST + SPAN, ... of
+    x.
+    """
+    b_x = tl.dot(_paley_tile(PART, 0, PLACE, BACK, NW, x[FIRST].dtype), x[FIRST], input_precision="tf32x3")
+    for j in tl.static_range(1, FACTOR):
+        tile = _paley_tile(PART, j, PLACE, BACK, NW, x[FIRST].dtype)
+        b_x = tl.dot(tile, x[FIRST + j * SPAN], b_x, input_precision="tf32x3")
+    return b_x * FACTOR**-0.5
+
+
+@triton.jit
+def across_rows(x, COUNT: tl.constexpr, SPAN: tl.constexpr, FACTOR: tl.constexpr, PALEY: tl.constexpr,
+                PLACE: tl.constexpr, BACK: tl.constexpr, NW: tl.constexpr):
+    """Apply the Hadamard transform across the 16 rows of a tuple's COUNT tensors [NW, 16, N], float32 or float16 ->
+    float32. PALEY: also across FACTOR spans of SPAN tensors, with what bits PLACE and PLACE + 1 of a row count.
+    """
+    sums = ()
+    for i in tl.static_range(COUNT):
+        if PALEY:
+            b_x = _paley_row(
+                x, i // SPAN % FACTOR, i // (SPAN * FACTOR) * (SPAN * FACTOR) + i % SPAN, SPAN, FACTOR, PLACE, BACK, NW
+            )
+        else:
+            b_x = tl.dot(hadamard_tile(NW, x[i].dtype), x[i], input_precision="tf32x3")
+        sums = sums + (b_x,)
+    return sums
+
+
 @triton.jit
 def parity_step(x, NW: tl.constexpr, N: tl.constexpr):
     """Apply the step between even and odd channels, which are neighbouring columns."""
@@ -89,19 +155,21 @@ def parity_step(x, NW: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def rotated_queries(
     p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    FACTOR: tl.constexpr, FOUR: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
+    FACTOR: tl.constexpr, PALEY: tl.constexpr, FOUR: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):
     """Return queries times b_down [N] and their head's signs, rotated except for the factor WIDTH^-0.5: SLICES of [NW,
     16, N] float32.
     """
-    rotated = ()
+    slices = ()
     for i in tl.static_range(SLICES):
         channel = query_channels(i, FOUR)
         b_q = tl.load(p_q + o_q[None, :] + channel[:, None], mask=b_row[None, :], other=0.0)
         sign = sign_at(p_sign, i_kv * D + channel)
         b_q = (b_q.to(tl.float32) * b_down[None, :] * sign[:, None]).to(tl.float16)
-        rotated = rotated + (tl.dot(hadamard_tile(NW, tl.float16), tl.broadcast_to(b_q[None], [NW, 16, N])),)
-    return across_factor(butterflies(rotated, SLICES, WIDTH // 16), SLICES, WIDTH // 16, FACTOR, False)
+        slices = slices + (tl.broadcast_to(b_q[None], [NW, 16, N]),)
+    rotated = across_rows(slices, SLICES, WIDTH // 16, FACTOR, PALEY, 1 if FOUR else 2, False, NW)
+    rotated = butterflies(rotated, SLICES, WIDTH // 16)
+    return across_factor(rotated, SLICES, WIDTH // 16, 1 if PALEY else FACTOR, False)
 
 
 @triton.jit

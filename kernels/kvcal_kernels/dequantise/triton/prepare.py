@@ -42,8 +42,8 @@ def launch_for(device: torch.device) -> Launch:
 class Codes:
     """The compile-time constants of stored codes. heads, dim; vector: channels of a grid point; bits: of a code; count:
     codes of a packed run. key: runs go along channels. block: tokens. bytes: of a run. width: channels that a rotation
-    mixes; norms: of a token. wordwise: codes are read a word at a time. dense: the rotation ends with a cosine
-    transform. factors: channels are multiplied by factors.
+    mixes; norms: of a token. wordwise: codes are read a word at a time. dense: the rotation mixes an odd factor, too.
+    factors: channels are multiplied by factors.
     """
 
     heads: int
@@ -64,8 +64,8 @@ class Codes:
 @dataclass(frozen=True)
 class Prepared:
     """Constants of a layer's keys or values as the kernel reads them. grid: int32 words of two float16, or float16.
-    matrix: (tiles, channels, channels) float16, the rotation and the signs; with a cosine transform (tiles of columns,
-    tiles of codes, channels, channels). factors: (C,) float32, in the order of columns. rotary_dim: channels of a head
+    matrix: (tiles, channels, channels) float16, the rotation and the signs; with an odd factor (tiles of columns, tiles
+    of codes, channels, channels). factors: (C,) float32, in the order of columns. rotary_dim: channels of a head
     that RoPE rotates. launches: of the kernel, by what they are made for.
     """
 
@@ -175,18 +175,25 @@ def _matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
 
 
 def _dense_matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
-    """Return the matrix by which all codes of a token are multiplied for each tile of columns, where a cosine transform
-    mixes the tiles. It is rounded to float16.
+    """Return the matrix by which all codes of a token are multiplied for each tile of columns, where an odd factor is
+    mixed over the tiles: +1 and -1, so exact, or of a cosine transform, rounded to float16.
     """
     device, count = coded.grid.device, coded.sign.numel()
     rows = unrotate(
-        torch.eye(count, dtype=torch.float64), coded.sign.cpu(), coded.width, coded.factor, coded.interleaved
+        torch.eye(count, dtype=torch.float64), coded.sign.cpu(), coded.width, coded.factor, coded.mix
     )
     tiles, at = -(-count // channels), places(coded, channels)
     matrix = torch.zeros(tiles * channels, tiles * channels, dtype=torch.float16)
-    matrix[:count, :count] = (rows * coded.width**0.5)[:, order.cpu()]
+    matrix[:count, :count] = (rows * _norm_width(coded) ** 0.5)[:, order.cpu()]
     wide = matrix.reshape(tiles, channels, tiles, channels).permute(2, 0, 1, 3)
     return wide[:, :, at].contiguous().to(device)
+
+
+def _norm_width(coded: Coded) -> int:
+    """Return by whose root the kernel divides the matrix's products: the channels of which entries of one magnitude
+    mix.
+    """
+    return coded.width * coded.factor if coded.mix == "hadamard" else coded.width
 
 
 def depth_of(coded: Coded, launch: Launch) -> int:
@@ -208,7 +215,7 @@ def settings(coded: Coded, prepared: Prepared, inputs: int, rows: int, launch: L
         coded.key,
         coded.block,
         coded.codes.shape[-1],
-        coded.width,
+        _norm_width(coded),
         coded.norm.shape[1],
         _wordwise(coded, channels),
         coded.factor > 1,

@@ -217,7 +217,7 @@ def query_of_points(
     """Return rotated queries for keys of points in bytes, as `_rotated_bytes` or, interpreted, as integers; and b_up
     times a step.
     """
-    plain = rotated_queries(p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES, SLICES * 16, WIDTH, 1, False, NW, N)
+    plain = rotated_queries(p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES, SLICES * 16, WIDTH, 1, False, False, NW, N)
     b_high = tl.full([NW, 16, N], 2.0**-24, tl.float32)
     for i in tl.static_range(SLICES):
         b_high = tl.maximum(b_high, tl.abs(plain[i]))
