@@ -13,7 +13,7 @@ def names(o: NamesOptions, typed: Typed) -> None:
     own.
     """
     from kvcal.commands.names import run_names
-    from kvcal.pipeline.names import AUTO
+    from kvcal_artifacts.auto_names import AUTO_BITS
 
     rows = run_names(o.kind, o.model, typed)
     if o.json:
@@ -26,5 +26,5 @@ def names(o: NamesOptions, typed: Typed) -> None:
     )
     if any(row["key_bits"] is not None for row in rows):
         if any(row["kind"] == "preset" for row in rows):
-            note(f"Python alone, chosen by the model's keys: {', '.join(AUTO)} (kvcal.cache, load_cache)")
+            note(f"Python alone, chosen by the model's keys: {', '.join(AUTO_BITS)} (kvcal.cache, load_cache)")
         note(f"bits a value of {o.model}'s geometry; of another: --model")

@@ -14,7 +14,6 @@ from typing import TypedDict
 MODEL = "llama-3.1-8b"
 FILE = Path(__file__).with_name("names.json")
 SUFFIX = ".kvcal.safetensors"  # of a bundle, as kvcal_artifacts.bundle has it
-AUTO = ("auto-4", "auto-3", "auto-2")  # presets of Python alone, as kvcal_artifacts.scheme.auto_names has them
 COMMANDS = {  # method -> the command that makes its bundles
     "aqua-kv": "fit-predictors",
     "vqkv": "train-codebooks",

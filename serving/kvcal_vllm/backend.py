@@ -59,7 +59,7 @@ def plan_of(config: VllmConfig) -> Plan:
     assert asked is not None
     _check_engine(config)
     model = config.model_config
-    return _plan(asked, str(model.model), model.revision, _Hashed(model.hf_text_config))
+    return _plan(asked, str(model.model), model.revision, _Hashed(model.hf_text_config), model.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class _Hashed:
 
 
 @cache
-def _plan(asked: Settings, model: str, revision: str | None, config: _Hashed) -> Plan:
-    served = plan(asked, config.config, revision, model)
+def _plan(asked: Settings, model: str, revision: str | None, config: _Hashed, multiple: int) -> Plan:
+    served = plan(asked, config.config, revision, model, multiple)
     logger.info(served.describe())
     return served
 
@@ -150,7 +150,7 @@ def size_each_layer() -> None:
     def sized(layer: Any, vllm_config: VllmConfig) -> Any:
         spec = stock(layer, vllm_config)
         if isinstance(layer.impl, KVCalImpl):
-            return replace(spec, state_content_bytes=layer.impl.paged(layer).form.token_bytes)
+            return replace(spec, state_content_bytes=layer.impl.paged(layer).token_bytes)
         return spec
 
     Attention.get_kv_cache_spec = sized

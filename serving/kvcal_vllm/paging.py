@@ -41,22 +41,24 @@ class PagedSide:
 class PagedLayer:
     """The codecs of one layer over pages (B, H, b, C) of vLLM: C bytes for each of the 32 tokens in each head.
 
-    Raises UsageError, which says why, where pages cannot hold what a codec stores.
+    multiple: what C must be a multiple of, the bytes of the dtype as which vLLM views its pages. Raises UsageError,
+    which says why, where pages cannot hold what a codec stores.
     """
 
-    def __init__(self, codecs: LayerCodecs) -> None:
+    def __init__(self, codecs: LayerCodecs, multiple: int = 1) -> None:
         key, value = (_form(codec) for codec in (codecs.key, codecs.value))
         try:
             self.form = PageForm(key, value)
         except ValueError as error:
             raise UsageError(str(error)) from error
+        self.token_bytes = -(-self.form.token_bytes // multiple) * multiple  # C
         self.key = PagedSide(codecs.key, key, 0)
         self.value = PagedSide(codecs.value, value, self.form.value_at)
 
     @property
     def bits(self) -> float:
         """Bits of a page for each number that it stands for, copies of norms and padding included."""
-        return 8 * self.form.token_bytes / (2 * self.form.keys.dim)
+        return 8 * self.token_bytes / (2 * self.form.keys.dim)
 
     def store(self, pages: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Pack tokens into pages (B, H, b, C) of one byte. slots: int64 (T,), page * 32 + place; key, value: (T, H, D).
@@ -71,7 +73,7 @@ class PagedLayer:
         place = slots % BLOCK
         fresh = torch.zeros(len(written), BLOCK, dtype=torch.bool)
         fresh[number, place] = True
-        every = _heads(pages)
+        every = self._heads(pages)
         heads = every[written]
         for side, tokens in ((self.key, key), (self.value, value)):
             x = torch.zeros(len(written), tokens.shape[1], BLOCK, tokens.shape[2])
@@ -81,15 +83,14 @@ class PagedLayer:
 
     def load(self, pages: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (P, H, b, D) float32 of the pages of these numbers, int64 (P,)."""
-        blocks = read_pages(_heads(pages), self.form, numbers[:, None], self.key.constants, self.value.constants)
+        blocks = read_pages(self._heads(pages), self.form, numbers[:, None], self.key.constants, self.value.constants)
         key, value = (decode(one) for one in blocks)
         return key, value
 
-
-def _heads(pages: Tensor) -> Tensor:
-    """Pages (B, H, b, C) as (B, H, S) uint8, in the same memory."""
-    raw = pages.view(torch.uint8)
-    return raw.view(*raw.shape[:2], -1)
+    def _heads(self, pages: Tensor) -> Tensor:
+        """Pages (B, H, b, C) as (B, H, S) uint8, in the same memory, without what `multiple` adds."""
+        raw = pages.view(torch.uint8)
+        return raw.view(*raw.shape[:2], -1)[:, :, : self.form.head_bytes]
 
 
 def _form(codec: Codec) -> AnyForm:

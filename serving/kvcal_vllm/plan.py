@@ -40,7 +40,7 @@ class Plan:
     @property
     def token_bytes(self) -> int | None:
         """Bytes of a token in one head, where all layers agree."""
-        sizes = {layer.form.token_bytes for layer in self.layers}
+        sizes = {layer.token_bytes for layer in self.layers}
         return sizes.pop() if len(sizes) == 1 else None
 
     def describe(self) -> str:
@@ -60,8 +60,10 @@ class Plan:
         return f"kvcal: {tokens:,} tokens fit, where {int(tokens * self.bits / EXACT_BITS):,} would at FP16"
 
 
-def plan(settings: Settings, config: hf.ModelConfig, revision: str | None = None, model: str = "") -> Plan:
-    """The plan for a model. config: of its decoder. model: its folder, for its key weights.
+def plan(
+    settings: Settings, config: hf.ModelConfig, revision: str | None = None, model: str = "", multiple: int = 1
+) -> Plan:
+    """The plan for a model. config: of its decoder. model: its folder, for its key weights. multiple: see PagedLayer.
 
     Raises UnsupportedModel, IncompatibleBundle, CorruptBundle, or UsageError for what pages cannot hold.
     """
@@ -69,12 +71,13 @@ def plan(settings: Settings, config: hf.ModelConfig, revision: str | None = None
     if not settings.source.endswith(SUFFIX) and not Path(settings.source).exists():
         shape = Shape(hf.kv_heads_of(config), hf.head_dim_of(config), BLOCK)
         pair = presets.codecs(settings.source, shape)
-        layer = _paged(f"preset {settings.source}", pair)
+        layer = _paged(f"preset {settings.source}", pair, multiple)
         return Plan(settings.source, (layer,) * config.num_hidden_layers, settings.deterministic)
     bundle = load_bundle(settings.source)
     weighed = _check_bundle(bundle, config, revision, Path(model))
     _check_scheme(bundle.name, bundle.scheme)
-    layers = [_paged(f"{bundle.name}, layer {index}", pair) for index, pair in enumerate(bundle.scheme.layers) if pair]
+    pairs = enumerate(bundle.scheme.layers)
+    layers = [_paged(f"{bundle.name}, layer {index}", pair, multiple) for index, pair in pairs if pair]
     return Plan(bundle.name, tuple(layers), settings.deterministic, weighed)
 
 
@@ -109,12 +112,12 @@ def _check_scheme(name: str, scheme: Scheme) -> None:
         raise UsageError(f"{name} cannot be served: layer {index} is not compressed: {why}")
 
 
-def _paged(where: str, pair: LayerCodecs) -> PagedLayer:
+def _paged(where: str, pair: LayerCodecs, multiple: int) -> PagedLayer:
     for codec in (pair.key, pair.value):
         if (reason := _refusal(codec)) is not None:
             raise UsageError(f"{where}, {codec.role}s, codec {codec.name!r} cannot be served: {reason}")
     try:
-        return PagedLayer(pair)
+        return PagedLayer(pair, multiple)
     except UsageError as error:
         raise UsageError(f"{where} cannot be served: {error}") from error
 

@@ -49,12 +49,12 @@ def tokens(count: int, dim: int) -> tuple[Tensor, Tensor]:
 def dirty(layer: PagedLayer, count: int) -> Tensor:
     """Pages that other requests left."""
     generator = torch.Generator().manual_seed(2)
-    shape = (count, HEADS, BLOCK, layer.form.token_bytes)
+    shape = (count, HEADS, BLOCK, layer.token_bytes)
     return torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator)
 
 
 def test_tokens_are_stored_the_same_however_they_come(pair: LayerCodecs) -> None:
-    layer, (key, value) = PagedLayer(pair), tokens(100, pair.key.shape.dim)
+    layer, (key, value) = PagedLayer(pair, multiple=8), tokens(100, pair.key.shape.dim)
     table = torch.tensor([3, 0, 5, 6])
     slots = table[torch.arange(100) // BLOCK] * BLOCK + torch.arange(100) % BLOCK
     whole = dirty(layer, 7)

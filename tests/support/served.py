@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -35,6 +36,13 @@ def write_tiny(folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, folder / name)
     return folder
+
+
+@cache
+def text_ids() -> list[int]:
+    """Tokens of the embedded evaluation text, by the embedded model's tokenizer."""
+    text = (TINY.parent / "text" / "evaluation.txt").read_text("utf-8")[:20_000]
+    return list(Tokenizer.from_file(str(TINY / "tokenizer.json")).encode(text).ids)
 
 
 @cache
@@ -131,16 +139,30 @@ def capacity(lines: Sequence[str]) -> int:
     return int(found[-1][1].replace(",", ""))
 
 
+_RUNNING: list[Any] = []
+
+
+def stop() -> None:
+    """End the engine in this process: vLLM's groups of processes are global, and a second engine needs its own."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    while _RUNNING:
+        _RUNNING.pop().llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
+
 def engine(folder: Path, source: str | None, deterministic: bool = True, dtype: str = "float32", **more: Any) -> Any:
-    """An engine in this process. source: a bundle or preset; None: vLLM's own cache."""
+    """An engine in this process, which ends the one before. source: a bundle or preset; None: vLLM's own cache."""
     from vllm import LLM
 
+    stop()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if source is not None:
         more["attention_config"] = {"backend": "CUSTOM"}
         more["additional_config"] = {"kvcal": source, "kvcal_deterministic": deterministic}
     options = {"max_model_len": MODEL_LENGTH, "max_num_seqs": 8, "kv_cache_memory_bytes": CACHE_BYTES} | more
-    return LLM(str(folder), dtype=dtype, enforce_eager=True, **options)
+    _RUNNING.append(LLM(str(folder), dtype=dtype, enforce_eager=True, **options))
+    return _RUNNING[-1]
 
 
 def answers(llm: Any, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:

@@ -13,7 +13,6 @@ import pytest
 
 from kvcal.pipeline import names
 from kvcal_artifacts.bundle import SUFFIX
-from kvcal_artifacts.scheme.auto_names import AUTO_BITS
 from tests.support.models_fixture import kvcal
 from tests.support.pages import ROOT
 
@@ -37,6 +36,9 @@ MISTAKES = {  # command line -> exit code
     "generate --prompt a": 2,
     "generate --prompt '' -p kivi-2": 2,
     "preset zzz": 2,
+    "preset auto-4": 2,
+    "recommend --max-bits 3 --max-kl 0.1": 2,
+    "recommend --max-bits nan": 2,
     "fit innerq --variant sideways": 2,
     "fit-predictors --frame sideways": 2,
     "fit-predictors --output no/x": 1,
@@ -101,7 +103,7 @@ def test_names_in_the_file_are_those_that_the_codecs_count() -> None:
     from kvcal.models.names import resolve
 
     assert names.stored() == counted(geometry(resolve(names.MODEL)))
-    assert names.SUFFIX == SUFFIX and tuple(AUTO_BITS) == names.AUTO
+    assert names.SUFFIX == SUFFIX
 
 
 @pytest.mark.parametrize(
