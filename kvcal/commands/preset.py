@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from kvcal_artifacts.bundle import Bundle, Fingerprint
-from kvcal_artifacts.cache import check_served
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
@@ -63,6 +62,8 @@ def run_preset(o: PresetOptions, say: Say, typed: Collection[str] = ()) -> dict[
     pick_device(o.device)  # refused before anything is written
     model, revision, probe = _from_config(source) if o.config_only else _opened(source, o)
     scheme = method.scheme(model).keeping(selection)
+    from kvcal_artifacts.cache import check_served
+
     check_served(model, scheme)
     say_coverage(model, say)
     record = {
