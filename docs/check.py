@@ -5,7 +5,7 @@
 
 Checked: docs/cli.md is what the help says; relative links in README.md, CHANGELOG.md and all of docs/ lead to a file
 and, with a `#heading`, to a heading; every `kvcal …` command line in a code block, and every one in backticks that has
-no placeholder (`…`, `<…>`, `[…]`), parses. Needs typer, not torch.
+no placeholder (`…`, `<…>`, `[…]`), and the examples in the help parse. Needs typer, not torch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import typer
 
 from kvcal.cli.app import app
 from kvcal.cli.failure import EXIT_CODES
+from kvcal.cli.help import examples_of
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOT_COMMAND: Any = typer.main.get_command(app)
@@ -54,11 +55,17 @@ ENVIRONMENT = """\
 def cli_page() -> str:
     codes = "\n".join(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items())
     parts = [INTRO, f"## Exit codes\n\n| code | meaning |\n|---|---|\n{codes}\n", ENVIRONMENT]
-    commands = ROOT_COMMAND.commands
-    for words, command in [("kvcal", ROOT_COMMAND)] + [(f"kvcal {name}", commands[name]) for name in commands]:
+    for words, command in commands():
         context = command.make_context(words, [], resilient_parsing=True, terminal_width=WIDTH)
         parts.append(f"## `{words}`\n\n```\n{command.get_help(context).rstrip()}\n```\n")
     return "\n".join(parts)
+
+
+def commands(words: str = "kvcal", command: Any = ROOT_COMMAND) -> Iterator[tuple[str, Any]]:
+    """The program, its commands, and those of `kvcal fit`, each with the words that call it."""
+    yield words, command
+    for name, one in getattr(command, "commands", {}).items():
+        yield from commands(f"{words} {name}", one)
 
 
 def pages() -> list[Path]:
@@ -114,17 +121,26 @@ def refused(page: Path) -> Iterator[str]:
             yield f"{page.relative_to(ROOT)}: `{line}`: {problem}"
 
 
+def refused_examples() -> Iterator[str]:
+    """Examples in the help of each command."""
+    for words, _ in commands():
+        for line in examples_of(words.removeprefix("kvcal").strip()):
+            if problem := parse_problem(shlex.split(line)[1:]):
+                yield f"{words} --help: `{line}`: {problem}"
+
+
 def parse_problem(arguments: list[str]) -> str | None:
     """What Typer says against this command line; nothing is run."""
     silence = io.StringIO()
     try:
         with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
-            if not arguments:
-                return None
-            context = ROOT_COMMAND.make_context("kvcal", list(arguments))
-            rest = [*getattr(context, "_protected_args", []), *context.args]
-            name, command, rest = ROOT_COMMAND.resolve_command(context, rest)
-            command.make_context(name, rest, parent=context)
+            command, context, name, rest = ROOT_COMMAND, None, "kvcal", list(arguments)
+            while rest or not hasattr(command, "commands"):  # a group alone prints its help
+                context = command.make_context(name, rest, parent=context)
+                if not hasattr(command, "commands"):
+                    return None
+                rest = [*getattr(context, "_protected_args", []), *context.args]
+                name, command, rest = command.resolve_command(context, rest)
     except typer.Exit:  # --help, --version
         return None
     except Exception as error:
@@ -139,7 +155,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="renew docs/cli.md first")
     if parser.parse_args().write:
         CLI_PAGE.write_text(cli_page(), "utf-8")
-    problems = [*stale_cli_page()]
+    problems = [*stale_cli_page(), *refused_examples()]
     for page in pages():
         problems += [*broken_links(page), *refused(page)]
     for problem in problems:

@@ -78,7 +78,7 @@ def memory_and_speed() -> dict[str, Any]:
     """scheme -> stored bits; projected [context, GB in use, tokens per second]; measured the same, of one row."""
     found: dict[str, Any] = {}
     for context in CONTEXTS:
-        options = PlanOptions(model=MODEL, gpu=CARD, context=str(context), presets=tuple(SCHEMES)[1:])
+        options = PlanOptions(model=MODEL, gpu=CARD, context=str(context), preset=[*SCHEMES][1:])
         for row in run_plan(options, lambda line: None)["rows"]:
             entry = found.setdefault(row["scheme"], {"bits": row["bits"], "projected": [], "measured": []})
             entry["projected"].append(

@@ -1,3 +1,31 @@
-"""Calibrate compression of the key-value cache and measure what it costs."""
+"""Calibrate compression of the key-value cache and measure what it costs.
+
+kvcal.plan("llama-3.1-8b", gpu="rtx-4090")          # what fits, without weights
+cache = kvcal.cache(model, "kivi-4")                # or a bundle, its file, auto-4
+model.generate(**inputs, past_key_values=cache)
+bundle = kvcal.fit(model, tokenizer, "text.txt", method="aqua-kv")
+rows = kvcal.evaluate(model, tokenizer, "text.txt", ["kivi-4", bundle])
+
+`import kvcal` imports nothing else; each function imports what it needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+__all__ = ["__version__", "cache", "evaluate", "fit", "plan", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    """The functions of kvcal.commands.api, imported when first asked for. AttributeError for any other name."""
+    if name == "evaluate":  # the package of this name, which can be called; it stays what `import kvcal.evaluate` gives
+        return importlib.import_module("kvcal.evaluate")
+    if name in __all__:
+        return getattr(importlib.import_module("kvcal.commands.api"), name)
+    raise AttributeError(f"module 'kvcal' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

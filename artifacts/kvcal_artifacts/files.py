@@ -15,17 +15,15 @@ import re
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 from .errors import KVCalError
 
-CAN_LOCK = find_spec("fcntl") is not None  # not on Windows
-if CAN_LOCK:
-    import fcntl
+CAN_LOCK = sys.platform != "win32"  # there no file can be renamed while it is open, which temporary ones here are
 
 KINDS = {
     stat.S_IFDIR: "a folder",
@@ -94,16 +92,16 @@ def open_lock(path: str | os.PathLike[str]) -> int:
 
 
 def lock(handle: int, *, wait: bool) -> bool | None:
-    """Whether this descriptor has the lock now; None where files cannot be locked."""
-    if not CAN_LOCK:
-        return None
+    """Whether this descriptor has the lock now, until it is closed or its process ends.
+
+    None where files cannot be locked. wait: for whoever has it.
+    """
+    from filelock import lock_descriptor
+
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
+        return lock_descriptor(handle, blocking=wait)
     except OSError:  # a file system without locks
         return None
-    return True
 
 
 @cache

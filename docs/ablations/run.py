@@ -43,6 +43,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +146,13 @@ def scheme_of(what: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
 def run_command(command: str, options: dict[str, Any]) -> dict[str, Any]:
     from importlib import import_module
 
-    import kvcal.cli.app  # noqa: F401, whose commands defaults_of asks
-    from kvcal.cli.defaults import defaults_of
+    import kvcal.cli.app
+    from kvcal.cli.signature import options_class
     from kvcal_artifacts.errors import UsageError
 
     args = STATE["args"]
-    known = defaults_of(command)
+    kind = options_class(kvcal.cli.app.COMMANDS[command])
+    known = {one.name for one in fields(kind)}
     common = {
         "model": args["model"], "text": args["calibration"], "dtype": args["dtype"],
         "device": args["fit_device"] or args["device"], "windows": args["fit_windows"], "length": args["fit_length"],
@@ -159,7 +161,7 @@ def run_command(command: str, options: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(f"recipe: {command} has no option {unknown[0]}")
     name = command.replace("-", "_")
     made: dict[str, Any] = getattr(import_module(f"kvcal.commands.{name}"), f"run_{name}")(
-        known | common | options, lambda line: None
+        kind(**(common | options)), lambda line: None
     )
     return made
 

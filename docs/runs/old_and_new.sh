@@ -4,8 +4,12 @@
 #     bash docs/runs/old_and_new.sh OLD_TREE NEW_TREE OUT [attention quantise steps eager]
 #
 # OLD_TREE and NEW_TREE are two checkouts. Compiled kernels are kept apart, so the first turn of each compiles.
-# docs/benchmarks/old_and_new.py OUT prints the cells. Eight minutes on an H100.
+# docs/benchmarks/old_and_new.py OUT prints the cells. Eight minutes on an H100 without quantise, which alone takes as long:
+# each of its turns first compares every kernel with the CPU's reference, one thread a process. SCHEMES: parts of the names
+# that quantise measures.
 set -o pipefail
+export OMP_NUM_THREADS=1
+SCHEMES=${SCHEMES:-"uniform 4/4,InnerQ Hybrid,KIVI 2/2 G=32,HIGGS 2,TurboQuant,SQuat,MixKVQ"}
 old=$(realpath "$1") new=$(realpath "$2") out=$3
 shift 3
 for tree in "$old" "$new"; do
@@ -26,8 +30,8 @@ for what in "$@"; do
         for tree in "$old" "$new"; do
             case $what in
                 attention) run "$tree" "$turn" decode_attention --passes 3 --cell-seconds 4 --seconds 100 ;;
-                quantise) run "$tree" "$turn" quantise --seconds 60 ;;
-                steps) run "$tree" "$turn" generation --only steps --seconds 60 ;;
+                quantise) run "$tree" "$turn" quantise --seconds 135 --schemes "$SCHEMES" ;;
+                steps) run "$tree" "$turn" generation --only steps --seconds ${STEPS:-60} ;;
                 eager) run "$tree" "$turn" eager --model llama-3.2-1b --schemes innerq-base,higgs-2 ;;
                 *) echo "$what: must be attention, quantise, steps or eager" >&2 && exit 2 ;;
             esac

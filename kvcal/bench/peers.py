@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcal_artifacts.errors import KVCalError
@@ -221,6 +220,8 @@ def _candidates(keys: Tensor, values: Tensor, ratio: int, new: int) -> Iterator[
     """Each backend with grouped heads as torch has them, and with a kv head's query heads as rows of one query. Several
     new tokens have a mask; flash, which takes none on a GPU, torch's own name for it.
     """
+    from torch.nn.attention.bias import causal_lower_right
+
     tokens = keys.shape[2]
     mask = None if new == 1 else ~unseen(new, new, tokens, keys.device)
     rows_mask = None if mask is None else mask.repeat(ratio, 1)

@@ -11,7 +11,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.cache.static import device_steps
 from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Squat
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.paths import codebook
@@ -38,7 +37,7 @@ def rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
     """Rules of keys and values that steps append, of SQuat's as they are corrected; else why the reference is
     measured.
     """
-    return device_steps.refusal(case.scheme.codecs, False) or block_rules(case)
+    return refused_on_device(case.scheme.codecs) or block_rules(case)
 
 
 def block_rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
@@ -181,13 +180,20 @@ def append_by_kernel(case: Case, rules: tuple[AnyRule, AnyRule]) -> Prepared:
     return _steps(case, new, windows, layer.recent, layer.flags, step, partial(_unlike, new, blocks), path)
 
 
+def refused_on_device(pair: LayerCodecs) -> str | None:
+    """Why no kernel appends steps to this pair on the device; None where one does."""
+    from kvcal_artifacts.cache.static import device_steps  # with Transformers, which projections do without
+
+    return device_steps.refusal(pair, False)
+
+
 def appends_vectors(case: Case) -> bool:
     """Whether a cache with max_length appends steps to this case's codes by the kernels of residual_vq.append."""
     pair = case.scheme.codecs
     runs = interpreted() or unsupported(case.device) is None
     if not runs or case.dtype not in SIXTEEN or not codebook.both(pair):
         return False
-    return unreadable(case.scheme, pair, case.group) is None and device_steps.refusal(pair, False) is None
+    return unreadable(case.scheme, pair, case.group) is None and refused_on_device(pair) is None
 
 
 def append_vectors(case: Case) -> Prepared:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 from kvcal_artifacts.bundle import SUFFIX, Bundle
@@ -20,6 +20,7 @@ from ..methods.data_free import COMPOSED, PRESETS
 from ..methods.squat import TASKS, paper_settings
 from ..models.catalogue import CATALOGUE
 from ..pipeline.build import HOW, MAYBE_PATHS, NOT_GIVEN, PATHS, DefaultsOf, OptionsOf
+from ..pipeline.spec import Options as CommandOptions
 from ..report.escape import shell
 from ..report.records import is_number, kind_of
 from ..text.sources import EMBEDDED
@@ -70,7 +71,7 @@ class Recorded:
     inputs: tuple[Input, ...] = ()
     cpu: Mapping[str, Any] = field(default_factory=dict)
 
-    def line(self, defaults: Options, output: str | None = None) -> str:
+    def line(self, defaults: Mapping[str, object], output: str | None = None) -> str:
         """The command as typed in a shell; options at their defaults are left out, local files stand under the recorded
         name.
         """
@@ -100,12 +101,14 @@ def _words(name: str, value: object) -> list[str]:
     return [flag, str(value)]
 
 
-def checked_options(was: Recorded, defaults_of: DefaultsOf, options_of: OptionsOf) -> Options:
-    """All options of the command, the recorded ones as the command line would take them. Raises KVCalError."""
+def checked_options(was: Recorded, defaults_of: DefaultsOf, options_of: OptionsOf) -> CommandOptions | None:
+    """All options of the command, the recorded ones as the command line would take them; None for `kvcal combine`,
+    which has none. Raises KVCalError.
+    """
     if was.command == "combine":
-        return {}
+        return None
     options = dict(was.options)
-    needed: Options = {"name": was.positional[0]} if was.command == "preset" and was.positional else {}
+    needed: dict[str, object] = {"name": was.positional[0]} if was.command == "preset" and was.positional else {}
     if was.command == "fold":
         needed = {"bundle": "bundle", "output": options.pop("output")}  # places, which `kvcal reproduce` fills in
     allowed = set(defaults_of(was.command)) - NOT_RECORDED
@@ -119,9 +122,9 @@ def checked_options(was: Recorded, defaults_of: DefaultsOf, options_of: OptionsO
     except UsageError as error:
         raise KVCalError(f"provenance is not what `kvcal {was.command}` takes: {error}") from error
     for name, value in typed.items():  # "6" or [6] would be read as 6
-        if name not in needed and not _as_typed(value, read[name]):
+        if name not in needed and not _as_typed(value, getattr(read, name)):
             raise KVCalError(f"provenance says {name} is {value!r}, which is not what `kvcal {was.command}` takes")
-    return read | empty
+    return replace(read, **empty)
 
 
 def _as_typed(recorded: object, read: object) -> bool:
@@ -240,6 +243,36 @@ def tasks_of(options: Fields) -> list[str]:
     if not isinstance(objective, str) or not objective.startswith("task:"):
         return []
     return [task.strip() for task in objective.removeprefix("task:").split(",") if task.strip()]
+
+
+@dataclass(frozen=True)
+class MadeFor:
+    """The model that a bundle was made for, as its provenance names it: a name of the hub or of the catalogue, or, of a
+    local folder, its name without its place. seed: of random weights.
+    """
+
+    name: str
+    local: bool
+    revision: str | None
+    seed: int | None
+
+
+def made_for(bundle: Bundle) -> MadeFor | None:
+    """What a bundle's provenance says of its model; None where it says nothing that can be read."""
+    try:
+        provenance: Fields = bundle.provenance
+        while provenance.get("method") == "combine":
+            provenance = _table(_table(provenance, "keys"), "provenance")
+        model = _table(provenance, "model")
+        _check_model(model)
+        name, revision = _string(model, "name"), model["revision"]
+        seed = re.fullmatch(r"random:(\d{1,18})", str(revision)) if model["random_weights"] else None
+        commit = isinstance(revision, str) and model["kind"] == "hub" and not model["random_weights"]
+        return MadeFor(
+            name, model["kind"] == "folder", str(revision) if commit else None, int(seed[1]) if seed else None
+        )
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def check_task(task: str) -> None:

@@ -194,9 +194,9 @@ class CommandCheckpoint(CheckpointFolder):
         self.remove()
 
     @contextmanager
-    def until_out(self) -> Iterator[None]:
+    def until_out(self, then: str = "the same command writes it without measuring") -> Iterator[None]:
         """Within, what all that is kept came to is written: afterwards nothing is left, nor where a reader left early
-        (`| head`). Any other failure leaves it for the same command, and says so.
+        (`| head`). Any other failure leaves it for the same command, and says so. then: what that command does.
         """
         try:
             yield
@@ -205,9 +205,7 @@ class CommandCheckpoint(CheckpointFolder):
             raise
         except BaseException:
             if self.folder.exists():
-                self._say(
-                    f"note: what was measured is kept in {self.folder}; the same command writes it without measuring"
-                )
+                self._say(f"note: what was measured is kept in {self.folder}; {then}")
             raise
         self.remove()
 

@@ -97,10 +97,11 @@ def fit_together(
     ids = torch.cat((text.train, text.holdout, *(() if other is None else (other.train,))))
     check_model(source.model, hf.decoder_of(source.model))
     scan = Scan(source, text, other, ids, model_record, revision, device, options, PhaseTimer(device), say)
+    sites = [hf.attention_site(hf.decoder_of(source.model), index) for index in scan.compressed]
     for job in jobs:
-        hf.check_frame(
-            [hf.attention_site(hf.decoder_of(source.model), index) for index in scan.compressed], job.method.frame
-        )
+        hf.check_frame(sites, job.method.frame)
+        for site in sites if job.selection is not None else []:
+            hf.check_selectable(site)
     if scan.skipped:
         say(coverage(scan.config.num_hidden_layers, scan.skipped))
     parts = [_part(job, scan) for job in jobs]
@@ -154,7 +155,7 @@ def _warn(jobs: Sequence[FitJob], parts: Sequence[Part], scan: Scan) -> None:
         names = [str(job.output) for job in jobs]
     completed = {name: part.complete() for name, part in zip(names, parts, strict=True)}
     schemes = {name: scheme for name, scheme in completed.items() if scheme is not None}
-    if not schemes:
+    if not schemes or not scan.options.warn:
         return
     with _failing([part.work for part in parts if isinstance(part, LayerPart)]):
         say_forecasts(scan, schemes)

@@ -31,12 +31,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How to run, not what to learn. spill: where hidden states and reconstructions lie."""
+    """How to run, not what to learn. spill: where hidden states and reconstructions lie. warn: whether to forecast the
+    fitted schemes' KL and say where it is high.
+    """
 
     batch: int | None = None
     spill: Where = "device"
     spill_dir: Path | None = None
     resume: bool = True
+    warn: bool = True
 
 
 @dataclass

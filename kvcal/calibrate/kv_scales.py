@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcal_artifacts import hf
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import UsageError
 
 from ..capture.scan import Capture, WholeModel
@@ -33,13 +33,18 @@ class ScaleSettings:
             raise UsageError(f"--to {self.to}: allowed are {', '.join(LARGEST)}")
 
     @property
-    def config(self) -> dict[str, Any]:
+    def strategy(self) -> str:
+        """What a scale is of, in compressed-tensors' words."""
+        return "attn_head" if self.per_head else "tensor"
+
+    @property
+    def config(self) -> dict[str, Json]:
         """`quantization_config` of config.json."""
-        scheme = {
+        scheme: dict[str, Json] = {
             "num_bits": 8,
             "type": "float" if self.to == "fp8" else "int",
             "symmetric": True,
-            "strategy": "attn_head" if self.per_head else "tensor",
+            "strategy": self.strategy,
             "dynamic": False,
         }
         return {
@@ -58,7 +63,7 @@ class ScaleSettings:
 
 
 @torch.no_grad()
-def kv_scales(model: Any, ids: Tensor, settings: ScaleSettings, batch: int | None = None) -> dict[str, Tensor]:
+def kv_scales(model: nn.Module, ids: Tensor, settings: ScaleSettings, batch: int | None = None) -> dict[str, Tensor]:
     """`k_scale` and `v_scale` of every attention module by its name, over token windows ids (N, T) int64.
 
     Raises UsageError for a model with layers that keep a cache of their own: no scale is measured for these.

@@ -28,6 +28,7 @@ from kvcal.cli import (
     preset,
     probe,
     publish,
+    recommend,
     report,
     reproduce,
     subspaces,
@@ -37,10 +38,12 @@ from kvcal.cli import (
 )
 from kvcal.cli.defaults import register
 from kvcal.cli.failure import INTERRUPTED, guarded
+from kvcal.cli.help import METHODS, Command, Group
 from kvcal_artifacts.shown import message
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "plan": plan.plan,
+    "recommend": recommend.recommend,
     "fit-predictors": fit.fit_predictors,
     "combine": combine.combine,
     "fit-norms": norms.fit_norms,
@@ -74,13 +77,20 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 # rich_markup_mode=None: plain help, because rich reads "[…]" in a help text as markup.
 app = typer.Typer(
     name="kvcal",
+    cls=Group,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+fit_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 for _name, _command in COMMANDS.items():
-    app.command(_name)(guarded(_command))
+    app.command(_name, cls=Command)(guarded(_command))
+for _method, _name in METHODS.items():
+    fit_app.command(_method, cls=Command)(guarded(COMMANDS[_name]))
+app.add_typer(
+    fit_app, name="fit", help="Calibrate METHOD on text. Each is also a command of its own, as fit-predictors is."
+)
 register(COMMANDS, app)
 
 
@@ -148,11 +158,11 @@ def _misplaced(error: Any) -> str | None:
 
 
 def _usage(error: Any) -> int:
-    """One line as for every other error; `kvcal` alone prints its help."""
+    """One line as for every other error; `kvcal` alone, and `kvcal fit`, print their help, which is no error."""
     command = error.ctx.command_path if error.ctx else "kvcal"
     if type(error).__name__ == "NoArgsIsHelpError":
-        print(error.ctx.get_help(), file=sys.stderr)
-    else:
-        text = _misplaced(error) or " ".join(error.format_message().split()).rstrip(".")
-        print(message(f"kvcal: {text} (see {command} --help)"), file=sys.stderr)
+        print(error.ctx.get_help())
+        return 0
+    text = _misplaced(error) or " ".join(error.format_message().split()).rstrip(".")
+    print(message(f"kvcal: {text} (see {command} --help)"), file=sys.stderr)
     return int(error.exit_code)

@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from kvcal.cli.failure import DIFFERENT
-from kvcal.cli.options import Column, Device, Dtype, Json, Random, Revision, Seed, Text, said_of
 from kvcal.cli.output import line, note, print_json, print_table
-
-File = Annotated[Path, typer.Argument(help="A bundle, NAME.kvcal.safetensors.")]
+from kvcal.cli.signature import Typed, command
+from kvcal.commands.options import DiffOptions, InspectOptions, VerifyOptions
 
 
 def _selection(selection: dict[str, float] | None) -> str:
     return "every token" if selection is None else f"H2O, keep {selection['keep']:g}, heavy {selection['heavy']:g}"
 
 
-def inspect(
-    context: typer.Context,
-    bundle: File,
-    plot: Annotated[Path | None, typer.Option(help="Errors by layer and kv head as a .png, .svg or .pdf.")] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Measure these errors with it, instead of those of the fit.")
-    ] = None,
-    revision: Revision = None,
-    text: Text = None,
-    column: Column = None,
-    windows: Annotated[int | None, typer.Option(min=1, help="With --model: how many (default: 4).")] = None,
-    length: Annotated[int | None, typer.Option(min=2, help="With --model: tokens a window (default: 1024).")] = None,
-    random_weights: Random = False,
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    json: Json = False,
-) -> None:
+@command(InspectOptions)
+def inspect(o: InspectOptions, typed: Typed) -> None:
     """Show what a bundle holds: model, method, settings, metrics, codecs of each layer, errors by layer and head."""
-    options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.bundles import run_inspect
 
-    result = run_inspect(options, note, said_of(context))
-    if json:
+    result = run_inspect(o, note, typed)
+    if o.json:
         print_json(result)
         return
     _facts(result)
@@ -98,22 +79,13 @@ def _listed(fields: Any) -> str:
     return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
-def verify(
-    context: typer.Context,
-    bundle: File,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Also: was it made for this model?")] = None,
-    revision: Revision = None,
-    random_weights: Random = False,
-    seed: Seed = 0,
-    device: Device = "cpu",
-    json: Json = False,
-) -> None:
+@command(VerifyOptions)
+def verify(o: VerifyOptions, typed: Typed) -> None:
     """Check a bundle: format and every hash; with --model also that it was made for that model. Exit code 4 if not."""
-    options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.bundles import run_verify
 
-    result = run_verify(options, said_of(context))
-    if json:
+    result = run_verify(o, typed)
+    if o.json:
         print_json(result)
     else:
         line(f"{result['bundle']}: good ({', '.join(result['checked'])})")
@@ -122,18 +94,15 @@ def verify(
 SHOWN = 8  # differences of a section; --json has all
 
 
-def diff(
-    a: Annotated[Path, typer.Argument(help="A bundle.")],
-    b: Annotated[Path, typer.Argument(help="Another.")],
-    json: Json = False,
-) -> None:
+@command(DiffOptions)
+def diff(o: DiffOptions, typed: Typed) -> None:
     """Show what differs between two bundles: model, settings, scheme, codecs, tensors, metrics. Exit code 7 if
     anything.
     """
     from kvcal.commands.bundles import run_diff
 
-    differences = run_diff(a, b)
-    if json:
+    differences = run_diff(o.a, o.b)
+    if o.json:
         print_json(differences)
     else:
         print_differences(differences)

@@ -1,11 +1,14 @@
-"""A command's options at their defaults, for commands that call others, and options from a file read as from the line."""
+"""Options of a command by name: at their defaults, or from a file, read as the command line reads them."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any
+
+from kvcal.cli.signature import options_class
+from kvcal.pipeline.spec import Options
 
 _PROGRAM: dict[str, Any] = {"commands": None, "app": None}
 
@@ -17,13 +20,13 @@ def register(commands: Mapping[str, Callable[..., Any]], app: Any) -> None:
     _PROGRAM.update(commands=commands, app=app)
 
 
-def defaults_of(command: str) -> dict[str, Any]:
-    """Option name -> default, as `kvcal COMMAND` alone would have them."""
-    parameters = inspect.signature(_PROGRAM["commands"][command]).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+def defaults_of(command: str) -> dict[str, object]:
+    """Option name -> default, as `kvcal COMMAND` alone would have them; without those that must be given."""
+    options = options_class(_PROGRAM["commands"][command])
+    return {one.name: one.default for one in fields(options) if one.default is not MISSING}
 
 
-def options_of(command: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(command: str, values: Mapping[str, Any]) -> Options:
     """All options of `kvcal COMMAND`, these in place, read and checked as on the command line; a list is repeated, or
     joined by commas where the option is given once. Raises UsageError in the words of the command line.
     """
@@ -38,7 +41,7 @@ def options_of(command: str, values: Mapping[str, Any]) -> dict[str, Any]:
         if not hasattr(error, "format_message"):
             raise
         raise UsageError(" ".join(error.format_message().split()).rstrip(".")) from error
-    return defaults_of(command) | {name: read[name] for name in values}
+    return options_class(_PROGRAM["commands"][command])(**{name: read[name] for name in values})
 
 
 @cache

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from kvcal.cli.options import Json
 from kvcal.cli.output import line, note, print_json, print_table, prose
+from kvcal.cli.signature import Typed, command
+from kvcal.commands.options import DemoOptions
 
 
-def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the bundle goes.")] = Path(
-        "tiny-aqua-kv.kvcal.safetensors"
-    ),
-    json: Json = False,
-) -> None:
+@command(DemoOptions)
+def demo(o: DemoOptions, typed: Typed) -> None:
     """The whole way in a minute: calibrate the embedded model, write a bundle, load it elsewhere, generate, compare."""
-    from kvcal.cli.defaults import defaults_of
     from kvcal.commands.demo import run_demo
 
-    result: dict[str, Any] = run_demo(output, defaults_of("fit-predictors"), note)
-    if json:
+    result: dict[str, Any] = run_demo(o.output, note)
+    if o.json:
         print_json(result)
         return
     full, *_, ours = result["rows"]

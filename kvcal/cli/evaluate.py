@@ -4,122 +4,37 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from kvcal.cli.options import (
-    Batch,
-    Bundles,
-    Column,
-    Device,
-    Dtype,
-    Heavy,
-    Json,
-    Keep,
-    Model,
-    Presets,
-    Random,
-    RequireKernels,
-    Resume,
-    Revision,
-    Seed,
-    Step,
-    Subspace,
-    Text,
-    said_of,
-)
 from kvcal.cli.output import note, print_json, print_table, prose
+from kvcal.cli.signature import Typed, command
+from kvcal.commands.options import GenerateOptions
+from kvcal.pipeline.options import EvalOptions
 
 
-def evaluate(
-    context: typer.Context,
-    bundles: Annotated[list[Path] | None, typer.Argument(help="Bundle files, as with --bundle.")] = None,
-    model: Model = "tiny",
-    revision: Revision = None,
-    text: Text = None,
-    column: Column = None,
-    length: Annotated[int | None, typer.Option(min=2, help="Tokens a window.")] = None,
-    windows: Annotated[int | None, typer.Option(min=1, help="At most so many windows, from the start.")] = None,
-    step: Step = 32,
-    bundle: Bundles = None,
-    preset: Presets = None,
-    keep: Keep = None,
-    heavy: Heavy = None,
-    require_kernels: RequireKernels = False,
-    subspace: Subspace = None,
-    batch: Batch = None,
-    task: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Tasks, each with its difference to full precision on the same questions: names of lm-eval's "
-            "(gsm8k, niah_single_1), humaneval, needle, context-once, agreement; may be repeated, or given as a,b."
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Of --task: questions, of needle and others contexts.")
-    ] = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Of --task: tokens of synthetic contexts (RULER, needle and others), as 4k,8k.")
-    ] = None,
-    tasks_path: Annotated[
-        Path | None, typer.Option(help="Of --task: a folder of task files; lm-eval runs the Python in it.")
-    ] = None,
-    allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Of --task humaneval: run generated programs, in a sandbox.")
-    ] = False,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Of --task: lm-eval's prompts in the tokenizer's chat template.")
-    ] = False,
-    needle_plot: Annotated[
-        Path | None, typer.Option(help="Of --task needle: a plot of what was found (.png, .svg, .pdf).")
-    ] = None,
-    max_score_drop: Annotated[
-        float | None, typer.Option(min=0, help="Gate: any task's mean score below full precision's, at most.")
-    ] = None,
-    max_ppl_increase: Annotated[
-        str | None, typer.Option(help="Gate: perplexity above full precision's by at most this share, as 1% or 0.01.")
-    ] = None,
-    max_kl: Annotated[float | None, typer.Option(help="Gate: KL to full precision, nats a token.")] = None,
-    max_bits: Annotated[float | None, typer.Option(help="Gate: stored bits a value of packed blocks.")] = None,
-    max_cache_bytes: Annotated[
-        float | None, typer.Option(help="Gate: bytes that packed blocks and windows take at one text window's end.")
-    ] = None,
-    max_layer_drift: Annotated[
-        float | None,
-        typer.Option(help="Gate: any layer's relative error of keys or values, in times what the bundle recorded."),
-    ] = None,
-    junit: Annotated[Path | None, typer.Option(help="Write the gates as JUnit XML.")] = None,
-    summary: Annotated[
-        Path | None,
-        typer.Option(help="Write the gates as Markdown; it is also appended to the file in $GITHUB_STEP_SUMMARY."),
-    ] = None,
-    random_weights: Random = False,
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    resume: Resume = True,
-    json: Json = False,
-) -> None:
+@command(EvalOptions)
+def evaluate(o: EvalOptions, typed: Typed) -> None:
     """Perplexity and KL through the cache, in small steps: full precision, presets and bundles side by side.
 
     With gates (--max-…) every bundle and preset is held to them, and to a canary: other packed blocks must give other
     logits. Exit code 3 if one fails; the line names the layer to blame and its figure. After a kill the same command
     goes on behind the last batch of windows (--batch) that was done.
     """
-    options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.evaluation import run_eval
+    from kvcal.commands.workbench import raise_first
     from kvcal.pipeline.gates import raise_if_failed, report
 
-    check_reports(junit, summary)
-    result = run_eval(options, note, typed=said_of(context))
-    report(result["gates"], junit, summary)
-    if json:
-        print_json(result)
+    check_reports(o.junit, o.summary)
+    result = run_eval(o, note, typed=typed)
+    failed = result["failed"]
+    report(result["gates"], o.junit, o.summary)
+    if o.json:
+        print_json(result | {"failed": {name: str(error) for name, error in failed.items()}})
     else:
         print_rows(result["rows"])
         print_tasks(result["rows"])
         print_gates(result["gates"])
+    raise_first(failed)
     raise_if_failed(result["gates"])
 
 
@@ -192,34 +107,13 @@ def bits(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def generate(
-    context: typer.Context,
-    prompt: Annotated[str, typer.Option("--prompt", help="Text to go on from.")],
-    model: Model = "tiny",
-    revision: Revision = None,
-    bundle: Annotated[Path | None, typer.Option("--bundle", "-b", help="A bundle file.")] = None,
-    preset: Annotated[str | None, typer.Option("--preset", "-p", help="Or a method without data.")] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt as a user's message, by the tokenizer's chat template.")
-    ] = False,
-    keep: Keep = None,
-    heavy: Heavy = None,
-    require_kernels: RequireKernels = False,
-    subspace: Subspace = None,
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 100,
-    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
-    random_weights: Random = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="For --sample and --random-weights.")] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    json: Json = False,
-) -> None:
+@command(GenerateOptions)
+def generate(o: GenerateOptions, typed: Typed) -> None:
     """Generate text from a compressed cache. With --chat only the answer is printed."""
-    options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.evaluation import run_generate
 
-    result = run_generate(options, note, said_of(context))
-    if json:
+    result = run_generate(o, note, typed)
+    if o.json:
         print_json(result)
     else:
         prose(result["text"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcal.cli.options import Json
 from kvcal.cli.output import print_json, print_table
+from kvcal.cli.signature import Typed, command
+from kvcal.pipeline.spec import Options
 
 COLUMNS = [
     "model",
@@ -20,7 +21,8 @@ COLUMNS = [
 ]
 
 
-def models(json: Json = False) -> None:
+@command(Options)
+def models(o: Options, typed: Typed) -> None:
     """List the models known by a short name, with their geometry.
 
     KiB/token is the cache at 16 bits, all layers. --json has more fields.
@@ -28,7 +30,7 @@ def models(json: Json = False) -> None:
     from kvcal.models.catalogue import models_table
 
     rows = models_table()
-    if json:
+    if o.json:
         print_json({"models": rows})
     else:
         print_table(COLUMNS, [_cells(row) for row in rows])

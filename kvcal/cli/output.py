@@ -52,6 +52,13 @@ def line(text: object = "") -> None:
     print(shown(text))
 
 
+def print_next(*words: object) -> None:
+    """A last line: the command to run next, as typed in a shell."""
+    from kvcal.report.escape import shell
+
+    line(f"next: {shell([str(word) for word in ('kvcal', *words)])}")
+
+
 def prose(text: str) -> None:
     """Text of several lines on stdout: line ends and tabs stay."""
     print(shown(text, keep="\n\t"))
@@ -86,7 +93,8 @@ def note(text: str) -> None:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+        fields = dataclasses.fields(value)
+        return _plain({field.metadata.get("key", field.name): getattr(value, field.name) for field in fields})
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

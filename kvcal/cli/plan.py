@@ -3,67 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from kvcal.cli.options import Json, Revision
 from kvcal.cli.output import line, note, on_stdout, print_json, print_table
+from kvcal.cli.signature import Typed, command
+from kvcal.commands.options import PlanOptions
 
 
-def plan(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Short name (see `kvcal models`), hub id, local folder or config.json.")
-    ] = "tiny",
-    revision: Revision = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(help="A profile, as rtx-4090 (`kvcal names device`). Default: the card that is here, asked."),
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Instead of --gpu: memory for programs, as 24GB or 22.5GiB.")
-    ] = None,
-    bandwidth: Annotated[
-        str | None, typer.Option(help="With --memory: of the data sheet, as 1008GB/s, for tokens per second.")
-    ] = None,
-    context: Annotated[
-        str | None, typer.Option(help="Tokens a row, as 128k; k is 1024. Default and most: the model's own.")
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, max=65536, help="Rows at a time.")] = 1,
-    budget_kl: Annotated[
-        float | None, typer.Option("--budget-kl", help="Most KL, nats per token, for the recommendation, as 0.05.")
-    ] = None,
-    preset: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--preset", "-p", help="A preset, or KEYCODEC+VALUECODEC; may be repeated. Default: the usual ones."
-        ),
-    ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="What the weights take in memory, where they are quantised, as 5.7GB.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Of weights and windows: bfloat16, float16, float32.")] = "bfloat16",
-    wide: Annotated[bool, typer.Option("--wide", help="All columns, in lines of any length.")] = False,
-    json: Json = False,
-) -> None:
+@command(PlanOptions)
+def plan(o: PlanOptions, typed: Typed) -> None:
     """Plan before anything is downloaded: what fits on a GPU under each scheme, how long, how many, how fast, at which
     KL.
 
     Reads config.json at most. Every figure is projected; docs/plan.md says from what.
     """
-    from kvcal.commands.plan import PlanOptions, run_plan
+    from kvcal.commands.plan import run_plan
 
-    options = PlanOptions(
-        model, revision, gpu, memory, bandwidth, context, batch, budget_kl, tuple(preset or ()), weights, dtype
-    )
-    result = run_plan(options, note)
-    if json:
+    result = run_plan(o, note)
+    if o.json:
         print_json(result)
         return
     with on_stdout():
         for text in _head(result):
             line(text)
-    if wide:
+    if o.wide:
         print_table(WIDE, [_wide(row) for row in result["rows"]])
     else:
         print_table(COLUMNS, [_cells(row) for row in result["rows"]])
@@ -105,10 +68,8 @@ def _wide(row: dict[str, Any]) -> list[Any]:
     peaks = [f"{row[name] / 2**30:.2f}" for name in ("cache_bytes", "decode_peak_bytes", "prefill_peak_bytes")]
     kl = None if row["kl"] is None else f"{row['kl']:.3g}"
     whole = f"{row['longest_context_whole_prompt']:,}"
-    return [
-        cells[0], f"{row['bits']:.2f}", *cells[1:4], whole, *cells[4:], kl, ", ".join(row["kl_models"]), *peaks, row["step"],
-        row["next"],
-    ]  # fmt: skip
+    first, rest = [cells[0], f"{row['bits']:.2f}", *cells[1:4], whole], [kl, ", ".join(row["kl_models"]), *peaks]
+    return [*first, *cells[4:], *rest, row["step"], row["next"]]
 
 
 def _head(result: dict[str, Any]) -> list[str]:

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
-
-import typer
-
-from kvcal.cli.options import Json
 from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.signature import Typed, command
+from kvcal.commands.options import ReportOptions
 
 
-def report(
-    inputs: Annotated[
-        list[Path],
-        typer.Argument(help="Files of `kvcal eval --json`, `kvcal compare --json` or its --output, and bundles."),
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page, an .html file.")],
-    json: Json = False,
-) -> None:
+@command(ReportOptions)
+def report(o: ReportOptions, typed: Typed) -> None:
     """Write one HTML page, which needs no network: figures, quality against bits, KL by position, errors by layer and
     head, needles, tasks, memory against length.
     """
-    options: dict[str, Any] = dict(locals())
     from kvcal.commands.report import run_report
 
-    result = run_report(options, note)
-    if json:
+    result = run_report(o, note)
+    if o.json:
         print_json(result)
     else:
         print_table(["what", "value"], [[name, str(value)] for name, value in result.items()])

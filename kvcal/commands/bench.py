@@ -17,13 +17,13 @@ from ..calibrate.checkpoint import CommandCheckpoint
 from ..report.checkout import commit
 from ..report.drawn import made_on
 from ..report.plots import plot_bench
-from .bench_measured import measured_rows
 from .bench_options import GROUP_MODEL, MODEL, check_files, check_memory, check_numbers, check_taken, wanted_operations
 from .bench_projected import projected
-from .common import Options, Say
+from .common import Say
+from .options import BenchOptions
 
 
-def run_bench(o: Options, say: Say, show: Callable[[dict[str, Any]], None], typed: Collection[str] = ()) -> None:
+def run_bench(o: BenchOptions, say: Say, show: Callable[[dict[str, Any]], None], typed: Collection[str] = ()) -> None:
     """Measure, or project where the device is not this machine; show rows, and how they compare with an earlier file's,
     then write the files asked for. What was measured is kept until all of that is out.
 
@@ -32,18 +32,20 @@ def run_bench(o: Options, say: Say, show: Callable[[dict[str, Any]], None], type
     check_numbers(o)
     check_files(o)
     ran_from = commit()  # now: the next one may be made while this runs
-    earlier = read_earlier(o["compare"]) if o["compare"] is not None else None
-    where = target(o["device"])
-    operations = wanted_operations(o["operation"], where)
+    earlier = read_earlier(o.compare) if o.compare is not None else None
+    where = target(o.device)
+    operations = wanted_operations(o.operation, where)
     check_taken(o, where, operations, typed)
     check_memory(o, where, operations)
-    model = o["model"]
+    model = o.model
     if model is None:
-        model = next((GROUP_MODEL[name] for name in o["operation"] or () if name in GROUP_MODEL), MODEL)
+        model = next((GROUP_MODEL[name] for name in o.operation or () if name in GROUP_MODEL), MODEL)
     work: CommandCheckpoint | None = None
     if where.device is None:
         result = projected(o, where, model, operations)
     else:
+        from .bench_measured import measured_rows
+
         with on(where.device):  # the current one for all that is measured: CUDA's events and streams are of that
             result, work = measured_rows(o, where, model, operations, say)
     rows = [row.as_dict() for row in result.pop("rows")]
@@ -57,24 +59,24 @@ def run_bench(o: Options, say: Say, show: Callable[[dict[str, Any]], None], type
         "rows": rows,
         "compared": comparison,
     }
-    if earlier is not None:
+    if earlier is not None and o.compare is not None:
         if not comparison:
-            say(_nothing_common(o["compare"], earlier.rows, rows))
+            say(_nothing_common(o.compare, earlier.rows, rows))
         for line in remarks(rows, made_by(result), earlier):
-            say(f"--compare {o['compare']}: {line}")
+            say(f"--compare {o.compare}: {line}")
     with nullcontext() if work is None else work.until_out():
         _put_out(o, result, show)
 
 
-def _put_out(o: Options, result: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
+def _put_out(o: BenchOptions, result: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
     """The table first: of all that is asked for it is the least to fail. The files even where it does."""
     try:
         show(result)
     finally:
-        if o["csv"] is not None:
-            write_atomically(o["csv"], to_csv(result["rows"]).encode(), "--csv")
-        if o["plot"] is not None:
-            plot_bench(result["rows"], _title(result), o["plot"])
+        if o.csv is not None:
+            write_atomically(o.csv, to_csv(result["rows"]).encode(), "--csv")
+        if o.plot is not None:
+            plot_bench(result["rows"], _title(result), o.plot)
 
 
 def _title(result: dict[str, Any]) -> str:

@@ -44,8 +44,9 @@ from .bench_options import (
 )
 from .bench_projected import assumptions, memory_rows
 from .bundles import file_sha256
-from .common import Options, Say
+from .common import Say
 from .doctor import machine
+from .options import BenchOptions
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Session:
     time.
     """
 
-    o: Options
+    o: BenchOptions
     where: Target
     device: torch.device
     operations: list[str]
@@ -76,19 +77,19 @@ class Session:
         return self.rows.clock
 
 
-def _session(o: Options, where: Target, model: str, operations: list[str], say: Say) -> Session:
+def _session(o: BenchOptions, where: Target, model: str, operations: list[str], say: Say) -> Session:
     assert where.device is not None
     on_gpu = where.device.type == "cuda"
-    source = resolve(model, o["revision"])
+    source = resolve(model, o.revision)
     geometry = configuration.geometry(source)
     benched = benched_schemes(o, geometry, GPU_SCHEMES if on_gpu else PAPER_SCHEMES)
     jetson_here = where.jetson and on_gpu
-    lengths = numbers(o["length"], "--length", paper.LENGTHS if jetson_here else [4096, 32768] if on_gpu else [2048])
-    batches = numbers(o["batch"], "--batch", [1] if jetson_here or not on_gpu else [1, 8, 32])
+    lengths = numbers(o.length, "--length", paper.LENGTHS if jetson_here else [4096, 32768] if on_gpu else [2048])
+    batches = numbers(o.batch, "--batch", [1] if jetson_here or not on_gpu else [1, 8, 32])
     shapes = [(batch, length) for batch in batches for length in lengths]
-    clock = Clock(where.device, o["repeats"], o["seconds"])
+    clock = Clock(where.device, o.repeats, o.seconds)
     rows = RowCheckpoint(
-        CommandCheckpoint("bench", _record(o, source), output=None, resume=o["resume"], say=say), say, clock
+        CommandCheckpoint("bench", _record(o, source), output=None, resume=o.resume, say=say), say, clock
     )
     return Session(
         o,
@@ -107,12 +108,12 @@ def _session(o: Options, where: Target, model: str, operations: list[str], say: 
 
 
 def measured_rows(
-    o: Options, where: Target, model: str, operations: list[str], say: Say
+    o: BenchOptions, where: Target, model: str, operations: list[str], say: Say
 ) -> tuple[dict[str, Any], CommandCheckpoint]:
     """The result, and what is kept of it."""
     session = _session(o, where, model, operations, say)
     clock = session.clock
-    if o["require_kernels"]:
+    if o.require_kernels:
         require_fused(session.benched, session.geometry, session.dtype, session.device)
     rows = list(jetson.table_4()) if TABLE_4 in operations else []
     generates, runs_model = bool(set(operations) & set(GENERATION)), False
@@ -158,7 +159,10 @@ def _check_model_fits(session: Session) -> bool:
 
 
 def _kernel_rows(session: Session, able: bool) -> list[Row]:
-    """Timed operations at each shape, and what was left out. able: whether the run has other rows; UsageError for none."""
+    """Timed operations at each shape, and what was left out. able: whether the run has other rows.
+
+    Raises UsageError where there is neither.
+    """
     model, o = session.source.public, session.o
     operations: list[Operation] = [OPERATIONS[name] for name in session.operations if name in OPERATIONS]
     rows: list[Row] = []
@@ -176,8 +180,8 @@ def _kernel_rows(session: Session, able: bool) -> list[Row]:
                 session.dtype,
                 session.where.name,
                 session.say_once,
-                o["seed"],
-                o["queries"],
+                o.seed,
+                o.queries,
             ),
         )
         able |= any(row.operation in session.operations for row in timed)
@@ -192,7 +196,7 @@ def _kernel_rows(session: Session, able: bool) -> list[Row]:
             session.device,
             session.dtype,
             session.where.name,
-            o["queries"],
+            o.queries,
         )
     if not able:
         session.rows.work.remove()
@@ -201,13 +205,13 @@ def _kernel_rows(session: Session, able: bool) -> list[Row]:
     return rows
 
 
-def _record(o: Options, source: ModelSource) -> dict[str, Any]:
+def _record(o: BenchOptions, source: ModelSource) -> dict[str, Any]:
     """What all rows of a run depend on."""
     files = ("bundle", "csv", "plot", "compare", "json", "resume", "model", "revision")
     here = {name: value for name, value in machine().items() if name != "GPU memory free"}
     return {
-        "options": {name: value for name, value in o.items() if name not in files},
-        "bundles": [file_sha256(path) for path in o["bundle"] or ()],
+        "options": {name: value for name, value in o.by_name().items() if name not in files},
+        "bundles": [file_sha256(path) for path in o.bundle or ()],
         "model": [source.label, asdict(configuration.geometry(source))],
         "machine": here,
         "cpu": cpu_record(),
@@ -278,11 +282,11 @@ def _with_shares(rows: list[Row]) -> list[Row]:
     return out
 
 
-def _whole(o: Options, on_gpu: bool, operations: Sequence[str]) -> tuple[ModelSource, torch.dtype, bool]:
+def _whole(o: BenchOptions, on_gpu: bool, operations: Sequence[str]) -> tuple[ModelSource, torch.dtype, bool]:
     """(whole model that is meant, its dtype, whether it runs: else only its bytes are counted)."""
     runs_here = not on_gpu and bool(AT_SHAPE & set(operations))
-    name = o["model"] if o["model"] is not None else MODEL_CPU if runs_here else MODEL
-    source = resolve(name, o["revision"])
+    name = o.model if o.model is not None else MODEL_CPU if runs_here else MODEL
+    source = resolve(name, o.revision)
     return (
         source,
         dtype_of(o, paper_dtype(o, operations, torch.bfloat16 if on_gpu else torch.float32)),
@@ -314,19 +318,19 @@ def _generation(session: Session) -> list[Row]:
         rows += memory_rows(o, operations, benched, geometry, source.public, session.where)
     if not runs:
         return rows
-    if session.on_gpu and o["memory"]:
+    if session.on_gpu and o.memory:
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, o["memory"] * 2**30 / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, o.memory * 2**30 / total), device)
     session.say(f"making {source.label} with random weights")
-    model = loading.load_model(source, dtype=dtype, device=device, random_weights=True, seed=o["seed"]).model
-    kinds = caches.kinds(model, geometry, benched, o["require_kernels"])
+    model = loading.load_model(source, dtype=dtype, device=device, random_weights=True, seed=o.seed).model
+    kinds = caches.kinds(model, geometry, benched, o.require_kernels)
     generating = Generating(session, source.public, model, kinds)
     measured = _step_rows(generating)
     if session.on_gpu and "largest-batch" in operations:
         for length in dict.fromkeys(length for _, length in session.shapes):
             measured += _largest_batch_rows(generating, length)
     if session.on_gpu and "longest-generation" in operations:
-        gib = o["memory"] or torch.cuda.get_device_properties(device).total_memory / 2**30
+        gib = o.memory or torch.cuda.get_device_properties(device).total_memory / 2**30
         session.say(f"longest generation on {gib:g} GiB")
         for kind in kinds:
             label = f"longest-generation {kind.name} ({kind.path})"

@@ -22,7 +22,8 @@ from ..models.devices import to_dtype
 from ..report.outputs import check_output
 from ..report.plots import check_plot
 from ..report.suggest import allowed
-from .common import Options, refuse_idle
+from .common import refuse_idle
+from .options import BenchOptions
 
 PAPER_SCHEMES = tuple(name for name in paper.TABLE_4 if name != "fp16")
 
@@ -78,28 +79,26 @@ GROUP_DTYPE = {"vqkv-table-3": torch.float32}
 MODEL, MODEL_CPU = "llama-3.1-8b", "tiny"  # the second where a whole model must run on a CPU
 
 
-def check_numbers(o: Options) -> None:
+def check_numbers(o: BenchOptions) -> None:
     """What the command line's own ranges let through: NaN, infinity, no memory at all."""
-    if o["memory"] is not None and not 0 < o["memory"] <= MOST_GIB:
-        raise UsageError(
-            f"--memory {o['memory']:g}: GiB, needs a number above 0 and up to {MOST_GIB}, 64 bits of bytes"
-        )
-    if not 0 <= o["seconds"] < math.inf:
-        raise UsageError(f"--seconds {o['seconds']:g}: needs a finite number from 0")
+    if o.memory is not None and not 0 < o.memory <= MOST_GIB:
+        raise UsageError(f"--memory {o.memory:g}: GiB, needs a number above 0 and up to {MOST_GIB}, 64 bits of bytes")
+    if not 0 <= o.seconds < math.inf:
+        raise UsageError(f"--seconds {o.seconds:g}: needs a finite number from 0")
 
 
-def check_files(o: Options) -> None:
+def check_files(o: BenchOptions) -> None:
     """UsageError where a file asked for cannot be written, or would replace another that is asked for or read."""
     try:
-        if o["plot"] is not None:
-            check_plot(o["plot"])
-        if o["csv"] is not None:
-            check_output(o["csv"], "--csv")
+        if o.plot is not None:
+            check_plot(o.plot)
+        if o.csv is not None:
+            check_output(o.csv, "--csv")
     except KVCalError as error:
         raise UsageError(str(error)) from error
-    read = [("--compare", o["compare"]), *(("--bundle", path) for path in o["bundle"] or ())]
+    read = [("--compare", o.compare), *(("--bundle", path) for path in o.bundle or ())]
     option_of: dict[str, str] = {}
-    for option, path in (*read, ("--csv", o["csv"]), ("--plot", o["plot"])):
+    for option, path in (*read, ("--csv", o.csv), ("--plot", o.plot)):
         if path is None:
             continue
         before = option_of.setdefault(os.path.realpath(path), option)
@@ -109,19 +108,19 @@ def check_files(o: Options) -> None:
             )
 
 
-def check_taken(o: Options, where: Target, operations: Sequence[str], typed: Collection[str]) -> None:
+def check_taken(o: BenchOptions, where: Target, operations: Sequence[str], typed: Collection[str]) -> None:
     """UsageError for the first option given (`typed`) that none of the wanted rows takes."""
     for names, taken, of, instead in _idle(o, where, set(operations)):
         if not taken:
             refuse_idle(typed, names, of, f"{instead}, or leave it out")
 
 
-def memory_gib(o: Options, where: Target) -> float | None:
+def memory_gib(o: BenchOptions, where: Target) -> float | None:
     """GiB that bytes alone are counted for."""
-    return o["memory"] or (where.profile.memory if where.profile else None)
+    return o.memory or (where.profile.memory if where.profile else None)
 
 
-def check_memory(o: Options, where: Target, operations: Sequence[str]) -> None:
+def check_memory(o: BenchOptions, where: Target, operations: Sequence[str]) -> None:
     """UsageError where a memory is to be filled that nobody named; a GPU has its own. Before anything is measured."""
     on_gpu = where.device is not None and where.device.type == "cuda"
     if set(SIZED) & set(operations) and not on_gpu and memory_gib(o, where) is None:
@@ -160,7 +159,7 @@ def _runs(where: Target, operations: set[str]) -> Runs:
     )
 
 
-def _idle(o: Options, where: Target, operations: set[str]) -> Iterable[tuple[tuple[str, ...], bool, str, str]]:
+def _idle(o: BenchOptions, where: Target, operations: set[str]) -> Iterable[tuple[tuple[str, ...], bool, str, str]]:
     """(options, whether a row takes them, what they apply to, what to do)."""
     runs = _runs(where, operations)
     another = "give another --operation"
@@ -180,7 +179,7 @@ def _idle(o: Options, where: Target, operations: set[str]) -> Iterable[tuple[tup
     yield ("model",), operations != {TABLE_4}, "rows of a given model", another
     yield ("preset", "bundle"), runs.of_schemes, "rows of a scheme", another
     yield ("sink", "recent"), runs.of_schemes, "rows of a scheme", another
-    by_name = bool(o["preset"] or not o["bundle"])
+    by_name = bool(o.preset or not o.bundle)
     yield ("sink", "recent"), by_name, "schemes by name", "bundles have their own; give --preset"
     yield ("plot",), bool(operations - untimed), "rows with a time", another
 
@@ -232,29 +231,29 @@ def wanted_operations(asked: Sequence[str] | None, where: Target) -> list[str]:
     return operations
 
 
-def benched_schemes(o: Options, geometry: Any, default: tuple[str, ...]) -> list[Benched]:
-    names, bundles = list(o["preset"] or ()), list(o["bundle"] or ())
+def benched_schemes(o: BenchOptions, geometry: Any, default: tuple[str, ...]) -> list[Benched]:
+    names, bundles = list(o.preset or ()), list(o.bundle or ())
     if not names and not bundles:
-        groups = [GROUP_SCHEMES[name] for name in o["operation"] or () if name in GROUP_SCHEMES]
+        groups = [GROUP_SCHEMES[name] for name in o.operation or () if name in GROUP_SCHEMES]
         names = list(dict.fromkeys(name for group in groups or [default] for name in group))
-    windows = None if o["sink"] is None and o["recent"] is None else windows_of(o)
+    windows = None if o.sink is None and o.recent is None else windows_of(o)
     return schemes.schemes(names, bundles, geometry, windows)
 
 
-def windows_of(o: Options) -> Windows:
+def windows_of(o: BenchOptions) -> Windows:
     default = schemes.WINDOWS
     return Windows(
-        default.sink if o["sink"] is None else o["sink"],
-        default.recent if o["recent"] is None else o["recent"],
+        default.sink if o.sink is None else o.sink,
+        default.recent if o.recent is None else o.recent,
         default.block,
     )
 
 
-def dtype_of(o: Options, default: torch.dtype) -> torch.dtype:
-    return default if o["dtype"] == "auto" else to_dtype(o["dtype"])
+def dtype_of(o: BenchOptions, default: torch.dtype) -> torch.dtype:
+    return default if o.dtype == "auto" else to_dtype(o.dtype)
 
 
-def paper_dtype(o: Options, operations: Sequence[str], otherwise: torch.dtype) -> torch.dtype:
+def paper_dtype(o: BenchOptions, operations: Sequence[str], otherwise: torch.dtype) -> torch.dtype:
     """The dtype of a paper's table where nothing else is asked for."""
-    alone = (name for name in o["operation"] or () if name in GROUP_DTYPE and set(operations) <= set(GROUPS[name]))
+    alone = (name for name in o.operation or () if name in GROUP_DTYPE and set(operations) <= set(GROUPS[name]))
     return next((GROUP_DTYPE[name] for name in alone), otherwise)

@@ -13,20 +13,20 @@ from ..bench.target import Target
 from ..models import configuration
 from ..models.names import resolve
 from .bench_options import PAPER_SCHEMES, SIZED, TABLE_4, benched_schemes, dtype_of, memory_gib, numbers, paper_dtype
-from .common import Options
+from .options import BenchOptions
 
 
-def projected(o: Options, where: Target, model: str, operations: list[str]) -> dict[str, Any]:
+def projected(o: BenchOptions, where: Target, model: str, operations: list[str]) -> dict[str, Any]:
     assert where.profile is not None
-    source = resolve(model, o["revision"])
+    source = resolve(model, o.revision)
     geometry = configuration.geometry(source)
     benched = benched_schemes(o, geometry, PAPER_SCHEMES)
     rows: list[Row] = []
     if TABLE_4 in operations:
         rows += jetson.table_4()
     if "fused-attention" in operations:
-        lengths = numbers(o["length"], "--length", paper.LENGTHS)
-        shapes = [(batch, length) for batch in numbers(o["batch"], "--batch", [1]) for length in lengths]
+        lengths = numbers(o.length, "--length", paper.LENGTHS)
+        shapes = [(batch, length) for batch in numbers(o.batch, "--batch", [1]) for length in lengths]
         for batch, length in shapes:
             rows += jetson.projected(where.profile, benched, geometry, source.public, batch, length)
     rows += memory_rows(o, operations, benched, geometry, source.public, where)
@@ -64,7 +64,7 @@ def assumptions(rows: list[Row], table_4: bool) -> dict[str, Any]:
 
 
 def memory_rows(
-    o: Options, operations: list[str], benched: list[Benched], geometry: Any, model: str, where: Target
+    o: BenchOptions, operations: list[str], benched: list[Benched], geometry: Any, model: str, where: Target
 ) -> list[Row]:
     """largest-batch and longest-generation, as far as asked for, from bytes."""
     if not set(SIZED) & set(operations):
@@ -74,9 +74,9 @@ def memory_rows(
     every = memory.footprints(geometry, benched, dtype_of(o, paper_dtype(o, operations, torch.float16)), where.profile)
     rows: list[Row] = []
     if "largest-batch" in operations:
-        for length in numbers(o["length"], "--length", [32768]):
+        for length in numbers(o.length, "--length", [32768]):
             rows += memory.projected_batch(model, every, length, gib, where.name)
     if "longest-generation" in operations:
-        for batch in numbers(o["batch"], "--batch", [1]):
+        for batch in numbers(o.batch, "--batch", [1]):
             rows += memory.projected_longest(model, every, batch, gib, where.name)
     return rows

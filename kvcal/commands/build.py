@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import multiprocessing
 import os
@@ -14,16 +13,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from kvcal_artifacts.bundle import SUFFIX
 from kvcal_artifacts.bundle.canonical import canonical, sha256_text
 from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.files import lock
 from kvcal_artifacts.scheme import Windows
 from kvcal_artifacts.shown import message
 
@@ -31,7 +31,10 @@ from ..calibrate import provenance
 from ..calibrate.driver import fit_together
 from ..calibrate.job import FitJob, FitOptions
 from ..calibrate.provenance import cpu_record
-from ..methods.base import coded_tokens
+from ..capture.spill import Where
+from ..methods.base import Method, coded_tokens
+from ..methods.mixkvq import MixKVQ
+from ..methods.vqkv import VQKV
 from ..models import configuration
 from ..models.devices import pick_device
 from ..models.names import ModelSource, resolve
@@ -47,16 +50,31 @@ from ..pipeline.build import (
     text_identity,
 )
 from ..pipeline.gates import Check, recalled, worth_keeping
+from ..pipeline.options import (
+    BuiltOptions,
+    CalibrationOptions,
+    EvalOptions,
+    FitNormsOptions,
+    FitPredictorsOptions,
+    MeasureSubspacesOptions,
+    PresetOptions,
+    Selection,
+    TrainCodebooksOptions,
+    TuneBitsOptions,
+    TuneThresholdsOptions,
+    WeightsOptions,
+)
 from ..report.outputs import check_output
+from .calibration import SPILLS, is_layerwise, spill_dir
 from .combine import run_combine
 from .common import (
     RANDOM_TOKENS,
-    Options,
     Say,
     calibration_windows,
     check_column,
     check_context,
     given_selection,
+    other_text,
     other_windows,
     refuse_idle,
     text_for,
@@ -67,46 +85,56 @@ from .evaluation import run_eval
 from .fit_norms import innerq_method
 from .fit_predictors import aqua_method
 from .measure_subspaces import squat_method
-from .measure_subspaces import window_counts as squat_counts
+from .measure_subspaces import with_windows as with_squat_windows
 from .preset import run_preset, wanted_preset
 from .train_codebooks import vqkv_method
 from .tune_bits import kvtuner_method
-from .tune_thresholds import mixkvq_method, run_tune_thresholds, search_settings, window_counts
+from .tune_thresholds import mixkvq_method, run_tune_thresholds, search_settings, with_windows
 from .tune_thresholds import objective_name as mixkvq_objective
 from .tune_thresholds import searches as mixkvq_searches
-from .workbench import Opened, open_for_fit
+from .workbench import Opened, check_selection, open_for_fit, raise_first
 
 REPORTS = ("junit", "summary")  # options that say where gates are reported
-SPILLS = ("device", "cpu", "disk")
 FOLLOW = 0.2  # seconds between a worker's looks at whether its parent is still there
 
 Written = Callable[[str, str, int], None]  # name, sha256 and bytes of a bundle that is on disk
 
 
-@dataclass(frozen=True)
-class Kind:
-    """How a method's options become a method that `fit_together` takes, and the numbers of windows."""
-
-    method: Callable[[dict[str, Any], ModelSource], Any]
-    counts: Callable[[dict[str, Any]], dict[str, Any]] = lambda o: {}
+KINDS = ("aqua-kv", "innerq", "kvtuner", "squat", "vqkv", "mixkvq")  # methods that `fit_together` takes
 
 
-def _mixkvq(o: Options, source: ModelSource) -> Any:
-    """Options of MixKVQ with fixed thresholds; what is to be searched goes another way."""
+def method_of(o: CalibrationOptions, source: ModelSource) -> Method | VQKV:
+    """The method that a command's options describe; of MixKVQ with fixed thresholds: a search goes another way."""
+    match o:
+        case FitPredictorsOptions():
+            return aqua_method(o)
+        case FitNormsOptions():
+            return innerq_method(o)
+        case TuneBitsOptions():
+            return kvtuner_method(o)
+        case MeasureSubspacesOptions():
+            return squat_method(o, source)
+        case TrainCodebooksOptions():
+            return vqkv_method(o, configuration.geometry(source))
+        case TuneThresholdsOptions():
+            return _mixkvq(o)
+    raise TypeError(type(o).__name__)
+
+
+def _mixkvq(o: TuneThresholdsOptions) -> MixKVQ:
     from ..search.thresholds import with_thresholds
 
     settings, method = search_settings(o), mixkvq_method(o)
     return method if method.full is not None else with_thresholds(method, settings.only)
 
 
-KINDS: dict[str, Kind] = {
-    "aqua-kv": Kind(lambda o, source: aqua_method(o)),
-    "innerq": Kind(lambda o, source: innerq_method(o)),
-    "kvtuner": Kind(lambda o, source: kvtuner_method(o), window_counts),
-    "squat": Kind(squat_method, squat_counts),
-    "vqkv": Kind(lambda o, source: vqkv_method(o, configuration.geometry(source))),
-    "mixkvq": Kind(_mixkvq, window_counts),
-}
+def counted(o: CalibrationOptions) -> CalibrationOptions:
+    """The options with a method's own numbers of windows, where none are given."""
+    if isinstance(o, MeasureSubspacesOptions):
+        return with_squat_windows(o)
+    if isinstance(o, TuneBitsOptions):
+        return with_windows(o)
+    return with_windows(o) if isinstance(o, TuneThresholdsOptions) else o
 
 
 RECORDS = ("aqua-kv", "innerq", "squat")  # methods whose bundles say how much keys and values of each layer err
@@ -114,7 +142,7 @@ RECORDS = ("aqua-kv", "innerq", "squat")  # methods whose bundles say how much k
 
 def searches(entry: Entry) -> bool:
     """Whether thresholds are to be found first: such a bundle has runs of its own."""
-    return entry.method == "mixkvq" and mixkvq_searches(entry.options)
+    return isinstance(entry.options, TuneThresholdsOptions) and mixkvq_searches(entry.options)
 
 
 def check_entry(recipe: BuildRecipe, entry: Entry) -> None:
@@ -126,18 +154,20 @@ def check_entry(recipe: BuildRecipe, entry: Entry) -> None:
                 "with; "
                 "give gates = {max_layer_drift = false}"
             )
-        if entry.method == "preset":
-            wanted_preset(entry.options)
-        elif entry.method in KINDS:
-            source = resolve(entry.options["model"], entry.options["revision"])
-            method = KINDS[entry.method].method(entry.options, source)
-            *_, length = window_numbers(entry.options | KINDS[entry.method].counts(entry.options), source)
+        if isinstance(o := entry.options, Selection):
+            check_selection(resolve(o.model, o.revision), given_selection(o), random_weights=o.random_weights)
+        if isinstance(o := entry.options, PresetOptions):
+            wanted_preset(o)
+        elif o is not None:
+            source = resolve(o.model, o.revision)
+            method = method_of(o, source)
+            *_, length = window_numbers(counted(o), source)
             if isinstance(windows := getattr(method, "windows", None), Windows):
                 coded_tokens(length, windows.sink, windows.block)
-            if (spill := entry.options.get("spill", "device")) not in SPILLS:
-                raise UsageError(f"spill {spill}: allowed are {', '.join(SPILLS)}")
-            if searches(entry):
-                mixkvq_objective(entry.options, source)
+            if o.spill not in SPILLS:
+                raise UsageError(f"spill {o.spill}: allowed are {', '.join(SPILLS)}")
+            if isinstance(o, TuneThresholdsOptions) and mixkvq_searches(o):
+                mixkvq_objective(o, source)
     except KVCalError as error:
         raise type(error)(f"recipe {recipe.path}: {entry.name}: {error}") from error
 
@@ -162,23 +192,23 @@ class Planner:
         return list(plans.values())
 
     def _inputs(self, entry: Entry) -> dict[str, Any]:
-        o = entry.options
-        inputs = {
+        o = entry.built
+        inputs: dict[str, Any] = {
             "method": entry.method,
             "model": self._once(["model", *_model_key(o)], lambda: model_identity(o)),
             "settings": settings_identity(o),
             "code": self.code,
         }
-        if entry.method != "preset":
+        if isinstance(o, CalibrationOptions):
             inputs["device"] = device_name(o)
             if inputs["device"] == "cpu":
                 inputs["cpu"] = cpu_record()  # as provenance: reproduce compares with it
-            source = resolve(o["model"], o["revision"])
+            source = resolve(o.model, o.revision)
             origin = text_for(o, source, "calibration")
-            check_column(o["column"], origin, o.get("other_text"))
-            inputs["text"] = self._text(entry, origin, "text")
-            if o.get("other_text") is not None:
-                inputs["other_text"] = self._text(entry, o["other_text"], "other_text")
+            check_column(o.column, origin, other := other_text(o))
+            inputs["text"] = self._text(entry, o, origin, "text")
+            if other is not None:
+                inputs["other_text"] = self._text(entry, o, other, "other_text")
         return inputs
 
     def _combined(self, entry: Entry, plans: Mapping[str, Planned]) -> dict[str, Any]:
@@ -186,13 +216,11 @@ class Planner:
         keys, values = (plans[part] for part in entry.parts)
         return {"method": "combine", "keys": keys.key, "values": values.key, "code": self.code}
 
-    def _text(self, entry: Entry, origin: str, name: str) -> dict[str, Any]:
+    def _text(self, entry: Entry, o: CalibrationOptions, origin: str, name: str) -> dict[str, Any]:
         if origin == RANDOM_TOKENS:
             return {"source": origin}
         earlier = self.lock.bundles.get(entry.name, {}).get("inputs", {}).get(name)
-        return self._once(
-            ["text", origin, entry.options["column"]], lambda: text_identity(origin, entry.options["column"], earlier)
-        )
+        return self._once(["text", origin, o.column], lambda: text_identity(origin, o.column, earlier))
 
     def _once(self, key: list[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         label = json.dumps(key, default=str)
@@ -203,30 +231,25 @@ class Planner:
     def gate_key(self, entry: Entry, sha256: str) -> str:
         """The key of everything that decides what the gates of a bundle say."""
         o = self.recipe.evaluation[entry.model]
-        origin = text_for(o, resolve(o["model"], o["revision"]), "evaluation")
+        origin = text_for(o, resolve(o.model, o.revision), "evaluation")
         text = (
             {}
             if origin == RANDOM_TOKENS
-            else self._once(["text", origin, o["column"]], lambda: text_identity(origin, o["column"]))
+            else self._once(["text", origin, o.column], lambda: text_identity(origin, o.column))
         )
         model = self._once(["model", *_model_key(o)], lambda: model_identity(o))
-        settings = {name: o[name] for name in ("length", "windows", "step", "batch", "dtype", "seed")}
+        settings = {name: o.by_name()[name] for name in ("length", "windows", "step", "batch", "dtype", "seed")}
         inputs = [sha256, asdict(entry.gates), text, model, settings, device_name(o), self.code]
         return sha256_text(canonical(inputs))
 
 
-def _model_key(o: Mapping[str, Any]) -> list[Any]:
-    return [
-        o["model"],
-        o["revision"],
-        bool(o.get("random_weights")),
-        o.get("seed", 0) if o.get("random_weights") else 0,
-    ]
+def _model_key(o: WeightsOptions) -> list[str | int | None]:
+    return [o.model, o.revision, o.random_weights, o.seed if o.random_weights else 0]
 
 
-def device_name(o: Mapping[str, Any]) -> str:
+def device_name(o: BuiltOptions | EvalOptions) -> str:
     """The device's name as provenance states it."""
-    return provenance.device_name(pick_device(o["device"]))
+    return provenance.device_name(pick_device(o.device))
 
 
 @dataclass(frozen=True)
@@ -247,19 +270,23 @@ def works(plans: Iterable[Planned], share: bool) -> list[Work]:
     groups: dict[str, list[Planned]] = {}
     for plan in plans:
         alone = not share or plan.entry.method not in KINDS or searches(plan.entry)
-        groups.setdefault(plan.entry.name if alone else _scan_key(plan.entry), []).append(plan)
+        groups.setdefault(plan.entry.name if alone else _scan_key(calibration_of(plan)), []).append(plan)
     return [
         Work(tuple(group), group[0].entry.method in KINDS and not searches(group[0].entry)) for group in groups.values()
     ]
 
 
-def _scan_key(entry: Entry) -> str:
-    o = entry.options
-    source = resolve(o["model"], o["revision"])
-    same = ("model", "revision", "random_weights", "seed", "dtype", "device", "batch", "text", "column")
-    how = [o.get("layerwise", False), o.get("spill", "device"), o.get("spill_dir"), o.get("other_text")]
-    numbers = window_numbers(o | KINDS[entry.method].counts(o), source)
-    return json.dumps(["scan", *(o[name] for name in same), *how, *numbers], default=str)
+def calibration_of(plan: Planned) -> CalibrationOptions:
+    """The options of a bundle that is fitted on a text."""
+    assert isinstance(plan.entry.options, CalibrationOptions)
+    return plan.entry.options
+
+
+def _scan_key(o: CalibrationOptions) -> str:
+    source = resolve(o.model, o.revision)
+    same = [o.model, o.revision, o.random_weights, o.seed, o.dtype, o.device, o.batch, o.text, o.column]
+    how = [is_layerwise(o), o.spill, spill_dir(o), other_text(o)]
+    return json.dumps(["scan", *same, *how, *window_numbers(counted(o), source)], default=str)
 
 
 # Doing it.
@@ -271,12 +298,14 @@ def run_work(work: Work, say: Say, written: Written) -> None:
         _scan_shared(work, say, written)
         return
     [plan] = work.plans
-    options = plan.entry.options | {"output": plan.path}
     if plan.entry.parts:
         keys, values = (plan.path.with_name(f"{part}{SUFFIX}") for part in plan.entry.parts)
         result = run_combine(keys, values, plan.path)
+    elif isinstance(o := plan.entry.options, PresetOptions):
+        result = run_preset(replace(o, output=plan.path), say)
     else:
-        result = run_preset(options, say) if plan.entry.method == "preset" else run_tune_thresholds(options, say)
+        assert isinstance(o, TuneThresholdsOptions)
+        result = run_tune_thresholds(replace(o, output=plan.path), say)
     written(plan.entry.name, result["sha256"], result["bytes"])
 
 
@@ -303,23 +332,20 @@ def _scan_shared(work: Work, say: Say, written: Written) -> None:
 
 
 def _scan(work: Work, say: Say, written: Written) -> None:
-    first = work.plans[0].entry
-    o = first.options | KINDS[first.method].counts(first.options)
-    source = resolve(o["model"], o["revision"])
+    o = counted(calibration_of(work.plans[0]))
+    source = resolve(o.model, o.revision)
     origin = text_for(o, source, "calibration")
-    tokenizer = tokenizer_for(o, source, origin, o.get("other_text"))
+    tokenizer = tokenizer_for(o, source, origin, other_text(o))
     text = calibration_windows(o, source, tokenizer, origin, say)
     check_context(source, text.length, say)
     other = other_windows(o, tokenizer, origin, len(text.train), text.length, say)
-    opened = _opened(
-        o["model"], o["revision"], o["dtype"], o["device"], o.get("layerwise", False), o["random_weights"], o["seed"]
-    )
+    opened = _opened(o.model, o.revision, o.dtype, o.device, is_layerwise(o), o.random_weights, o.seed)
     jobs = [
         FitJob(
-            KINDS[plan.entry.method].method(plan.entry.options, source),
+            method_of(one := calibration_of(plan), source),
             plan.path,
-            o["seed"],
-            selection=given_selection(plan.entry.options) if "keep" in plan.entry.options else None,
+            o.seed,
+            selection=given_selection(one) if isinstance(one, Selection) else None,
         )
         for plan in work.plans
     ]
@@ -333,7 +359,7 @@ def _scan(work: Work, say: Say, written: Written) -> None:
         device=opened.device,
         say=say,
         other=other,
-        options=FitOptions(o["batch"], o.get("spill", "device"), o.get("spill_dir")),
+        options=FitOptions(o.batch, cast(Where, o.spill), spill_dir(o)),
         written=lambda job, result: written(names[job.output], result.sha256, job.output.stat().st_size),
     )
 
@@ -443,10 +469,9 @@ def only_build(folder: Path) -> Iterator[None]:
     """Refuse a second build into the same folder while the first runs."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if lock(handle, wait=False) is False:
+            raise KVCalError(f"{folder}: another `kvcal build` is at work there; wait for it")
         yield
-    except BlockingIOError as error:
-        raise KVCalError(f"{folder}: another `kvcal build` is at work there; wait for it") from error
     finally:
         os.close(handle)
 
@@ -540,10 +565,11 @@ def _told(
 
 
 def held_to_gates(recipe: BuildRecipe, planner: Planner, lock: Lock, say: Say) -> list[Check]:
-    """Checks of every bundle that has gates, from the lock file where nothing that decides them changed."""
+    """Checks of every bundle with gates, from the lock file where nothing changed; raises when the others are done."""
     checks_of: dict[str, list[Check]] = {}
     missing: dict[str, list[Entry]] = {}
     keys: dict[str, str] = {}
+    failed: dict[str, KVCalError] = {}
     for entry in recipe.entries:
         if not entry.gates:
             lock.gates.pop(entry.name, None)
@@ -558,13 +584,15 @@ def held_to_gates(recipe: BuildRecipe, planner: Planner, lock: Lock, say: Say) -
     for model, entries in missing.items():
         say(f"gates of {', '.join(entry.name for entry in entries)}")
         paths = [recipe.output / entry.file for entry in entries]
-        options = recipe.evaluation[model] | {"bundles": paths}
+        options = replace(recipe.evaluation[model], bundles=paths)
         result = run_eval(options, say, {entry.name: entry.gates for entry in entries})
+        failed |= result["failed"]
         for entry in entries:
             checks_of[entry.name] = [check for check in result["gates"] if check.name == entry.name]
             lock.gates.pop(entry.name, None)
-            if worth_keeping(checks_of[entry.name]):
-                records = [asdict(check) for check in checks_of[entry.name]]
+            if entry.name not in failed and worth_keeping(checks_of[entry.name]):
+                records = [check.as_dict() for check in checks_of[entry.name]]
                 lock.gates[entry.name] = {"key": keys[entry.name], "checks": records}
         lock.write()
+    raise_first(failed)
     return [check for entry in recipe.entries if entry.gates for check in checks_of[entry.name]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from ..report.drawn import as_file
 from ..report.plots import check_plot, head_errors_figure
 from ..report.records import check_depth
 from .common import (
-    Options,
     Say,
     check_column,
     check_context,
@@ -30,7 +29,9 @@ from .common import (
     text_for,
     tokenizer_for,
 )
-from .workbench import check_bundle, open_given
+from .made_for import check_made_for
+from .options import InspectOptions, VerifyOptions
+from .workbench import check_bundle, open_model
 
 INSPECT_WINDOWS, INSPECT_LENGTH = 4, 1024  # enough for two digits: an error is a mean over thousands of tokens
 
@@ -39,15 +40,15 @@ def file_sha256(path: Path) -> str:
     return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
-def run_inspect(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+def run_inspect(o: InspectOptions, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """A bundle's header in short, every hash checked; errors by layer and head, as stored or, with --model, measured.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
-    path = o["bundle"]
-    if o["plot"] is not None:
-        check_plot(o["plot"])
-    if o["model"] is None:
+    path = o.bundle
+    if o.plot is not None:
+        check_plot(o.plot)
+    if o.model is None:
         refuse_idle(typed, MEASURES, "a measurement", "give --model, or leave it out")
     refuse_idle_seed(o, typed)
     bundle = given_bundle(path)
@@ -59,6 +60,7 @@ def run_inspect(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, 
         else {"layer": i, "key": "skipped", "value": scheme.skipped[i]}
         for i, pair in enumerate(scheme.layers)
     ]
+    errors = head_errors(bundle, o, say)
     facts = {
         "bundle": str(path),
         "sha256": file_sha256(path),
@@ -73,37 +75,37 @@ def run_inspect(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, 
         "provenance": bundle.provenance,
         "metrics": bundle.metrics,
         "layers": rows,
-        "head_errors": head_errors(bundle, o, say),
-        "plot": None if o["plot"] is None else str(o["plot"]),
+        "head_errors": errors,
+        "plot": None if o.plot is None else str(o.plot),
     }
-    if o["plot"] is not None:
-        _draw(bundle, facts["head_errors"], o["plot"])
+    if o.plot is not None:
+        _draw(bundle, errors, o.plot)
     return facts
 
 
 MEASURES = ("revision", "text", "column", "windows", "length", "random_weights", "seed", "dtype", "device")
 
 
-def head_errors(bundle: Bundle, o: Options, say: Say) -> dict[str, Any] | None:
+def head_errors(bundle: Bundle, o: InspectOptions, say: Say) -> dict[str, Any] | None:
     """{"from", "tokens", "key", "value"}, a row a layer; None where the bundle has none and no model was given."""
-    if o["model"] is not None:
-        errors, origin = _measured(bundle, o, say)
+    if o.model is not None:
+        errors, origin = _measured(bundle, o, o.model, say)
         return {"from": f"measured on {origin}", **asdict(errors)}
     stored = stored_head_errors(bundle.metrics)
     return None if stored is None else {"from": "held-out windows of the fit", **asdict(stored), "tokens": None}
 
 
-def _measured(bundle: Bundle, o: Options, say: Say) -> tuple[HeadErrors, str]:
-    source = names.resolve(o["model"], o["revision"])
+def _measured(bundle: Bundle, o: InspectOptions, model: str, say: Say) -> tuple[HeadErrors, str]:
+    source = names.resolve(model, o.revision)
     origin = text_for(o, source, "evaluation")
-    check_column(o["column"], origin)
+    check_column(o.column, origin)
     say(f"text: {origin}")
-    length = o["length"] or INSPECT_LENGTH
+    length = o.length or INSPECT_LENGTH
     check_context(source, length, say)
-    options = o | {"windows": o["windows"] or INSPECT_WINDOWS}
+    options = replace(o, windows=o.windows or INSPECT_WINDOWS)
     text = evaluation_text(options, source, tokenizer_for(o, source, origin), origin, length, say)
-    loaded = open_given(o)
-    bundle.check(loaded.model, loaded.revision)
+    loaded = open_model(model, o.revision, dtype=o.dtype, device=o.device, random_weights=o.random_weights, seed=o.seed)
+    check_made_for(bundle, loaded.model, loaded.revision)
     return measured_head_errors(loaded.model, bundle.scheme, text.ids), text.source
 
 
@@ -125,20 +127,18 @@ def run_diff(first: Path, second: Path) -> dict[str, Any]:
 COMPARES = ("revision", "random_weights", "seed", "device")
 
 
-def run_verify(o: Options, typed: Collection[str] = ()) -> dict[str, Any]:
+def run_verify(o: VerifyOptions, typed: Collection[str] = ()) -> dict[str, Any]:
     """Format and hashes; with a model also that the bundle was made for it.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
-    path, model = o["bundle"], o["model"]
+    path, model = o.bundle, o.model
     if model is None:
         refuse_idle(typed, COMPARES, "a comparison with a model", "give --model, or leave it out")
     refuse_idle_seed(o, typed)
     bundle = given_bundle(path)
     checks = ["format", "header hash", "tensor hashes", "tensors finite", "codecs", "layer chain"]
     if model is not None:
-        check_bundle(
-            bundle, model, o["revision"], device=o["device"], random_weights=o["random_weights"], seed=o["seed"]
-        )
+        check_bundle(bundle, model, o.revision, device=o.device, random_weights=o.random_weights, seed=o.seed)
         checks.append(f"model {model}")
     return {"bundle": str(path), "sha256": file_sha256(path), "ok": True, "checked": checks}

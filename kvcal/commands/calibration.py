@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import HeavyHitters
 
 from ..calibrate.driver import fit
 from ..calibrate.job import FitOptions, FitResult
+from ..capture.spill import Where
 from ..methods.base import Method
 from ..models import names
+from ..pipeline.options import CalibrationOptions, Layerwise, Selection
 from ..report.outputs import check_output
 from ..text import sources
 from .common import (
-    Options,
     Say,
     calibration_windows,
     check_column,
     check_context,
     given_selection,
+    other_text,
     other_windows,
     text_for,
     tokenizer_for,
 )
-from .workbench import Opened, open_for_fit
+from .workbench import Opened, check_selection, open_for_fit
 
 SPILLS = ("device", "cpu", "disk")
 
@@ -79,42 +81,53 @@ class Calibration:
         }
 
 
-def prepare(o: Options, source: names.ModelSource, output: Path | None, say: Say) -> Calibration:
-    """Options by name, as the command line gives them. Raises KVCalError before any model is read, if one of the text,
+def prepare(o: CalibrationOptions, source: names.ModelSource, output: Path | None, say: Say) -> Calibration:
+    """Text, windows and model of a calibrating command. Raises KVCalError before any model is read, if one of the text,
     the output or --spill cannot be.
     """
-    options, selection = run_options(o), given_selection(o) if "keep" in o else None
+    options, selection = run_options(o), given_selection(o) if isinstance(o, Selection) else None
     origin = text_for(o, source, "calibration")
-    check_column(o["column"], origin, o.get("other_text"))
+    check_column(o.column, origin, other_text(o))
     say(f"text: {origin}")
     if output is not None:
         check_output(output)
-    tokenizer = tokenizer_for(o, source, origin, o.get("other_text"))
+    tokenizer = tokenizer_for(o, source, origin, other_text(o))
+    check_selection(source, selection, random_weights=o.random_weights)
     text = calibration_windows(o, source, tokenizer, origin, say)
     check_context(source, text.length, say)
     other = other_windows(o, tokenizer, origin, len(text.train), text.length, say)
     opened = open_for_fit(
-        o["model"],
-        o["revision"],
-        dtype=o["dtype"],
-        device=o["device"],
-        layerwise=o.get("layerwise", False),
-        random_weights=o["random_weights"],
-        seed=o["seed"],
+        o.model,
+        o.revision,
+        dtype=o.dtype,
+        device=o.device,
+        layerwise=is_layerwise(o),
+        random_weights=o.random_weights,
+        seed=o.seed,
     )
-    return Calibration(opened, text, origin, options, o["seed"], say, selection, other)
+    return Calibration(opened, text, origin, options, o.seed, say, selection, other)
 
 
-def run_options(o: Options) -> FitOptions:
-    """--batch, --spill, --spill-dir and --resume, as far as a command has them."""
-    spill = o.get("spill", "device")
-    if spill not in SPILLS:
-        raise UsageError(f"--spill {spill}: allowed are {', '.join(SPILLS[:-1])} and {SPILLS[-1]}")
-    if o.get("spill_dir") is not None and spill != "disk":
+def is_layerwise(o: CalibrationOptions) -> bool:
+    """Whether one layer's weights are on the device at a time."""
+    return isinstance(o, Layerwise) and o.layerwise
+
+
+def spill_dir(o: CalibrationOptions) -> Path | None:
+    """The folder for --spill disk, of commands that can spill to disk."""
+    return o.spill_dir if isinstance(o, Layerwise) else None
+
+
+def run_options(o: CalibrationOptions) -> FitOptions:
+    """--batch, --spill, --spill-dir and --resume, checked."""
+    if o.spill not in SPILLS:
+        raise UsageError(f"--spill {o.spill}: allowed are {', '.join(SPILLS[:-1])} and {SPILLS[-1]}")
+    folder = spill_dir(o)
+    if folder is not None and o.spill != "disk":
         raise UsageError(
-            f"--spill-dir applies only to --spill disk, and --spill is {spill}: give that, or leave it out"
+            f"--spill-dir applies only to --spill disk, and --spill is {o.spill}: give that, or leave it out"
         )
-    return FitOptions(o["batch"], spill, o.get("spill_dir"), o.get("resume", True))
+    return FitOptions(o.batch, cast(Where, o.spill), folder, o.resume)
 
 
 def written(result: FitResult) -> dict[str, Any]:

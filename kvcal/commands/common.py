@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -27,13 +27,28 @@ from ..models import configuration, files
 from ..models.devices import pick_device, pick_dtype
 from ..models.names import ModelSource
 from ..pipeline.build import code_identity, model_identity
+from ..pipeline.options import (
+    BuiltOptions,
+    CalibrationOptions,
+    CalibrationText,
+    EvalOptions,
+    Kernels,
+    MeasureSubspacesOptions,
+    RunOptions,
+    Selection,
+    Stepped,
+    TextOptions,
+)
 from ..report.outputs import check_output
 from ..report.progress import progress
 from ..text import sources
+from .idle import refuse_empty_text, refuse_shares
+from .idle import refuse_idle as refuse_idle
+from .idle import refuse_idle_seed as refuse_idle_seed
+from .options import CompareOptions, ProbeOptions
 from .workbench import default_output
 
 Say = Callable[[str], None]
-Options = dict[str, Any]  # of a command, by name, as the command line read them
 RANDOM_TOKENS = "random token ids (random weights)"
 RANDOM_WINDOWS = 4  # of an evaluation that is a smoke test: random weights have no quality to measure
 
@@ -57,57 +72,32 @@ def reading() -> Iterator[sources.Progress]:
         yield seen
 
 
-def given_text(o: Options) -> str:
-    """--text as given; an empty one (an unset variable, say) is not taken for none."""
-    if not str(o["text"]).strip():
-        raise UsageError("--text is empty: give a file, a folder or a data set, or leave the option out")
-    return str(o["text"])
+def output_for(o: BuiltOptions, source: ModelSource, method: str) -> Path:
+    """--output, or a name made of model and method.
 
-
-def refuse_idle(typed: Collection[str], names: Collection[str], of: str, instead: str) -> None:
-    """UsageError for the first of the options `names` that somebody gave (`typed`) where nothing takes it.
-
-    of: what they apply to, of which there is none. instead: what to do.
+    Raises KVCalError, before any work, where no file can be written.
     """
-    for name in names:
-        if name in typed:
-            raise UsageError(f"--{name.replace('_', '-')} applies only to {of}, and there is none: {instead}")
-
-
-def refuse_idle_seed(o: Mapping[str, Any], typed: Collection[str]) -> None:
-    """`refuse_idle` of --seed, in commands where it is of --random-weights alone."""
-    if not o["random_weights"]:
-        refuse_idle(typed, ("seed",), "random weights", "give --random-weights, or leave it out")
-
-
-def output_for(o: Options, source: ModelSource, method: str) -> Path:
-    """--output, or a name made of model and method; raises KVCalError, before any work, where no file can be written."""
-    output = Path(o["output"] or default_output(source, method))
+    output = Path(o.output or default_output(source, method))
     check_output(output)
     return output
 
 
-def given_kernels(o: Mapping[str, Any]) -> bool:
+def given_kernels(o: Kernels) -> bool:
     """Whether kernels are required; UsageError where the step is one that no kernel serves."""
-    required = bool(o.get("require_kernels"))
-    if required and o.get("step", 1) > QUERIES:
+    if o.require_kernels and isinstance(o, Stepped) and o.step > QUERIES:
         raise UsageError(
-            f"--require-kernels: the fused kernel serves up to {QUERIES} tokens a call, --step is {o['step']}; "
+            f"--require-kernels: the fused kernel serves up to {QUERIES} tokens a call, --step is {o.step}; "
             f"give --step {QUERIES} or less"
         )
-    return required
+    return o.require_kernels
 
 
-def given_selection(o: Options) -> HeavyHitters | None:
+def given_selection(o: Selection) -> HeavyHitters | None:
     """--keep and --heavy; None without them: each bundle's own."""
-    if o["keep"] is None:
-        if o["heavy"] is not None:
-            raise UsageError("--heavy is a share of the tokens that --keep keeps: give --keep too")
+    refuse_shares(o)
+    if o.keep is None:
         return None
-    for name in ("keep", "heavy"):
-        if o[name] is not None and not (0 < o[name] <= 1 or (name == "heavy" and o[name] == 0)):
-            raise UsageError(f"--{name} {o[name]:g}: a share of tokens, {'above' if name == 'keep' else 'from'} 0 to 1")
-    return HeavyHitters(o["keep"], 0.5 if o["heavy"] is None else o["heavy"])
+    return HeavyHitters(o.keep, 0.5 if o.heavy is None else o.heavy)
 
 
 def check_context(source: ModelSource, length: int, say: Say) -> None:
@@ -117,11 +107,12 @@ def check_context(source: ModelSource, length: int, say: Say) -> None:
         say(f"note: windows of {length} tokens exceed the {context} that {source.label} was made for")
 
 
-def text_for(o: Options, source: ModelSource, purpose: str) -> str:
+def text_for(o: TextOptions, source: ModelSource, purpose: str) -> str:
     """Where the text is from; random weights of a model that is not here get random token ids."""
-    if o["text"] is not None:
-        return given_text(o)
-    if o["random_weights"] and source.kind == "hub":
+    if o.text is not None:
+        refuse_empty_text(o.text)
+        return o.text
+    if o.random_weights and source.kind == "hub":
         return RANDOM_TOKENS
     return sources.default_text(source, purpose)
 
@@ -149,57 +140,59 @@ def known(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def tokenizer_for(o: Mapping[str, Any], source: ModelSource, *origins: str | None) -> Any:
+def tokenizer_for(o: RunOptions, source: ModelSource, *origins: str | None) -> Any:
     """The model's tokenizer, so that a text is read before any weights are; None for random weights of a hub model.
 
     Raises, in this order, what `models.check_config` raises, TextError for one of the texts `origins` that is no file
     kvcal reads, UsageError for a --device or --dtype that cannot be used, ModelUnavailable for a tokenizer that cannot
     be read.
     """
-    configuration.check_config(source, random_weights=o["random_weights"])
+    configuration.check_config(source, random_weights=o.random_weights)
     for origin in origins:
         if origin is not None and origin != RANDOM_TOKENS:
             sources.check_local(origin)
-    pick_dtype(o["dtype"], pick_device(o["device"]))
-    if not o["random_weights"]:
+    pick_dtype(o.dtype, pick_device(o.device))
+    if not o.random_weights:
         return files.load_tokenizer(source)
     return files.local_tokenizer(source)
 
 
 def evaluation_text(
-    o: Options, source: ModelSource, tokenizer: Any, origin: str, length: int, say: Say
+    o: TextOptions, source: ModelSource, tokenizer: Any, origin: str, length: int, say: Say
 ) -> sources.EvaluationWindows:
     if origin == RANDOM_TOKENS:
-        vocabulary, count = configuration.geometry(source).vocab, o["windows"] or RANDOM_WINDOWS
-        return sources.random_evaluation(vocabulary, windows=count, length=length, seed=o["seed"])
+        vocabulary, count = configuration.geometry(source).vocab, o.windows or RANDOM_WINDOWS
+        return sources.random_evaluation(vocabulary, windows=count, length=length, seed=o.seed)
     with reading() as on_progress:
         return sources.evaluation_windows(
             known(tokenizer),
             origin,
             length=length,
-            windows=o["windows"],
-            column=o["column"],
+            windows=o.windows,
+            column=o.column,
             progress=on_progress,
             say=say,
         )
 
 
-def window_numbers(o: Options, source: ModelSource) -> tuple[int, int, int]:
+def window_numbers(o: CalibrationText, source: ModelSource) -> tuple[int, int, int]:
     """How many calibration windows, how many of them held out, tokens a window."""
     paper = configuration.presets(source)["aqua-kv"]
-    count, length = o["windows"] or paper["windows"], o["length"] or paper["length"]
-    holdout = o["holdout"] or (paper["holdout"] if o["windows"] is None else max(1, count // 8))
+    count, length = o.windows or paper["windows"], o.length or paper["length"]
+    holdout = o.holdout or (paper["holdout"] if o.windows is None else max(1, count // 8))
     if holdout >= count:
         raise UsageError(f"--holdout {holdout} of {count} windows leaves none to fit on")
     return count, holdout, length
 
 
-def calibration_windows(o: Options, source: ModelSource, tokenizer: Any, text_source: str, say: Say) -> sources.Windows:
+def calibration_windows(
+    o: CalibrationText, source: ModelSource, tokenizer: Any, text_source: str, say: Say
+) -> sources.Windows:
     """Windows as asked for, by default as the model's preset has them."""
     count, holdout, length = window_numbers(o, source)
     if text_source == RANDOM_TOKENS:
         vocabulary = configuration.geometry(source).vocab
-        return sources.random_windows(vocabulary, windows=count, length=length, holdout=holdout, seed=o["seed"])
+        return sources.random_windows(vocabulary, windows=count, length=length, holdout=holdout, seed=o.seed)
     with reading() as on_progress:
         return sources.token_windows(
             known(tokenizer),
@@ -207,27 +200,37 @@ def calibration_windows(o: Options, source: ModelSource, tokenizer: Any, text_so
             windows=count,
             holdout=holdout,
             length=length,
-            seed=o["seed"],
-            column=o["column"],
+            seed=o.seed,
+            column=o.column,
             progress=on_progress,
             say=say,
         )
 
 
+def other_text(o: CalibrationOptions) -> str | None:
+    """--other-text, which methods have that compare two texts."""
+    return o.other_text if isinstance(o, MeasureSubspacesOptions) else None
+
+
 def other_windows(
-    o: Options, tokenizer: Any, text_source: str, windows: int, length: int, say: Say
+    o: CalibrationOptions, tokenizer: Any, text_source: str, windows: int, length: int, say: Say
 ) -> sources.Windows | None:
     """As many windows of --other-text, for methods that compare; None without it."""
-    if o.get("other_text") is None:
+    if (other := other_text(o)) is None:
         return None
     if text_source == RANDOM_TOKENS:
         raise UsageError("--other-text: random weights without a tokenizer read no text")
     return sources.token_windows(
-        known(tokenizer), o["other_text"], windows=windows, length=length, seed=o["seed"], column=o["column"], say=say
+        known(tokenizer), other, windows=windows, length=length, seed=o.seed, column=o.column, say=say
     )
 
 
-def decided_by(o: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *ids_sha256: str) -> dict[str, Any]:
+def decided_by(
+    o: EvalOptions | CompareOptions | ProbeOptions | CalibrationOptions,
+    dtype: torch.dtype,
+    device: torch.device,
+    *ids_sha256: str,
+) -> dict[str, Any]:
     """What the last bits of figures of these token ids depend on, besides a command's own settings: code and versions,
     model, machine, and how many windows run at a time.
     """
@@ -238,8 +241,8 @@ def decided_by(o: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *
         "device": device_name(device),
         "cpu": cpu_record(),
         "ids_sha256": ids_sha256,
-        "batch": o["batch"],
-        "require_kernels": bool(o.get("require_kernels")),
+        "batch": o.batch,
+        "require_kernels": isinstance(o, Kernels) and o.require_kernels,
     }
 
 

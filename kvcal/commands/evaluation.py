@@ -11,7 +11,7 @@ import torch
 
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.errors import NonFiniteError, UsageError
+from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, Scheme
 from kvcal_artifacts.scheme.subspace import choose, has_subspace
 
@@ -26,11 +26,11 @@ from ..models.hub import one_line
 from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
 from ..pipeline.gates import Check, Limits, broken_off, check_recorded, check_row
+from ..pipeline.options import EvalOptions
 from ..report.progress import progress
 from ..text.sources import EvaluationWindows
 from .bundles import file_sha256
 from .common import (
-    Options,
     Say,
     check_column,
     check_context,
@@ -47,26 +47,27 @@ from .common import (
     tokenizer_for,
 )
 from .guard import guard_window, measured_warnings, schemes_of
+from .idle import refuse_prompt
+from .made_for import with_model_of
+from .options import GenerateOptions
 from .tasks import Answered, judged, run_tasks, task_names
-from .workbench import cache_makers, open_given, rows_named
+from .workbench import cache_makers, check_rows, named_error, open_given, rows_named
 
-# of --task, where `kvcal build` and `kvcal reproduce` evaluate
-TASKLESS: Options = dict.fromkeys(
-    ("task", "limit", "lengths", "tasks_path", "allow_code", "chat", "needle_plot", "max_score_drop")
-)
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
 
 def run_eval(
-    o: Options, say: Say, limits: Mapping[str, Limits] | None = None, typed: Collection[str] = ()
+    o: EvalOptions, say: Say, limits: Mapping[str, Limits] | None = None, typed: Collection[str] = ()
 ) -> dict[str, Any]:
     """Rows `full`, presets, bundles (with their files' "sha256") on the same text. limits: of each row by name; by
     default those of the options for all. typed: names of the options that somebody gave; UsageError for one that
-    nothing takes.
+    nothing takes. "failed" has the errors of rows that could not be measured, by name: the others are there
+    nevertheless.
     """
-    o = {**TASKLESS, **o}
     refuse_idle_seed(o, typed)
-    plan, tasks = _planned(o, say, limits), task_names(o)
+    methods = rows_named(o.preset or [], [*(o.bundles or []), *(o.bundle or [])])
+    o = with_model_of(o, methods.values(), typed)
+    plan, tasks = _planned(o, methods, say, limits), task_names(o)
     tokenizer = tokenizer_for(o, plan.source, plan.origin)
     if tasks and not plan.methods:
         raise UsageError("--task compares caches with full precision: give a bundle, or --preset")
@@ -74,23 +75,20 @@ def run_eval(
     check_context(plan.source, plan.length, say)
     loaded, makers = _opened(o, plan, say)
     started = time.monotonic()
-    work = CommandCheckpoint("eval", _record(o, plan, loaded.model, text), output=None, resume=o["resume"], say=say)
+    work = CommandCheckpoint("eval", _record(o, plan, loaded.model, text), output=None, resume=o.resume, say=say)
     with work.until_done():
         measured, broken = _measured(loaded.model, text.ids, makers, o, work, say)
         sound = {name: maker for name, maker in makers.items() if name not in broken}
         answered = run_tasks(o, loaded.model, known(tokenizer), sound, work, say) if tasks else Answered()
     row_names = dict(zip(makers, plan.methods, strict=True))  # a row's name tells of --keep, too
-    for name, (_, why) in broken.items():
-        if not plan.limits[row_names[name]]:
-            raise NonFiniteError(f"{name}: {why}")
     behind = {row_names[row.name]: row.kl_behind for row in measured.rows[1:]}
-    for line in measured_warnings(o["model"], plan.methods, behind):
+    for line in measured_warnings(o.model, plan.methods, behind):
         say(line)
-    checks = _judged(plan, row_names, measured, broken, say) + judged(answered, o["max_score_drop"])
-    if o["needle_plot"] is not None:
+    checks = _judged(plan, row_names, measured, broken, say) + judged(answered, o.max_score_drop)
+    if o.needle_plot is not None:
         from ..report.plots import plot_needle_maps
 
-        plot_needle_maps(answered.needles, f"{plan.source.public}: needles found", o["needle_plot"])
+        plot_needle_maps(answered.needles, f"{plan.source.public}: needles found", o.needle_plot)
     selection = plan.selection
     return {
         "rows": [
@@ -100,6 +98,11 @@ def run_eval(
         "layers": {name: watched.rows for name, watched in measured.watched.items()},
         "canary": {name: str(alive) for name, alive in measured.canaries.items()},
         "gates": checks,
+        "failed": {
+            name: named_error(name, error)
+            for name, error in broken.items()
+            if not _fails_gate(error, plan.limits[row_names[name]])
+        },
         "passed": all(check.passed for check in checks),
         "model": plan.source.public,
         "revision": loaded.revision,
@@ -110,7 +113,7 @@ def run_eval(
         "windows": len(text.ids),
         "resumed_windows": measured.resumed,
         "length": plan.length,
-        "step": o["step"],
+        "step": o.step,
         "keep": None if selection is None else selection.keep,
         "heavy": None if selection is None else selection.heavy,
         "seconds": round(time.monotonic() - started, 1),
@@ -134,25 +137,27 @@ class Plan:
     length: int
 
 
-def _planned(o: Options, say: Say, limits: Mapping[str, Limits] | None) -> Plan:
-    common, bundles = Limits.of(o), [*(o["bundles"] or []), *(o["bundle"] or [])]
-    methods, selection = rows_named(o["preset"] or [], bundles), given_selection(o)
-    source = resolve(o["model"], o["revision"])
+def _planned(
+    o: EvalOptions, methods: dict[str, DataFree | Bundle], say: Say, limits: Mapping[str, Limits] | None
+) -> Plan:
+    common, selection = Limits.of(o.by_name()), given_selection(o)
+    source = resolve(o.model, o.revision)
     origin = text_for(o, source, "evaluation")
-    check_column(o["column"], origin)
+    check_column(o.column, origin)
     say(f"text: {origin}")
     require = given_kernels(o)
     hashes = _hashes(methods)
-    methods = with_subspace(methods, o["subspace"])
+    methods = with_subspace(methods, o.subspace)
     if not methods:
-        idle = [name for name in ("keep", "require_kernels") if o[name]]
+        idle = [name for name, value in (("keep", o.keep), ("require_kernels", o.require_kernels)) if value]
         refuse_idle(idle, idle, "bundles and presets", "give a bundle, or --preset, or leave it out")
     if common and not methods:
         raise UsageError("a gate needs something to hold to it: give a bundle, or --preset")
+    check_rows(source, methods, selection, random_weights=o.random_weights)
     limits = {name: common if limits is None else limits[name] for name in methods}
     for name, method in methods.items():
         check_recorded(limits[name], name, method if isinstance(method, Bundle) else None)
-    length = o["length"] or min(configuration.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
+    length = o.length or min(configuration.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
     return Plan(source, origin, methods, limits, hashes, selection, require, length)
 
 
@@ -161,7 +166,7 @@ def _hashes(methods: Mapping[str, DataFree | Bundle]) -> dict[str, dict[str, str
     return {name: {"sha256": file_sha256(bundle.path)} for name, bundle in bundles.items() if bundle.path is not None}
 
 
-def _opened(o: Options, plan: Plan, say: Say) -> tuple[LoadedModel, dict[str, CacheMaker]]:
+def _opened(o: EvalOptions, plan: Plan, say: Say) -> tuple[LoadedModel, dict[str, CacheMaker]]:
     """The model and a maker of caches for each row."""
     loaded = open_given(o)
     if plan.methods:
@@ -170,11 +175,11 @@ def _opened(o: Options, plan: Plan, say: Say) -> tuple[LoadedModel, dict[str, Ca
     return loaded, cache_makers(loaded.model, plan.methods, loaded.revision, plan.selection, plan.require)
 
 
-def _record(o: Options, plan: Plan, model: Any, text: EvaluationWindows) -> dict[str, Any]:
+def _record(o: EvalOptions, plan: Plan, model: Any, text: EvaluationWindows) -> dict[str, Any]:
     """What the figures depend on: the key of the checkpoint."""
     return decided_by(o, model.dtype, model.device, text.ids_sha256) | {
         "rows": {name: row_key(method) for name, method in plan.methods.items()},
-        "step": o["step"],
+        "step": o.step,
         "selection": None if plan.selection is None else asdict(plan.selection),
     }
 
@@ -183,7 +188,7 @@ def _judged(
     plan: Plan,
     row_names: Mapping[str, str],
     measured: Measured,
-    broken: Mapping[str, tuple[int | None, str]],
+    broken: Mapping[str, KVCalError],
     say: Say,
 ) -> list[Check]:
     """The gates of rows that have limits; of the others, whether their caches stored anything. row_names: of a row, its
@@ -192,8 +197,9 @@ def _judged(
     checks: list[Check] = []
     by_name = {row.name: row for row in measured.rows}
     for name, method_name in row_names.items():
-        if name in broken:
-            checks.append(broken_off(name, *broken[name]))
+        if (error := broken.get(name)) is not None:
+            if isinstance(error, NonFiniteError) and _fails_gate(error, plan.limits[method_name]):
+                checks.append(broken_off(name, error.layer, str(error).removeprefix(f"{name}: ")))
             continue
         row, alive, watched = by_name[name], measured.canaries[name], measured.watched[name]
         if limits := plan.limits[method_name]:
@@ -209,6 +215,11 @@ def _judged(
     return checks
 
 
+def _fails_gate(error: KVCalError, limits: Limits) -> bool:
+    """Whether the error of a row is one that its gates judge: numbers that overflow."""
+    return isinstance(error, NonFiniteError) and bool(limits)
+
+
 @dataclass(frozen=True)
 class Measured:
     """rows: `full` first. watched, canaries: by name of the others. resumed: windows that a killed run had done."""
@@ -218,43 +229,44 @@ class Measured:
     canaries: dict[str, Canary]
     resumed: int
 
+    def beside(self, other: Measured) -> Measured:
+        """These rows and those of `other`, whose `full` is the same."""
+        rows = [*self.rows, *other.rows[1:]]
+        return Measured(rows, self.watched | other.watched, self.canaries | other.canaries, self.resumed)
+
 
 def _measured(
     model: Any,
     ids: torch.Tensor,
     makers: Mapping[str, CacheMaker],
-    o: Mapping[str, Any],
+    o: EvalOptions,
     work: CommandCheckpoint,
     say: Say,
-) -> tuple[Measured, dict[str, tuple[int | None, str]]]:
-    """All side by side; where numbers of one overflow each for itself, and those that do not once more together.
-    Second: layer and message of those that do.
-    """
+) -> tuple[Measured, dict[str, KVCalError]]:
+    """All side by side; where one cannot be measured, each for itself, so that the others are. Second: the errors."""
 
     def run(names: Iterable[str]) -> Measured:
-        watched.clear()
-        watched.update({name: Watched(makers[name], ids.shape[1]) for name in names})
+        watched = {name: Watched(makers[name], ids.shape[1]) for name in names}
         label = ", ".join(["full", *watched])
         saved = WatchedBatches(watched, work, f"windows-{short(label)}", label, len(ids), say)
-        rows = evaluate(model, ids, watched, step=o["step"], batch=o["batch"], saved=saved)
+        rows = evaluate(model, ids, watched, step=o.step, batch=o.batch, saved=saved)
         canaries = {
-            name: canary(model, ids, makers[name], step=o["step"]).counted(one.rows, one.audit)
+            name: canary(model, ids, makers[name], step=o.step).counted(one.rows, one.audit)
             for name, one in watched.items()
         }
-        return Measured(rows, dict(watched), canaries, saved.resumed)
+        return Measured(rows, watched, canaries, saved.resumed)
 
-    watched: dict[str, Watched] = {}
     try:
         return run(makers), {}
-    except NonFiniteError:
-        run([])  # raises where the model itself is to blame
-    broken: dict[str, tuple[int | None, str]] = {}
+    except KVCalError:
+        measured = run([])  # raises where the model itself is to blame
+    broken: dict[str, KVCalError] = {}
     for name in makers:
         try:
-            run([name])
-        except NonFiniteError as error:
-            broken[name] = (error.layer, str(error).removeprefix(f"{name}: "))
-    return run([name for name in makers if name not in broken]), broken
+            measured = measured.beside(run([name]))
+        except KVCalError as error:
+            broken[name] = error
+    return measured, broken
 
 
 def with_subspace(rows: dict[str, DataFree | Bundle], subspace: str | None) -> dict[str, DataFree | Bundle]:
@@ -359,27 +371,26 @@ def prompt_ids(tokenizer: Any, prompt: str, chat: bool, label: str) -> torch.Ten
     return ids
 
 
-def run_generate(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+def run_generate(o: GenerateOptions, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Text from a compressed cache, and what the cache held at the end.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
-    if not (o["sample"] or o["random_weights"]):
+    if not (o.sample or o.random_weights):
         refuse_idle(typed, ("seed",), "--sample and --random-weights", "give one of them, or leave it out")
-    if not o["prompt"].strip():
-        raise UsageError("--prompt is empty: give some text to go on from")
-    methods = rows_named([o["preset"]] if o["preset"] else [], [o["bundle"]] if o["bundle"] else [])
-    if len(methods) != 1:
-        raise UsageError("give one --bundle or one --preset")
-    selection, methods = given_selection(o), with_subspace(methods, o["subspace"])
-    source = resolve(o["model"], o["revision"])
+    refuse_prompt(o)
+    methods = rows_named([o.preset] if o.preset else [], [o.bundle] if o.bundle else [])
+    o = with_model_of(o, methods.values(), typed)
+    selection, methods = given_selection(o), with_subspace(methods, o.subspace)
+    source = resolve(o.model, o.revision)
     tokenizer = known(tokenizer_for(o, source))
-    ids = prompt_ids(tokenizer, o["prompt"], o["chat"], source.label)
+    ids = prompt_ids(tokenizer, o.prompt, o.chat, source.label)
+    check_rows(source, methods, selection, random_weights=o.random_weights)
     loaded = open_given(o)
     say_coverage(loaded.model, say)
     makers = cache_makers(loaded.model, methods, loaded.revision, selection, given_kernels(o))
     name, maker = next(iter(makers.items()))
-    if not o["random_weights"]:
+    if not o.random_weights:
         schemes = schemes_of(loaded.model, methods)
         for line in warnings(loaded.model, guard_window(tokenizer, schemes), schemes):
             say(line)
@@ -389,28 +400,31 @@ def run_generate(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str,
     with (
         maker() as cache,
         torch.no_grad(),
-        torch.random.fork_rng(where, enabled=o["sample"]),
-        progress("Generating", total=o["tokens"]) as advance,
+        torch.random.fork_rng(where, enabled=o.sample),
+        progress("Generating", total=o.tokens) as advance,
     ):
-        if o["sample"]:
-            torch.manual_seed(o["seed"])  # generate() draws from the global generator
+        if o.sample:
+            torch.manual_seed(o.seed)  # generate() draws from the global generator
         out = loaded.model.generate(
             ids,
             past_key_values=cache,
-            max_new_tokens=o["tokens"],
-            do_sample=o["sample"],
+            max_new_tokens=o.tokens,
+            do_sample=o.sample,
             pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
             streamer=_Counting(advance),
         )
         described = cache.describe()
+    if described["unpacked"] is not None:
+        say(f"note: {described['unpacked']}")
     return {
         "name": name,
-        "text": tokenizer.decode(out[0, ids.shape[1] if o["chat"] else 0 :], skip_special_tokens=True),
+        "text": tokenizer.decode(out[0, ids.shape[1] if o.chat else 0 :], skip_special_tokens=True),
         "new_tokens": int(out.shape[1] - ids.shape[1]),
         "seconds": round(time.monotonic() - started, 2),
         "nbytes": described["nbytes"],
         "bits_per_value": described["bits_per_value"],
         "resident_bytes": described["resident_bytes"],
         "selection": described["selection"],
+        "unpacked": described["unpacked"],
         "path": described["path"],
     }

@@ -15,33 +15,34 @@ from kvcal_artifacts.scheme import Scheme
 from ..methods.innerq import InnerQ
 from ..methods.registry import INNERQ_KEYS, INNERQ_VALUES, no_factors
 from ..models import names
+from ..pipeline.options import FitNormsOptions
 from .calibration import prepare, written
-from .common import Options, Say, output_for, refuse_idle
+from .common import Say, output_for, refuse_idle
 
 
-def innerq_method(o: Options) -> InnerQ:
+def innerq_method(o: FitNormsOptions) -> InnerQ:
     """--factors by default as far as the codec of keys has a use for them."""
-    if o["variant"] not in INNERQ_VALUES:
-        raise UsageError(f"--variant {o['variant']}: allowed are {', '.join(INNERQ_VALUES)}")
-    key = INNERQ_KEYS if o["keys"] is None else o["keys"]
-    value = INNERQ_VALUES[o["variant"]] if o["values"] is None else o["values"]
+    if o.variant not in INNERQ_VALUES:
+        raise UsageError(f"--variant {o.variant}: allowed are {', '.join(INNERQ_VALUES)}")
+    key = INNERQ_KEYS if o.keys is None else o.keys
+    value = INNERQ_VALUES[o.variant] if o.values is None else o.values
     usual = "none" if no_factors(key) else "channel"
     return InnerQ(
         key=key,
         value=value,
-        factors=usual if o["factors"] is None else o["factors"],
-        exponent=o["exponent"],
-        powers_of_two=o["powers_of_two"],
-        search=o["search"],
-        per_layer=tuple(o["per_layer"] or ()),
-        sink=o["sink"],
-        recent=o["recent"],
-        block=o["block"],
+        factors=usual if o.factors is None else o.factors,
+        exponent=o.exponent,
+        powers_of_two=o.powers_of_two,
+        search=o.search,
+        per_layer=tuple(o.per_layer or ()),
+        sink=o.sink,
+        recent=o.recent,
+        block=o.block,
     )
 
 
-def run_fit_norms(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
-    """Options by name, as the command line gives them -> what was written, and a row a layer with outliers and errors.
+def run_fit_norms(o: FitNormsOptions, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+    """What was written, and a row a layer with outliers and errors.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
@@ -49,10 +50,10 @@ def run_fit_norms(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str
     method = innerq_method(o)
     if method.factors == "none":
         refuse_idle(typed, ("exponent", "powers_of_two"), "factors", "give --factors channel or pair, or leave it out")
-    if o["values"] is not None:
+    if o.values is not None:
         refuse_idle(typed, ("variant",), "values without a codec of their own", "leave out it or --values")
-    source = names.resolve(o["model"], o["revision"])
-    output = output_for(o, source, f"{method.name}-{o['variant']}")
+    source = names.resolve(o.model, o.revision)
+    output = output_for(o, source, f"{method.name}-{o.variant}")
     calibration = prepare(o, source, output, say)
     result = calibration.fit(method, output)
     scheme, metrics, device = result.bundle.scheme, result.bundle.metrics, calibration.opened.device

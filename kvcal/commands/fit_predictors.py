@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import FRAMES
+from kvcal_artifacts.scheme import FRAMES, Frame
 
 from ..methods.aqua_kv import AquaKV
 from ..models import names
+from ..pipeline.options import FitPredictorsOptions
 from .calibration import prepare, written
-from .common import Options, Say, output_for, refuse_idle
+from .common import Say, output_for, refuse_idle
 
 PREDICTS = ("predictor", "rank", "ridge", "quantiser_agnostic", "mlp_epochs")  # options of predictors
 SOLVED = ("linear", "reduced-rank", "linear-4bit")  # kinds of them that ridge regression gives
@@ -25,24 +26,24 @@ def _names(text: str) -> tuple[str, ...]:
     return () if text.strip().lower() in ("", "none") else tuple(part.strip() for part in text.split(","))
 
 
-def aqua_method(o: Options) -> AquaKV:
+def aqua_method(o: FitPredictorsOptions) -> AquaKV:
     return AquaKV(
-        backbone=o["backbone"],
-        first_layer=o["first_layer"],
-        keys=o["keys"],
-        values=o["values"],
-        per_layer=tuple(o["per_layer"] or ()),
-        predictor=o["predictor"],
-        rank=o["rank"],
-        key_inputs=_names(o["key_inputs"]),
-        value_inputs=_names(o["value_inputs"]),
-        rope=o["frame"],
-        ridge=o["ridge"],
-        quantiser_agnostic=o["quantiser_agnostic"],
-        sink=o["sink"],
-        recent=o["recent"],
-        block=o["block"],
-        mlp_epochs=o["mlp_epochs"],
+        backbone=o.backbone,
+        first_layer=o.first_layer,
+        keys=o.keys,
+        values=o.values,
+        per_layer=tuple(o.per_layer or ()),
+        predictor=o.predictor,
+        rank=o.rank,
+        key_inputs=_names(o.key_inputs),
+        value_inputs=_names(o.value_inputs),
+        rope=cast(Frame, o.frame),
+        ridge=o.ridge,
+        quantiser_agnostic=o.quantiser_agnostic,
+        sink=o.sink,
+        recent=o.recent,
+        block=o.block,
+        mlp_epochs=o.mlp_epochs,
     )
 
 
@@ -66,17 +67,17 @@ def check_taken(method: AquaKV, typed: Collection[str]) -> None:
         )
 
 
-def run_fit_predictors(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
-    """Options by name, as the command line gives them -> what was written and how good it is.
+def run_fit_predictors(o: FitPredictorsOptions, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+    """What was written and how good it is.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     started = time.monotonic()
     method = aqua_method(o)
     check_taken(method, typed)
-    if o["frame"] not in FRAMES:
-        raise UsageError(f"--frame {o['frame']}: allowed are {', '.join(FRAMES)}")
-    source = names.resolve(o["model"], o["revision"])
+    if o.frame not in FRAMES:
+        raise UsageError(f"--frame {o.frame}: allowed are {', '.join(FRAMES)}")
+    source = names.resolve(o.model, o.revision)
     output = output_for(o, source, method.name)
     calibration = prepare(o, source, output, say)
     result = calibration.fit(method, output)

@@ -16,24 +16,25 @@ from ..models import configuration, files, layerwise, names
 from ..models.folding import key_factors, without_factors, write_folded
 from ..report.outputs import check_output
 from .bundles import file_sha256
-from .common import Options, Say
+from .common import Say
+from .options import FoldOptions
 from .workbench import check_bundle, key_probe, model_record
 
 
-def run_fold(o: Options, say: Say) -> dict[str, Any]:
-    """A new checkpoint with a bundle's key factors in W_K and W_Q, and, if asked for, the bundle that then needs none."""
-    output = Path(o["output"])
+def run_fold(o: FoldOptions, say: Say) -> dict[str, Any]:
+    """A new checkpoint with a bundle's key factors in W_K and W_Q, and, on request, the bundle that then needs none."""
+    output = Path(o.output)
     refuse_dash(output, "--output")
-    bundle = given_bundle(o["bundle"])
-    rest = o["bundle_output"]
+    bundle = given_bundle(o.bundle)
+    rest = o.bundle_output
     if rest is not None and output.resolve() in Path(rest).resolve().parents:
         raise UsageError(f"--bundle-output {rest}: lies in the folder of --output; put it beside")
     if rest is not None:
         check_output(Path(rest), "--bundle-output")
     factors = key_factors(bundle.scheme)
-    check_bundle(bundle, o["model"], o["revision"], device="cpu", random_weights=False, seed=0)
-    source = names.resolve(o["model"], o["revision"])
-    changed = write_folded(source, factors, output, dtype=o["dtype"])
+    check_bundle(bundle, o.model, o.revision, device="cpu", random_weights=False, seed=0)
+    source = names.resolve(o.model, o.revision)
+    changed = write_folded(source, factors, output, dtype=o.dtype)
     folded = names.resolve(str(output.resolve()))
     result = {
         "model": str(output.resolve()),
@@ -44,7 +45,7 @@ def run_fold(o: Options, say: Say) -> dict[str, Any]:
         "bundle": None,
     }
     if rest is not None:
-        written = folded_bundle(bundle, folded, file_sha256(Path(o["bundle"])), o["dtype"])
+        written = folded_bundle(bundle, folded, file_sha256(Path(o.bundle)), o.dtype)
         result |= {"bundle": str(rest), "sha256": written.write(Path(rest))}
     else:
         say("the folded model needs a bundle without factors: `kvcal preset`, or --bundle-output for this one's scheme")
@@ -52,7 +53,7 @@ def run_fold(o: Options, say: Say) -> dict[str, Any]:
 
 
 def folded_bundle(bundle: Bundle, folded: names.ModelSource, sha256: str, dtype: str) -> Bundle:
-    """The bundle's scheme without factors, for the model that they were folded into. dtype: as asked for its weights."""
+    """The bundle's scheme without factors, for the model that they were folded into. dtype: of its weights."""
     parts = layerwise.open_layerwise(folded, dtype="float32", device="cpu")
     fingerprint = Fingerprint.of(parts.model, parts.revision, key_probe(parts))
     record = {

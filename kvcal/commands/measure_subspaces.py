@@ -4,90 +4,93 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import Frame
 
 from ..calibrate.job import FitResult
 from ..methods.squat import DEVIATION_RANKS, SEARCH_RANKS, SEARCH_STRENGTHS, Squat, paper_settings, search_name
 from ..models import configuration, names
+from ..pipeline.options import MeasureSubspacesOptions
 from ..report.drawn import made_on
 from .calibration import Calibration, prepare, written
-from .common import Options, Say, machine, output_for, refuse_idle
+from .common import Say, machine, output_for, refuse_idle
 
 WINDOWS, HOLDOUT = 32, 8  # a Gram matrix of 64 channels settles within a few thousand queries
-SET = ("rank", "strength", "channels")  # what --settings stands for
 SOURCES = {"window": "same window", "prompt": "its prompt", "same_text": "same text", "other_text": "other text"}
 
 
-def squat_method(o: Options, source: names.ModelSource) -> Squat:
+def squat_method(o: MeasureSubspacesOptions, source: names.ModelSource) -> Squat:
     """The paper's settings for the model and task, where an option does not say otherwise."""
     model, dim = source.entry.name if source.entry else source.name, configuration.geometry(source).head_dim
-    for name in ("rank", "channels"):
-        if o[name] is not None and o[name] > dim:
-            raise UsageError(f"--{name} {o[name]}: keys have {dim} channels a head; give at most {dim}")
-    rank, strength, channels = paper_settings(o["settings"], model, o["frame"])
-    if o["normalise"] == "length":
+    for name, count in (("rank", o.rank), ("channels", o.channels)):
+        if count is not None and count > dim:
+            raise UsageError(f"--{name} {count}: keys have {dim} channels a head; give at most {dim}")
+    rank, strength, channels = paper_settings(o.settings, model, cast(Frame, o.frame))
+    if o.normalise == "length":
         strength = 1.0  # the paper's 1e-3 times a thousand query vectors
-    if o["settings"] == "lm-eval":
+    if o.settings == "lm-eval":
         channels = 0  # 64, half of the paper's head_dim
-    searched = (SEARCH_RANKS, SEARCH_STRENGTHS.get(o["normalise"], ())) if o["search"] else ((), ())
+    searched = (SEARCH_RANKS, SEARCH_STRENGTHS.get(o.normalise, ())) if o.search else ((), ())
     return Squat(
-        bits=o["bits"],
-        group=o["group"],
-        rank=rank if o["rank"] is None else o["rank"],
-        strength=strength if o["strength"] is None else o["strength"],
-        channels=channels if o["channels"] is None else o["channels"],
-        subspace=o["subspace"],
-        normalise=o["normalise"],
-        rope=o["frame"],
-        queries=o["queries"],
+        bits=o.bits,
+        group=o.group,
+        rank=rank if o.rank is None else o.rank,
+        strength=strength if o.strength is None else o.strength,
+        channels=channels if o.channels is None else o.channels,
+        subspace=o.subspace,
+        normalise=o.normalise,
+        rope=cast(Frame, o.frame),
+        queries=cast(Frame, o.queries),
         search_ranks=searched[0],
         search_strengths=searched[1],
-        prompt=o["prompt_tokens"],
-        sink=o["sink"],
-        recent=o["recent"],
-        block=o["block"],
+        prompt=o.prompt_tokens,
+        sink=o.sink,
+        recent=o.recent,
+        block=o.block,
     )
 
 
-def run_measure_subspaces(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
-    """Options by name, as the command line gives them -> what was written and what was measured.
+def run_measure_subspaces(o: MeasureSubspacesOptions, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+    """What was written and what was measured.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     started = time.monotonic()
-    if o["search"] and (o["rank"] is not None or o["strength"] is not None):
+    if o.search and (o.rank is not None or o.strength is not None):
         raise UsageError("--search tries ranks and strengths of its own: leave --rank and --strength out")
-    if all(o[name] is not None for name in SET):
+    if None not in (o.rank, o.strength, o.channels):  # what --settings stands for
         refuse_idle(
             typed,
             ("settings",),
             "a rank, strength or number of channels that is not given",
             "leave out it or one of these",
         )
-    source = names.resolve(o["model"], o["revision"])
+    source = names.resolve(o.model, o.revision)
     method = squat_method(o, source)
-    if o["plot"] is not None:
+    if o.plot is not None:
         from ..report.plots import check_plot
 
-        check_plot(o["plot"])
+        check_plot(o.plot)
     output = output_for(o, source, method.name)
-    of = prepare(o | window_counts(o), source, output, say)
+    of = prepare(with_windows(o), source, output, say)
     result = of.fit(method, output)
     summary = _found(method, result, of)
-    if o["plot"] is not None:
+    if o.plot is not None:
         from ..report.plots import plot_deviation
 
-        title = f"{o['model']}, {of.text.source}, queries {method.queries}; {made_on(machine(of.opened.device))}"
-        plot_deviation(summary["deviation"], SOURCES, title, o["plot"])
-        summary["plot"] = str(o["plot"])
+        title = f"{o.model}, {of.text.source}, queries {method.queries}; {made_on(machine(of.opened.device))}"
+        plot_deviation(summary["deviation"], SOURCES, title, o.plot)
+        summary["plot"] = str(o.plot)
     return summary | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def window_counts(o: Options) -> dict[str, Any]:
-    holdout = HOLDOUT if o["windows"] is None else None
-    return {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or holdout}
+def with_windows(o: MeasureSubspacesOptions) -> MeasureSubspacesOptions:
+    """The options with numbers of windows where none are given."""
+    holdout = HOLDOUT if o.windows is None else None
+    return replace(o, windows=o.windows or WINDOWS, holdout=o.holdout or holdout)
 
 
 def _found(method: Squat, result: FitResult, of: Calibration) -> dict[str, Any]:

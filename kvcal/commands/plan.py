@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +16,29 @@ from ..bench.planning.projection import Goal
 from ..models import plain_config
 from ..models.names import ModelSource, resolve
 from ..report.suggest import allowed
+from .options import PlanOptions
 
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """Of `kvcal plan`, as the command line read them. gpu, memory, bandwidth: on what; the card that is here where none
-    is given. context: the model's own where it is not given. presets: the usual ones where none is given.
-    """
-
-    model: str
-    revision: str | None = None
-    gpu: str | None = None
-    memory: str | None = None
-    bandwidth: str | None = None
-    context: str | None = None
-    batch: int = 1
-    budget_kl: float | None = None
-    presets: tuple[str, ...] = ()
-    weights: str | None = None
-    dtype: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        if self.dtype not in WIDTHS:
-            raise UsageError(f"--dtype {self.dtype}: allowed are {', '.join(WIDTHS)}")
-        if self.budget_kl is not None and not 0 < self.budget_kl < float("inf"):
-            raise UsageError(f"--budget-kl {self.budget_kl:g}: must be positive and finite, nats a token as 0.05")
-        if self.gpu is not None and self.memory is not None:
-            raise UsageError(f"--gpu {self.gpu} and --memory {self.memory}: give one of the two")
-        if self.bandwidth is not None and self.memory is None:
-            raise UsageError(f"--bandwidth {self.bandwidth} goes with --memory; --gpu has a bandwidth of its own")
+def check(options: PlanOptions) -> None:
+    """UsageError for values, and pairs of options, that say nothing."""
+    if options.dtype not in WIDTHS:
+        raise UsageError(f"--dtype {options.dtype}: allowed are {', '.join(WIDTHS)}")
+    if options.budget_kl is not None and not 0 < options.budget_kl < float("inf"):
+        raise UsageError(f"--budget-kl {options.budget_kl:g}: must be positive and finite, nats a token as 0.05")
+    if options.gpu is not None and options.memory is not None:
+        raise UsageError(f"--gpu {options.gpu} and --memory {options.memory}: give one of the two")
+    if options.bandwidth is not None and options.memory is None:
+        raise UsageError(f"--bandwidth {options.bandwidth} goes with --memory; --gpu has a bandwidth of its own")
 
 
 def run_plan(options: PlanOptions, say: Say) -> dict[str, Any]:
-    """What the model takes on the card and how fast it runs, for FP16 and each scheme. say: is told what was assumed."""
+    """What the model takes on the card and how fast it runs, for FP16 and each scheme. say: prints assumptions."""
+    check(options)
     source = _source(options)
-    chosen = [schemes.planned(name) for name in dict.fromkeys(options.presets or schemes.DEFAULT)]
+    chosen = [schemes.planned(name) for name in dict.fromkeys(options.preset or schemes.DEFAULT)]
     card = _card(options)
     model = _model(source, options, say)
     geometry = model.geometry

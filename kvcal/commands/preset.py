@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvcal_artifacts.bundle import Bundle, Fingerprint
+from kvcal_artifacts.cache import check_served
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
@@ -18,24 +19,25 @@ from ..methods.base import settings_of
 from ..methods.data_free import COMPOSED, DataFree, Preset, composed
 from ..models import configuration, files, layerwise, names
 from ..models.devices import pick_device, pick_dtype
-from .common import Options, Say, given_selection, output_for, refuse_idle, refuse_idle_seed, say_coverage
+from ..pipeline.options import PresetOptions
+from .common import Say, given_selection, output_for, refuse_idle, refuse_idle_seed, say_coverage
 from .guard import guard_window
 from .workbench import key_probe, model_record
 
 
-def wanted_preset(o: Options) -> DataFree:
-    """The preset of that name, codecs, windows and frame as far as given in their place; or the codecs without a name."""
-    preset = composed(o["name"], o["keys"], o["values"], tuple(o["per_layer"] or ()))
-    windows = {"sink": o["sink"], "recent": o["recent"], "block": o["block"]}
+def wanted_preset(o: PresetOptions) -> DataFree:
+    """The preset of that name, with codecs, windows and frame where given; or the codecs without a name."""
+    preset = composed(o.name, o.keys, o.values, tuple(o.per_layer or ()))
+    windows: dict[str, int | str | None] = {"sink": o.sink, "recent": o.recent, "block": o.block}
     if isinstance(preset, Preset):
-        windows["rope"] = o["frame"]
-    elif o["frame"] not in (None, preset.frame):
-        raise UsageError(f"--frame {o['frame']}: {o['name']} stores keys {preset.frame}")
+        windows["rope"] = o.frame
+    elif o.frame not in (None, preset.frame):
+        raise UsageError(f"--frame {o.frame}: {o.name} stores keys {preset.frame}")
     changes: dict[str, Any] = {name: value for name, value in windows.items() if value is not None}
     return replace(preset, **changes)
 
 
-def run_preset(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+def run_preset(o: PresetOptions, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """A bundle for a method that needs no data: from the model's config, and two layers' weights for the fingerprint.
     All layers are run on two windows of text for the outlier guard, unless told not to; nothing is written where that
     fails.
@@ -43,36 +45,37 @@ def run_preset(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, A
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     method, selection = wanted_preset(o), given_selection(o)
-    if o["config_only"] and o["random_weights"]:
+    if o.config_only and o.random_weights:
         raise UsageError("--config-only and --random-weights: with the one no weights are meant, with the other some")
     refuse_idle_seed(o, typed)
-    guarded = o["check"] and not (o["config_only"] or o["random_weights"])
+    guarded = o.check and not (o.config_only or o.random_weights)
     if not guarded:
-        idle = ("device", "check") if o["check"] else ("device",)  # --no-check says what happens anyway
+        idle = ("device", "check") if o.check else ("device",)  # --no-check says what happens anyway
         refuse_idle(
             typed,
             idle,
             "the model's run on a text",
             "with --no-check, --config-only and --random-weights it is not run; leave it out",
         )
-    source = names.resolve(o["model"], o["revision"])
-    name = o["name"] or COMPOSED
+    source = names.resolve(o.model, o.revision)
+    name = o.name or COMPOSED
     output = output_for(o, source, name)
-    pick_device(o["device"])  # refused before anything is written
-    model, revision, probe = _from_config(source) if o["config_only"] else _opened(source, o)
+    pick_device(o.device)  # refused before anything is written
+    model, revision, probe = _from_config(source) if o.config_only else _opened(source, o)
     scheme = method.scheme(model).keeping(selection)
+    check_served(model, scheme)
     say_coverage(model, say)
     record = {
         "tool": f"kvcal {__version__}",
         "method": name,
         "settings": settings_of(method),
-        "model": model_record(source, revision, o["random_weights"]),
+        "model": model_record(source, revision, o.random_weights),
     }
     if selection is not None:
         record["selection"] = asdict(selection)
     fingerprint = Fingerprint.of(model, revision, probe)
     if guarded:
-        for line in _warnings(source, {name: scheme}, o["device"]):
+        for line in _warnings(source, {name: scheme}, o.device):
             say(line)
     sha256 = Bundle(fingerprint, scheme, record).write(output)
     return {
@@ -89,9 +92,9 @@ def run_preset(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, A
     }
 
 
-def _opened(source: names.ModelSource, o: Options) -> tuple[Any, str, tuple[float, ...]]:
+def _opened(source: names.ModelSource, o: PresetOptions) -> tuple[Any, str, tuple[float, ...]]:
     parts = layerwise.open_layerwise(
-        source, dtype="float32", device="cpu", random_weights=o["random_weights"], seed=o["seed"]
+        source, dtype="float32", device="cpu", random_weights=o.random_weights, seed=o.seed
     )
     return parts.model, parts.revision, key_probe(parts)
 

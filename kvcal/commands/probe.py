@@ -6,12 +6,12 @@ import csv
 import io
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, cast
 
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import write_atomically
-from kvcal_artifacts.scheme import FRAMES
+from kvcal_artifacts.scheme import FRAMES, Frame
 
 from .. import __version__
 from ..calibrate.checkpoint import CommandCheckpoint
@@ -25,17 +25,18 @@ from ..report.outputs import check_output
 from ..report.timing import PhaseTimer
 from ..search.comparison import Ledger, read_results
 from .calibration import Calibration, prepare
-from .common import Options, Say, decided_by, machine, say_coverage
+from .common import Say, decided_by, machine, say_coverage
+from .options import ProbeOptions
 
 # Of the embedded model: half a minute; other models have their preset's, the paper's 256 and 32.
 WINDOWS, HOLDOUT = 32, 8
 
 
-def probe_settings(o: Options) -> Settings:
-    if o["frame"] not in FRAMES:
-        raise UsageError(f"--frame {o['frame']}: allowed are {', '.join(FRAMES)}")
-    probes = tuple(Probe.parse(text) for text in o["probe"] or ()) or paper_probes()
-    return Settings(probes, o["frame"], o["ridge"], o["sink"])
+def probe_settings(o: ProbeOptions) -> Settings:
+    if o.frame not in FRAMES:
+        raise UsageError(f"--frame {o.frame}: allowed are {', '.join(FRAMES)}")
+    probes = tuple(Probe.parse(text) for text in o.probe or ()) or paper_probes()
+    return Settings(probes, cast(Frame, o.frame), o.ridge, o.sink)
 
 
 def check_reach(settings: Settings, layers: int) -> None:
@@ -48,26 +49,26 @@ def check_reach(settings: Settings, layers: int) -> None:
             )
 
 
-def run_probe(o: Options, say: Say) -> dict[str, Any]:
-    """Options by name, as the command line gives them -> a row a probe, with its explained variance in every layer."""
+def run_probe(o: ProbeOptions, say: Say) -> dict[str, Any]:
+    """A row a probe, with its explained variance in every layer."""
     started = time.monotonic()
     settings = probe_settings(o)
-    if o["plot"] is not None:
+    if o.plot is not None:
         from ..report.plots import check_plot
 
-        check_plot(o["plot"])
-    if o["csv"] is not None:
-        check_output(o["csv"], "--csv")
-    if o["output"] is not None:
-        check_output(o["output"])
-        read_results(o["output"], "probe")  # refused before any work, if it is none
-    source = names.resolve(o["model"], o["revision"])
-    if o["probe"]:  # the paper's own are of any model
+        check_plot(o.plot)
+    if o.csv is not None:
+        check_output(o.csv, "--csv")
+    if o.output is not None:
+        check_output(o.output)
+        read_results(o.output, "probe")  # refused before any work, if it is none
+    source = names.resolve(o.model, o.revision)
+    if o.probe:  # the paper's own are of any model
         check_reach(settings, compressible(source))
-    counts: dict[str, int] = {}
-    if source.kind == "embedded" and o["windows"] is None:
-        counts = {"windows": WINDOWS, "holdout": o["holdout"] or HOLDOUT}
-    of = prepare(o | counts, source, o["output"], say)
+    counted = o
+    if source.kind == "embedded" and o.windows is None:
+        counted = replace(o, windows=WINDOWS, holdout=o.holdout or HOLDOUT)
+    of = prepare(counted, source, o.output, say)
     say_coverage(of.opened.source.model, say)
     width = configuration.geometry(source).kv_heads * configuration.geometry(source).head_dim
     tokens = len(of.text.train) * max(0, of.length - settings.first)
@@ -77,8 +78,8 @@ def run_probe(o: Options, say: Say) -> dict[str, Any]:
     record = everything | decided_by(
         o, next(of.opened.source.model.parameters()).dtype, of.opened.device, of.text.ids_sha256
     )
-    work = CommandCheckpoint("probe", record, output=o["output"], resume=of.options.resume, say=say)
-    ledger = Ledger("probe", o["output"], everything, work, of.options.resume)
+    work = CommandCheckpoint("probe", record, output=o.output, resume=of.options.resume, say=say)
+    ledger = Ledger("probe", o.output, everything, work, of.options.resume)
     resumed = len(ledger.rows)
     if resumed:
         say(f"resuming: {resumed} layers are in {ledger.where}")
@@ -100,14 +101,15 @@ def run_probe(o: Options, say: Say) -> dict[str, Any]:
         "seconds": round(time.monotonic() - started, 1),
         "phases": timer.split(),
     }
-    if o["csv"] is not None:
-        write_atomically(o["csv"], as_csv(rows, sorted(layers)).encode(), "--csv")
-    if o["plot"] is not None:
+    if o.csv is not None:
+        write_atomically(o.csv, as_csv(rows, sorted(layers)).encode(), "--csv")
+    if o.plot is not None:
         from ..report.plots import plot_probes
 
-        title = f"{o['model']}, {of.text.source}, keys {settings.frame}; {made_on(machine(of.opened.device))}"
-        plot_probes(rows, title, o["plot"])
-    return result | {name: str(o[name]) for name in ("output", "csv", "plot") if o[name] is not None}
+        title = f"{o.model}, {of.text.source}, keys {settings.frame}; {made_on(machine(of.opened.device))}"
+        plot_probes(rows, title, o.plot)
+    files = {"output": o.output, "csv": o.csv, "plot": o.plot}
+    return result | {name: str(path) for name, path in files.items() if path is not None}
 
 
 def _run(settings: Settings, of: Calibration, ledger: Ledger, timer: PhaseTimer) -> None:
@@ -132,7 +134,7 @@ def _run(settings: Settings, of: Calibration, ledger: Ledger, timer: PhaseTimer)
             )
 
 
-def _everything(o: Options, settings: Settings, of: Calibration) -> dict[str, Any]:
+def _everything(o: ProbeOptions, settings: Settings, of: Calibration) -> dict[str, Any]:
     """All that the figures depend on, as JSON has it."""
     fields = asdict(settings) | {"probes": [probe.name for probe in settings.probes], "first_token": settings.first}
     opened, text = of.opened, of.text
@@ -143,8 +145,8 @@ def _everything(o: Options, settings: Settings, of: Calibration) -> dict[str, An
         "random_weights": opened.random_weights,
         "dtype": str(opened.source.model.dtype).removeprefix("torch."),
         "device": opened.device.type,
-        "batch": o["batch"] or default_batch(of.length, opened.device),
-        "seed": o["seed"],
+        "batch": o.batch or default_batch(of.length, opened.device),
+        "seed": o.seed,
         "text": text.source,
         "text_sha256": text.sha256,
         "ids_sha256": text.ids_sha256,

@@ -16,34 +16,34 @@ from ..bundles.publish import pull, push
 from ..pipeline.build import DefaultsOf, OptionsOf
 from ..report.outputs import check_output
 from .bundles import file_sha256
-from .common import Options
+from .options import CardOptions, PullOptions, PushOptions
 from .reproduce import check_command
 
 
-def run_card(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf) -> dict[str, Any]:
+def run_card(o: CardOptions, defaults_of: DefaultsOf, options_of: OptionsOf) -> dict[str, Any]:
     """The card's text; with --output it is written, and its plots beside it."""
-    if o["output"] is not None:
-        if str(o["output"]) == "-":
+    if o.output is not None:
+        if str(o.output) == "-":
             raise UsageError("--output -: leave --output out to print the card, or give a file name")
-        check_output(o["output"])  # before the bundle is read
-    card = _card(o, o["repo"], defaults_of, options_of)
+        check_output(o.output)  # before the bundle is read
+    card = _card(o, o.repo, defaults_of, options_of)
     files: dict[Path, bytes] = {}
-    if o["output"] is not None:
-        files = {o["output"]: card.text.encode(), **{o["output"].parent / name: p for name, p in card.plots.items()}}
+    if o.output is not None:
+        files = {o.output: card.text.encode(), **{o.output.parent / name: p for name, p in card.plots.items()}}
         write_together(files)
-    return {"bundle": str(o["bundle"]), "card": card.text, "files": [str(path) for path in files]}
+    return {"bundle": str(o.bundle), "card": card.text, "files": [str(path) for path in files]}
 
 
-def _card(o: Options, repo: str | None, defaults_of: DefaultsOf, options_of: OptionsOf) -> Card:
-    path = o["bundle"]
+def _card(o: CardOptions | PushOptions, repo: str | None, defaults_of: DefaultsOf, options_of: OptionsOf) -> Card:
+    path = o.bundle
     bundle = given_bundle(path)
-    evaluation = None if o["evaluation"] is None else _evaluation(o["evaluation"])
+    evaluation = None if o.evaluation is None else _evaluation(o.evaluation)
     return make_card(
         bundle,
         file_sha256(path),
         repo=repo,
         evaluation=evaluation,
-        licence=o["license"],
+        licence=o.license,
         defaults_of=defaults_of,
         check=lambda was: check_command(was, defaults_of, options_of),
     )
@@ -61,14 +61,14 @@ def _evaluation(path: Path) -> dict[str, Any]:
     return evaluation
 
 
-def run_push(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf) -> dict[str, Any]:
+def run_push(o: PushOptions, defaults_of: DefaultsOf, options_of: OptionsOf) -> dict[str, Any]:
     """What was pushed and the commit that holds it."""
-    card = _card(o, o["repo"], defaults_of, options_of)
-    return asdict(push(o["bundle"], o["repo"], card, branch=o["branch"], message=o["message"], private=o["private"]))
+    card = _card(o, o.repo, defaults_of, options_of)
+    return asdict(push(o.bundle, o.repo, card, branch=o.branch, message=o.message, private=o.private))
 
 
-def run_pull(o: Options) -> dict[str, Any]:
+def run_pull(o: PullOptions) -> dict[str, Any]:
     """What was pulled, and from which commit."""
-    folder = Path(o["output"])
-    pulled = pull(o["repo"], folder, revision=o["revision"], file=o["file"], sha256=o["sha256"])
+    folder = Path(o.output)
+    pulled = pull(o.repo, folder, revision=o.revision, file=o.file, sha256=o.sha256)
     return {"bundle": str(folder / pulled.file), **asdict(pulled)}

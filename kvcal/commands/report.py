@@ -18,22 +18,23 @@ from ..report.outputs import check_output
 from ..report.page import LENGTHS, Heads, Report, page
 from ..report.records import is_number
 from ..search.comparison import front
-from .common import Options, Say
+from .common import Say
+from .options import ReportOptions
 
 FACTS = ("model", "revision", "text", "windows", "length", "dtype", "random_weights")
 NUMBERS = ("perplexity", "kl_se", "kl_median", "kl_p99", "kl_max", "same_top", "smaller")
 PAIRED = ("score", "full", "difference", "low", "high", "n")
 
 
-def run_report(o: Options, say: Say) -> dict[str, Any]:
+def run_report(o: ReportOptions, say: Say) -> dict[str, Any]:
     """Write --output from files of `kvcal eval --json`, `kvcal compare --json` or `--output`, and bundles."""
-    check_output(o["output"])
-    if o["output"].suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"--output {o['output']}: must end in .html")
+    check_output(o.output)
+    if o.output.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"--output {o.output}: must end in .html")
     heads: list[Heads] = []
     rows: dict[str, dict[str, Any]] = {}
     facts: dict[str, object] = {}
-    for path in o["inputs"]:
+    for path in o.inputs:
         if path.name.endswith(SUFFIX):
             heads += _of_bundle(path, say)
             continue
@@ -53,8 +54,8 @@ def run_report(o: Options, say: Say) -> dict[str, Any]:
         {row["name"]: points for row in ordered if (points := memory(row, facts)) is not None},
     )
     text = page(report)
-    write_atomically(o["output"], text.encode(), "--output")
-    return {"output": o["output"], "rows": len(ordered), "bundles": len(heads), "bytes": len(text.encode())}
+    write_atomically(o.output, text.encode(), "--output")
+    return {"output": o.output, "rows": len(ordered), "bundles": len(heads), "bytes": len(text.encode())}
 
 
 def _same_facts(facts: dict[str, object], other: Mapping[str, object], path: Path) -> None:
@@ -62,8 +63,8 @@ def _same_facts(facts: dict[str, object], other: Mapping[str, object], path: Pat
     for name in ("model", "text", "windows", "length"):
         if name in facts and name in other and facts[name] != other[name]:
             raise UsageError(
-                f"{path}: {name} is {other[name]!r}, of the files before it {facts[name]!r}: their figures do not compare; "
-                "give files of one model and text"
+                f"{path}: {name} is {other[name]!r}, of the files before it {facts[name]!r}: their figures do not "
+                "compare; give files of one model and text"
             )
     facts.update(other)
 
@@ -82,8 +83,8 @@ def read_result(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}; give a result or a bundle") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise KVCalError(
-            f"{path}: is no result of `kvcal eval --json` or `kvcal compare` ({type(error).__name__}: {error}); give such "
-            f"a file, or a bundle (*{SUFFIX})"
+            f"{path}: is no result of `kvcal eval --json` or `kvcal compare` ({type(error).__name__}: {error}); give "
+            f"such a file, or a bundle (*{SUFFIX})"
         ) from error
     return {"rows": rows, "layers": layers, "facts": facts}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,20 @@ from kvcal_artifacts.files import read_bytes
 
 from ..bundles.diff import diff
 from ..bundles.paths import given_bundle, refuse_name
-from ..bundles.provenance import LOCAL, Options, Recorded, check_threads, checked_options, recorded, tasks_of
+from ..bundles.provenance import LOCAL, Recorded, check_threads, checked_options, recorded, tasks_of
 from ..models import configuration, names
 from ..models.catalogue import CATALOGUE
 from ..pipeline.build import DefaultsOf, OptionsOf
+from ..pipeline.options import (
+    FitNormsOptions,
+    FitPredictorsOptions,
+    MeasureSubspacesOptions,
+    PresetOptions,
+    TrainCodebooksOptions,
+    TuneBitsOptions,
+    TuneThresholdsOptions,
+)
+from ..pipeline.spec import Options as CommandOptions
 from ..report.outputs import check_output
 from ..text.sources import EMBEDDED
 from .bundles import file_sha256
@@ -32,39 +42,28 @@ from .fit_norms import innerq_method, run_fit_norms
 from .fit_predictors import aqua_method, run_fit_predictors
 from .fold import run_fold
 from .measure_subspaces import run_measure_subspaces, squat_method
+from .options import FoldOptions, ReproduceOptions
 from .preset import run_preset, wanted_preset
 from .train_codebooks import run_train_codebooks, vqkv_method
 from .tune_bits import kvtuner_method, run_tune_bits
 from .tune_thresholds import mixkvq_method, run_tune_thresholds, search_settings
 
-Run = Callable[[Options, Say], Any]
-RUNS: dict[str, Run] = {
-    "fit-predictors": run_fit_predictors,
-    "fit-norms": run_fit_norms,
-    "fold": run_fold,
-    "measure-subspaces": run_measure_subspaces,
-    "preset": run_preset,
-    "train-codebooks": run_train_codebooks,
-    "tune-bits": run_tune_bits,
-    "tune-thresholds": run_tune_thresholds,
-}
-# What the commands make of their options first; of those of OF_MODEL the model's geometry decides as well.
-OF_OPTIONS: dict[str, Callable[[Options], Any]] = {
-    "fit-predictors": aqua_method,
-    "fit-norms": innerq_method,
-    "preset": wanted_preset,
-    "tune-bits": kvtuner_method,
-    "tune-thresholds": lambda o: (search_settings(o), mixkvq_method(o)),
-}
-OF_MODEL: dict[str, Callable[[Options, names.ModelSource], Any]] = {
-    "measure-subspaces": squat_method,
-    "train-codebooks": lambda o, source: vqkv_method(o, configuration.geometry(source)),
-}
+RUNS = (  # commands that `run_again` knows
+    "fit-predictors",
+    "fit-norms",
+    "fold",
+    "measure-subspaces",
+    "preset",
+    "train-codebooks",
+    "tune-bits",
+    "tune-thresholds",
+)
+OF_MODEL = ("measure-subspaces", "train-codebooks")  # the model's geometry decides on their options as well
 INPUTS = ("text.", "other_text.", "model.", "keys.sha256", "values.sha256", "folded_from.bundle_sha256")
 ENVIRONMENT = ("tool", "versions.", "device", "cpu.")
 
 
-def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, say: Say) -> dict[str, Any]:
+def run_reproduce(o: ReproduceOptions, defaults_of: DefaultsOf, options_of: OptionsOf, say: Say) -> dict[str, Any]:
     """The command and what differs: {"command", "same", "inputs", "environment", ...} with the sections of
     kvcal.bundles.diff.
 
@@ -72,25 +71,23 @@ def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, sa
     alone. Raises KVCalError where the provenance names what its command has no option for, or no such value: it is a
     file's content.
     """
-    path = o["bundle"]
+    path = o.bundle
     original = given_bundle(path)
     was = recorded(original)
     check_command(was, defaults_of, options_of)
     line = was.line(defaults_of(was.command))
-    if o["output"] is not None:
-        check_output(o["output"])
-        if o["output"].resolve() == path.resolve():
-            raise UsageError(f"--output {o['output']} is the bundle itself: give another name")
-    for text in o["text"] or []:
+    if o.output is not None:
+        check_output(o.output)
+        if o.output.resolve() == path.resolve():
+            raise UsageError(f"--output {o.output} is the bundle itself: give another name")
+    for text in o.text or []:
         if not Path(text).expanduser().exists():
             raise UsageError(f"--text {text}: no such file or folder")
-    check_inputs(was, o["input"] or [])
-    check_tasks(was, o["tasks_path"])
+    check_inputs(was, o.input or [])
+    check_tasks(was, o.tasks_path)
     with tempfile.TemporaryDirectory(prefix="kvcal-reproduce-") as folder:
-        places = Places(
-            Path(folder), o["model"], list(o["text"] or []), list(o["input"] or []), o["device"], o["tasks_path"]
-        )
-        remade, rerun = o["output"] or Path(folder) / path.name, Rerun(places, defaults_of, options_of, say)
+        places = Places(Path(folder), o.model, list(o.text or []), list(o.input or []), o.device, o.tasks_path)
+        remade, rerun = o.output or Path(folder) / path.name, Rerun(places, defaults_of, options_of, say)
         rerun.check_places(was)
         say(f"again: {line}")
         rerun.make(was, remade)
@@ -118,9 +115,56 @@ def check_command(was: Recorded, defaults_of: DefaultsOf, options_of: OptionsOf)
         check_command(one["recorded"], defaults_of, options_of)
     options = checked_options(was, defaults_of, options_of)
     check_threads(was.cpu.get("threads"))
-    if was.command in OF_OPTIONS:
-        with _taken(was):
-            OF_OPTIONS[was.command](options)
+    with _taken(was):
+        check_alone(options)
+
+
+def run_again(o: CommandOptions, say: Say) -> None:
+    """Run the command whose options these are."""
+    match o:
+        case FitPredictorsOptions():
+            run_fit_predictors(o, say)
+        case FitNormsOptions():
+            run_fit_norms(o, say)
+        case FoldOptions():
+            run_fold(o, say)
+        case MeasureSubspacesOptions():
+            run_measure_subspaces(o, say)
+        case PresetOptions():
+            run_preset(o, say)
+        case TrainCodebooksOptions():
+            run_train_codebooks(o, say)
+        case TuneBitsOptions():
+            run_tune_bits(o, say)
+        case TuneThresholdsOptions():
+            run_tune_thresholds(o, say)
+        case _:
+            raise TypeError(type(o).__name__)
+
+
+def check_alone(o: CommandOptions | None) -> None:
+    """What a command makes of its options first, where the model decides nothing about it; raises UsageError."""
+    match o:
+        case FitPredictorsOptions():
+            aqua_method(o)
+        case FitNormsOptions():
+            innerq_method(o)
+        case PresetOptions():
+            wanted_preset(o)
+        case TuneBitsOptions():
+            kvtuner_method(o)
+        case TuneThresholdsOptions():
+            search_settings(o)
+            mixkvq_method(o)
+
+
+def check_with_model(o: CommandOptions | None, model: str) -> None:
+    """What a command of OF_MODEL makes of its options and the model's geometry; raises UsageError."""
+    match o:
+        case MeasureSubspacesOptions():
+            squat_method(o, names.resolve(model, o.revision))
+        case TrainCodebooksOptions():
+            vqkv_method(o, configuration.geometry(names.resolve(model, o.revision)))
 
 
 @contextmanager
@@ -133,7 +177,10 @@ def _taken(was: Recorded) -> Iterator[None]:
 
 
 def check_inputs(was: Recorded, paths: Sequence[Path]) -> None:
-    """UsageError where other bundles are read and none of those given is one of them: all would be made again, unsaid."""
+    """Raise UsageError where other bundles are read and none of those given is one of them.
+
+    All would be made again without a word.
+    """
     for path in paths:
         refuse_name(path)
     needed = list(_inputs(was))
@@ -191,7 +238,7 @@ class Places:
         return str(self._linked(Path(self.model).expanduser(), name))
 
     def text_of(self, label: str | None) -> str | None:
-        """What --text takes; a local file or folder under its recorded name, found by this name or the only one given."""
+        """What --text takes; a local file or folder by its recorded name, or the only one given."""
         if label is None or label in EMBEDDED:
             return label
         if not label.startswith(LOCAL):
@@ -250,30 +297,30 @@ class Rerun:
         self._texts(was, self.defaults_of(was.command))
         if was.command in OF_MODEL:
             options = checked_options(was, self.defaults_of, self.options_of)
-            source = names.resolve(model, options["revision"])
             with _taken(was):
-                OF_MODEL[was.command](options, source)
+                check_with_model(options, model)
 
     def make(self, was: Recorded, output: Path) -> None:
         checked = checked_options(was, self.defaults_of, self.options_of)
         inputs = [self._input(one) for one in was.inputs]
         with _threads(was.cpu.get("threads")):
-            if was.command == "combine":
+            if checked is None:
                 run_combine(inputs[0], inputs[1], output)
                 return
-            options = checked | {"model": self.places.model_of(was)}
+            changes: dict[str, Any] = {"model": self.places.model_of(was)}
             if was.command == "fold":
                 place = Path(tempfile.mkdtemp(dir=self.places.folder)) / was.options["output"]
-                options |= {"bundle": inputs[0], "output": place, "bundle_output": output}
+                changes |= {"bundle": inputs[0], "output": place, "bundle_output": output}
             else:
-                options |= {"output": output} | self._texts(was, options)
-            if self.places.device is not None and "device" in options:
-                options["device"] = self.places.device
-            if tasks_of(options):
-                options["tasks_path"] = self.places.tasks
-            RUNS[was.command](options, self._say)
+                changes |= {"output": output} | self._texts(was, checked.by_name())
+            if self.places.device is not None and "device" in checked.by_name():
+                changes["device"] = self.places.device
+            if tasks_of(checked.by_name()):
+                changes["tasks_path"] = self.places.tasks
+            run_again(replace(checked, **changes), self._say)
 
-    def _texts(self, was: Recorded, options: Options) -> Options:
+    def _texts(self, was: Recorded, options: Collection[str]) -> dict[str, str]:
+        """The texts of a record where they lie now. options: names of those that the command has."""
         texts = {"text": self.places.text_of(was.text), "other_text": self.places.text_of(was.other_text)}
         return {name: place for name, place in texts.items() if place is not None and name in ("text", *options)}
 

@@ -19,8 +19,9 @@ from ..evaluate.perplexity import CacheMaker
 from ..evaluate.programs import NAME as HUMANEVAL
 from ..evaluate.programs import humaneval
 from ..pipeline.gates import Check
+from ..pipeline.options import EvalOptions
 from ..text import sources
-from .common import Options, Say
+from .common import Say
 
 TEXT = "embedded:evaluation"
 UNITS = {"k": 1024, "": 1}
@@ -42,50 +43,50 @@ def lengths_of(text: str | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(numbers))
 
 
-def task_names(o: Options) -> list[str]:
+def task_names(o: EvalOptions) -> list[str]:
     """The names of --task. Raises UsageError for options that no task takes, before any work."""
-    names = list(dict.fromkeys(part.strip() for names in o["task"] or [] for part in names.split(",") if part.strip()))
+    names = list(dict.fromkeys(part.strip() for names in o.task or [] for part in names.split(",") if part.strip()))
     if not names:
         idle = ("limit", "lengths", "tasks_path", "allow_code", "chat", "needle_plot", "max_score_drop")
         for name in idle:
-            if o[name] not in (None, False):
+            if o.by_name()[name] not in (None, False):
                 raise UsageError(f"--{name.replace('_', '-')} applies only to --task: give one, or leave it out")
-    lengths_of(o["lengths"])
-    if o["needle_plot"] is not None:
+    lengths_of(o.lengths)
+    if o.needle_plot is not None:
         from ..report.plots import check_plot
 
         if "needle" not in names:
             raise UsageError("--needle-plot draws the task `needle`: give --task needle, or leave it out")
-        check_plot(o["needle_plot"], "--needle-plot")
-    if o["max_score_drop"] is not None and set(names) <= {"agreement"}:
+        check_plot(o.needle_plot, "--needle-plot")
+    if o.max_score_drop is not None and set(names) <= {"agreement"}:
         raise UsageError("--max-score-drop needs a --task with a score: give another than agreement, or leave it out")
-    if HUMANEVAL in names and not o["allow_code"]:
+    if HUMANEVAL in names and not o.allow_code:
         raise UsageError(
             f"--task {HUMANEVAL}: runs programs that a model wrote, in a sandbox: give --allow-code to allow it"
         )
     if any(name not in OWN for name in names):
         check_installed("--task")
     if of_lm_eval := [name for name in names if name not in OWN and name != HUMANEVAL]:
-        check_names(of_lm_eval, o["tasks_path"])
+        check_names(of_lm_eval, o.tasks_path)
     return names
 
 
-def task_options(o: Options) -> TaskOptions:
+def task_options(o: EvalOptions) -> TaskOptions:
     return TaskOptions(
-        limit=o["limit"],
-        lengths=lengths_of(o["lengths"]),
-        tasks_path=o["tasks_path"],
-        allow_code=o["allow_code"],
-        chat=o["chat"],
-        batch=o["batch"] or 1,
-        step=o["step"],
+        limit=o.limit,
+        lengths=lengths_of(o.lengths),
+        tasks_path=o.tasks_path,
+        allow_code=o.allow_code,
+        chat=o.chat,
+        batch=o.batch or 1,
+        step=o.step,
     )
 
 
 @dataclass(frozen=True)
 class Answered:
-    """tasks: by row and task, scores beside those of full precision. needles: by row, `full` first, the share of needles
-    found by needle@LENGTH/DEPTH; empty without --task needle.
+    """tasks: by row and task, scores next to those of full precision. needles: by row, `full` first, the share of
+    needles found by needle@LENGTH/DEPTH; empty without --task needle.
     """
 
     tasks: dict[str, dict[str, Paired]] = field(default_factory=dict)
@@ -98,7 +99,7 @@ class Answered:
 
 
 def run_tasks(
-    o: Options, model: Any, tokenizer: Any, makers: Mapping[str, CacheMaker], work: CommandCheckpoint, say: Say
+    o: EvalOptions, model: Any, tokenizer: Any, makers: Mapping[str, CacheMaker], work: CommandCheckpoint, say: Say
 ) -> Answered:
     """Every task through every cache. What a killed run answered is not asked again."""
     names, options = task_names(o), task_options(o)
@@ -140,7 +141,10 @@ def _answers(names: list[str], model: Any, tokenizer: Any, options: TaskOptions)
 
 
 def judged(answered: Answered, limit: float | None) -> list[Check]:
-    """A gate a row: the largest drop of a score below full precision's. Agreement with full precision is no such score."""
+    """A gate for each row: the largest drop of a score below full precision's.
+
+    Agreement with full precision is no such score.
+    """
     checks = []
     for row, tasks in answered.tasks.items():
         drops = {name: -paired.difference for name, paired in tasks.items() if not name.startswith("agreement@")}

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import Frame
 
 from ..calibrate.driver import train
 from ..methods.codebooks import Training
 from ..methods.vqkv import SIZES, VQKV, Triple, default_sizes
 from ..models import configuration, names
+from ..pipeline.options import TrainCodebooksOptions
 from .calibration import prepare, written
-from .common import Options, Say, output_for, refuse_idle
+from .common import Say, output_for, refuse_idle
 
 OF_ADAM = ("rate", "batch_vectors", "beta", "gamma")
-SIZED = ("stages", "sizes", "high_dims", "vectors", "recent", "block")  # what --preset stands for
 
 
 def _triple(option: str, text: str) -> Triple:
@@ -28,45 +29,45 @@ def _triple(option: str, text: str) -> Triple:
     return values, low, high
 
 
-def vqkv_method(o: Options, geometry: Any) -> VQKV:
+def vqkv_method(o: TrainCodebooksOptions, geometry: Any) -> VQKV:
     """Options over the preset that suits the model."""
-    name = default_sizes(geometry.parameters) if o["preset"] is None else o["preset"]
+    name = default_sizes(geometry.parameters) if o.preset is None else o.preset
     if name not in SIZES:
         raise UsageError(f"--preset {name!r}: allowed are {', '.join(SIZES)}")
     preset, dim = SIZES[name], geometry.head_dim
     return VQKV(
-        stages=_triple("--stages", o["stages"]) if o["stages"] is not None else preset.stages_for(dim),
-        sizes=_triple("--sizes", o["sizes"]) if o["sizes"] is not None else preset.sizes,
-        high=preset.high_for(dim) if o["high_dims"] is None else o["high_dims"],
-        vectors=o["vectors"] or preset.vectors,
-        shared=not o["per_layer"],
-        scale=o["scale"],
-        split=o["split_by"],
-        rope=o["frame"],
+        stages=_triple("--stages", o.stages) if o.stages is not None else preset.stages_for(dim),
+        sizes=_triple("--sizes", o.sizes) if o.sizes is not None else preset.sizes,
+        high=preset.high_for(dim) if o.high_dims is None else o.high_dims,
+        vectors=o.vectors or preset.vectors,
+        shared=not o.per_layer,
+        scale=o.scale,
+        split=o.split_by,
+        rope=cast(Frame, o.frame),
         training=Training(
-            trainer=o["trainer"],
-            tolerance=o["tolerance"],
-            least=o["min_iterations"],
-            most=o["max_iterations"],
-            rate=o["rate"],
-            batch=o["batch_vectors"],
-            beta=o["beta"],
-            gamma=o["gamma"],
-            seed=o["seed"],
+            trainer=o.trainer,
+            tolerance=o.tolerance,
+            least=o.min_iterations,
+            most=o.max_iterations,
+            rate=o.rate,
+            batch=o.batch_vectors,
+            beta=o.beta,
+            gamma=o.gamma,
+            seed=o.seed,
         ),
-        sink=o["sink"],
-        recent=preset.recent if o["recent"] is None else o["recent"],
-        block=preset.block if o["block"] is None else o["block"],
+        sink=o.sink,
+        recent=preset.recent if o.recent is None else o.recent,
+        block=preset.block if o.block is None else o.block,
     )
 
 
-def check_taken(o: Options, method: VQKV, typed: Collection[str]) -> None:
+def check_taken(o: TrainCodebooksOptions, method: VQKV, typed: Collection[str]) -> None:
     """UsageError for the first option given (`typed`) that the method does not use."""
     if method.training.trainer != "adam":
         refuse_idle(typed, OF_ADAM, "steps of Adam", "give --trainer adam, or leave it out")
     if not method.high:
         refuse_idle(typed, ("split_by",), "keys in two bands", "give a --high-dims above 0, or leave it out")
-    if all(o[name] is not None for name in SIZED):
+    if None not in (o.stages, o.sizes, o.high_dims, o.vectors, o.recent, o.block):  # what --preset stands for
         refuse_idle(
             typed,
             ("preset",),
@@ -75,13 +76,13 @@ def check_taken(o: Options, method: VQKV, typed: Collection[str]) -> None:
         )
 
 
-def run_train_codebooks(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
-    """Options by name, as the command line gives them -> what was written and how good it is.
+def run_train_codebooks(o: TrainCodebooksOptions, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+    """What was written and how good it is.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     started = time.monotonic()
-    source = names.resolve(o["model"], o["revision"])
+    source = names.resolve(o.model, o.revision)
     method = vqkv_method(o, configuration.geometry(source))
     check_taken(o, method, typed)
     output = output_for(o, source, method.name)
@@ -94,7 +95,7 @@ def run_train_codebooks(o: Options, say: Say, typed: Collection[str] = ()) -> di
         model_record=of.opened.record,
         revision=of.opened.revision,
         device=of.opened.device,
-        seed=o["seed"],
+        seed=o.seed,
         say=say,
         options=of.options,
         selection=of.selection,

@@ -10,38 +10,37 @@ from kvcal_artifacts.errors import UsageError
 
 from ..methods.kvtuner import KVTuner
 from ..models import names
+from ..pipeline.options import TuneBitsOptions
 from .calibration import prepare, written
-from .common import Options, Say, output_for
+from .common import Say, output_for
 from .tune_kl import refuse_other, run_tune_kl
-from .tune_thresholds import window_counts
+from .tune_thresholds import with_windows
 
 OBJECTIVES = ("attention", "kl")
 
 
-def kvtuner_method(o: Options) -> KVTuner:
+def kvtuner_method(o: TuneBitsOptions) -> KVTuner:
     try:
-        choices = tuple(int(part) for part in str(o["bits"]).split(","))
+        choices = tuple(int(part) for part in str(o.bits).split(","))
     except ValueError as error:
-        raise UsageError(f"--bits {o['bits']}: needs whole numbers, as in 2,4,8") from error
-    return KVTuner(
-        max_bits=o["max_bits"], choices=choices, group=o["group"], sink=o["sink"], recent=o["recent"], block=o["block"]
-    )
+        raise UsageError(f"--bits {o.bits}: needs whole numbers, as in 2,4,8") from error
+    return KVTuner(max_bits=o.max_bits, choices=choices, group=o.group, sink=o.sink, recent=o.recent, block=o.block)
 
 
-def run_tune_bits(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
-    """Options by name, as the command line gives them -> what was chosen and written. typed: names of those that
-    somebody gave; UsageError for one of the other objective.
+def run_tune_bits(o: TuneBitsOptions, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+    """What was chosen and written. typed: names of the options that somebody gave; UsageError for one of the other
+    objective.
     """
     started = time.monotonic()
-    if o["objective"] not in OBJECTIVES:
-        raise UsageError(f"--objective {o['objective']}: allowed are {', '.join(OBJECTIVES)}")
+    if o.objective not in OBJECTIVES:
+        raise UsageError(f"--objective {o.objective}: allowed are {', '.join(OBJECTIVES)}")
     refuse_other(o, typed)
-    if o["objective"] == "kl":
+    if o.objective == "kl":
         return run_tune_kl(o, say)
     method = kvtuner_method(o)
-    source = names.resolve(o["model"], o["revision"])
+    source = names.resolve(o.model, o.revision)
     output = output_for(o, source, method.name)
-    result = prepare(o | window_counts(o), source, output, say).fit(method, output)
+    result = prepare(with_windows(o), source, output, say).fit(method, output)
     rows = result.bundle.metrics["layers"]
     return {
         **written(result),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from kvcal_artifacts.bundle import Bundle
@@ -17,9 +17,9 @@ from ..methods.base import settings_of
 from ..methods.composition import DataFreeComposition
 from ..methods.data_free import Preset
 from ..models import names
+from ..pipeline.options import TuneBitsOptions
 from ..search.sensitivity import choose, sensitivities
 from .common import (
-    Options,
     Say,
     calibration_windows,
     check_column,
@@ -32,58 +32,60 @@ from .common import (
     text_for,
     tokenizer_for,
 )
-from .workbench import model_record, open_given
+from .workbench import check_selection, model_record, open_given
 
 METHOD = "tuned-kl"
 CODECS = "higgs-2,higgs-3,higgs-4,uniform-2-channel,uniform-4"
 WINDOWS, HOLDOUT, LENGTH = 4, 2, 512
 
 
-def refuse_other(o: Options, typed: Collection[str]) -> None:
+def refuse_other(o: TuneBitsOptions, typed: Collection[str]) -> None:
     """UsageError for an option of the other objective."""
-    if o["objective"] == "kl":
+    if o.objective == "kl":
         idle = ("bits", "group", "spill", "spill_dir", "layerwise")
         refuse_idle(typed, idle, "--objective attention", "leave it out, or give --codecs")
     else:
         refuse_idle(typed, ("codecs",), "--objective kl", "give --objective kl, or leave it out")
 
 
-def run_tune_kl(o: Options, say: Say) -> dict[str, Any]:
+def run_tune_kl(o: TuneBitsOptions, say: Say) -> dict[str, Any]:
     """Measure, choose, verify, write: what was chosen, beside the best uniform assignment."""
     started = time.monotonic()
-    codecs = list(dict.fromkeys(part.strip() for part in o["codecs"].split(",") if part.strip()))
+    codecs = list(dict.fromkeys(part.strip() for part in o.codecs.split(",") if part.strip()))
     if len(codecs) < 2:
-        raise UsageError(f"--codecs {o['codecs']}: needs two or more to choose from, as {CODECS}")
+        raise UsageError(f"--codecs {o.codecs}: needs two or more to choose from, as {CODECS}")
     for name in codecs:
         DataFreeComposition(name, name)  # names are checked before any model is loaded
-    source = names.resolve(o["model"], o["revision"])
+    source = names.resolve(o.model, o.revision)
     output = output_for(o, source, METHOD)
     origin = text_for(o, source, "calibration")
-    check_column(o["column"], origin)
+    check_column(o.column, origin)
     say(f"text: {origin}")
-    counts = {"windows": o["windows"] or WINDOWS, "length": o["length"] or LENGTH}
-    counts["holdout"] = o["holdout"] or (HOLDOUT if o["windows"] is None else max(1, counts["windows"] // 2))
-    tokenizer = known(tokenizer_for(o, source, origin))
-    text = calibration_windows(o | counts, source, tokenizer, origin, say)
+    count = o.windows or WINDOWS
+    holdout = o.holdout or (HOLDOUT if o.windows is None else max(1, count // 2))
+    windows = replace(o, windows=count, length=o.length or LENGTH, holdout=holdout)
+    tokenizer, selection = known(tokenizer_for(o, source, origin)), given_selection(o)
+    check_selection(source, selection, random_weights=o.random_weights)
+    text = calibration_windows(windows, source, tokenizer, origin, say)
     loaded = open_given(o)
     say_coverage(loaded.model, say)
-    base = Preset(codecs[0], codecs[0], sink=o["sink"], recent=o["recent"], block=o["block"])
+    base = Preset(codecs[0], codecs[0], sink=o.sink, recent=o.recent, block=o.block)
     record = decided_by(o, loaded.model.dtype, loaded.model.device, text.ids_sha256)
     work = CommandCheckpoint(
-        "tune-bits", record | {"codecs": codecs, "base": asdict(base)}, output=output, resume=o["resume"], say=say
+        "tune-bits", record | {"codecs": codecs, "base": asdict(base)}, output=output, resume=o.resume, say=say
     )
     with work.until_out():
         options = sensitivities(loaded.model, text.train, codecs, base, work)
-        chosen = choose(loaded.model, text.holdout, options, base, o["max_bits"], batch=o["batch"], say=say)
+        chosen = choose(loaded.model, text.holdout, options, base, o.max_bits, batch=o.batch, say=say)
         preset = chosen.assignment.preset(base)
-        scheme = preset.scheme(loaded.model).keeping(given_selection(o))
+        scheme = preset.scheme(loaded.model).keeping(selection)
         uniform = {name: row for name, row in chosen.rows.items() if name != "tuned"}
         best = min(uniform, key=lambda name: uniform[name].kl, default=None)
         provenance = {
             "tool": f"kvcal {__version__}",
             "method": METHOD,
             "settings": settings_of(preset),
-            "model": model_record(source, loaded.revision, o["random_weights"]),
+            "model": model_record(source, loaded.revision, o.random_weights),
         }
         sensitivity = {
             f"{layer}:{role}s": {x.name: x.cost for x in choices} for (layer, role), choices in options.items()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvcal_artifacts.bundle import SUFFIX
 from kvcal_artifacts.errors import UsageError
@@ -14,10 +15,15 @@ from ..bundles.provenance import check_task, tasks_of
 from ..calibrate.needs import one_window
 from ..methods.mixkvq import MixKVQ
 from ..models import names
+from ..models.weights import causal_lm
+from ..pipeline.options import TuneBitsOptions, TuneThresholdsOptions
+from ..report.extras import require
 from ..search.thresholds import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
 from .calibration import prepare
-from .common import Options, Say, output_for, refuse_idle
+from .common import Say, output_for, refuse_idle
 from .workbench import Opened
+
+Searched = TypeVar("Searched", TuneBitsOptions, TuneThresholdsOptions)
 
 WINDOWS, HOLDOUT = 12, 4  # the search needs few: two numbers are fitted
 ANSWERED = ("tasks_path", "limit", "metric")
@@ -38,37 +44,37 @@ def _span(option: str, text: str | None, default: tuple[float, float]) -> tuple[
     return numbers[0], numbers[-1]
 
 
-def search_settings(o: Options) -> Settings:
-    if o["raw_salience"] and (o["tau_low"] is None or o["tau_high"] is None) and o["full"] is None:
+def search_settings(o: TuneThresholdsOptions) -> Settings:
+    if o.raw_salience and (o.tau_low is None or o.tau_high is None) and o.full is None:
         raise UsageError("--raw-salience: thresholds then have the model's own scale; give --tau-low and --tau-high")
-    low, high = _span("--tau-low", o["tau_low"], LOW), _span("--tau-high", o["tau_high"], HIGH)
-    return Settings(o["trials"], o["seed"], o["max_bits"], low, high)
+    low, high = _span("--tau-low", o.tau_low, LOW), _span("--tau-high", o.tau_high, HIGH)
+    return Settings(o.trials, o.seed, o.max_bits, low, high)
 
 
-def mixkvq_method(o: Options) -> MixKVQ:
+def mixkvq_method(o: TuneThresholdsOptions) -> MixKVQ:
     return MixKVQ(
-        group=o["group"],
-        round_up=o["round_up"],
-        importance=o["importance"],
-        normalise="none" if o["raw_salience"] else "median",
-        full=o["full"],
-        four=o["four"],
-        raw=o["raw_dtype"],
-        value_bits=o["value_bits"],
-        sink=o["sink"],
-        recent=o["recent"],
-        block=o["block"],
+        group=o.group,
+        round_up=o.round_up,
+        importance=o.importance,
+        normalise="none" if o.raw_salience else "median",
+        full=o.full,
+        four=o.four,
+        raw=o.raw_dtype,
+        value_bits=o.value_bits,
+        sink=o.sink,
+        recent=o.recent,
+        block=o.block,
     )
 
 
-def searches(o: Options) -> bool:
+def searches(o: TuneThresholdsOptions) -> bool:
     """Whether thresholds are to be found: neither they nor the sizes of tiers are given."""
-    return o["full"] is None and not search_settings(o).fixed
+    return o.full is None and not search_settings(o).fixed
 
 
-def check_taken(o: Options, typed: Collection[str]) -> None:
+def check_taken(o: TuneThresholdsOptions, typed: Collection[str]) -> None:
     """UsageError for the first option given (`typed`) that nothing takes, before an objective is chosen."""
-    if o["full"] is not None:
+    if o.full is not None:
         refuse_idle(
             typed,
             ("tau_low", "tau_high", "raw_salience"),
@@ -76,19 +82,19 @@ def check_taken(o: Options, typed: Collection[str]) -> None:
             "--full and --four give their sizes; leave out these, or it",
         )
     if not searches(o):
-        options = "--full and --four" if o["full"] is not None else "one number for --tau-low and one for --tau-high"
+        options = "--full and --four" if o.full is not None else "one number for --tau-low and one for --tau-high"
         refuse_idle(typed, SEARCHED, "a search", f"{options} leave nothing to search; leave it out")
-    if o["storage"] is None:
+    if o.storage is None:
         refuse_idle(typed, ("heartbeat",), "a storage that workers share", "give --storage, or leave it out")
 
 
-def objective_name(o: Options, source: names.ModelSource) -> str:
+def objective_name(o: TuneThresholdsOptions, source: names.ModelSource) -> str:
     """attention, perplexity or task:NAMES; random weights can answer no task, and where nothing is searched none is
     asked.
     """
-    name = str(o["objective"])
+    name = str(o.objective)
     if name == "auto":
-        embedded = source.kind == "embedded" or o["random_weights"] or not searches(o)
+        embedded = source.kind == "embedded" or o.random_weights or not searches(o)
         return "attention" if embedded else f"task:{DEFAULT_TASK}"
     valid = name in ("attention", "perplexity") or (name.startswith("task:") and name[5:].strip(", "))
     if not valid:
@@ -101,30 +107,32 @@ def objective_name(o: Options, source: names.ModelSource) -> str:
     return name
 
 
-def _objective(o: Options, name: str, method: MixKVQ, opened: Opened, text: Any) -> Callable[[], Objective]:
-    model = opened.source.model
+def _objective(
+    o: TuneThresholdsOptions, name: str, method: MixKVQ, opened: Opened, text: Any
+) -> Callable[[], Objective]:
+    model = causal_lm(opened.source.model)
     if name == "attention":
-        return lambda: AttentionError(method, model, text.train, opened.device, o["batch"], o["spill"])
+        return lambda: AttentionError(method, model, text.train, opened.device, o.batch, o.spill)
     if name == "perplexity":
-        return lambda: Perplexity(model, text.train, o["step"], o["batch"])
+        return lambda: Perplexity(model, text.train, o.step, o.batch)
     from ..evaluate.tasks import TaskScore, check_installed
 
     check_installed()
     tasks = tasks_of({"objective": name})
-    return lambda: TaskScore(model, opened.tokenizer, tasks, o["tasks_path"], o["limit"], o["metric"], o["batch"] or 1)
+    return lambda: TaskScore(model, opened.tokenizer, tasks, o.tasks_path, o.limit, o.metric, o.batch or 1)
 
 
-def run_tune_thresholds(o: Options, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
-    """Options by name, as the command line gives them -> what was found and written.
+def run_tune_thresholds(o: TuneThresholdsOptions, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+    """What was found and written.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     started = time.monotonic()
     settings, method = search_settings(o), mixkvq_method(o)
-    if o["spill"] not in ("device", "cpu"):
-        raise UsageError(f"--spill {o['spill']}: allowed are device and cpu")
+    if o.spill not in ("device", "cpu"):
+        raise UsageError(f"--spill {o.spill}: allowed are device and cpu")
     check_taken(o, typed)
-    source = names.resolve(o["model"], o["revision"])
+    source = names.resolve(o.model, o.revision)
     name = objective_name(o, source)
     if name.startswith("task:"):
         from ..evaluate.tasks import check_installed
@@ -135,33 +143,36 @@ def run_tune_thresholds(o: Options, say: Say, typed: Collection[str] = ()) -> di
     if name != "perplexity":
         refuse_idle(typed, ("step",), "an objective of perplexity", "give --objective perplexity, or leave it out")
     if searches(o):
+        for package in ("optuna", "matplotlib"):
+            require(package, "a search for thresholds", "give one number for --tau-low and one for --tau-high")
         say(f"objective: {name}")
     output = output_for(o, source, method.name)
-    if o["plot"] is not None:
+    if o.plot is not None:
         from ..report.plots import check_plot
 
-        check_plot(o["plot"])
-    of = prepare(o | window_counts(o), source, output, say)
+        check_plot(o.plot)
+    of = prepare(with_windows(o), source, output, say)
     opened, text = of.opened, of.text
     if searches(o) and not name.startswith("task:") and len(text.train) == 1:
         say(one_window("thresholds"))
     job = Job(
-        opened.source.model,
+        causal_lm(opened.source.model),
         text,
         output,
-        o["plot"] or _beside(output),
+        o.plot or _beside(output),
         opened.device,
         opened.record,
         opened.revision,
         of.options,
         say,
     )
-    tuned = tune(method, job, settings, _objective(o, name, method, opened, text), o["storage"], o["heartbeat"])
+    tuned = tune(method, job, settings, _objective(o, name, method, opened, text), o.storage, o.heartbeat)
     return _told(tuned, job, name) | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def window_counts(o: Options) -> dict[str, Any]:
-    return {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or (None if o["windows"] else HOLDOUT)}
+def with_windows(o: Searched) -> Searched:
+    """The options with numbers of windows where none are given."""
+    return replace(o, windows=o.windows or WINDOWS, holdout=o.holdout or (None if o.windows else HOLDOUT))
 
 
 def _beside(output: Path) -> Path:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
 
 from ..report.progress import progress
-from .perplexity import CacheMaker
+from .perplexity import CacheMaker, numbers_in
+
+if TYPE_CHECKING:
+    from transformers import Cache
+
+    from ..models.weights import CausalLM
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,11 @@ class Agreement:
     same: int
     of: int
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
 
-def agreement(model: Any, ids: Tensor, caches: Mapping[str, CacheMaker], steps: int) -> list[Agreement]:
+def agreement(model: CausalLM, ids: Tensor, caches: Mapping[str, CacheMaker], steps: int) -> list[Agreement]:
     """`full` and then a row for each cache: ids (B, T) int64 are fed as a prompt and then `steps` single tokens.
 
     The text's own tokens are fed whatever a cache would choose, so that steps stay comparable. Raises UsageError where
@@ -47,9 +53,9 @@ def agreement(model: Any, ids: Tensor, caches: Mapping[str, CacheMaker], steps: 
     from transformers import DynamicCache
 
     with torch.no_grad(), progress("Comparing", total=(1 + len(caches)) * (1 + steps)) as advance:
-        full: Any = DynamicCache(config=model.config)
+        full = DynamicCache(config=model.config)
         exact = _steps(model, ids, full, steps, advance)
-        values = sum(layer.keys.numel() + layer.values.numel() for layer in full.layers)
+        values = numbers_in(full)
         every = exact.shape[0] * exact.shape[1]
         rows = [Agreement("full", 2 * values, None, 0.0, every, every)]
         for name, make in caches.items():
@@ -59,7 +65,7 @@ def agreement(model: Any, ids: Tensor, caches: Mapping[str, CacheMaker], steps: 
     return rows
 
 
-def _steps(model: Any, ids: Tensor, cache: Any, steps: int, advance: Any) -> Tensor:
+def _steps(model: CausalLM, ids: Tensor, cache: Cache, steps: int, advance: Callable[[], None]) -> Tensor:
     """Log-probabilities (B, steps, vocabulary) float32 after each of the last `steps` tokens."""
     model(input_ids=ids[:, :-steps], past_key_values=cache, use_cache=True, logits_to_keep=1)
     advance()
@@ -70,7 +76,7 @@ def _steps(model: Any, ids: Tensor, cache: Any, steps: int, advance: Any) -> Ten
     return functional.log_softmax(torch.stack(steps_logits, 1), -1)
 
 
-def _row(name: str, cache: Any, logits: Tensor, exact: Tensor, width: int) -> Agreement:
+def _row(name: str, cache: KVCalCache, logits: Tensor, exact: Tensor, width: int) -> Agreement:
     """width: bytes of a number of the model's dtype, in which exact tokens lie here."""
     every = exact.shape[0] * exact.shape[1]
     at_16_bit = cache.nbytes("window") * 2 // width

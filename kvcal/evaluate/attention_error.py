@@ -1,16 +1,16 @@
 """What a scheme does to attention, layer by layer, on the very keys and values of the full-precision model.
 
 The model runs over a window once, with exact keys and values in every layer, so that each is judged on the same inputs.
-What a token would have attended to in a cache of the scheme, packed blocks of older tokens decoded, is compared with what
-it attended to, on the model's own queries. Where what blocks decode to changes with the text behind them (run-time
+What a token would have attended to in a cache of the scheme, packed blocks of older tokens decoded, is compared with
+what it attended to, on the model's own queries. Where what blocks decode to changes with the text behind them (run-time
 statistics), the cache is run in steps instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,8 +18,15 @@ from transformers import DynamicCache
 
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer
 from kvcal_artifacts.cache.chain import Chain
+from kvcal_artifacts.hf import AttentionSite
 
 from ..report.progress import progress
+from .layers import Figure
+
+if TYPE_CHECKING:
+    from ..models.weights import CausalLM
+
+Update = Callable[..., tuple[Tensor, Tensor]]  # a layer's: new keys and values -> all that attention gets
 
 
 @dataclass
@@ -30,23 +37,53 @@ class LayerError:
     logits: float = 0.0
     output_error: float = 0.0
     outputs: float = 0.0
+    by_head: Tensor = field(default_factory=lambda: torch.zeros(()))  # the same four sums of each kv head, (4, H)
 
     def add(self, exact: tuple[Tensor, Tensor], decoded: tuple[Tensor, Tensor]) -> None:
         self.logit_error += float((decoded[0] - exact[0]).square().sum(dtype=torch.float64))
         self.logits += float(exact[0].square().sum(dtype=torch.float64))
         self.output_error += float((decoded[1] - exact[1]).square().sum(dtype=torch.float64))
         self.outputs += float(exact[1].square().sum(dtype=torch.float64))
+        squares = (decoded[0] - exact[0], exact[0], decoded[1] - exact[1], exact[1])
+        self.by_head = self.by_head + torch.stack([_squares(x) for x in squares]).cpu()
+
+    def head_errors(self) -> tuple[list[float], list[float]]:
+        """Of scores and of outputs, one number for each kv head; empty where nothing was packed."""
+        if not self.by_head.ndim:
+            return [], []
+        logit, logits, output, outputs = self.by_head.clamp_min(1e-30)
+        return (logit / logits).sqrt().tolist(), (output / outputs).sqrt().tolist()
+
+
+def _squares(x: Tensor) -> Tensor:
+    """(B, H, ...) -> (H,) float64."""
+    return x.square().sum([0, *range(2, x.ndim)], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class AttentionErrors:
     """Root of summed squared error over summed squares, by layer. logit: of scores q . k over the tokens that a query
-    sees, less their mean, which the softmax does not see. output: of attention outputs. Layers left uncompressed are
-    not there.
+    sees, less their mean, which the softmax does not see. output: of attention outputs. logit_heads, output_heads: of
+    each kv head. Layers left uncompressed are not there.
     """
 
     logit: dict[int, float]
     output: dict[int, float]
+    logit_heads: dict[int, list[float]] = field(default_factory=dict)
+    output_heads: dict[int, list[float]] = field(default_factory=dict)
+
+    def rows(self) -> list[dict[str, Figure]]:
+        """One table for each layer: its errors, and those of its kv heads."""
+        return [
+            {
+                "layer": index,
+                "logit_error": self.logit[index],
+                "output_error": self.output[index],
+                "logit_head_errors": self.logit_heads[index],
+                "output_head_errors": self.output_heads[index],
+            }
+            for index in sorted(self.logit)
+        ]
 
     def as_dict(self) -> dict[str, float]:
         """Means over the layers."""
@@ -58,11 +95,11 @@ class AttentionErrors:
 
 @torch.no_grad()
 def attention_errors(
-    model: Any, ids: Tensor, make: Callable[[], KVCalCache], *, step: int = 32, batch: int | None = None
+    model: CausalLM, ids: Tensor, make: Callable[[], KVCalCache], *, step: int = 32, batch: int | None = None
 ) -> AttentionErrors | None:
     """Over token windows ids (N, T), of the tokens behind the first `step`, each of which sees what was packed before
-    its step of `step` tokens. None for a scheme that evicts tokens: it gives back other tokens than the model has, and a
-    score of one that is gone has no error.
+    its step of `step` tokens. None for a scheme that evicts tokens: it gives back other tokens than the model has, and
+    a score of one that is gone has no error.
     """
     sums: dict[int, LayerError] = {}
     device = next(model.parameters()).device
@@ -83,6 +120,8 @@ def attention_errors(
     return AttentionErrors(
         {i: (s.logit_error / max(s.logits, 1e-30)) ** 0.5 for i, s in sums.items()},
         {i: (s.output_error / max(s.outputs, 1e-30)) ** 0.5 for i, s in sums.items()},
+        {i: s.head_errors()[0] for i, s in sums.items()},
+        {i: s.head_errors()[1] for i, s in sums.items()},
     )
 
 
@@ -110,15 +149,15 @@ class Meter:
             vars(layer).pop("update", None)
 
     def _hook(self, layer: KVCalLayer) -> Callable[..., None]:
-        def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        def hook(module: torch.nn.Module, args: tuple[object, ...], output: Tensor) -> None:
             self._queries[layer.index] = layer.site.queries_from(output)
 
         return hook
 
-    def _update(self, layer: KVCalLayer, update: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    def _update(self, layer: KVCalLayer, update: Update) -> Update:
         uncompressed, site = DynamicCache(), layer.site
 
-        def metered(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        def metered(keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
             decoded = update(keys, values, *args, **kwargs)
             exact = uncompressed.update(keys, values, 0)
             q = self._rotated_queries(layer)
@@ -145,8 +184,8 @@ class WholeMeter(Meter):
         super().__init__(cache, sums, step)
         self._chain = Chain(cache.scheme)
 
-    def _update(self, layer: KVCalLayer, update: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
-        def metered(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def _update(self, layer: KVCalLayer, update: Update) -> Update:
+        def metered(keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
             exact = update(keys, values, *args, **kwargs)
             q, decoded = self._rotated_queries(layer), self._decoded(layer, keys, values)
             for queries in torch.arange(self._step, keys.shape[2], device=q.device).split(QUERIES):
@@ -186,7 +225,7 @@ class WholeMeter(Meter):
 
 
 def mixed_attention(
-    site: Any, q: Tensor, states: list[Tensor], positions: Tensor, packed: tuple[int, Tensor]
+    site: AttentionSite, q: Tensor, states: list[Tensor], positions: Tensor, packed: tuple[int, Tensor]
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """What `attention` gives with exact keys and values, and with those that each query sees of a cache.
 
@@ -214,7 +253,7 @@ def mixed_attention(
     )
 
 
-def attention(site: Any, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def attention(site: AttentionSite, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """q (B, heads, S, D) of the last S tokens, keys and values (B, H, T, D) -> scores less their mean over what a query
     sees, zero elsewhere, (B, H, group, S, T), and outputs (B, H, group, S, D), both float32.
     """

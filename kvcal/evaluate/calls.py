@@ -27,9 +27,9 @@ def calls(scheme: Scheme, start: int, stop: int, step: int) -> list[tuple[int, i
     """First and last column (exclusive) of the calls that take the columns from `start` to `stop`, both multiples of
     `step` or the window's end.
 
-    A call sees the blocks that were packed before it, and everything else exact. So calls of `step` tokens between which
-    no block is packed can be one. Calls stay as they are where a scheme evicts tokens, which it chooses call by call, and
-    where a step is short enough for a fused kernel to serve it.
+    A call sees the blocks that were packed before it, and everything else exact. So calls of `step` tokens between
+    which no block is packed can be one. Calls stay as they are where a scheme evicts tokens, which it chooses call by
+    call, and where a step is short enough for a fused kernel to serve it.
     """
     starts = list(range(start, stop, step))
     if scheme.selection is None and step > QUERIES:

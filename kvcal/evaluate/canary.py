@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -23,9 +23,13 @@ from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.errors import GateFailed
 from kvcal_artifacts.storage import block_store
 
-from .layers import ROLES
+from .layers import ROLES, Figure
 from .perplexity import CacheMaker
 
+if TYPE_CHECKING:
+    from ..models.weights import CausalLM
+
+Pair = tuple[Tensor, Tensor]  # keys and values (B, H, T, D)
 SAME = 1e-9  # |received - decoded|^2 over |decoded|^2: the same computation twice, and no 8-bit codec comes near
 
 
@@ -56,12 +60,14 @@ class Canary:
         named = [*(pair[0] for pair in self.bypassed), *self.unread, *(one[0] for one in self.deaf), *self.uncounted]
         return named[0] if named else None
 
-    def counted(self, rows: Iterable[Mapping[str, Any]], audit: Audit) -> Canary:
+    def counted(self, rows: Iterable[Mapping[str, Figure]], audit: Audit) -> Canary:
         """The canary with what was seen in the evaluation's own caches; rows: of LayerErrors."""
         silent = [
-            row["layer"]
+            layer
             for row in rows
-            if row["key_relative_error"] is not None and not (row["blocks_read"] and row["layer"] in audit.compared)
+            if isinstance(layer := row["layer"], int)
+            and row["key_relative_error"] is not None
+            and not (row["blocks_read"] and layer in audit.compared)
         ]
         bypassed = dict.fromkeys([*self.bypassed, *audit.bypassed])
         return replace(self, bypassed=tuple(bypassed), uncounted=tuple(silent))
@@ -88,6 +94,13 @@ class Canary:
             raise GateFailed(f"{name}: canary: {self}")
 
 
+class AuditState(TypedDict):
+    """What an Audit saw so far, as JSON has it: layers that were compared; layer and role where the two differed."""
+
+    compared: list[int]
+    bypassed: list[list[int | str]]
+
+
 @dataclass
 class Audit:
     """Compares what caches' layers hand to attention with what their packed blocks decode to just before, key and
@@ -102,13 +115,13 @@ class Audit:
     compared: set[int] = field(default_factory=set)
     bypassed: dict[tuple[int, str], None] = field(default_factory=dict)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> AuditState:
         """What was seen so far, as JSON has it; `restore` takes it over."""
         return {"compared": sorted(self.compared), "bypassed": [list(pair) for pair in self.bypassed]}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: AuditState) -> None:
         self.compared = set(state["compared"])
-        self.bypassed = dict.fromkeys((layer, role) for layer, role in state["bypassed"])
+        self.bypassed = dict.fromkeys((int(layer), str(role)) for layer, role in state["bypassed"])
 
     def attach(self, cache: KVCalCache, also: Callable[[KVCalLayer], None] = lambda layer: None) -> KVCalCache:
         """Watch this cache, which must not be copied afterwards. also: is called before each call that is compared."""
@@ -116,10 +129,12 @@ class Audit:
             layer.update = self._audited(cache, layer, also)  # type: ignore[method-assign]
         return cache
 
-    def _audited(self, cache: KVCalCache, layer: KVCalLayer, also: Callable[[KVCalLayer], None]) -> Callable[..., Any]:
+    def _audited(
+        self, cache: KVCalCache, layer: KVCalLayer, also: Callable[[KVCalLayer], None]
+    ) -> Callable[..., tuple[Tensor, Tensor]]:
         honest, done = layer.update, 0
 
-        def update(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        def update(keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
             nonlocal done
             plan, blocks = cache.plan_for(layer, keys), _blocks(layer)
             due = blocks >= max(1, 2 * done) or layer.columns + keys.shape[2] >= self.last
@@ -134,7 +149,7 @@ class Audit:
 
         return update
 
-    def _compare(self, cache: KVCalCache, layer: KVCalLayer, start: int, expected: Any, out: Any) -> None:
+    def _compare(self, cache: KVCalCache, layer: KVCalLayer, start: int, expected: Pair, out: Pair) -> None:
         self.compared.add(layer.index)
         for role, states, received in zip(ROLES, expected, out, strict=True):
             attended, slots = states.to(received.dtype), slice(start, start + states.shape[2])
@@ -161,7 +176,7 @@ BLOCK_TOKENS = 96  # tokens in packed blocks of a canary's windows, and two bloc
 
 
 @torch.no_grad()
-def canary(model: Any, ids: Tensor, maker: CacheMaker, *, step: int = 32) -> Canary:
+def canary(model: CausalLM, ids: Tensor, maker: CacheMaker, *, step: int = 32) -> Canary:
     """The starts of two windows of ids (N, T), as long as packs a few blocks, run up to their last `step` tokens. These
     then run in the first of them, with the first, middle and last block of each layer's keys and of its values decoded
     with other bytes too, and with each layer run twice: first with all its packed blocks taken from the other window,
@@ -204,13 +219,13 @@ def _length(cache: KVCalCache, most: int, step: int) -> int:
 
 
 @contextmanager
-def _doubled(model: Any, cache: KVCalCache, twin: KVCalCache) -> Iterator[list[int]]:
+def _doubled(model: CausalLM, cache: KVCalCache, twin: KVCalCache) -> Iterator[list[int]]:
     """Within the block each decoder layer runs twice in a call with `cache`: with its packed blocks taken from `twin`,
     and as it is. Yields the layers whose output the exchange left as it was.
 
     What a layer gives goes to all above it, so that a layer whose output hangs on its blocks has a say in the logits.
     """
-    decoder_layers: Any = hf.decoder_of(model).layers
+    decoder_layers = hf.decoder_of(model).layers
     unread: list[int] = []
     before = {layer.index: vars(decoder_layers[layer.index]).get("forward") for layer in cache.own_layers}
     for layer in cache.own_layers:
@@ -225,10 +240,13 @@ def _doubled(model: Any, cache: KVCalCache, twin: KVCalCache) -> Iterator[list[i
                 decoder_layers[index].forward = forward
 
 
+Hidden = Tensor | tuple[Tensor, ...]  # what a decoder layer gives: hidden states, by some versions with more behind
+
+
 def _twice(
-    forward: Callable[..., Any], cache: KVCalCache, layer: KVCalLayer, other: KVCalLayer, unread: list[int]
-) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
+    forward: Callable[..., Hidden], cache: KVCalCache, layer: KVCalLayer, other: KVCalLayer, unread: list[int]
+) -> Callable[..., Hidden]:
+    def run(*args: object, **kwargs: object) -> Hidden:
         with _restored(cache, layer):
             layer.packed = _others(layer, other)
             exchanged = _hidden(forward(*args, **kwargs))
@@ -240,9 +258,8 @@ def _twice(
     return run
 
 
-def _hidden(output: Any) -> Tensor:
-    hidden: Tensor = output[0] if isinstance(output, tuple) else output
-    return hidden
+def _hidden(output: Hidden) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
 
 
 @contextmanager
@@ -254,7 +271,7 @@ def _restored(cache: KVCalCache, layer: KVCalLayer) -> Iterator[None]:
     layer.update = audited  # type: ignore[method-assign]
 
 
-def _unread_by_logits(model: Any, cache: KVCalCache, twin: KVCalCache, right: Tensor, tokens: Tensor) -> list[int]:
+def _unread_by_logits(model: CausalLM, cache: KVCalCache, twin: KVCalCache, right: Tensor, tokens: Tensor) -> list[int]:
     """The layers whose exchange leaves the logits `right` as they are, each in a call of its own: what a layer evicts
     hangs on the whole call.
     """
@@ -267,7 +284,7 @@ def _unread_by_logits(model: Any, cache: KVCalCache, twin: KVCalCache, right: Te
     return unread
 
 
-def _logits(model: Any, cache: KVCalCache, ids: Tensor) -> Tensor:
+def _logits(model: CausalLM, cache: KVCalCache, ids: Tensor) -> Tensor:
     logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
     return logits
 
@@ -292,7 +309,9 @@ def _deaf(cache: KVCalCache, layer: KVCalLayer, other: KVCalLayer) -> list[tuple
 
 
 def _with_other(blocks: Packed, other: Packed, block: int) -> Packed | None:
-    """One block from another cache, or, where that has none or the same bytes, of its own. None: all blocks are alike."""
+    """One block from another cache, or, where that has none or the same bytes, of its own. None: all blocks are
+    alike.
+    """
     count, there = (int(next(iter(packed.values())).shape[2]) for packed in (blocks, other))
     sources = [count + min(block, there - 1)] * (there > 0) + [i for i in range(count) if i != block]
     for source in sources:
@@ -319,7 +338,7 @@ def _blocks(layer: KVCalLayer) -> int:
     return int(next(iter(layer.packed[0].values())).shape[2]) if layer.is_initialized else 0
 
 
-def _others(layer: KVCalLayer, other: KVCalLayer) -> list[Any]:
+def _others(layer: KVCalLayer, other: KVCalLayer) -> list[Packed]:
     """Return as many blocks as `layer` holds, of the other window; where that has fewer (token selection), its own in
     reverse.
     """

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,13 @@ from kvcal_artifacts.errors import UsageError
 from ..report.progress import progress
 from .harness import Scores, TaskOptions
 from .perplexity import CacheMaker
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedTokenizerBase
+
+    from ..models.weights import CausalLM
+
+AnyCache = TypeVar("AnyCache", bound="Cache")
 
 NEEDLE = " The secret number of {city} is {number}. "
 QUESTION = "\n\nQuestion: What is the secret number of {city}?\nAnswer: The secret number of {city} is"
@@ -39,11 +46,11 @@ SEED = 0
 class Haystack:
     """Token ids of a text, from which contexts are cut; and the tokenizer they are of."""
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     ids: list[int]
 
     @classmethod
-    def of(cls, tokenizer: Any, text: str) -> Haystack:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, text: str) -> Haystack:
         return cls(tokenizer, list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids))
 
     def context(self, length: int, needles: list[tuple[float, str]], start: int) -> list[int]:
@@ -73,7 +80,7 @@ class Haystack:
         return [] if begin is None else [int(begin)]
 
 
-def needle(model: Any, haystack: Haystack, maker: CacheMaker | None, options: TaskOptions) -> Scores:
+def needle(model: CausalLM, haystack: Haystack, maker: CacheMaker | None, options: TaskOptions) -> Scores:
     """1 for each needle found, by length and depth, as needle@1024/0.25 (`by_length` joins the depths); `--limit`
     questions of each.
     """
@@ -105,7 +112,7 @@ def by_length(scores: Scores) -> Scores:
     return joined
 
 
-def context_once(model: Any, haystack: Haystack, maker: CacheMaker | None, options: TaskOptions) -> Scores:
+def context_once(model: CausalLM, haystack: Haystack, maker: CacheMaker | None, options: TaskOptions) -> Scores:
     """A context with several needles is compressed once; each question is asked of a copy of that cache. Scored as
     context-once@1024; `--limit` contexts of each length.
     """
@@ -130,7 +137,12 @@ def context_once(model: Any, haystack: Haystack, maker: CacheMaker | None, optio
 
 @torch.no_grad()
 def _asked(
-    model: Any, haystack: Haystack, context: list[int], cities: list[str], numbers: list[str], maker: CacheMaker | None
+    model: CausalLM,
+    haystack: Haystack,
+    context: list[int],
+    cities: list[str],
+    numbers: list[str],
+    maker: CacheMaker | None,
 ) -> Iterator[float]:
     with _cache(model, maker) as filled:
         ids = torch.tensor([context], device=model.device)
@@ -141,7 +153,7 @@ def _asked(
             yield float(number in answer)
 
 
-def agreement(model: Any, haystack: Haystack, maker: CacheMaker | None, options: TaskOptions) -> Scores:
+def agreement(model: CausalLM, haystack: Haystack, maker: CacheMaker | None, options: TaskOptions) -> Scores:
     """How long greedy decoding says what full precision says: the share of AGREEMENT_TOKENS tokens before the first
     other one, behind contexts of each length, as agreement@1024; `--limit` contexts of each.
     """
@@ -175,7 +187,7 @@ OWN = {"needle": needle, "context-once": context_once, "agreement": agreement}
 
 
 @torch.no_grad()
-def _decoded(model: Any, prompt: list[int], cache: Any, tokens: int) -> Tensor:
+def _decoded(model: CausalLM, prompt: list[int], cache: Cache, tokens: int) -> Tensor:
     """The greedy continuation of a prompt, whose first tokens may be in the cache already."""
     ids = torch.tensor([prompt], device=model.device)
     out = model.generate(
@@ -186,16 +198,15 @@ def _decoded(model: Any, prompt: list[int], cache: Any, tokens: int) -> Tensor:
         do_sample=False,
         pad_token_id=0,
     )
-    new: Tensor = out[0, len(prompt) :]
-    return new
+    return out[0, len(prompt) :]
 
 
-def _answer(model: Any, tokenizer: Any, prompt: list[int], cache: Any) -> str:
+def _answer(model: CausalLM, tokenizer: PreTrainedTokenizerBase, prompt: list[int], cache: Cache) -> str:
     return str(tokenizer.decode(_decoded(model, prompt, cache, NEW_TOKENS), skip_special_tokens=True))
 
 
 @contextmanager
-def _closing(cache: Any) -> Iterator[Any]:
+def _closing(cache: AnyCache) -> Iterator[AnyCache]:
     """Closes a cache of ours behind the block; Transformers' own has nothing to close."""
     try:
         yield cache
@@ -204,5 +215,6 @@ def _closing(cache: Any) -> Iterator[Any]:
             cache.close()
 
 
-def _cache(model: Any, maker: CacheMaker | None) -> AbstractContextManager[Any]:
-    return _closing(DynamicCache(config=model.config) if maker is None else maker())
+def _cache(model: CausalLM, maker: CacheMaker | None) -> AbstractContextManager[Cache]:
+    cache: Cache = DynamicCache(config=model.config) if maker is None else maker()
+    return _closing(cache)

@@ -1,4 +1,6 @@
-"""How far next-token distributions are from the full-precision ones, token by token: percentiles, agreement, position."""
+"""How far next-token distributions are from the full-precision ones, token by token: percentiles, agreement,
+position.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,13 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
+
+from kvcal_artifacts.errors import KVCalError
 
 FIRST_BUCKET = 128  # tokens of the first bucket of positions; each further bucket ends at twice the position
 
@@ -52,7 +57,7 @@ class Tokens:
         return [base64.b64encode(part).decode() for part in parts]
 
     @staticmethod
-    def unpack(packed: Sequence[Sequence[str]], length: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def unpack(packed: Sequence[Sequence[str]], length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
         """KL (N, length) float32 and agreement (N, length) bool of all batches."""
         kls, agreements = [], []
         for kl, same in packed:
@@ -61,6 +66,18 @@ class Tokens:
             kls.append(one)
             agreements.append(bits.reshape(one.shape).astype(bool))
         return np.concatenate(kls), np.concatenate(agreements)
+
+
+class Bucket(TypedDict):
+    """Figures of the tokens at positions `first` to `last`. kl: their mean, in nats; kl_se: its standard error over
+    windows, None of one window. same_top: share of tokens whose likeliest next token is that of full precision.
+    """
+
+    first: int
+    last: int
+    kl: float
+    kl_se: float | None
+    same_top: float
 
 
 @dataclass(frozen=True)
@@ -75,7 +92,7 @@ class Spread:
     kl_max: float
     same_top: float
     kl_behind: float | None
-    positions: list[dict[str, Any]]
+    positions: list[Bucket]
 
     @classmethod
     def of(cls, packed: Sequence[Sequence[str]], length: int, first_packed: int | None) -> Spread:
@@ -93,11 +110,10 @@ class Spread:
 EXACT = Spread(0.0, 0.0, 0.0, 1.0, None, [])
 
 
-def buckets(kl: np.ndarray[Any, Any], same: np.ndarray[Any, Any]) -> list[dict[str, Any]]:
-    """KL and agreement (N, T) by position: 0 to 127, 128 to 255, 256 to 511 and so on. Each has `first`, `last`, `kl`,
-    `kl_se` (the standard error over windows, None of one window) and `same_top`.
-    """
-    rows, start, end = [], 0, FIRST_BUCKET
+def buckets(kl: npt.NDArray[np.float32], same: npt.NDArray[np.bool_]) -> list[Bucket]:
+    """KL and agreement (N, T) by position: 0 to 127, 128 to 255, 256 to 511 and so on."""
+    rows: list[Bucket] = []
+    start, end = 0, FIRST_BUCKET
     while start < kl.shape[1]:
         stop = min(end, kl.shape[1])
         by_window = kl[:, start:stop].mean(1, dtype="f8").tolist()
@@ -119,16 +135,24 @@ def standard_error(numbers: Sequence[float]) -> float:
     return statistics.stdev(numbers) / math.sqrt(len(numbers))
 
 
-def apart(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool | None:
+def apart(first: Mapping[str, object], second: Mapping[str, object]) -> bool | None:
     """Whether the KL of two rows of the same windows differs by more than the standard error of the difference over
-    windows. None of one window, which has no spread.
+    windows. None of one window, which has no spread. Raises KVCalError where a row has no `kl_windows`.
     """
-    differences = [a - b for a, b in zip(first["kl_windows"], second["kl_windows"], strict=True)]
+    differences = [a - b for a, b in zip(kl_windows(first), kl_windows(second), strict=True)]
     if len(differences) < 2:
         return None
     return abs(statistics.fmean(differences)) > standard_error(differences)
 
 
-def ties(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> list[str]:
+def kl_windows(row: Mapping[str, object]) -> list[float]:
+    """The KL of each window of a row, in nats. Raises KVCalError where the row, of a file, has no such numbers."""
+    kl = row.get("kl_windows")
+    if not isinstance(kl, list) or not all(isinstance(one, (int, float)) for one in kl):
+        raise KVCalError(f"row {row.get('name')}: kl_windows must be a list of numbers, measure the row again")
+    return kl
+
+
+def ties(rows: Sequence[Mapping[str, object]], chosen: Mapping[str, object]) -> list[str]:
     """Names of the other rows whose KL is not `apart` from the chosen row's."""
-    return [row["name"] for row in rows if row["name"] != chosen["name"] and apart(row, chosen) is False]
+    return [str(row["name"]) for row in rows if row["name"] != chosen["name"] and apart(row, chosen) is False]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
 from ..report.progress import progress
 from ..report.records import is_number, kind_of, mistyped
 from .layers import LayerErrors
+
+if TYPE_CHECKING:
+    from ..models.weights import CausalLM
 
 Rows = list[list[float] | None]  # a row a layer, a number a kv head; None: a layer that is not compressed
 
@@ -28,7 +31,7 @@ class HeadErrors:
     tokens: int
 
 
-def stored_head_errors(metrics: dict[str, Any]) -> HeadErrors | None:
+def stored_head_errors(metrics: Mapping[str, object]) -> HeadErrors | None:
     """What the fit wrote into a bundle's metrics, of its held-out windows; None where it wrote none, or no errors by
     head.
     """
@@ -39,7 +42,7 @@ def stored_head_errors(metrics: dict[str, Any]) -> HeadErrors | None:
     return HeadErrors(key, value, 0) if head_errors_fault(metrics) is None and any((*key, *value)) else None
 
 
-def head_errors_fault(metrics: dict[str, Any]) -> str | None:
+def head_errors_fault(metrics: Mapping[str, object]) -> str | None:
     """What is wrong with the errors by head in a bundle's metrics; None where they are good, or there are none."""
     layers = metrics.get("layers")
     if layers is None:
@@ -66,7 +69,7 @@ def head_errors_fault(metrics: dict[str, Any]) -> str | None:
     )
 
 
-def measured_head_errors(model: Any, scheme: Scheme, ids: Tensor) -> HeadErrors:
+def measured_head_errors(model: CausalLM, scheme: Scheme, ids: Tensor) -> HeadErrors:
     """Measure errors of heads on token windows ids (N, T) int64, each in one forward pass, whose keys and values are
     the model's own.
 
@@ -75,6 +78,8 @@ def measured_head_errors(model: Any, scheme: Scheme, ids: Tensor) -> HeadErrors:
     windows = scheme.windows
     if ids.shape[1] < (least := windows.sink + windows.recent + windows.block):
         raise UsageError(f"windows of {ids.shape[1]} tokens pack nothing: use --length {least} or more")
+    from kvcal_artifacts.cache import KVCalCache
+
     errors, tokens = LayerErrors(len(scheme.layers)), 0
     device = next(model.parameters()).device
     with torch.no_grad(), progress("Measuring", total=len(ids)) as advance:
@@ -84,5 +89,4 @@ def measured_head_errors(model: Any, scheme: Scheme, ids: Tensor) -> HeadErrors:
                 model(input_ids=row[None].to(device), past_key_values=cache, use_cache=True)
                 tokens += int(cache.ledger.blocks.sum()) * windows.block
             advance()
-    rows = errors.rows()
-    return HeadErrors([row["key_head_errors"] for row in rows], [row["value_head_errors"] for row in rows], tokens)
+    return HeadErrors(errors.by_head("key"), errors.by_head("value"), tokens)

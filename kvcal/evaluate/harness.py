@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcal_artifacts.errors import KVCalError, UsageError
 
@@ -25,7 +25,11 @@ from .calls import calls
 from .perplexity import CacheMaker
 
 if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
+    from transformers import PreTrainedTokenizerBase
+
+    from ..models.weights import CausalLM
 
 SEED = 1234  # of few-shot examples, lm-eval's own default
 Scores = dict[str, list[float]]  # by name of a task, question by question
@@ -54,9 +58,9 @@ def _check_known(names: Sequence[str], manager: TaskManager) -> None:
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """limit: questions of each task. lengths: of synthetic contexts, in tokens. tasks_path: a folder of task files beside
-    lm-eval's own, whose Python lm-eval runs. allow_code: whether generated programs may run (in a sandbox). chat: whether
-    prompts are put into the tokenizer's chat template.
+    """limit: questions of each task. lengths: of synthetic contexts, in tokens. tasks_path: a folder of task files
+    beside lm-eval's own, whose Python lm-eval runs. allow_code: whether generated programs may run (in a sandbox).
+    chat: whether prompts are put into the tokenizer's chat template.
     """
 
     limit: int | None = None
@@ -74,8 +78,8 @@ class Harness:
     one line for what it cannot load.
     """
 
-    model: Any
-    tokenizer: Any
+    model: CausalLM
+    tokenizer: PreTrainedTokenizerBase
     names: Sequence[str]
     options: TaskOptions
     _loaded: Any = field(init=False)
@@ -86,7 +90,7 @@ class Harness:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         with in_one_line(self.names), tempfile.TemporaryDirectory() as folder:
             self.tokenizer.save_pretrained(folder)  # generators of synthetic contexts open it by a path
-            metadata: dict[str, Any] = {"tokenizer": folder}
+            metadata: dict[str, object] = {"tokenizer": folder}
             if self.options.lengths:
                 metadata["max_seq_lengths"] = list(self.options.lengths)
             path = self.options.tasks_path
@@ -108,8 +112,8 @@ class Harness:
             )
 
     def scores(self, maker: CacheMaker | None) -> Scores:
-        """Score of each question, by the name of its task; synthetic contexts of several lengths are tasks of their own,
-        as NAME@4096. maker: of the caches that answer; None: the model's own.
+        """Score of each question, by the name of its task; synthetic contexts of several lengths are tasks of their
+        own, as NAME@4096. maker: of the caches that answer; None: the model's own.
         """
         from lm_eval.evaluator import evaluate
 
@@ -130,7 +134,7 @@ class Harness:
         }
 
 
-def by_question(name: str, samples: Sequence[Mapping[str, Any]], higher: Mapping[str, Any]) -> Scores:
+def by_question(name: str, samples: Sequence[Mapping[str, Any]], higher: Mapping[str, object]) -> Scores:
     """Scores of one task's questions, from what lm-eval logs of them: of its first metric of which more is better, by
     the first filter; of metrics named for lengths each that has questions, as NAME@LENGTH.
 
@@ -161,24 +165,26 @@ def in_one_line(names: Sequence[str]) -> Iterator[None]:
         raise KVCalError(f"--task {','.join(names)}: lm-eval failed: {type(error).__name__}: {message}") from error
 
 
-def language_model(model: Any, tokenizer: Any, maker: CacheMaker | None, options: TaskOptions) -> Any:
+def language_model(
+    model: CausalLM, tokenizer: PreTrainedTokenizerBase, maker: CacheMaker | None, options: TaskOptions
+) -> HFLM:
     """lm-eval's model class over the caches of `maker`; None: the model's own cache."""
     from lm_eval.models.huggingface import HFLM
 
     class CompressedLM(HFLM):  # type: ignore[misc]
-        def _model_call(self, inps: Tensor, attn_mask: Any = None, labels: Any = None) -> Tensor:
+        def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
             if maker is None:
                 whole: Tensor = super()._model_call(inps, attn_mask, labels)
                 return whole
             return forced_logits(self.model, inps, maker, options.step)
 
-        def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
+        def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: object) -> Tensor:
             if maker is None:
                 return self._generated(context, max_length, stop, kwargs)
             with maker() as cache:
                 return self._generated(context, max_length, stop, kwargs | {"past_key_values": cache})
 
-        def _generated(self, context: Tensor, max_length: int, stop: list[str], kwargs: Any) -> Tensor:
+        def _generated(self, context: Tensor, max_length: int, stop: list[str], kwargs: Mapping[str, object]) -> Tensor:
             out: Tensor = super()._model_generate(context, max_length, stop, **kwargs)
             return out
 
@@ -186,7 +192,7 @@ def language_model(model: Any, tokenizer: Any, maker: CacheMaker | None, options
 
 
 @torch.no_grad()
-def forced_logits(model: Any, ids: Tensor, maker: CacheMaker, step: int) -> Tensor:
+def forced_logits(model: nn.Module, ids: Tensor, maker: CacheMaker, step: int) -> Tensor:
     """Logits (B, T, vocabulary) of token ids (B, T), teacher-forced through a cache. Padding on the right changes no
     token before it.
     """

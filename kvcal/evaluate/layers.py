@@ -1,10 +1,12 @@
-"""What compression does to each layer and head, seen in the cache while an evaluation runs, and which one is to blame."""
+"""What compression does to each layer and head, seen in the cache while an evaluation runs, and which one is to
+blame.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -14,7 +16,15 @@ from ..report.records import is_number
 ROLES = ("key", "value")
 LEAST = 1e-5  # what counts as recorded at least: figures have six decimals, and exact codecs are recorded as 0
 
-Recorded = Sequence[Mapping[str, Any]]  # a bundle's metrics["layers"]
+Recorded = Sequence[Mapping[str, object]]  # a bundle's metrics["layers"]
+Figure = int | float | list[float] | None  # of a layer
+
+
+class State(TypedDict):
+    """The sums of a LayerErrors as JSON has them, by layer and role."""
+
+    sums: list[list[list[list[float]] | None]]
+    blocks_read: list[int]
 
 
 class LayerErrors:
@@ -35,13 +45,13 @@ class LayerErrors:
     def read(self, layer: int, blocks: int) -> None:
         self.blocks_read[layer] += blocks
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """The sums as JSON has them; `of` makes the same again."""
         sums = [[None if one is None else one.tolist() for one in pair] for pair in self.sums]
         return {"sums": sums, "blocks_read": list(self.blocks_read)}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> LayerErrors:
+    def of(cls, state: State) -> LayerErrors:
         errors = cls(0)
         errors.sums = [
             [None if one is None else torch.tensor(one, dtype=torch.float64) for one in pair] for pair in state["sums"]
@@ -49,7 +59,7 @@ class LayerErrors:
         errors.blocks_read = list(state["blocks_read"])
         return errors
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Figure]]:
         """One a layer: key_relative_error and value_relative_error, |x - decoded|^2 / |x|^2 over all packed tokens,
         None where nothing was packed, and key_head_errors and value_head_errors, a list of them by kv head, as in
         bundles' metrics; blocks_read: summed over calls.
@@ -61,6 +71,10 @@ class LayerErrors:
             | {"blocks_read": read}
             for index, (sums, read) in enumerate(zip(self.sums, self.blocks_read, strict=True))
         ]
+
+    def by_head(self, role: str) -> list[list[float] | None]:
+        """Relative squared errors by kv head, a row a layer, of keys or of values; None where nothing was packed."""
+        return [_by_head(sums[ROLES.index(role)]) for sums in self.sums]
 
 
 def _squares(exact: Tensor, decoded: Tensor) -> Tensor:
@@ -105,7 +119,7 @@ class Blame:
         return f"layer {self.layer}, {where}: relative error {self.error:.4g}{drift}"
 
 
-def worst_layer(rows: Sequence[dict[str, Any]], recorded: Recorded | None) -> Blame | None:
+def worst_layer(rows: Sequence[Mapping[str, object]], recorded: Recorded | None) -> Blame | None:
     """The layer and role, or head of them where the bundle recorded heads, whose error is the most times what it
     recorded when it was fitted; where nothing was recorded, the layer with the largest error. rows: of LayerErrors.
     None if nothing was packed.
@@ -117,19 +131,33 @@ def worst_layer(rows: Sequence[dict[str, Any]], recorded: Recorded | None) -> Bl
     return max(blames, key=lambda blame: blame.error, default=None)
 
 
-def _blames(row: dict[str, Any], role: str, recorded: Recorded | None) -> list[Blame]:
+def _blames(row: Mapping[str, object], role: str, recorded: Recorded | None) -> list[Blame]:
     """Heads first: of a layer and its head that err alike the head is named."""
-    error, layer = row[f"{role}_relative_error"], row["layer"]
+    error, layer = _number(row, f"{role}_relative_error"), row["layer"]
     if error is None:
         return []
+    assert isinstance(layer, int)
     reference = recorded[layer] if recorded and layer < len(recorded) else {}
-    heads, measured = reference.get(f"{role}_head_errors"), row.get(f"{role}_head_errors")
-    by_head = [] if not heads or not measured or len(measured) != len(heads) else zip(measured, heads, strict=True)
-    whole = reference.get(f"{role}_relative_error")
+    heads, measured = (_numbers(figures, f"{role}_head_errors") for figures in (reference, row))
+    by_head = zip(measured, heads, strict=True) if len(measured) == len(heads) else []
     return [
-        *(Blame(layer, role, mine, float(theirs), head) for head, (mine, theirs) in enumerate(by_head)),
-        Blame(layer, role, error, None if whole is None else float(whole)),
+        *(Blame(layer, role, mine, theirs, head) for head, (mine, theirs) in enumerate(by_head)),
+        Blame(layer, role, error, _number(reference, f"{role}_relative_error")),
     ]
+
+
+def _number(figures: Mapping[str, object], name: str) -> float | None:
+    """A figure of a layer; None where there is none. What was recorded has passed `recorded_rows`."""
+    figure = figures.get(name)
+    assert figure is None or isinstance(figure, (int, float))
+    return None if figure is None else float(figure)
+
+
+def _numbers(figures: Mapping[str, object], name: str) -> list[float]:
+    """The figures of a layer's heads; empty where there are none."""
+    by_head = figures.get(name) or []
+    assert isinstance(by_head, list)
+    return [float(figure) for figure in by_head]
 
 
 def check_errors(recorded: Recorded, layers: Mapping[int, int]) -> None:
@@ -151,20 +179,22 @@ def check_errors(recorded: Recorded, layers: Mapping[int, int]) -> None:
                     raise ValueError(f"layer {layer}: {name} {fault}")
 
 
-def recorded_rows(metrics: Mapping[str, Any]) -> Recorded | None:
-    """metrics["layers"] of a bundle without what is no error that a codec can have; None where it is no list of tables."""
+def recorded_rows(metrics: Mapping[str, object]) -> Recorded | None:
+    """metrics["layers"] of a bundle without what is no error that a codec can have; None where it is no list of
+    tables.
+    """
     rows = metrics.get("layers")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         return None
     return [{name: value for name, value in row.items() if _usable(name, value)} for row in rows]
 
 
-def _usable(name: Any, value: Any) -> bool:
+def _usable(name: object, value: object) -> bool:
     if str(name).endswith("_head_errors"):
         return isinstance(value, list) and all(map(_plausible, value))
     return not str(name).endswith("_relative_error") or _plausible(value)
 
 
-def _plausible(value: Any) -> bool:
+def _plausible(value: object) -> bool:
     """Zeros in the place of everything would have an error of 1."""
     return is_number(value) and 0 <= value <= 1

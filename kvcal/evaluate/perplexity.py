@@ -9,20 +9,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 
 from ..report.progress import progress
 from .calls import calls, longest_call, segments
-from .divergence import EXACT, Reference, Spread, Tokens, standard_error
+from .divergence import EXACT, Bucket, Reference, Spread, Tokens, standard_error
 
-CacheMaker = Callable[[], KVCalCache]
+if TYPE_CHECKING:
+    from transformers import Cache, DynamicCache
+
+    from kvcal_artifacts.cache import KVCalCache
+
+    from ..models.weights import CausalLM
+
+CacheMaker: TypeAlias = Callable[[], "KVCalCache"]
 TOKENS_PER_BATCH = {"cuda": 1 << 18, "cpu": 1 << 13}
 
 
@@ -54,7 +60,7 @@ class Row:
     kl_max: float
     same_top: float
     kl_behind: float | None
-    positions: list[dict[str, Any]]
+    positions: list[Bucket]
     smaller: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -84,11 +90,11 @@ class _Sums:
     resident: int = 0
     first_packed: int | None = None  # position
     by_token: list[list[str]] = field(default_factory=list)  # as of Tokens.pack, by batch
-    paper: list[list[Any]] = field(default_factory=list)  # bits a value, and of how many values, by batch
+    paper: list[list[float]] = field(default_factory=list)  # bits a value, and of how many values, by batch
 
 
 def evaluate(
-    model: Any,
+    model: CausalLM,
     ids: Tensor,
     caches: Mapping[str, CacheMaker],
     *,
@@ -122,7 +128,7 @@ def evaluate(
 
 
 def _one_batch(
-    model: Any,
+    model: CausalLM,
     ids: Tensor,
     makers: Mapping[str, CacheMaker],
     step: int,
@@ -156,8 +162,10 @@ def _one_batch(
             cache.close()
 
 
-def _log_probabilities(model: Any, chunk: Tensor, cache: Any, count: int) -> Tensor:
-    """(B, count, vocabulary) float32 of the positions that have a target; logits less their mean over the vocabulary."""
+def _log_probabilities(model: CausalLM, chunk: Tensor, cache: Cache, count: int) -> Tensor:
+    """(B, count, vocabulary) float32 of the positions that have a target; of logits less their mean over the
+    vocabulary.
+    """
     logits: Tensor = model(input_ids=chunk, past_key_values=cache, use_cache=True).logits[:, :count].float()
     return functional.log_softmax(logits - logits.mean(-1, keepdim=True), -1)
 
@@ -172,7 +180,9 @@ class _Batch:
         self._same: list[Tensor] = []
 
     def add(self, log_probabilities: Tensor, reference: Reference | None, first: int) -> None:
-        """Log-probabilities (B, count, vocabulary) of the positions from `first` on. reference: None of full precision."""
+        """Log-probabilities (B, count, vocabulary) of the positions from `first` on. reference: None of full
+        precision.
+        """
         count = log_probabilities.shape[1]
         if not count:
             return
@@ -200,9 +210,17 @@ class _Batch:
         total.by_token.append(Tokens.pack(kl, torch.cat(self._same, 1)))
 
 
-def _add_full(total: _Sums, cache: Any) -> None:
+def numbers_in(cache: DynamicCache) -> int:
+    """How many numbers the keys and values of an uncompressed cache have."""
+    from transformers.cache_utils import CacheLayerMixin
+
+    layers = (layer for layer in cache.layers if isinstance(layer, CacheLayerMixin))
+    return sum(states.numel() for layer in layers for states in (layer.keys, layer.values) if states is not None)
+
+
+def _add_full(total: _Sums, cache: DynamicCache) -> None:
     """Uncompressed layers at 16 bits a number."""
-    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    numbers = numbers_in(cache)
     total.packed += 2 * numbers
     total.at_16_bit += 2 * numbers
     total.packed_values += numbers
@@ -222,11 +240,11 @@ def _add_cache(total: _Sums, cache: KVCalCache, itemsize: int) -> None:
         total.first_packed = windows.sink + windows.recent + windows.block
 
 
-def _mean(weighted: list[list[Any]]) -> float:
+def _mean(weighted: list[list[float]]) -> float:
     return float(sum(one * count for one, count in weighted) / sum(count for _, count in weighted))
 
 
-def _row(name: str, total: _Sums, model: Any, ids: Tensor, full: _Sums) -> Row:
+def _row(name: str, total: _Sums, model: CausalLM, ids: Tensor, full: _Sums) -> Row:
     windows, length = len(ids), ids.shape[1] - 1
     spread = Spread.of(total.by_token, length, total.first_packed) if total.by_token else EXACT
     shape = model.config.get_text_config()

@@ -115,7 +115,9 @@ class History:
 
 @dataclass(frozen=True)
 class Settings:
-    """ridge: times the mean of the Gram diagonal. sink: first tokens of a window, not predicted, only looked back at."""
+    """ridge: times the mean of the Gram diagonal. sink: first tokens of a window, not predicted, only looked back
+    at.
+    """
 
     probes: tuple[Probe, ...]
     frame: Frame = "pre_rope"

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import read_text
 
+from ..report.extras import require
 from ..report.progress import progress
 from . import sandbox
 from .harness import Scores, TaskOptions, check_installed, in_one_line, language_model
 from .perplexity import CacheMaker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..models.weights import CausalLM
 
 NAME, DATA_SET = "humaneval", "openai/openai_humaneval"
 STOPS = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]  # as in lm-eval's task
@@ -25,28 +31,33 @@ def problems(options: TaskOptions) -> list[dict[str, str]]:
     """The problems: of `humaneval.jsonl` in the folder --tasks-path where there is one, else of the hub's data set."""
     local = None if options.tasks_path is None else options.tasks_path / f"{NAME}.jsonl"
     if local is not None and local.exists():
-        rows: Iterable[Any] = (json.loads(line) for line in read_text(local).splitlines() if line.strip())
+        rows = (json.loads(line) for line in read_text(local).splitlines() if line.strip())
         return _checked(rows, local)[: options.limit]
+    require("datasets", f"--task {NAME}", f"put {NAME}.jsonl into a folder and give it with --tasks-path")
     from datasets import load_dataset
 
     with in_one_line([NAME]):
         return _checked(load_dataset(DATA_SET, split="test"), Path(DATA_SET))[: options.limit]
 
 
-def _checked(rows: Iterable[Any], source: Path) -> list[dict[str, str]]:
+def _checked(rows: Iterable[Mapping[str, object]], source: Path) -> list[dict[str, str]]:
+    """The problems' texts by FIELDS. Raises KVCalError for rows that are no objects with all of them, each text."""
     try:
-        chosen = [{name: row[name] for name in FIELDS} for row in rows]
+        fields = [{name: row[name] for name in FIELDS} for row in rows]
     except (ValueError, KeyError, TypeError) as error:
         raise KVCalError(
             f"--task {NAME}: {source}: needs a JSON object a line with {', '.join(FIELDS)}, each text; got "
             f"{type(error).__name__}: {error}"
         ) from error
-    if not chosen or not all(isinstance(text, str) for row in chosen for text in row.values()):
+    chosen = [{name: text for name, text in row.items() if isinstance(text, str)} for row in fields]
+    if not chosen or chosen != fields:
         raise KVCalError(f"--task {NAME}: {source}: holds no problems, or one whose {', '.join(FIELDS)} are no text")
     return chosen
 
 
-def humaneval(model: Any, tokenizer: Any, maker: CacheMaker | None, options: TaskOptions) -> Scores:
+def humaneval(
+    model: CausalLM, tokenizer: PreTrainedTokenizerBase, maker: CacheMaker | None, options: TaskOptions
+) -> Scores:
     """1 for each problem whose completed program passes its tests. Raises UsageError without --allow-code."""
     if not options.allow_code:
         raise UsageError(

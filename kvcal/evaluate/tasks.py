@@ -7,40 +7,52 @@ teacher-forced in steps, as `kvcal eval` does. lm-eval is imported where it is u
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Scheme
 
+from ..report.extras import require
 from ..report.progress import progress
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..methods.mixkvq import MixKVQ
+    from ..models.weights import CausalLM
+
+Settings = Mapping[str, Any]  # of generation, as a task's YAML has them
 MAX_NEW_TOKENS = 256  # where a task does not say, as in lm-eval
 
 
 def check_installed() -> None:
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UsageError(
-            "--objective task: needs lm-eval, which is not installed: pip install 'kvcal[tasks]', or use --objective "
-            "attention",
-        )
+    """Raise UsageError where lm-eval is missing."""
+    require("lm_eval", "--objective task:", "use --objective attention")
+
+
+class Request(Protocol):
+    """What lm-eval asks of a model: an Instance."""
+
+    @property
+    def args(self) -> tuple[Any, ...]: ...
 
 
 @dataclass
 class CacheCalls:
     """The three kinds of requests of lm-eval, each answered through a fresh cache; bits of all caches are added up."""
 
-    model: Any
-    tokenizer: Any
+    model: CausalLM
+    tokenizer: PreTrainedTokenizerBase
     scheme: Scheme
     batch: int = 1
     step: int = 32
@@ -62,7 +74,7 @@ class CacheCalls:
             self.packed_bytes += cache.nbytes("packed")
             self.packed_values += cache.packed_values()
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[str]:
         """requests: .args = (prompt, {"until", "max_gen_toks", ...}) -> the text before the first of `until`."""
         prompts = [self.tokenizer(request.args[0]).input_ids for request in requests]
         order = sorted(range(len(requests)), key=lambda i: -len(prompts[i]))
@@ -76,7 +88,7 @@ class CacheCalls:
         return answers
 
     @torch.no_grad()
-    def _generate(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[str]:
+    def _generate(self, prompts: list[list[int]], settings: Settings) -> list[str]:
         until = settings.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
         new = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or MAX_NEW_TOKENS)
@@ -102,7 +114,7 @@ class CacheCalls:
     def _pad(self) -> int:
         return int(self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0)
 
-    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """requests: .args = (context, continuation) -> its log-likelihood, and whether greedy decoding gives it."""
         with progress("Scoring", total=len(requests)) as advance:
             answers = []
@@ -144,7 +156,7 @@ class CacheCalls:
                 greedy = greedy and bool((logs.argmax(-1) == target).all())
         return total, greedy
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[float]:
         """requests: .args = (text,) -> its log-likelihood, in windows of the model's context that follow each other."""
         answers = []
         with progress("Scoring", total=len(requests)) as advance:
@@ -156,7 +168,7 @@ class CacheCalls:
         return answers
 
 
-def _alike(order: list[int], settings: list[dict[str, Any]], size: int) -> Iterator[list[int]]:
+def _alike(order: list[int], settings: list[Settings], size: int) -> Iterator[list[int]]:
     """Batches of at most `size` requests that ask for the same settings."""
     waiting = list(order)
     while waiting:
@@ -194,8 +206,8 @@ class TaskScore:
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: CausalLM,
+        tokenizer: PreTrainedTokenizerBase,
         tasks: list[str],
         tasks_path: Path | None = None,
         limit: int | None = None,
@@ -235,7 +247,7 @@ class TaskScore:
             ) from error
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Json]:
         from importlib.metadata import version
 
         settings = {"tasks": self.tasks, "limit": self.limit, "metric": self.metric}
@@ -247,7 +259,7 @@ class TaskScore:
         from lm_eval.evaluator import evaluate
 
         kind = type("CacheLM", (CacheCalls, LM), {"__init__": _both})
-        answering: Any = kind(self.model, self.tokenizer, scheme, self.batch)
+        answering = kind(self.model, self.tokenizer, scheme, self.batch)
         with self._in_one_line():
             results = evaluate(
                 lm=answering,
@@ -260,7 +272,7 @@ class TaskScore:
         scores = [pick(results, task, self.metric) for task in self.tasks]
         return sum(scores) / len(scores), answering.bits_per_value
 
-    def __call__(self, method: Any) -> tuple[float, float]:
+    def __call__(self, method: MixKVQ) -> tuple[float, float]:
         value, bits = self.score(method.scheme(self.model))
         if bits is None:
             w = method.windows
@@ -272,14 +284,14 @@ class TaskScore:
         return value, bits
 
 
-def _both(self: Any, *args: Any) -> None:
+def _both(self: CacheCalls, model: CausalLM, tokenizer: PreTrainedTokenizerBase, scheme: Scheme, batch: int) -> None:
     from lm_eval.api.model import LM
 
     LM.__init__(self)
-    CacheCalls.__init__(self, *args)
+    CacheCalls.__init__(self, model, tokenizer, scheme, batch)
 
 
-def pick(results: Any, task: str, metric: str | None) -> float:
+def pick(results: Mapping[str, Any], task: str, metric: str | None) -> float:
     """A task's score by METRIC or METRIC,FILTER, else its first, from what lm-eval reports; higher must be better."""
     rows = {
         name: value

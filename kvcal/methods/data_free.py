@@ -1,5 +1,5 @@
 """Methods that need no data: one codec for keys, one for values, exceptions by layer. Presets of `kvcal eval
---preset`.
+--preset`. What their short names mean (kivi-2, innerq-base, innerq-small, ...) is in registry.py.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.codecs import Codec, Role, Shape
+from kvcal_artifacts.codecs import Codec, Role, Shape, load_plugins
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme, Windows
 
-from ..report.suggest import allowed
+from ..report.suggest import allowed, refuse_auto
 from .base import layer_by_layer
 from .composition import DataFreeComposition
 from .mixkvq import MixKVQ
@@ -108,10 +108,14 @@ def composed(name: str | None, keys: str | None, values: str | None, per_layer: 
 
 
 def preset(name: str) -> DataFree:
+    """The preset of this name, of kvcal or of an installed package. Raises UsageError for any other name."""
+    if name not in PRESETS:
+        load_plugins()
     if name not in PRESETS and name.endswith(".safetensors"):
         raise UsageError(
             f"preset {name!r} is the name of a bundle's file: give it with --bundle, where there is that option"
         )
+    refuse_auto(name)
     if name not in PRESETS:
         raise UsageError(f"preset {name!r} is not known; {allowed(name, PRESETS, 'kvcal names preset')}")
     return PRESETS[name]

@@ -8,7 +8,19 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, MixKVQ, Role, Scaled, Shape, Squat, Uniform
+from kvcal_artifacts.codecs import (
+    Codec,
+    Exact,
+    Float8,
+    Higgs,
+    MixKVQ,
+    Role,
+    Scaled,
+    Shape,
+    Squat,
+    Uniform,
+    load_plugins,
+)
 from kvcal_artifacts.codecs.higgs import Axis, Gain, Points, Span
 from kvcal_artifacts.codecs.transform import MSE as TRANSFORM_MSE
 from kvcal_artifacts.codecs.uniform import MODES
@@ -182,6 +194,9 @@ def backbone(name: str) -> Backbone:
             "predictors "
             "with --key-inputs none --value-inputs none"
         )
+    load_plugins()
+    if name in BACKBONES:
+        return BACKBONES[name]
     names = [*BACKBONES, *(family.example for family in CALIBRATED.values())]
     raise UsageError(f"codec {name!r} is not known; {allowed(name, names, 'kvcal names codec')}")
 

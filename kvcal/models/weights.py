@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING, Protocol, TypedDict, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -194,6 +194,19 @@ def model_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoMod
 
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
+def causal_lm(model: nn.Module) -> CausalLM:
+    """The model, known as one of Transformers' that generates text. Raises ModelUnavailable for any other."""
+    if not _generates(model):
+        raise ModelUnavailable(f"{type(model).__name__} does not generate text; load a causal language model")
+    return model
+
+
+def _generates(model: nn.Module) -> TypeGuard[CausalLM]:
+    from transformers import GenerationMixin, PreTrainedModel
+
+    return isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> CausalLM:

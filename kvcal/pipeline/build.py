@@ -27,19 +27,19 @@ from ..models.names import resolve
 from ..models.weights import file_sha256
 from ..text import sources
 from .gates import Check, Limits
+from .names import COMMANDS as COMMANDS
+from .options import (
+    BuiltOptions,
+    EvalOptions,
+    FitPredictorsOptions,
+    PresetOptions,
+    TuneThresholdsOptions,
+    WeightsOptions,
+)
 from .scheme_file import GOVERNED, check_fields, read_toml, refuse_unknown, table_of, with_recipe
+from .spec import Options
 
 TOP = {"output": str, "defaults": dict, "models": dict, "bundles": dict, "gates": dict, "evaluation": dict}
-COMMANDS = {
-    "aqua-kv": "fit-predictors",
-    "vqkv": "train-codebooks",
-    "mixkvq": "tune-thresholds",
-    "squat": "measure-subspaces",
-    "innerq": "fit-norms",
-    "kvtuner": "tune-bits",
-    "preset": "preset",
-    "combine": "combine",
-}
 OWN = ("method", "models", "matrix", "gates")  # keys of a bundle that are no options of its command
 FROM_MODEL = ("model", "revision")
 NOT_GIVEN = ("output", "json", "plot", "resume", "storage", "heartbeat", "name")  # the build's own affair
@@ -50,25 +50,33 @@ MAYBE_PATHS = ("model", "text", "other_text")  # or a name: a path if there is o
 EVALUATION = {"text": str, "column": str, "length": int, "windows": int, "step": int, "batch": int}
 NAME = re.compile(r"[\w.+-]+")
 
-Options = Mapping[str, object]
-OptionsOf = Callable[[str, Options], dict[str, object]]  # kvcal.cli.defaults.options_of
-DefaultsOf = Callable[[str], dict[str, object]]
+Fields = Mapping[str, object]  # a table of a recipe, or a record of one: names and values
+OptionsOf = Callable[[str, Fields], Options]  # kvcal.cli.defaults.options_of
+DefaultsOf = Callable[[str], Mapping[str, object]]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One bundle to be. options: all of its method's command, read. parts: of a combination, names of two entries."""
+    """One bundle to be. options: all of its method's command, read; None of a combination. parts: of that, names of two
+    entries.
+    """
 
     name: str
     model: str
     method: str
-    options: dict[str, Any]
+    options: BuiltOptions | None
     gates: Limits
     parts: tuple[str, ...] = ()
 
     @property
     def file(self) -> str:
         return f"{self.name}{SUFFIX}"
+
+    @property
+    def built(self) -> BuiltOptions:
+        """The options, of an entry that is no combination."""
+        assert self.options is not None
+        return self.options
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ class BuildRecipe:
     path: Path
     output: Path
     entries: tuple[Entry, ...]
-    evaluation: dict[str, dict[str, Any]]
+    evaluation: dict[str, EvalOptions]
 
     @property
     def lock(self) -> Path:
@@ -157,7 +165,7 @@ class _Reader:
                 name = "-".join([model, bundle, *(_slug(option, value) for option, value in variant.items())])
                 yield self._entry(name, model, method, options | variant, gates, where)
 
-    def _method(self, bundle: str, table: Options) -> str:
+    def _method(self, bundle: str, table: Fields) -> str:
         matrix = table.get("matrix")
         names = {*table, *(matrix if isinstance(matrix, dict) else ())}
         has_preset = "preset" in names
@@ -183,46 +191,48 @@ class _Reader:
             raise self._wrong(f"{where}models: no [models.{unknown[0]}]; there are {', '.join(models)}")
         return value
 
-    def _gates(self, where: str, table: Options) -> Limits:
+    def _gates(self, where: str, table: Fields) -> Limits:
         refuse_unknown(self.path, f"{where}gates.", table, Limits.names())
         try:
             return Limits.of({**table_of(self.fields, "gates"), **table}, "gates.")
         except UsageError as error:
             raise self._wrong(str(error)) from error
 
-    def _entry(self, name: str, model: str, method: str, options: Options, gates: Limits, where: str) -> Entry:
+    def _entry(self, name: str, model: str, method: str, options: Fields, gates: Limits, where: str) -> Entry:
         if method == "combine":
             if missing := {"keys", "values"} - set(options):
                 raise self._wrong(f"{where}{sorted(missing)[0]} is missing: the name of another bundle here")
             parts = tuple(f"{model}-{options[role]}" for role in ("keys", "values"))
-            return Entry(name, model, method, {}, gates, parts)
+            return Entry(name, model, method, None, gates, parts)
         if "recipe" in options and (both := [option for option in options if option in GOVERNED]):
             raise self._wrong(f"{where}{both[0]}: {options['recipe']} says it too; leave one out")
         merged = self._with_model(COMMANDS[method], model, options) | dict(options)
         if method == "preset":
             merged |= {"name": merged.pop("preset")} if "preset" in merged else {}
-        return Entry(name, model, method, self._options(COMMANDS[method], merged, where), gates)
+        read = self._options(COMMANDS[method], merged, where)
+        assert isinstance(read, BuiltOptions)
+        return Entry(name, model, method, read, gates)
 
-    def _with_model(self, command: str, model: str, options: Options) -> dict[str, object]:
+    def _with_model(self, command: str, model: str, options: Fields) -> dict[str, object]:
         """What [defaults] and [models.MODEL] say that the command has an option for, and that no scheme recipe
         decides.
         """
-        table: Options = {"model": model, **table_of(table_of(self.fields, "models"), model)}
+        table: Fields = {"model": model, **table_of(table_of(self.fields, "models"), model)}
         names = {*self.defaults_of(command)} - {*(GOVERNED if "recipe" in options else ())}
         return {
             name: value for name, value in ({**table_of(self.fields, "defaults"), **table}).items() if name in names
         }
 
-    def _options(self, command: str, options: Options, where: str) -> dict[str, object]:
+    def _options(self, command: str, options: Fields, where: str) -> Options:
         placed = {name: self._placed(name, value) for name, value in options.items()}
         whole = {name for name, value in self.defaults_of(command).items() if type(value) is int}
         if odd := [name for name, value in options.items() if name in whole and isinstance(value, float)]:
             raise self._wrong(f"{where.rstrip('.')}: {odd[0]} is {options[odd[0]]!r}; it must be a whole number")
         try:
             read = self.options_of(command, placed)
-            if command in ("fit-predictors", "preset"):
-                read = with_recipe(read, options, plain=command == "preset")
-            return read
+            if isinstance(read, FitPredictorsOptions):
+                return with_recipe(read, options)
+            return with_recipe(read, options) if isinstance(read, PresetOptions) else read
         except UsageError as error:
             raise self._wrong(f"{where.rstrip('.')}: {error}") from error
 
@@ -233,14 +243,16 @@ class _Reader:
         there = self._folder / Path(value).expanduser()
         return str(there) if name in PATHS or (value.strip() and there.exists()) else value
 
-    def _evaluation(self, model: str) -> dict[str, object]:
+    def _evaluation(self, model: str) -> EvalOptions:
         names = self.defaults_of("eval")
-        table: Options = {"model": model, **table_of(table_of(self.fields, "models"), model)}
+        table: dict[str, object] = {"model": model, **table_of(table_of(self.fields, "models"), model)}
         basic = {
             name: table[name] for name in (*FROM_MODEL, "random_weights", "seed", "dtype", "device") if name in table
         }
         options = {name: value for name, value in table_of(self.fields, "evaluation").items() if name in names}
-        return self._options("eval", basic | options, "evaluation")
+        read = self._options("eval", basic | options, "evaluation")
+        assert isinstance(read, EvalOptions)
+        return read
 
     def _check_names(self, entries: Collection[Entry]) -> None:
         names = [entry.name for entry in entries]
@@ -272,15 +284,12 @@ def _slug(option: str, value: object) -> str:
 # What a bundle is made of.
 
 
-def model_identity(options: Options) -> dict[str, object]:
+def model_identity(o: WeightsOptions) -> dict[str, object]:
     """The weights' revision and, of a folder, a hash of its other files: config and tokenizer decide bytes too."""
-    revision, seed = options["revision"], options.get("seed", 0)
-    assert (revision is None or isinstance(revision, str)) and isinstance(seed, int)
-    source = resolve(str(options["model"]), revision)
-    random = bool(options.get("random_weights"))
+    source = resolve(o.model, o.revision)
     identity: dict[str, object] = {
         "name": source.stem,
-        "revision": weights_revision(source, random_weights=random, seed=seed),
+        "revision": weights_revision(source, random_weights=o.random_weights, seed=o.seed),
     }
     if source.folder is not None:
         names = [*hub.TOKENIZER_FILES, "config.json"]
@@ -331,12 +340,12 @@ def code_identity() -> dict[str, str]:
     }
 
 
-def settings_identity(options: Options) -> dict[str, object]:
+def settings_identity(o: BuiltOptions) -> dict[str, object]:
     """Every option that may decide a byte and is not stated by content elsewhere."""
     left_out = {*FROM_MODEL, *NOT_GIVEN, *HOW, *IN_IDENTITY}
-    settings: dict[str, object] = {name: value for name, value in options.items() if name not in left_out}
-    if options.get("tasks_path") is not None:
-        settings["tasks"] = files_sha256(sorted(p for p in Path(str(options["tasks_path"])).rglob("*") if p.is_file()))
+    settings: dict[str, object] = {name: value for name, value in o.by_name().items() if name not in left_out}
+    if isinstance(o, TuneThresholdsOptions) and o.tasks_path is not None:
+        settings["tasks"] = files_sha256(sorted(path for path in o.tasks_path.rglob("*") if path.is_file()))
     return dict(json.loads(json.dumps(settings, default=list)))
 
 

@@ -6,8 +6,9 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from kvcal_artifacts.bundle import Bundle
@@ -16,10 +17,12 @@ from kvcal_artifacts.files import read_bytes, write_atomically
 from kvcal_artifacts.scheme import Scheme
 from kvcal_artifacts.shown import message
 
-from ..evaluate.canary import Canary
 from ..evaluate.layers import ROLES, check_errors, recorded_rows, worst_layer
 from ..report.escape import markdown as escaped
 from ..report.records import mistyped
+
+if TYPE_CHECKING:
+    from ..evaluate.canary import Canary
 
 SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 
@@ -72,19 +75,21 @@ def _number(label: str, value: object) -> float:
 
 @dataclass(frozen=True)
 class Check:
-    """One gate of one bundle. detail: the layer to blame and its figure, or what the canary saw."""
+    """One gate of one bundle. figure: what was measured, None where nothing was. detail: the layer to blame and its
+    figure, or what the canary saw.
+    """
 
     name: str
     gate: str
     passed: bool
-    seen: float | None = None
+    figure: float | None = field(default=None, metadata={"key": "seen"})  # as JSON and lock files call it
     limit: float | None = None
     layer: int | None = None
     detail: str = ""
 
     @classmethod
     def of(cls, record: object) -> Check:
-        """Read a check from what `asdict` made of one. Raises ValueError where it is something else."""
+        """Read a check from what `as_dict` made of one. Raises ValueError where it is something else."""
         number, whole = (int, float, type(None)), (int, type(None))
         kinds: dict[str, type | tuple[type, ...]] = {
             "name": str,
@@ -99,11 +104,16 @@ class Check:
             raise ValueError("a check with other fields")
         if wrong := [name for name, kind in kinds.items() if not isinstance(record[name], kind)]:
             raise ValueError(f"a check whose {wrong[0]} is {record[wrong[0]]!r}")
-        return cls(**record)
+        figures = {name: value for name, value in record.items() if name != "seen"}
+        return cls(**figures, figure=record["seen"])
+
+    def as_dict(self) -> dict[str, str | bool | int | float | None]:
+        """The check as JSON has it."""
+        return {field.metadata.get("key", field.name): getattr(self, field.name) for field in fields(self)}
 
     @property
     def line(self) -> str:
-        verdict = "" if self.limit is None else f" {_shown(self.seen)}, at most {_shown(self.limit)}"
+        verdict = "" if self.limit is None else f" {_shown(self.figure)}, at most {_shown(self.limit)}"
         return f"{self.name}: {self.gate}{verdict}" + (f" ({self.detail})" if self.detail else "")
 
 
@@ -198,7 +208,7 @@ def recalled(name: str, limits: Limits, records: Iterable[object]) -> list[Check
     if [check.gate for check in checks] != ["canary", *limit_of] or any(check.name != name for check in checks):
         return None
     first, *rest = checks
-    judged = [replace(c, limit=limit_of[c.gate], passed=_holds(c.seen, limit_of[c.gate])) for c in rest]
+    judged = [replace(c, limit=limit_of[c.gate], passed=_holds(c.figure, limit_of[c.gate])) for c in rest]
     return [first, *judged] if first.passed else None
 
 
@@ -290,7 +300,7 @@ def markdown(checks: Sequence[Check]) -> str:
     lines = [head, "", "| bundle | gate | seen | limit | | |", "|---|---|---|---|---|---|"]
     for check in checks:
         limit = "" if check.limit is None else _shown(check.limit)
-        figure = "" if check.limit is None else _shown(check.seen)
+        figure = "" if check.limit is None else _shown(check.figure)
         verdict = "passed" if check.passed else "**failed**"
         lines.append(
             f"| {_cell(check.name)} | {_cell(check.gate)} | {figure} | {limit} | {verdict} | {_cell(check.detail)} |"

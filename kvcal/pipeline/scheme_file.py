@@ -24,12 +24,16 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_text
+
+from .options import FitPredictorsOptions, PresetOptions
+
+Recipes = TypeVar("Recipes", FitPredictorsOptions, PresetOptions)
 
 TOP = {"frame": str, "codec": str, "keys": str, "values": str, "layers": dict, "windows": dict, "predictor": dict}
 WINDOWS = {"sink": int, "recent": int, "block": int}
@@ -68,7 +72,7 @@ class Recipe:
     def options(self) -> dict[str, Any]:
         """The options of `kvcal fit-predictors` that it stands for; others keep their defaults."""
         fields = self.fields
-        options: dict[str, Any] = {name: fields[name] for name in ("frame", "keys", "values") if name in fields}
+        options: dict[str, object] = {name: fields[name] for name in ("frame", "keys", "values") if name in fields}
         if "codec" in fields:
             options["backbone"] = fields["codec"]
         if not self.predicts:
@@ -169,19 +173,17 @@ def _kind(kind: type) -> str:
     return names[kind]
 
 
-def with_recipe(options: dict[str, object], typed: Collection[str], plain: bool = False) -> dict[str, object]:
+def with_recipe(o: Recipes, typed: Collection[str]) -> Recipes:
     """Options with those of `--recipe` in place. typed: names of those that somebody gave, be it at their default; one
-    that the recipe governs may not be among them: UsageError. plain: of `kvcal preset`.
+    that the recipe governs may not be among them: UsageError.
     """
-    if options.get("recipe") is None:
-        return options
-    path = Path(str(options["recipe"]))
+    if o.recipe is None:
+        return o
     for name in GOVERNED:
         if name in typed:
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} and --recipe both say what to store: put it into the recipe")
-    if plain and options["name"] is not None:
-        raise UsageError(f"{options['name']} and --recipe {path} both say what to store: leave one out")
-    recipe = read_recipe(path)
-    from_recipe = recipe.plain() if plain else recipe.options()
-    return options | {name: value for name, value in from_recipe.items() if name in options}
+    if isinstance(o, PresetOptions) and o.name is not None:
+        raise UsageError(f"{o.name} and --recipe {o.recipe} both say what to store: leave one out")
+    recipe = read_recipe(o.recipe)
+    return replace(o, **(recipe.plain() if isinstance(o, PresetOptions) else recipe.options()))

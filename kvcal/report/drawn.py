@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvcal_artifacts.shown import shown
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # matplotlib is imported only where a plot is asked for
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".pdf")
-WITHOUT: dict[str, dict[str, Any]] = {  # what a format would record of the moment and of matplotlib
+WITHOUT: dict[str, dict[str, None]] = {  # what a format would record of the moment and of matplotlib
     ".png": {"Software": None},
     ".svg": {"Date": None, "Creator": None},
     ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .drawn import drawable
+
+if TYPE_CHECKING:  # matplotlib is imported only where a plot is asked for
+    from matplotlib.axes import Axes
+    from matplotlib.transforms import Bbox
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top in pixels
 STEPS = tuple(
@@ -17,13 +21,14 @@ STEPS = tuple(
 FAR = 20.0  # from where on a line leads from label to point
 
 
-def label_points(axis: Any, points: Sequence[tuple[float, float]], texts: Sequence[str], size: float = 7) -> None:
+def label_points(axis: Axes, points: Sequence[tuple[float, float]], texts: Sequence[str], size: float = 7) -> None:
     """Write each text beside its point, in data units of `axis`; limits and layout of the figure are fixed by it.
 
     A label takes the first of STEPS at which it lies within the axes and on no point and no label before it; where
     none is free, the one with the least overlap.
     """
-    figure = axis.figure
+    figure = axis.get_figure(root=True)
+    assert figure is not None
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # a layout after this would move axes below their labels
     unit = figure.dpi / 72
@@ -36,8 +41,8 @@ def label_points(axis: Any, points: Sequence[tuple[float, float]], texts: Sequen
         boxes = [_box(x, y, step, extent.width, extent.height, unit) for step in STEPS]
         best = min(range(len(STEPS)), key=lambda n: (_overlap(boxes[n], boxes_so_far, inside), n))
         step = STEPS[best]
-        note.set_ha("left" if step[0] > 1 else "right" if step[0] < -1 else "center")
-        note.set_va("bottom" if step[1] > 1 else "top" if step[1] < -1 else "center")
+        note.set_horizontalalignment("left" if step[0] > 1 else "right" if step[0] < -1 else "center")
+        note.set_verticalalignment("bottom" if step[1] > 1 else "top" if step[1] < -1 else "center")
         note.set_position(step)
         if math.hypot(*step) > FAR:
             axis.annotate(
@@ -53,7 +58,7 @@ def _box(x: float, y: float, step: tuple[float, float], width: float, height: fl
     return x0, y0, x0 + width, y0 + height
 
 
-def _overlap(box: Box, boxes_so_far: Sequence[Box], inside: Any) -> float:
+def _overlap(box: Box, boxes_so_far: Sequence[Box], inside: Bbox) -> float:
     """Pixels that the box shares with others, and those outside of the axes, ten times."""
     shared = sum(_common(box, place) for place in boxes_so_far)
     whole = (box[2] - box[0]) * (box[3] - box[1])

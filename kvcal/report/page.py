@@ -114,7 +114,7 @@ def _table(label: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
     )
 
 
-def _shown(value: Any, form: str = "{:.4g}") -> str:
+def _shown(value: float | None, form: str = "{:.4g}") -> str:
     return "–" if value is None else form.format(value)
 
 
@@ -142,8 +142,8 @@ def _figures(report: Report) -> str:
     return _section("Figures", words, _table("Figures", columns, rows))
 
 
-def _coloured(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    return {row["name"]: place for place, row in enumerate(rows)}
+def _coloured(rows: Sequence[Mapping[str, object]]) -> dict[str, int]:
+    return {str(row["name"]): place for place, row in enumerate(rows)}
 
 
 def _quality(report: Report) -> str:

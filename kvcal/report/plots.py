@@ -3,7 +3,6 @@ for."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,10 +13,12 @@ from kvcal_artifacts.files import write_atomically
 
 from .colours import colour
 from .drawn import SUFFIXES, as_file, drawable, png
+from .extras import require
 from .labels import label_points
 from .outputs import check_output
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Rows = Sequence[Sequence[float] | None]
@@ -26,8 +27,7 @@ LEAST_SHOWN = 1e-7  # an exact codec's error of 0 has no logarithm
 
 def check_plot(path: Path, option: str = "--plot") -> None:
     """Check before any work that a plot can be drawn and written there; raises UsageError. option: that names it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(f"{option} needs matplotlib, which is not installed: install kvcal again")
+    require("matplotlib", option, "leave it out")
     if path.suffix not in SUFFIXES:
         raise UsageError(f"{option} {path}: must end in {', '.join(SUFFIXES)}")
     check_output(path, option)
@@ -72,7 +72,13 @@ def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     axis.set_title(drawable(title), fontsize=9.5, wrap=True)
     points = [(row["bits_per_value"], row["kl"]) for row in drawn]
     if front:
-        axis.plot(*zip(*[(row["bits_per_value"], row["kl"]) for row in front], strict=True), **FRONT)
+        axis.plot(
+            *zip(*[(row["bits_per_value"], row["kl"]) for row in front], strict=True),
+            linewidth=1,
+            color="#9aa5b1",
+            label="Pareto front",
+            zorder=2,
+        )
         axis.legend(frameon=False)
     if points:
         axis.scatter(
@@ -84,7 +90,6 @@ def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     write_atomically(path, as_file(figure, path), "--plot")
 
 
-FRONT: dict[str, Any] = {"linewidth": 1, "color": "#9aa5b1", "label": "Pareto front", "zorder": 2}
 QUANTISERS = {1: 0.75, 2: 0.89}  # bits -> variance that they "usually explain", AQUA-KV section 3.1
 
 
@@ -104,7 +109,7 @@ def plot_probes(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     write_atomically(path, as_file(figure, path), "--plot")
 
 
-def _probe_panels(bars: Any, lines: Any, role: str, rows: list[dict[str, Any]]) -> None:
+def _probe_panels(bars: Axes, lines: Axes, role: str, rows: list[dict[str, Any]]) -> None:
     common = all(row["mean_common"] is not None for row in rows)
     values = [row["mean_common"] if common else row["mean"] or 0.0 for row in rows]
     names = [" + ".join(_told(name) for name in row["inputs"]) for row in rows]
@@ -171,7 +176,7 @@ def plot_bench(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 MARKERS = ["o", "s", "^", "D", "v", "P"]  # of batches, smallest first
 
 
-def _bench_lines(axis: Any, rows: list[dict[str, Any]]) -> None:
+def _bench_lines(axis: Axes, rows: list[dict[str, Any]]) -> None:
     lines: dict[tuple[str, int, bool], list[dict[str, Any]]] = {}
     for row in rows:
         lines.setdefault((row["scheme"], row["batch"], row["projected"]), []).append(row)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.files import read_text, write_atomically
@@ -16,49 +16,64 @@ from kvcal_artifacts.scheme import Scheme
 
 from ..calibrate.checkpoint import CommandCheckpoint, short
 
+Row = TypeVar("Row", bound=Mapping[str, object])
 
-def front(rows: Iterable[dict[str, Any]], quality: str = "kl") -> set[str]:
+
+def figure(row: Mapping[str, object], name: str) -> float:
+    """A figure of a row. Raises KVCalError where it is no number: rows come from files, too."""
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise KVCalError(f"row {row.get('name')}: {name} must be a number, is {value!r:.60}; measure the row again")
+    return value
+
+
+def _stored_bits(row: Mapping[str, object]) -> float | None:
+    """Stored bits a value; None where nothing was packed."""
+    return None if row["bits_per_value"] is None else figure(row, "bits_per_value")
+
+
+def front(rows: Iterable[Mapping[str, object]], quality: str = "kl") -> set[str]:
     """Names of the rows that no other row beats: none has fewer bits and no more error, or as many bits and less."""
-    rows = [row for row in rows if row["bits_per_value"] is not None]
+    places = [(str(row["name"]), bits, figure(row, quality)) for row in rows if (bits := _stored_bits(row)) is not None]
     return {
-        row["name"]
-        for row in rows
+        name
+        for name, bits, error in places
         if not any(
-            other["bits_per_value"] <= row["bits_per_value"]
-            and other[quality] <= row[quality]
-            and (other["bits_per_value"], other[quality]) != (row["bits_per_value"], row[quality])
-            for other in rows
+            other_bits <= bits and other_error <= error and (other_bits, other_error) != (bits, error)
+            for _, other_bits, other_error in places
         )
     }
 
 
-def best(rows: Iterable[dict[str, Any]], max_bits: float, quality: str = "kl") -> dict[str, Any] | None:
+def best(rows: Iterable[Row], max_bits: float, quality: str = "kl") -> Row | None:
     """The row of least error at no more than `max_bits` stored bits a value."""
     fitting = [row for row in rows if within(row, max_bits)]
-    return min(fitting, key=lambda row: (row[quality], row["bits_per_value"]), default=None)
+    return min(fitting, key=lambda row: (figure(row, quality), figure(row, "bits_per_value")), default=None)
 
 
-def within(row: dict[str, Any], max_bits: float) -> bool:
+def within(row: Mapping[str, object], max_bits: float) -> bool:
     """Whether a row stores no more than `max_bits` bits a value; not where it packed nothing."""
-    return row["bits_per_value"] is not None and row["bits_per_value"] <= max_bits
+    bits = _stored_bits(row)
+    return bits is not None and bits <= max_bits
 
 
-def bytes_at(scheme: Scheme, row: dict[str, Any], tokens: int, length: int, itemsize: int) -> int:
+def bytes_at(scheme: Scheme, row: Mapping[str, object], tokens: int, length: int, itemsize: int) -> int:
     """Bytes of one sequence of `length` tokens: what was measured of `tokens` tokens (packed, windows, run-time
     statistics, predictors and codebooks), and more or fewer tokens at the row's stored bits a value.
 
     itemsize: of the model's dtype, in which layers are that the scheme leaves alone.
     """
-    bits = 8.0 * itemsize if row["bits_per_value"] is None else row["bits_per_value"]
+    bits = _stored_bits(row)
+    bits = 8.0 * itemsize if bits is None else bits
     share = 1.0 if scheme.selection is None else scheme.selection.keep
     pairs = [pair for pair in scheme.layers if pair is not None]
     numbers = sum(pair.key.shape.heads * pair.key.shape.dim * 2 for pair in pairs)
     a_token = numbers * bits / 8 * share + numbers / max(1, len(pairs)) * len(scheme.skipped) * itemsize
-    measured = row["cache_bytes"] + row["window_bytes"] + row["resident_bytes"]
+    measured = sum(figure(row, name) for name in ("cache_bytes", "window_bytes", "resident_bytes"))
     return max(0, round(float(measured + (length - tokens) * a_token)))
 
 
-def as_csv(rows: list[dict[str, Any]]) -> str:
+def as_csv(rows: Sequence[Mapping[str, object]]) -> str:
     """A header and a line a row; None is an empty cell. Figures by position are in the JSON alone."""
     text = io.StringIO()
     columns = [name for name in rows[0] if name not in ("key", "positions")]
@@ -103,7 +118,7 @@ class Ledger:
 
     command: str
     path: Path | None
-    settings: dict[str, Any]
+    settings: Mapping[str, object]
     work: CommandCheckpoint
     resume: bool = True
 
@@ -120,9 +135,9 @@ class Ledger:
     def where(self) -> Path:
         return self.work.folder if self.path is None else self.path
 
-    def add(self, key: str, row: dict[str, Any]) -> None:
+    def add(self, key: str, row: Mapping[str, object]) -> None:
         """key: what the row's figures depend on besides the settings."""
-        self.rows[key] = row | {"key": key}
+        self.rows[key] = {**row, "key": key}
         if self.path is None:
             self.work.keep(_file(key), self.rows[key])
             return

@@ -1,4 +1,6 @@
-"""Which codec each place gets under a budget of bytes, for the least sum of costs: an exact multiple-choice knapsack."""
+"""Which codec each place gets under a budget of bytes, for the least sum of costs: an exact multiple-choice
+knapsack.
+"""
 
 from __future__ import annotations
 

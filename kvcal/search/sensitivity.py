@@ -1,9 +1,9 @@
 """Codecs by layer and side for the least KL under a budget of stored bits.
 
 First each codec alone: the forward KL of the model with one layer's keys, or values, in that codec and all else exact
-(kvcal.calibrate.forecast). Then the assignment with the least sum of these under the budget (knapsack.py). The sum leaves
-out how errors add up, so the assignment is measured whole, through the cache and on held-out windows, beside every pair of
-one codec for all keys and one for all values that fits the budget: the best of all is taken.
+(kvcal.calibrate.forecast). Then the assignment with the least sum of these under the budget (knapsack.py). The sum
+leaves out how errors add up, so the assignment is measured whole, through the cache and on held-out windows, beside
+every pair of one codec for all keys and one for all values that fits the budget: the best of all is taken.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Role
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 from kvcal_artifacts.scheme import Scheme
@@ -24,7 +23,13 @@ from ..calibrate.forecast import forecasts, least_tokens
 from ..evaluate.perplexity import CacheMaker, Row, evaluate
 from ..methods.data_free import Preset
 from ..report.progress import progress
+from ..report.records import is_number
 from .knapsack import Option, solve
+
+if TYPE_CHECKING:
+    from kvcal_artifacts.cache import KVCalCache
+
+    from ..models.weights import CausalLM
 
 EXACT = "exact-32"
 ROLES: tuple[Role, Role] = ("key", "value")
@@ -36,10 +41,10 @@ Place = tuple[int, Role]
 class Store(Protocol):
     """Where measured sensitivities are kept for a run that goes on."""
 
-    def read(self, name: str) -> Any:
+    def read(self, name: str) -> object:
         """None: there is no such value."""
 
-    def keep(self, name: str, value: Any) -> None:
+    def keep(self, name: str, value: object) -> None:
         """A value that JSON has."""
 
 
@@ -84,7 +89,7 @@ def _span(layers: list[int]) -> str:
 
 
 def sensitivities(
-    model: Any, ids: Tensor, codecs: Sequence[str], base: Preset, store: Store
+    model: CausalLM, ids: Tensor, codecs: Sequence[str], base: Preset, store: Store
 ) -> dict[Place, list[Option]]:
     """For each compressed layer and side, each codec's bytes a block and its KL on token windows ids (N, T), all else
     exact. Raises UsageError where windows are too short to pack a block.
@@ -100,13 +105,20 @@ def sensitivities(
             }
             schemes = {name: one.scheme(model) for name, one in names.items()}
             label = f"codecs-{layer}-{role}"
-            kls: dict[str, float] | None = store.read(label)
+            kls = _stored(store.read(label), codecs)
             if kls is None:
                 kls = {name: min(result.kl, WORST) for name, result in forecasts(model, ids, schemes).items()}
                 store.keep(label, kls)
             options[layer, role] = [Option(name, _size(schemes[name], layer, role), kls[name]) for name in codecs]
             advance()
     return options
+
+
+def _stored(value: object, codecs: Sequence[str]) -> dict[str, float] | None:
+    """The KL of each codec as a store has it; None where it has none, or not all of them."""
+    kls = value if isinstance(value, dict) else {}
+    stored = {name: float(kls[name]) for name in codecs if is_number(kls.get(name))}
+    return stored if len(stored) == len(set(codecs)) else None
 
 
 def _size(scheme: Scheme, layer: int, role: Role) -> int:
@@ -128,7 +140,7 @@ class Chosen:
 
 
 def choose(
-    model: Any,
+    model: CausalLM,
     holdout: Tensor,
     options: Mapping[Place, Sequence[Option]],
     base: Preset,
@@ -153,7 +165,12 @@ def choose(
 
 
 def _measured(
-    model: Any, ids: Tensor, makers: Mapping[str, CacheMaker], step: int, batch: int | None, say: Callable[[str], None]
+    model: CausalLM,
+    ids: Tensor,
+    makers: Mapping[str, CacheMaker],
+    step: int,
+    batch: int | None,
+    say: Callable[[str], None],
 ) -> dict[str, Row]:
     """All side by side; where numbers of one overflow each for itself, without those that do."""
     try:
@@ -166,12 +183,14 @@ def _measured(
     return {name: row for one in alone for name, row in _measured(model, ids, one, step, batch, say).items()}
 
 
-def _maker(scheme: Scheme, model: Any) -> Callable[[], KVCalCache]:
+def _maker(scheme: Scheme, model: CausalLM) -> Callable[[], KVCalCache]:
+    from kvcal_artifacts.cache import KVCalCache
+
     return lambda: KVCalCache(scheme, model, remember=True)
 
 
 def _uniform(
-    model: Any, options: Mapping[Place, Sequence[Option]], base: Preset, max_bits: float
+    model: CausalLM, options: Mapping[Place, Sequence[Option]], base: Preset, max_bits: float
 ) -> dict[str, Assignment]:
     """Of one codec for all keys and one for all values, those that fit, and of them only the ones that no other with as
     many bits or fewer has a smaller sum of sensitivities: others are not worth a measurement.

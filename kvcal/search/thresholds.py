@@ -11,14 +11,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle.canonical import canonical, sha256_text
-from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import write_atomically
 
@@ -37,6 +37,10 @@ from ..report.outputs import check_output
 from ..text.sources import Windows as TextWindows
 from .two_objectives import NAMES, Found, Point, Space, Storage, front_of, rounded, search
 
+if TYPE_CHECKING:
+    from ..models.weights import CausalLM
+
+Record = dict[str, Json]
 LOW, HIGH = (0.5, 8.0), (1.0, 32.0)  # times the layer's median salience
 
 
@@ -45,7 +49,7 @@ class Objective(Protocol):
     maximise: bool
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         """Its settings, for provenance."""
 
     def __call__(self, method: MixKVQ) -> tuple[float, float]:
@@ -63,13 +67,13 @@ class AttentionError:
     def __init__(
         self,
         method: MixKVQ,
-        model: Any,
+        model: CausalLM,
         ids: Tensor,
         device: torch.device,
         batch: int | None = None,
         where: str = "device",
     ) -> None:
-        self.record = {"name": "attention", "queries": QUERIES}
+        self.record: Record = {"name": "attention", "queries": QUERIES}
         self.device, self.shape = device, hf.layer_shape(hf.config_of(model), method.block)
         self.dtype: torch.dtype = model.dtype
         stats, value = method.key_codec(self.shape, self.dtype).stats, method.value_codec(self.shape)
@@ -108,7 +112,7 @@ class AttentionError:
 class Perplexity:
     """Perplexity of the windows, teacher-forced through the cache in steps."""
 
-    model: Any
+    model: CausalLM
     ids: Tensor
     step: int = 32
     batch: int | None = None
@@ -116,10 +120,12 @@ class Perplexity:
     maximise = False
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         return {"name": "perplexity", "step": self.step}
 
     def __call__(self, method: MixKVQ) -> tuple[float, float]:
+        from kvcal_artifacts.cache import KVCalCache
+
         scheme = method.scheme(self.model)
         rows = evaluate(
             self.model,
@@ -174,12 +180,12 @@ def with_thresholds(method: MixKVQ, parameters: dict[str, float]) -> MixKVQ:
 class Job:
     """What is tuned on which text, and where the results go."""
 
-    model: Any
+    model: CausalLM
     text: TextWindows
     output: Path
     plot: Path
     device: torch.device
-    model_record: dict[str, Any]
+    model_record: Record
     revision: str | None
     options: FitOptions = field(default_factory=FitOptions)
     say: Callable[[str], None] = lambda line: None
@@ -236,7 +242,7 @@ def tune(
     front = front_of(points.points, goal.maximise)
     number = choose(points.points, front, settings.max_bits)
     best = with_thresholds(method, points.points[number].parameters)
-    asked = {"trials": settings.trials, "max_bits": settings.max_bits, "order": ORDER[points.in_order]}
+    asked: Record = {"trials": settings.trials, "max_bits": settings.max_bits, "order": ORDER[points.in_order]}
     record = _record(settings, goal.record) | asked
     metrics = _seen(method, points, goal, front, number)
     result = _measured(best, job, settings, {"provenance": record, "metrics": metrics})
@@ -253,7 +259,7 @@ class Goal:
 
     label: str
     maximise: bool
-    record: dict[str, Any]
+    record: Record
 
 
 def _search(
@@ -299,7 +305,7 @@ def choose(points: list[Point], front: list[int], max_bits: float) -> int:
     return under[-1]
 
 
-def _measured(method: MixKVQ, job: Job, settings: Settings, searched: dict[str, dict[str, Any]] | None) -> FitResult:
+def _measured(method: MixKVQ, job: Job, settings: Settings, searched: dict[str, Record] | None) -> FitResult:
     return fit(
         method,
         WholeModel(job.model),
@@ -315,7 +321,7 @@ def _measured(method: MixKVQ, job: Job, settings: Settings, searched: dict[str, 
     )
 
 
-def _record(settings: Settings, objective: dict[str, Any]) -> dict[str, Any]:
+def _record(settings: Settings, objective: Record) -> Record:
     """What decides where the search goes; max_bits and the number of trials do not."""
     import optuna
 
@@ -327,18 +333,18 @@ def _record(settings: Settings, objective: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _study_name(method: MixKVQ, job: Job, settings: Settings, objective: dict[str, Any]) -> str:
+def _study_name(method: MixKVQ, job: Job, settings: Settings, objective: Record) -> str:
     """Workers that would do the same work share a study."""
     free, batch = replace(method, tau_low=0.0, tau_high=0.0), job.options.batch or 0
     key = provenance(free, job.text, job.model_record, job.device, job.model.dtype, batch, settings.seed)
     return f"kvcal-mixkvq-{sha256_text(canonical([key, _record(settings, objective)]))[:20]}"
 
 
-def _seen(method: MixKVQ, points: Found, goal: Goal, front: list[int], chosen: int) -> dict[str, Any]:
+def _seen(method: MixKVQ, points: Found, goal: Goal, front: list[int], chosen: int) -> Record:
     tried = [with_thresholds(method, point.parameters) for point in points.points]
-    rows = [
+    rows: list[Json] = [
         {"tau_low": row.tau_low, "tau_high": row.tau_high, "quality": point.quality, "bits": point.cost}
         for row, point in zip(tried, points.points, strict=True)
     ]
-    what = {"quality": goal.label, "higher_is_better": goal.maximise}
+    what: Record = {"quality": goal.label, "higher_is_better": goal.maximise}
     return what | {"trials": rows, "front": front, "chosen": chosen}

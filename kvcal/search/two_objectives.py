@@ -19,16 +19,24 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvcal_artifacts.errors import KVCalError
-from kvcal_artifacts.files import open_lock
+from kvcal_artifacts.files import lock, open_lock
 
 from ..calibrate.checkpoint import check_ours
 from ..report.progress import progress
 
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.samplers import BaseSampler
+    from optuna.storages import RDBStorage
+    from optuna.study import Study
+    from optuna.trial import FrozenTrial, Trial
+
 Space = Mapping[str, tuple[float, float]]  # name -> lowest, highest; searched on a logarithmic scale
 Evaluate = Callable[[dict[str, float]], tuple[float, float]]  # parameters -> quality, cost
+Direction = Literal["minimize", "maximize"]
 FILE = "study.db"
 NAMES = re.compile(r"lock|study\.db(-journal|-wal|-shm)?")  # all that a search keeps in its folder
 DIGITS = 6  # of parameters and objectives: last bits of a sum do not decide where the search goes
@@ -125,7 +133,7 @@ def search(
         optuna.logging.set_verbosity(before)
 
 
-def _directions(maximise: bool) -> list[Any]:
+def _directions(maximise: bool) -> list[Direction]:
     return ["maximize" if maximise else "minimize", "minimize"]
 
 
@@ -138,8 +146,8 @@ class _Worker:
 
     def __init__(
         self,
-        study: Any,
-        engine: Any,
+        study: Study,
+        engine: RDBStorage,
         storage: Storage,
         evaluate: Evaluate,
         space: Space,
@@ -154,10 +162,10 @@ class _Worker:
         self.nameless: dict[int, float] = {}  # running trials whose worker did not even leave its name: since when seen
         self.study.sampler = _sampler(self)
 
-    def complete(self) -> list[Any]:
+    def complete(self) -> list[FrozenTrial]:
         return self._in_state("COMPLETE")
 
-    def _in_state(self, *names: str) -> list[Any]:
+    def _in_state(self, *names: str) -> list[FrozenTrial]:
         from optuna.trial import TrialState
 
         states = tuple(TrialState[name] for name in names)
@@ -214,7 +222,7 @@ class _Worker:
             over.set()
             thread.join()
 
-    def _objective(self, trial: Any) -> tuple[float, float]:
+    def _objective(self, trial: Trial) -> tuple[float, float]:
         if self.place(trial.number) >= self.trials:
             raise _Surplus
         if "worker" not in trial.user_attrs:  # out of the queue: Optuna does not ask the sampler
@@ -227,13 +235,13 @@ class _Worker:
         """Trials before this one that are complete or may become so."""
         return sum(t.number < number for t in self._in_state("COMPLETE", "RUNNING", "WAITING"))
 
-    def sign(self, trial: Any) -> None:
+    def sign(self, trial: Trial | FrozenTrial) -> None:
         """A name, and a first sign of life: without one Optuna takes nobody for dead."""
         if self.storage.url is not None:
             self.made.set_trial_user_attr(trial._trial_id, "worker", this_worker())
             self.made.record_heartbeat(trial._trial_id)
 
-    def suggested(self, trial: Any) -> dict[str, float]:
+    def suggested(self, trial: FrozenTrial) -> dict[str, float]:
         """Parameters of a new trial, which remembers how many points it knew."""
         done = self.complete()
         self.made.set_trial_user_attr(trial._trial_id, "known", len(done))
@@ -250,13 +258,13 @@ class _Worker:
             if self.storage.url is None or self._is_dead(trial):
                 self._fail(trial)
 
-    def _is_dead(self, trial: Any) -> bool:
+    def _is_dead(self, trial: FrozenTrial) -> bool:
         if "worker" in trial.user_attrs:
             return is_dead(str(trial.user_attrs["worker"]))
         since = self.nameless.setdefault(trial.number, time.monotonic())
         return time.monotonic() - since > GRACE * self.storage.heartbeat
 
-    def _fail(self, trial: Any) -> None:
+    def _fail(self, trial: FrozenTrial) -> None:
         from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import TrialState
 
@@ -273,33 +281,37 @@ class _Worker:
         return Found(_points(done), earlier == list(range(len(done))))
 
 
-def run_again(study: Any, trial: Any) -> None:
+def run_again(study: Study, trial: FrozenTrial) -> None:
     """Put a dead worker's parameters in the queue; a trial that had none yet is simply missing, and is drawn anew."""
     if trial.params:
         study.enqueue_trial(trial.params, user_attrs={"known": trial.user_attrs.get("known"), "again": trial.number})
 
 
-def _points(trials: list[Any]) -> list[Point]:
+def _points(trials: list[FrozenTrial]) -> list[Point]:
     return [Point(dict(trial.params), *trial.values) for trial in trials]
 
 
-def _sampler(worker: _Worker) -> Any:
+def _sampler(worker: _Worker) -> BaseSampler:
     """An Optuna sampler that asks `worker` for all parameters at once."""
     import optuna
 
-    scales = {
+    scales: dict[str, BaseDistribution] = {
         name: optuna.distributions.FloatDistribution(low, high, log=True) for name, (low, high) in worker.space.items()
     }
 
     class Sampler(optuna.samplers.BaseSampler):
-        def infer_relative_search_space(self, study: Any, trial: Any) -> Any:
+        def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
             worker.sign(trial)
             return {} if "fixed_params" in trial.system_attrs else scales
 
-        def sample_relative(self, study: Any, trial: Any, search_space: Any) -> dict[str, Any]:
+        def sample_relative(
+            self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+        ) -> dict[str, float]:
             return worker.suggested(trial) if search_space else {}
 
-        def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
+        def sample_independent(
+            self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+        ) -> float:
             raise AssertionError(f"{param_name} is not in the search space")
 
     return Sampler()
@@ -309,7 +321,7 @@ def _sampler(worker: _Worker) -> Any:
 
 
 @contextmanager
-def _opened(storage: Storage, maximise: bool) -> Iterator[tuple[Any, Any]]:
+def _opened(storage: Storage, maximise: bool) -> Iterator[tuple[Study, RDBStorage]]:
     """The study, and its storage object."""
     if storage.url is not None:
         yield _study(storage.url, storage, maximise)
@@ -320,25 +332,14 @@ def _opened(storage: Storage, maximise: bool) -> Iterator[tuple[Any, Any]]:
         handle = open_lock(storage.folder / "lock")
     except OSError as error:
         raise KVCalError(f"{storage.folder / 'lock'}: cannot be used ({error.strerror}); move it away") from error
-    with os.fdopen(handle, "w") as lock:
-        if not _locked(lock):
+    try:
+        if lock(handle, wait=False) is False:
             raise KVCalError(
                 f"{storage.folder}: another process is at this search; wait for it, or let both share a --storage"
             )
         yield _study(f"sqlite:///{FILE}", storage, maximise)
-
-
-def _locked(file: Any) -> bool:
-    """Whether the file is now locked by this process, for as long as it is open; the system unlocks it after a kill."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has none: there, two runs at once on one output are not noticed
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+    finally:
+        os.close(handle)
 
 
 def _connection(path: Path) -> type[sqlite3.Connection]:
@@ -353,7 +354,7 @@ def _connection(path: Path) -> type[sqlite3.Connection]:
     return Connection
 
 
-def _study(url: str, storage: Storage, maximise: bool) -> tuple[Any, Any]:
+def _study(url: str, storage: Storage, maximise: bool) -> tuple[Study, RDBStorage]:
     """Create or join; two workers that create the tables at once disturb each other, so try again."""
     import optuna
 
@@ -376,10 +377,10 @@ def _study(url: str, storage: Storage, maximise: bool) -> tuple[Any, Any]:
     raise AssertionError
 
 
-def _rdb(url: str, storage: Storage) -> Any:
+def _rdb(url: str, storage: Storage) -> RDBStorage:
     from optuna.storages import RDBStorage
 
-    options: dict[str, Any] = {"timeout": 60} if url.startswith("sqlite") else {}
+    options: dict[str, object] = {"timeout": 60} if url.startswith("sqlite") else {}
     if storage.url is None:
         options["factory"] = _connection(storage.folder / FILE)
     with warnings.catch_warnings():

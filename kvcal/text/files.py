@@ -26,6 +26,7 @@ from kvcal_artifacts.errors import TextError
 from kvcal_artifacts.files import kind_of as what_is
 
 from ..models.hub import one_line
+from ..report.extras import require
 from .parquet_pages import check_pages
 from .rows import SHOWN_NAME, Picker, columns, cut, groups_of, is_chat, is_value, listed
 
@@ -149,6 +150,7 @@ def _opened(path: Path) -> AbstractContextManager[Stream]:
     check_file(path)
     pack = path.suffix.lower()
     if pack == ".zst":
+        require("pyarrow", str(path), "give the text unpacked")
         import pyarrow
 
         unpacked: AbstractContextManager[Stream] = pyarrow.input_stream(str(path), compression="zstd")
@@ -515,6 +517,7 @@ def _table(path: Path, picker: Picker) -> Iterator[Row]:
 
 
 def _parquet(path: Path, picker: Picker) -> Iterator[Row]:
+    require("pyarrow", str(path), "give the text in another form, as .jsonl")
     import pyarrow
     import pyarrow.parquet
 

@@ -23,6 +23,7 @@ from kvcal.commands import reproduce
 from kvcal.evaluate.layers import recorded_rows, worst_layer
 from kvcal.evaluate.tasks import check_installed
 from kvcal.pipeline.gates import Limits, check_recorded
+from kvcal.pipeline.spec import Options
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
@@ -58,13 +59,14 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Options of the commands that would have been run."""
     seen: list[dict[str, Any]] = []
 
-    def stop(options: dict[str, Any], say: Any) -> None:
+    def stop(typed: Options, say: Any) -> None:
+        options = typed.by_name()
         text = options.get("text")
         linked = text is not None and Path(text).is_symlink()
         seen.append(options | ({"text": str(Path(text).resolve())} if linked else {}))
         raise KVCalError("this is where the work would begin")
 
-    monkeypatch.setattr(reproduce, "RUNS", dict.fromkeys(reproduce.RUNS, stop))
+    monkeypatch.setattr(reproduce, "run_again", stop)
     return seen
 
 

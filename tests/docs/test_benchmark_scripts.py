@@ -20,7 +20,8 @@ ON_A_CPU = {
     "higgs_rotation.py",
     "evaluation.py",
     "old_and_new.py",
-}  # errors of grids; times of kvcal eval on a CPU; a reader of files
+    "startup.py",
+}  # errors of grids; times of kvcal eval on a CPU; a reader of files; CPU time of commands
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in ON_A_CPU)
 
 

@@ -283,7 +283,7 @@ def test_the_page_says_how_to_install() -> None:
     top = (ROOT / "docs" / "pipeline.md").read_text().partition("```bash")[0]
     (line,) = re.findall(r"`(pip install [^`]*)`", top)
     assert f"{line} && kvcal demo" in (ROOT / "README.md").read_text()
-    assert line == "pip install -c constraints.txt ." and (ROOT / "constraints.txt").exists()
+    assert line == "pip install -c constraints.txt '.[all]'" and (ROOT / "constraints.txt").exists()
 
 
 def test_the_blocks_of_the_page_run(place: Place) -> None:

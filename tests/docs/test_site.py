@@ -10,32 +10,47 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tests.docs.test_figures import BENCHMARKS, shows
-from tests.support.pages import NEEDS, ROOT, bash_blocks, run_page
+from tests.support.fork_server import forking
+from tests.support.pages import NEEDS, ROOT, bash_blocks, run_page, sources
 
 DOCS = ROOT / "docs"
-QUICK = ["index", "guides/engineer", "guides/researcher", "guides/pipeline", "guides/server"]
+GUIDES = ["engineer", "researcher", "recommend", "pipeline", "server"]
+QUICK = ["index", *(f"guides/{name}" for name in GUIDES), "reference/python"]
 METHODS = sorted(f"methods/{page.stem}" for page in (DOCS / "methods").glob("*.md") if page.stem != "index")
 HELD = ["benchmarks/index"]  # `kvcal bench` and doctor: by tests/kvcal/bench
 BOTH = ("bash", "python")
 
 
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a `kvcal` and a `python` that have imported everything already."""
+    folder = tmp_path_factory.mktemp("site")
+    with forking(folder, sources(folder), ("kvcal", "python")) as tools:
+        yield tools
+
+
 @pytest.mark.parametrize("page", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS)])
-def test_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
+def test_commands_of_a_page_run(page: str, tmp_path: Path, tools: Path) -> None:
     """In order, in one folder, on the model that comes with kvcal."""
-    done = run_page(DOCS / f"{page}.md", tmp_path, seconds=600, languages=BOTH)
+    done = run_page(DOCS / f"{page}.md", tmp_path, seconds=600, languages=BOTH, tools=tools)
     assert done and all(ran.out or ran.err for ran in done)
 
 
 def test_every_page_with_commands_is_run() -> None:
     pages = [
         DOCS / "index.md",
-        *(path for folder in ("guides", "methods", "benchmarks") for path in [*(DOCS / folder).glob("*.md")]),
+        *(
+            path
+            for folder in ("guides", "methods", "benchmarks", "reference")
+            for path in [*(DOCS / folder).glob("*.md")]
+        ),
     ]
     written = {path.relative_to(DOCS).with_suffix("").as_posix() for path in pages if bash_blocks(path, languages=BOTH)}
     lab = {

@@ -17,7 +17,12 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE_ROOTS = {"kvcal": ROOT, "kvcal_artifacts": ROOT / "artifacts", "kvcal_kernels": ROOT / "kernels"}
+SOURCE_ROOTS = {
+    "kvcal": ROOT,
+    "kvcal_artifacts": ROOT / "artifacts",
+    "kvcal_kernels": ROOT / "kernels",
+    "kvcal_vllm": ROOT / "serving",
+}
 VAGUE = frozenset(
     (
         "own",
@@ -36,10 +41,12 @@ VAGUE = frozenset(
         "left",
     )
 )
-NO_ROOMS = {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
+NO_ROOMS = {"__init__.py", "__init__.pyi", "__main__.py", "__pycache__", "py.typed"}
 
 MOST_ENTRIES = 20  # of a folder of tests
-TESTED = {"kvcal": ROOT / "kvcal"} | {name: ROOT / name / f"kvcal_{name}" for name in ("artifacts", "kernels")}
+TESTED = {"kvcal": ROOT / "kvcal", "serving": ROOT / "serving" / "kvcal_vllm"} | {
+    name: ROOT / name / f"kvcal_{name}" for name in ("artifacts", "kernels")
+}
 HELPERS = {"support", "emulator"}  # folders of tests/ in which modules without tests lie
 
 Import = tuple[str, str, bool]  # (importing module, imported module, at module level?)

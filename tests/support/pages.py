@@ -73,16 +73,19 @@ def run_page(
     environment: Mapping[str, str] | None = None,
     seconds: float = 120,
     languages: Collection[str] = ("bash",),
+    tools: Path | None = None,
 ) -> list[Ran]:
     """Run the blocks in `folder` with `kvcal` on the path; fails at the first that ends with another code than 0.
 
-    Each block is a shell of its own (bash -eu -o pipefail): files stay, variables do not.
+    Each block is a shell of its own (bash -eu -o pipefail): files stay, variables do not. tools: a folder whose `kvcal`
+    it is, as of `forking`; None: a process of its own.
     """
-    tools = folder / ".bin"
-    tools.mkdir(exist_ok=True)
-    program = tools / "kvcal"
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kvcal.cli "$@"\n')
-    program.chmod(0o755)
+    if tools is None:
+        tools = folder / ".bin"
+        tools.mkdir(exist_ok=True)
+        program = tools / "kvcal"
+        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kvcal.cli "$@"\n')
+        program.chmod(0o755)
     own = {**sources(tools), **(environment or {})}
     done = []
     for block in bash_blocks(page, headings, languages):

@@ -57,6 +57,7 @@ class KVCalCache(Cache):
 
     layers: list[AnyLayer]
     watch: Watch | None = None
+    auto: dict[str, object] | None = None  # what a preset of auto.py chose, and why
 
     def __init__(
         self,
@@ -81,7 +82,6 @@ class KVCalCache(Cache):
         self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
         self.model, self.max_length, self.kernels, self.require_kernels = model, max_length, kernels, require_kernels
         self._sites = hf.attention_sites(model)
-        hf.check_frame([self._sites[index] for index in scheme.compressed], scheme.frame)
         before = scheme.frame == "pre_rope"
         self.stored_rope = StoredRope(model, hf.rotary_width(model) if before and kernels != "off" else 0)
         plain = DynamicCache(config=config).layers
@@ -103,8 +103,6 @@ class KVCalCache(Cache):
         self.ledger: AnyLedger = Ledger(scheme.windows)
         if scheme.selection is not None:
             self.ledger = EvictingLedger(scheme.windows, scheme.selection)
-            for layer in self.own_layers:
-                hf.check_selectable(layer.site)
         self._contents: static_storage.Contents | None = None
         self.steps: dict[torch.device, static_storage.Steps] = {}  # of the layers on a device
         self.memory = SharedMemory(kernels, keeps=max_length is not None)
@@ -422,6 +420,8 @@ class KVCalCache(Cache):
     def describe(self) -> dict[str, Any]:
         """What every layer does, by which path and why; and what happened so far.
 
+        auto: what a preset that looks at the model chose, and why. unpacked: where nothing is packed yet, a sentence
+        that says how many tokens it takes; None from the first packed block on.
         returned_by_crop: tokens that came back from packed blocks, decoded. unforgotten_by_statistics: what crops
         removed but run-time statistics still show: `tokens` further back than they can forget, and `blocks` packed when
         the removed tokens were in the cache. All zero: the cache is, to the byte, one that never had the removed

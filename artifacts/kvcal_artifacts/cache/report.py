@@ -35,15 +35,30 @@ def packed_values(cache: WholeCache) -> int:
     return cache.evicting_ledger.packed_tokens * numbers // cache.scheme.windows.block
 
 
+def unpacked(cache: WholeCache) -> str | None:
+    """Why a cache has packed nothing yet, in a sentence; None where it has, or where it holds no tokens."""
+    ledger, windows = cache.ledger, cache.scheme.windows
+    tokens = ledger.columns
+    if not tokens or bool((ledger.blocks > 0).any()):
+        return None
+    first = windows.sink + windows.recent + windows.block
+    return (
+        f"nothing is packed yet: the cache holds {tokens} tokens, and the first block is packed at {first} (sink "
+        f"{windows.sink}, recent {windows.recent}, block {windows.block}); until then all are in the model's dtype"
+    )
+
+
 def describe(cache: WholeCache) -> dict[str, object]:
     """The result of KVCalCache.describe, whose docstring explains its keys."""
     return {
         "windows": vars(cache.scheme.windows),
         "frame": cache.scheme.frame,
         "coverage": cache.scheme.coverage,
+        "auto": cache.auto,
         "tokens": cache.ledger.columns,
         "selection": None if cache.scheme.selection is None else cache.evicting_ledger.describe(),
         "packed_blocks": cache.ledger.blocks.tolist(),
+        "unpacked": unpacked(cache),
         "caveats": cache.caveats,
         "returned_by_crop": cache.record.returned_tokens,
         "unforgotten_by_statistics": dict(cache.record.unforgotten),

@@ -19,6 +19,7 @@ class WholeCache(CacheProtocol, hf.Listener, Protocol):
     caveats: list[str]
     strict: bool
     growing: str | None
+    auto: dict[str, object] | None
 
     @property
     def own_layers(self) -> list[KVCalLayer]: ...

@@ -9,7 +9,7 @@ from .higgs import Higgs
 from .mixkvq import MixKVQ
 from .predicted import Predicted
 from .predictors import PREDICTORS, Predictor
-from .registry import CODECS, build, state_of
+from .registry import CODECS, build, load_plugins, register_codec, state_of
 from .residual_vq import ResidualVQ
 from .scaled import Scaled
 from .squat import Squat
@@ -52,5 +52,7 @@ __all__ = [
     "Transform",
     "Uniform",
     "build",
+    "load_plugins",
+    "register_codec",
     "state_of",
 ]

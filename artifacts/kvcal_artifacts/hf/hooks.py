@@ -23,7 +23,7 @@ from .decoder import decoder_of, find_decoder
 from .protocols import Decoder, Mask
 from .seam import FORWARD
 from .sites import AttentionSite
-from .taps import REPLACED, Places, Tap
+from .taps import CHANGED, Places, Tap
 
 Arguments: TypeAlias = tuple[object, ...]
 Keywords: TypeAlias = dict[str, object]
@@ -65,7 +65,7 @@ Subject: TypeAlias = tuple[str, int]  # "keys", "queries" or "mask", and a layer
 
 @dataclass(frozen=True)
 class _Owner:
-    """A cache that listens, its hooks by what they tell, and the places of the modules that it knows.
+    """A cache that listens, its hooks by what they tell, and the places of the model's modules when it was made.
 
     around: ids of hooked models around the decoder whose forward runs with it now.
     """
@@ -91,10 +91,8 @@ class _Board:
         self._rotary_tap: Tap | None = None
         self._taps: dict[Subject, Tap] = {}
 
-    def open(
-        self, decoder: Decoder, owner: Listener, subjects: dict[Subject, AttentionSite], sites: list[AttentionSite]
-    ) -> None:
-        """Hook what a cache asks for. sites: of all layers that it compresses.
+    def open(self, decoder: Decoder, owner: Listener, subjects: dict[Subject, AttentionSite]) -> None:
+        """Hook what a cache asks for.
 
         Hooks of modules that are no longer in the model stay with the caches that have them.
         """
@@ -104,9 +102,8 @@ class _Board:
         for key, site in subjects.items():
             if key not in self._taps or not self._taps[key].is_on(_source(key, site)):
                 self._taps[key] = self._tap(key, site)
-        modules = [decoder.rotary_emb, *(part for o in sites for part in (o.module, o.key_source, o.query_source))]
         taps = {key: self._taps[key] for key in subjects}
-        self.owners[id(owner)] = _Owner(weakref.ref(owner), taps, self._rotary_tap, Places(decoder, modules), set())
+        self.owners[id(owner)] = _Owner(weakref.ref(owner), taps, self._rotary_tap, Places(decoder), set())
         for tap in self._used(self.owners[id(owner)]):
             tap.open(id(owner))
 
@@ -150,8 +147,8 @@ class _Board:
         if args:  # called with positional arguments
             bound = self._signature.bind_partial(module, *args, **kwargs).arguments
             arguments = {**bound, **bound.get("kwargs", {})}
-        if (name := owner.places.replaced()) is not None:
-            raise KVCalError(REPLACED.format(name))
+        if (change := owner.places.changed()) is not None:
+            raise KVCalError(CHANGED.format(change))
         weights = weights_wanted(getattr(module, "config", None), arguments)
         listener.on_forward(_mask_of(arguments.get("attention_mask")), weights)
 
@@ -287,12 +284,11 @@ class Hooks:
         sites: list[AttentionSite],
         query_sites: list[AttentionSite],
         mask_sites: list[AttentionSite],
-        compressed: list[AttentionSite],
     ) -> None:
         """Hook the model.
 
         sites, query_sites: layers whose keys and queries before RoPE the cache is told; mask_sites: those whose mask
-        may be replaced. compressed: all layers that are not left to Transformers.
+        may be replaced.
         """
         self._model, decoder = model, decoder_of(model)
         assert isinstance(decoder, nn.Module)
@@ -309,7 +305,7 @@ class Hooks:
                 around = _Around(model, self._board)
                 _AROUND[model] = self._board, around
             self._around = around.taps
-        self._board.open(decoder, owner, subjects, compressed)
+        self._board.open(decoder, owner, subjects)
         for tap in self._around:
             tap.open(self._user)
         weakref.finalize(owner, self.close)
@@ -322,12 +318,12 @@ class Hooks:
 
     @property
     def replaced(self) -> str | None:
-        """The error if a module that the cache knows is no longer in the model; None if all are."""
+        """The error if a module of the decoder is no longer the one that the cache was made with; None if all are."""
         if _BOARDS.get(find_decoder(self._model)) is not self._board:
-            return REPLACED.format("the decoder")
+            return CHANGED.format("the decoder was replaced")
         owner = self._board.owners.get(self._user)
-        name = None if owner is None else owner.places.replaced()
-        return None if name is None else REPLACED.format(name)
+        change = None if owner is None else owner.places.changed()
+        return None if change is None else CHANGED.format(change)
 
     def forget(self) -> None:
         """Forget forwards of the cache that seem to be still under way."""

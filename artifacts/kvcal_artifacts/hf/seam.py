@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcal_kernels.device import capturing as capturing
 
@@ -183,6 +182,8 @@ def _own_attention(
     options: dict[str, object],
 ) -> tuple[Tensor, Tensor | None]:
     """The model's own attention function. grown: the keys are those of the call before and one token."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # not at the top: bundles are read without
+
     kind = plain_config(module.config)._attn_implementation or "eager"
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     call = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager)
@@ -226,6 +227,8 @@ class Seams:
     """
 
     def __init__(self, owner: object, sites: list[AttentionSite]) -> None:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
         ALL_ATTENTION_FUNCTIONS.register(OURS, _attention)
         self._modules = [site.module for site in sites]
         self._user = id(owner)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcal_kernels.dequantise import Rotation
 
@@ -176,6 +175,8 @@ def attention_site(decoder: Decoder, index: int) -> AttentionSite:
 
 
 def _trial(decoder: Decoder, index: int) -> trial.Trial | str:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # not at the top: bundles are read without
+
     ALL_ATTENTION_FUNCTIONS.register(TRIED, trial.attention)
     attention: nn.Module = attribute(decoder.layers[index], "self_attn")
     return trial.trial_of(attention, decoder.config, rotary_channels(decoder, index), TRIED)

@@ -1,4 +1,6 @@
-"""Which path a layer takes and why it takes no other: what a kernel reads, rotates and packs."""
+"""Which path a layer takes and why it takes no other: what a kernel reads, rotates and packs. Whether one call goes by
+it (at most 16 new tokens, a mask that the kernel knows) is `KVCalLayer._is_for_kernel`, cache/layer.py.
+"""
 
 from __future__ import annotations
 

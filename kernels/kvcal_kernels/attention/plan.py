@@ -255,6 +255,7 @@ class Launch:
     through the ring. registers: of a thread at most; 0: the compiler's choice. The others replace what `plan` chooses,
     0 or None leaves it the choice. iterations: of a program at most. splits: programs of packed tokens. merge_width: of
     `merge_width_of`. tail_cost: `Plan.tail_cost`. merge_rate: splits that are merged in the time of an iteration.
+    slots: blocks of a warp's ring over the transform codec; 0: as many as fit into `RING`.
     """
 
     warps: int = 1
@@ -265,6 +266,7 @@ class Launch:
     merge_width: int = 0
     tail_cost: int | None = None
     merge_rate: int = 0
+    slots: int = 0
 
 
 def usual(keys: Form, values: Form, rows: int = 1, before_rope: bool = False) -> Launch:

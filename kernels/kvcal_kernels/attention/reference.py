@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layout import BLOCK, Blocks, Rope, TransformBlocks, decode
+from ..layout import BLOCK, Blocks, Constants, PageForm, Rope, TransformBlocks, decode, read_pages
 from ..layout.rope import recent_places
 
 
@@ -76,3 +76,38 @@ def ring_slots(blocks: Tensor, capacity: int) -> Tensor:
 def _visible_slots(capacity: int, limit: Tensor) -> Tensor:
     """Return which slots are below a limit: (B, Q) -> (B, Q, capacity) bool."""
     return torch.arange(capacity, device=limit.device) < limit[..., None]
+
+
+def attend_pages(
+    q: Tensor,
+    pages: Tensor,
+    form: PageForm,
+    table: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    scaling: float,
+    keys: Constants = None,
+    values: Constants = None,
+) -> Tensor:
+    """Return the attention of each row's newest tokens over all that its pages hold. The newest tokens are stored, too:
+    each sees the tokens before it and itself, as pages decode to them.
+
+    q (T, Hq, D), Hq a multiple of H: rows one behind the other, queries `starts[i]` to `starts[i + 1]` of row i; starts
+    (B + 1,) int32. pages (P, H, form.head_bytes) uint8. table (B, n) int32: the pages of a row, in order; what lies
+    behind its last page may be anything. lengths (B,) int32: tokens of a row. keys, values: what decodes them. ->
+    (T, Hq, D) of q's dtype; computed in float32; zeros for queries that see no token.
+    """
+    out = torch.zeros_like(q)
+    for row, length in enumerate(lengths.tolist()):
+        first, stop = int(starts[row]), int(starts[row + 1])
+        if not length or first == stop:
+            continue
+        blocks = read_pages(pages, form, table[row : row + 1, : -(-length // BLOCK)], keys, values)
+        k, v = (decode(b)[0, :, :length].repeat_interleave(q.shape[1] // pages.shape[1], 0) for b in blocks)
+        behind = torch.arange(stop - first, 0, -1, device=q.device)[:, None]
+        visible = torch.arange(length, device=q.device) <= length - behind
+        scores = q[first:stop].float().transpose(0, 1) @ k.transpose(-1, -2) * scaling
+        scores = scores.masked_fill(~visible, -torch.inf)
+        weights = scores.softmax(-1).nan_to_num()
+        out[first:stop] = (weights @ v).transpose(0, 1).to(q.dtype)
+    return out

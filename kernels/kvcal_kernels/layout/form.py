@@ -45,7 +45,7 @@ from . import grids
 BLOCK = 32
 PIECE = 16
 HALF_TILE = PIECE * PIECE // 2  # words
-BITS = (2, 3, 4, 8)
+BITS = (2, 3, 4, 8)  # what another width needs: docs/adding-a-method.md, "A width of bits"
 DIMS = (64, 96, 128, 256)
 BYTE_DIMS = (64, 128, 256)  # of grids in bytes, whose words are of 64 channels
 

@@ -24,10 +24,10 @@ from kvcal_artifacts.scheme import HeavyHitters, Scheme
 from tests.artifacts.paths import test_fused
 from tests.artifacts.paths.test_fused import PAIRS
 from tests.support import schemes
-from tests.support.architectures import build
+from tests.support.architectures import HYBRID, TINY, build
 from tests.support.schemes import close_all, opened, same, token_ids
 
-REPLACED = "was replaced since this cache was made .*close the cache and make a new one"
+REPLACED = "was (replaced|added) since this cache was made .*close the cache and make a new one"
 BROKE_OFF = "an earlier forward broke off; call reset"
 PROMPT, NEW = 100, 3
 
@@ -138,6 +138,10 @@ def replace_attention(model: Any) -> None:
     model.model.layers[-1].self_attn = louder(model.model.layers[-1].self_attn)
 
 
+def replace_mlp(model: Any) -> None:
+    model.model.layers[0].mlp = louder(model.model.layers[0].mlp)
+
+
 def replace_rotary(model: Any) -> None:
     model.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
     model.model.rotary_emb.inv_freq *= 0.7
@@ -146,6 +150,8 @@ def replace_rotary(model: Any) -> None:
 CHANGES: dict[str, Callable[[Any], None]] = {
     "k_proj": lambda model: adapt(model, "k_proj"),
     "q_proj": lambda model: adapt(model, "q_proj"),
+    "v_proj": lambda model: adapt(model, "v_proj"),
+    "mlp": replace_mlp,
     "merged": lambda model: unload(model, "q_proj", "k_proj"),
     "self_attn": replace_attention,
     "layer": replace_layer,
@@ -202,11 +208,89 @@ def test_an_open_cache_says_that_a_module_was_replaced(name: str, change: str) -
         setattr(model.model, part, before[f"model.{part}"])
     for index in range(3):
         model.model.layers[index] = before[f"model.layers.{index}"]
-        model.model.layers[index].self_attn = before[f"model.layers.{index}.self_attn"]
-        for part in ("q_proj", "k_proj"):
+        for part in ("self_attn", "mlp"):
+            setattr(model.model.layers[index], part, before[f"model.layers.{index}.{part}"])
+        for part in ("q_proj", "k_proj", "v_proj"):
             setattr(model.model.layers[index].self_attn, part, before[f"model.layers.{index}.self_attn.{part}"])
     with torch.no_grad():
         model(token_ids(1, 1), past_key_values=cache)
+
+
+ARCHITECTURES = {name: {**TINY, **HYBRID}[name] for name in ("llama", "qwen3", "gemma3", "olmo2", "phi3")}
+ELSEWHERE = ("embed_tokens", "rotary_emb", "layers.0.mlp", "layers.0.mlp.down_proj", "layers.0.input_layernorm")
+
+
+def put(model: Any, path: str, module: nn.Module) -> None:
+    holder, _, name = path.rpartition(".")
+    setattr(model.model.get_submodule(holder), name, module)
+
+
+def paths_of(model: Any) -> list[str]:
+    """Every module of two layers' attention, and some outside of it: each makes keys or values, or what they come of."""
+    own = [
+        f"layers.{i}.self_attn.{name}" for i in (0, 1) for name, _ in model.model.layers[i].self_attn.named_children()
+    ]
+    names = {name for name, _ in model.model.named_modules()}
+    return own + [path for path in ELSEWHERE if path in names]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        (family, name)
+        for family in ARCHITECTURES
+        for name in ("exact", "exact after RoPE", "H2O")
+        if (family, name) != ("gemma3", "H2O")  # this scheme has codecs for every layer, also for sliding ones
+    ],
+)
+def test_whatever_makes_keys_and_values_is_missed(family: str, name: str) -> None:
+    """Also where a norm follows the projection, where q, k and v are one, and in layers that are not compressed."""
+    model = ARCHITECTURES[family]()
+    cache = {**CACHES, "exact after RoPE": exact("post_rope")}[name](model)
+    logits(model, cache)
+    before, paths = held(cache), paths_of(model)
+    assert {path.rpartition(".")[2] for path in paths} >= ({"qkv_proj"} if family == "phi3" else {"k_proj", "v_proj"})
+    assert ("layers.1.self_attn.k_norm" in paths) == (family in ("qwen3", "gemma3", "olmo2"))
+    for path in paths:
+        was = model.model.get_submodule(path)
+        put(model, path, copy.deepcopy(was))
+        with torch.no_grad(), pytest.raises(KVCalError, match=f"^{path} {REPLACED}"):
+            model(token_ids(1, 1), past_key_values=cache)
+        put(model, path, was)
+    assert same(before, held(cache))
+    with torch.no_grad():
+        model(token_ids(1, 1), past_key_values=cache)
+
+
+class Louder(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 1.2
+
+
+def test_a_parametrised_weight_is_an_adapter_too() -> None:
+    model = fresh()
+    cache = CACHES["exact"](model)
+    logits(model, cache)
+    values = model.model.layers[1].self_attn.v_proj
+    nn.utils.parametrize.register_parametrization(values, "weight", Louder())
+    with torch.no_grad(), pytest.raises(KVCalError, match=f"layers.1.self_attn.v_proj.parametrizations {REPLACED}"):
+        model(token_ids(1, 1), past_key_values=cache)
+
+
+def test_an_adapter_that_is_not_in_use_is_no_error() -> None:
+    """Beside one that was there: PEFT keeps adapters by name in a ModuleDict. Where that one goes, it is an error."""
+    model = fresh()
+    adapters = model.model.layers[0].self_attn.v_proj.adapters = nn.ModuleDict({"one": nn.Linear(2, 2)})
+    cache = CACHES["exact"](model)
+    logits(model, cache)
+    adapters["two"] = nn.Linear(2, 2)
+    with torch.no_grad():
+        model(token_ids(1, 1), past_key_values=cache)
+        del adapters["two"]
+        model(token_ids(1, 1), past_key_values=cache)
+        del adapters["one"]
+        with pytest.raises(KVCalError, match=f"layers.0.self_attn.v_proj.adapters.one {REPLACED}"):
+            model(token_ids(1, 1), past_key_values=cache)
 
 
 def test_another_decoder() -> None:
@@ -218,7 +302,7 @@ def test_another_decoder() -> None:
         model(token_ids(1, 1), past_key_values=cache)
 
 
-@pytest.mark.parametrize("change", ["k_proj", "q_proj", "self_attn", "layers"])
+@pytest.mark.parametrize("change", ["k_proj", "q_proj", "v_proj", "mlp", "self_attn", "layers"])
 @pytest.mark.parametrize(
     ("name", "whole"),
     [
@@ -265,6 +349,21 @@ def test_adapters_of_peft() -> None:
     check(adapted)
     adapted.unmerge_adapter()
     check(adapted.merge_and_unload())
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "k_proj", "v_proj"], ["v_proj"], ["o_proj"], "all-linear"], ids=str)
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_peft_on_an_open_cache(family: str, targets: Any) -> None:
+    peft = pytest.importorskip("peft")
+    model = ARCHITECTURES[family]()
+    if family == "phi3" and "v_proj" in targets and targets != "all-linear":
+        targets = ["qkv_proj"]
+    cache = CACHES["exact"](model)
+    logits(model, cache)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    for served in (adapted, model):
+        with torch.no_grad(), pytest.raises(KVCalError, match=rf"^layers.0.self_attn.\w+_proj {REPLACED}"):
+            served(token_ids(1, 1), past_key_values=cache)
 
 
 # Forwards that are not ours.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels import transform
+from kvcal_kernels.attention.checks import check_layouts
 from kvcal_kernels.layout import TransformForm, decode
 from kvcal_kernels.layout.transform import check_transform
 from tests.support.cases.transform_cases import Case, codec_of, made, normal, small, wrong
@@ -120,10 +121,13 @@ MIXES = {2.0: (8, 14, 20, 14), 2.5: (16, 18, 16, 10), 3.0: (26, 21, 11, 3), 4.0:
 
 
 def built(pairs: Any, warps: int = 8, registers: int = 128) -> Any:
+    from kvcal_kernels.attention.plan import Launch
     from kvcal_kernels.attention.triton.transform.kernel import transform_kernel
     from kvcal_kernels.attention.triton.transform.launch import settings
 
-    constants = settings(TransformForm("key", 128, pairs), TransformForm("value", 128, pairs), 8, 4, 1, warps)
+    constants = settings(
+        TransformForm("key", 128, pairs), TransformForm("value", 128, pairs), 8, 4, 1, Launch(warps, slots=2)
+    )
     names = [name for name in transform_kernel.arg_names if name not in (*constants, "ASM", "RING", "LONG")]
     types = {name: "fp32" if name == "factor" else "i32" for name in names if not name.startswith("p_")}
     for name in (name for name in names if name.startswith("p_")):
@@ -144,6 +148,7 @@ def test_compiled_kernel_keeps_to_its_budget(bits: float, most: float, tmp_path:
     """Instructions for each number of keys and values of a warp's loop; spilled bytes are those of its beginning and end."""
     skip_unless_pinned()
     own = built(MIXES[bits])
+    check_layouts(own.asm["ttgir"])
     registers, spilled = resources(own, tmp_path)
     loop = max((sum(one.values()) for one in loops(own, tmp_path) if one["HMMA"] > 16), default=0)
     assert registers <= 128 and spilled <= 32 and 0 < loop / 256 < most, (registers, spilled, loop / 256)

@@ -52,6 +52,7 @@ from kvcal.bench.target import Target
 from kvcal.bench.timing import Clock
 from kvcal.commands import bench as command
 from kvcal.commands import bench_measured, bench_options, bench_projected, doctor
+from kvcal.commands.options import BenchOptions
 from kvcal.models.catalogue import CATALOGUE, Geometry
 from kvcal.report import bench as report
 from kvcal.report import checkout
@@ -419,8 +420,7 @@ def test_a_jetson_is_known_by_its_systems_release(tmp_path: Path, monkeypatch: p
     assert target.target("cpu").jetson
     away = target.target("jetson-orin-nano")
     assert away.device is None
-    given = {"model": None, "revision": None, "preset": ["kivi-2"], "bundle": None, "operation": None, "length": "1k"}
-    given |= {"batch": None, "sink": None, "recent": None, "dtype": "auto", "memory": None}
+    given = BenchOptions(preset=["kivi-2"], length="1k")
     said = bench_projected.projected(given, away, "llama-3.1-8b", ["fused-attention"])["why_projected"]
     assert said.startswith("this machine is not known to be a Jetson Orin Nano")
 
@@ -1767,9 +1767,8 @@ def test_memory_is_asked_for_before_anything_is_measured(monkeypatch: pytest.Mon
     monkeypatch.setattr(measure, "rows_of", lambda *given: pytest.fail("measured"))
     done = kvcal("bench", "--device", "cpu", "-o", "quantise", "-o", "longest-generation", "-p", "kivi-2")
     assert done.code == 2 and "on how much memory? give --memory in GiB" in done.complaint
-    given: dict[str, Any] = {"memory": None}
     for where in (HERE_GPU, Target("a100-40gb", None, devices.device("a100-40gb"))):  # that have memory of their own
-        bench_options.check_memory(given, where, ["longest-generation"])
+        bench_options.check_memory(BenchOptions(), where, ["longest-generation"])
 
 
 @pytest.mark.parametrize("name", ["cpu", "jetson-agx-orin"])
@@ -2032,7 +2031,7 @@ TAKEN: list[tuple[Target, str, tuple[str, ...]]] = [  # where, an operation, the
     (PROJECTED, "longest-generation", ("memory", "dtype", "batch")),
 ]
 DEPENDING = ("memory", "repeats", "seconds", "seed", "require_kernels", "dtype", "batch", "length", "plot", "queries")
-WITHOUT = {"preset": None, "bundle": None}
+WITHOUT = BenchOptions()
 
 
 @pytest.mark.parametrize(("where", "operation", "taken"), TAKEN, ids=[f"{w.name} {o}" for w, o, _ in TAKEN])
@@ -2055,8 +2054,8 @@ def test_what_has_no_scheme_takes_none() -> None:
     with pytest.raises(UsageError, match="--model applies only to rows of a given model"):
         bench_options.check_taken(WITHOUT, PROJECTED, ["innerq-table-4"], {"model"})
     with pytest.raises(UsageError, match="--sink applies only to schemes by name"):
-        bench_options.check_taken({"preset": None, "bundle": ["x"]}, HERE_CPU, ["quantise"], {"sink"})
-    bench_options.check_taken({"preset": ["fp8"], "bundle": ["x"]}, HERE_CPU, ["quantise"], {"sink"})
+        bench_options.check_taken(BenchOptions(bundle=[Path("x")]), HERE_CPU, ["quantise"], {"sink"})
+    bench_options.check_taken(BenchOptions(preset=["fp8"], bundle=[Path("x")]), HERE_CPU, ["quantise"], {"sink"})
 
 
 def test_one_row_that_takes_it_is_enough() -> None:

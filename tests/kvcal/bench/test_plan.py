@@ -232,7 +232,7 @@ def safetensors(folder: Path, **shapes: list[int]) -> None:
 
 def test_weights_of_a_folder_are_counted_in_its_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
-    options = PlanOptions(str(tmp_path), gpu="h100")
+    options = PlanOptions(model=str(tmp_path), gpu="h100")
     assert run_plan(options, print)["model"]["weights_bytes"] == 2 * 134515008
     by_file = run_plan(replace(options, model=str(tmp_path / "config.json")), print)
     assert by_file["rows"] == run_plan(options, print)["rows"]
@@ -471,13 +471,13 @@ def test_a_named_card_that_is_here_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
         cards, "ask", lambda: cards.Answers("NVIDIA H100 80GB HBM3", 84_000_000_000, 132, 1, 1, 1, (9, 0))
     )
     for gpu in (None, "h100"):
-        record = run_plan(PlanOptions("llama-3.2-1b", gpu=gpu), print)["gpu"]
+        record = run_plan(PlanOptions(model="llama-3.2-1b", gpu=gpu), print)["gpu"]
         assert (record["memory_bytes"], record["asked"]) == (84_000_000_000, True)
-    assert not run_plan(PlanOptions("llama-3.2-1b", gpu="l4"), print)["gpu"]["asked"]
+    assert not run_plan(PlanOptions(model="llama-3.2-1b", gpu="l4"), print)["gpu"]["asked"]
 
 
 def test_an_old_gpu_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run_plan(PlanOptions("llama-3.2-1b", gpu="jetson-xavier-nx", presets=("kivi-2",)), print)
+    result = run_plan(PlanOptions(model="llama-3.2-1b", gpu="jetson-xavier-nx", preset=["kivi-2"]), print)
     assert "compute capability 7.2" in result["rows"][1]["step"] and "eager" in result["rows"][1]["step"]
 
 
@@ -533,7 +533,7 @@ def test_the_largest_that_fits(limit: int, most: int, answer: int) -> None:
 
 
 def test_rows_fill_the_memory_and_not_more() -> None:
-    result = run_plan(PlanOptions("llama-3.1-8b", gpu="rtx-4090", context="32k"), print)
+    result = run_plan(PlanOptions(model="llama-3.1-8b", gpu="rtx-4090", context="32k"), print)
     memory = result["gpu"]["memory_bytes"]
     full = projection.full(model_of(LLAMA_8B)).load
     first = result["rows"][0]
@@ -547,14 +547,14 @@ def test_rows_fill_the_memory_and_not_more() -> None:
 
 def test_no_row_is_longer_than_the_model_and_a_longer_context_is_said() -> None:
     lines: list[str] = []
-    result = run_plan(PlanOptions("mistral-7b-v0.3", gpu="h200", context="128k"), lines.append)
+    result = run_plan(PlanOptions(model="mistral-7b-v0.3", gpu="h200", context="128k"), lines.append)
     assert result["context"] == 32768
     assert lines == ["--context 128k: mistral-7b-v0.3 is made for 32,768 tokens; planned are those"]
     assert {row["longest_context"] for row in result["rows"]} == {32768}
 
 
 def test_a_model_that_does_not_fit_is_said_not_to() -> None:
-    result = run_plan(PlanOptions("llama-3.1-8b", gpu="jetson-orin-nano"), print)
+    result = run_plan(PlanOptions(model="llama-3.1-8b", gpu="jetson-orin-nano"), print)
     assert {row["fits"] for row in result["rows"]} == {"no"} and result["recommended"] is None
     assert {(row["longest_context"], row["largest_batch"]) for row in result["rows"]} == {(0, 0)}
     assert {_cells(row)[5] for row in result["rows"]} == {None}  # no speed of what does not run
@@ -562,7 +562,7 @@ def test_a_model_that_does_not_fit_is_said_not_to() -> None:
 
 def test_a_budget_moves_the_recommendation() -> None:
     def best(budget: float | None) -> Any:
-        return run_plan(PlanOptions("qwen2.5-7b", gpu="rtx-4090", context="32k", budget_kl=budget), print)[
+        return run_plan(PlanOptions(model="qwen2.5-7b", gpu="rtx-4090", context="32k", budget_kl=budget), print)[
             "recommended"
         ]
 
@@ -571,14 +571,14 @@ def test_a_budget_moves_the_recommendation() -> None:
 
 
 def test_a_memory_without_bandwidth_has_no_speed() -> None:
-    rows = run_plan(PlanOptions("llama-3.2-3b", memory="24GB"), print)["rows"]
+    rows = run_plan(PlanOptions(model="llama-3.2-3b", memory="24GB"), print)["rows"]
     assert {row["tokens_per_second"] for row in rows} == {None}
-    rows = run_plan(PlanOptions("llama-3.2-3b", memory="24GB", bandwidth="1008GB/s"), print)["rows"]
+    rows = run_plan(PlanOptions(model="llama-3.2-3b", memory="24GB", bandwidth="1008GB/s"), print)["rows"]
     assert all(row["tokens_per_second"] > 0 for row in rows)
 
 
 def test_weights_are_taken_as_given() -> None:
-    result = run_plan(PlanOptions("llama-3.1-8b", gpu="rtx-4090", weights="5.7GB"), print)
+    result = run_plan(PlanOptions(model="llama-3.1-8b", gpu="rtx-4090", weights="5.7GB"), print)
     assert result["model"]["weights_bytes"] == 5.7e9 and result["rows"][0]["longest_context"] > 100_000
 
 
@@ -593,33 +593,33 @@ def test_weights_are_taken_as_given() -> None:
         ({"bandwidth": "1008GB/s"}, "--bandwidth 1008GB/s goes with --memory"),
         ({"gpu": "l4", "memory": "24GB"}, "give one of the two"),
         ({"gpu": "l4", "context": "12m"}, "--context '12m': not a whole number of tokens"),
-        ({"gpu": "l4", "presets": ("kivi-9",)}, r"--preset 'kivi-9': cannot be planned; did you mean"),
-        ({"gpu": "l4", "presets": ("kivi-2+nothing",)}, "codec 'nothing'"),
+        ({"gpu": "l4", "preset": ["kivi-9"]}, r"--preset 'kivi-9': cannot be planned; did you mean"),
+        ({"gpu": "l4", "preset": ["kivi-2+nothing"]}, "codec 'nothing'"),
         ({"gpu": "l4", "budget_kl": -1.0}, "--budget-kl -1: must be positive"),
         ({"gpu": "l4", "dtype": "int8"}, "--dtype int8: allowed are bfloat16, float16, float32"),
     ],
 )
 def test_what_is_wrong_is_named(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        run_plan(PlanOptions("llama-3.2-1b", **options), print)
+        run_plan(PlanOptions(model="llama-3.2-1b", **options), print)
 
 
 def test_no_gpu_and_none_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards, "here", lambda: None)
     with pytest.raises(UsageError, match="no GPU was found here"):
-        run_plan(PlanOptions("llama-3.2-1b"), print)
+        run_plan(PlanOptions(model="llama-3.2-1b"), print)
 
 
 def test_models_that_cannot_be_planned() -> None:
     with pytest.raises(UnsupportedModel, match="all its 32 layers attend to a window of 2047 tokens"):
-        run_plan(PlanOptions("phi-3-mini-4k", gpu="l4"), print)
+        run_plan(PlanOptions(model="phi-3-mini-4k", gpu="l4"), print)
 
 
 def test_experts_need_the_size_of_their_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2 | {"num_local_experts": 8}))
     with pytest.raises(UsageError, match="has experts"):
-        run_plan(PlanOptions(str(tmp_path), gpu="h100"), print)
-    rows = run_plan(PlanOptions(str(tmp_path), gpu="h100", weights="40GB"), print)["rows"]
+        run_plan(PlanOptions(model=str(tmp_path), gpu="h100"), print)
+    rows = run_plan(PlanOptions(model=str(tmp_path), gpu="h100", weights="40GB"), print)["rows"]
     assert {row["tokens_per_second"] for row in rows} == {None}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import time
@@ -14,13 +15,25 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kvcal.models import configuration, names, weights
+from kvcal.cli import app
+from kvcal.cli.help import GROUPS, METHODS, examples_of
+from kvcal.models import configuration, loading, names, weights
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.text import sources
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.scheme import HeavyHitters
-from tests.support.models_fixture import SMALL, SUFFIX, Done, finished, kvcal, started, write_model, write_text
+from tests.support.models_fixture import (
+    ROOT_COMMAND,
+    SMALL,
+    SUFFIX,
+    Done,
+    finished,
+    kvcal,
+    started,
+    write_model,
+    write_text,
+)
 
 ROW = [
     "name",
@@ -242,8 +255,9 @@ def test_random_weights_of_a_model_that_is_not_here(monkeypatch: pytest.MonkeyPa
     }
     for name, value in small.items():
         setattr(geometry, name, value)
-    monkeypatch.setattr(configuration, "geometry_config", lambda source: geometry)
-    monkeypatch.setattr(configuration, "geometry", lambda source: SimpleNamespace(vocab=300, context=32768))
+    for module in (configuration, loading):
+        monkeypatch.setattr(module, "geometry_config", lambda source: geometry)
+        monkeypatch.setattr(module, "geometry", lambda source: SimpleNamespace(vocab=300, context=32768))
     mine = ["--model", "qwen2.5-0.5b", "--random-weights", "--preset", "higgs-2"]
     done = kvcal("eval", *mine, "--length", LENGTH, "--json")
     assert done.json["text"] == "random-tokens:0" and done.json["windows"] == 4, done.err
@@ -346,7 +360,7 @@ def test_json_is_all_there_is_on_stdout(name: str, base: Path, bundle: Path) -> 
     assert done.code == 0, done.err
     assert isinstance(json.loads(done.out), dict)
     assert done.out.startswith("{\n") and done.out.endswith("}\n")
-    assert all(line.startswith(("text: ", "warning: ")) for line in done.err.splitlines()), done.err
+    assert all(line.startswith(("text: ", "warning: ", "note: ")) for line in done.err.splitlines()), done.err
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -531,7 +545,41 @@ def test_a_wrong_option_is_one_line(arguments: list[str], said: str, tmp_path: P
 
 def test_no_arguments_print_the_help(tmp_path: Path) -> None:
     done = finished(started(folder=tmp_path))
-    assert done.code == 2 and "fit-predictors" in done.err
+    assert done.code == 0 and "fit-predictors" in done.out and not done.err
+
+
+def test_fit_without_a_method_prints_its_help(tmp_path: Path) -> None:
+    done = finished(started("fit", folder=tmp_path))
+    assert done.code == 0 and "aqua-kv" in done.out and not done.err
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fit_takes_what_the_command_of_the_method_takes(method: str) -> None:
+    """Options, defaults and help are the same, and so is what runs."""
+    alias, command = ROOT_COMMAND.commands["fit"].commands[method], ROOT_COMMAND.commands[METHODS[method]]
+    described = [
+        [(p.name, p.opts, p.secondary_opts, p.default, p.help) for p in one.params] for one in (alias, command)
+    ]
+    assert described[0] == described[1]
+    assert inspect.unwrap(alias.callback) is inspect.unwrap(command.callback)
+
+
+def test_fit_writes_the_bundle_of_the_command(base: Path, tmp_path: Path) -> None:
+    options = ["--model", base / "model", "--text", base / "words.txt", "--windows", 4, "--length", 68, "--json"]
+    hashes = {
+        words: kvcal(*words, *options, "--output", tmp_path / f"{words[-1]}{SUFFIX}").json["sha256"]
+        for words in (("fit", "innerq"), ("fit-norms",))
+    }
+    assert len(set(hashes.values())) == 1
+
+
+def test_every_command_stands_in_a_group_with_a_line_of_help() -> None:
+    """Lines of `kvcal --help` fit 80 columns; each command has two examples, which docs/check.py parses."""
+    in_groups = [name for commands in GROUPS.values() for name in commands]
+    assert len(in_groups) == len(set(in_groups))
+    assert {*app.COMMANDS, "fit"} <= set(in_groups)
+    assert all(len(line) <= 80 for line in kvcal("--help").out.splitlines())
+    assert all(len(examples_of(name)) == 2 for name in [*app.COMMANDS, *(f"fit {method}" for method in METHODS)])
 
 
 def test_an_output_that_cannot_be_is_noticed_before_the_model_is_read(base: Path, tmp_path: Path) -> None:

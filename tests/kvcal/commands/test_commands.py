@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from kvcal.cli.app import COMMANDS
 from kvcal.cli.failure import EXIT_CODES
 from tests.support.models_fixture import ROOT_COMMAND, SUFFIX, Done, kvcal, write_model, write_text
 
-every_command = pytest.mark.parametrize("name", ROOT_COMMAND.commands)
+every_command = pytest.mark.parametrize("name", COMMANDS)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def having(option: str) -> list[str]:
-    return [name for name in ROOT_COMMAND.commands if option in options_of(name)]
+    return [name for name in COMMANDS if option in options_of(name)]
 
 
 def needed(name: str, base: Path, folder: Path) -> list[str]:

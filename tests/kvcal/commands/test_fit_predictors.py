@@ -443,7 +443,7 @@ def tmp_path_of(base: Path, name: str) -> Path:
             ["--residual", "kvtuner"],
             "(`kvcal tune-bits`), its name alone is no codec; bits of layers go into --per-layer",
         ),
-        (["--predictor", "tree"], "predictor 'tree': allowed are linear"),
+        (["--predictor", "tree"], "predictor tree: allowed are linear"),
         (["--key-inputs", "k1,k0"], "key predictor input 'k0': allowed are k1"),
         (["--value-inputs", "q1"], "value predictor input 'q1'"),
         (["--ridge", "0"], "ridge 0.0: must be positive"),

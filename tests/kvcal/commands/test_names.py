@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvcal.commands import early
 from kvcal.commands.names import KINDS, run_names
 from kvcal.methods.calibrated import calibration_of
 from kvcal.methods.data_free import PRESETS, preset
 from kvcal.methods.registry import BACKBONES, CALIBRATED, backbone
+from kvcal.pipeline.options import PresetOptions
 from kvcal.report.suggest import allowed, nearest
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
 from tests.support.models_fixture import kvcal
@@ -86,6 +89,20 @@ def test_whose_geometry_the_bits_are_for_is_said() -> None:
     assert kvcal("names", "preset", "--json").json["model"] == "llama-3.1-8b"
     assert "of tiny's geometry" in kvcal("names", "codec", "--model", "tiny").err
     assert kvcal("names", "device").err == ""  # which has no bits
+
+
+def test_presets_of_python_alone_are_listed_and_say_where_they_work(tmp_path: Path) -> None:
+    assert "auto-4, auto-3, auto-2 (kvcal.cache, load_cache)" in kvcal("names", "preset").err
+    assert "auto-4" not in kvcal("names", "codec").err
+    done = kvcal("preset", "auto-3", "--output", tmp_path / "a.kvcal.safetensors")
+    assert done.code == 2 and "in Python alone: kvcal.cache(model, 'auto-3')" in done.complaint
+
+
+def test_presets_of_installed_packages_are_left_to_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="preset 'of-a-package' is not known"):
+        early.refuse(PresetOptions(name="of-a-package"))
+    monkeypatch.setattr(early, "entry_points", lambda group: [group])
+    early.refuse(PresetOptions(name="of-a-package"))
 
 
 def test_near_names() -> None:

@@ -156,7 +156,7 @@ def test_an_option_that_nothing_takes_is_refused(
         "models.layerwise.open_layerwise",
         "commands.workbench.open_layerwise",
         "commands.build.run_all",
-        "commands.names._rows",
+        "commands.names.stored",
     ):
         monkeypatch.setattr(f"kvcal.{place}", began)
     monkeypatch.setattr("kvcal.commands.preset._from_config", began)
@@ -169,7 +169,7 @@ def test_an_option_that_nothing_takes_is_refused(
 
 def test_every_seed_of_random_weights_alone_is_among_them() -> None:
     """Commands that fit draw windows by it, always."""
-    options = {name: {p.name for p in command.params} for name, command in ROOT_COMMAND.commands.items()}
+    options = {name: {p.name for p in ROOT_COMMAND.commands[name].params} for name in COMMANDS}
     alone = {name for name, own in options.items() if {"seed", "random_weights"} <= own and "holdout" not in own}
     assert alone == {command for command, _, idle, *_ in CASES if idle == SEED}
 

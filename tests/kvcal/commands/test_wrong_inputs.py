@@ -19,6 +19,7 @@ from kvcal.commands.common import tokenizer_for
 from kvcal.models.files import load_tokenizer
 from kvcal.models.folding import write_folded
 from kvcal.models.names import resolve
+from kvcal.pipeline.options import RunOptions
 from kvcal.text.files import read_file
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.bundle import Bundle
@@ -69,7 +70,7 @@ def test_a_config_is_checked_before_the_tokenizer(content: str, base: Path, tmp_
     (folder / "config.json").write_text(content)
     (folder / "tokenizer.json").write_text("{")  # broken as well
     source = resolve(str(folder))
-    options = {"random_weights": False, "dtype": "auto", "device": "cpu"}
+    options = RunOptions(device="cpu")
     for read in (lambda: load_tokenizer(source), lambda: tokenizer_for(options, source, str(tmp_path / "no.txt"))):
         with pytest.raises(ModelUnavailable, match=r"its config\.json cannot be used"):
             read()

@@ -65,6 +65,11 @@ def test_equals_a_plain_loop(model: torch.nn.Module) -> None:
         assert found.logit[layer] == pytest.approx(logit, rel=1e-4)
         assert found.output[layer] == pytest.approx(output, rel=1e-4)
         assert logit > 0.01
+    for row in found.rows():  # a layer's error lies between those of its heads
+        for name in ("logit", "output"):
+            heads = row[f"{name}_head_errors"]
+            assert len(heads) == model.config.num_key_value_heads  # type: ignore[union-attr]
+            assert min(heads) <= row[f"{name}_error"] <= max(heads) and min(heads) < max(heads)
 
 
 @pytest.mark.parametrize("name", ["uniform-2", "higgs-2", "pre-rope"])

@@ -180,7 +180,7 @@ def test_the_gate_takes_the_largest_drop() -> None:
         "agreement@9": Paired.of([0.0], [1.0]),
     }
     [check] = judged(Answered({"row": pairs}), 0.25)
-    assert (check.passed, check.seen, check.limit) == (False, 0.5, 0.25)
+    assert (check.passed, check.figure, check.limit) == (False, 0.5, 0.25)
     assert check.detail.startswith("a: 0.5, full precision 1")
     assert judged(Answered({"row": pairs}), None) == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,11 @@ def test_programs_run_only_where_allowed() -> None:
     model: Any = None
     with pytest.raises(UsageError, match="give --allow-code"):
         humaneval(model, None, None, TaskOptions())
+
+
+def test_the_hubs_problems_without_datasets_are_a_line_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        UsageError, match=r"--task humaneval needs datasets.*pip install 'kvcal\[data\]', or put humaneval"
+    ):
+        problems(TaskOptions())

@@ -155,7 +155,7 @@ def test_the_command_writes_what_it_chose(tmp_path: Path) -> None:
         (["--objective", "kl", "--bits", "2,4"], "--bits applies only to --objective attention"),
         (["--objective", "kl", "--codecs", "higgs-2"], "--codecs higgs-2: needs two or more"),
         (["--objective", "kl", "--codecs", "higgs-2,nope"], "nope"),
-        (["--objective", "kl", "--max-bits", 1], "--max-bits: the smallest codecs"),
+        (["--objective", "kl", "--codecs", "higgs-2,uniform-2", "--max-bits", 1], "--max-bits: the smallest codecs"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path: Path, options: list[Any], said: str) -> None:

@@ -21,11 +21,11 @@ N = 64
 @triton.jit
 def nearest_kernel(
     p_x, p_table, p_codes, D: tl.constexpr, POINTS: tl.constexpr, SIDE: tl.constexpr, FEW: tl.constexpr,
-    MOST: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr,
+    MOST: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * 32 + tl.arange(0, 32)[:, None]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     x = tl.load(p_x + row * WIDE + tl.arange(0, WIDE)[None, :])
-    code = nearest_points(x, p_table, 32, WIDE, POINTS, D, SIDE, FEW, MOST, ASM)
+    code = nearest_points(x, p_table, ROWS, WIDE, POINTS, D, SIDE, FEW, MOST, ASM)
     tl.store(p_codes + row * (WIDE // D) + tl.arange(0, WIDE // D)[None, :], code)
 
 
@@ -53,11 +53,12 @@ def hard(points: Tensor) -> Tensor:
 def differing(points: Tensor) -> int:
     """Of hard vectors, those for which the kernel finds another point than the codec; of NaNs, anything but point 0."""
     x, d = hard(points), points.shape[1]
-    x = torch.cat([x, x.new_full((-len(x) % (32 * N // d), d), torch.nan)])
+    in_rows = 512 if interpreted() else 32  # of a program: the interpreter takes as long for many as for few
+    x = torch.cat([x, x.new_full((-len(x) % (in_rows * N // d), d), torch.nan)])
     rows, how = x.view(-1, N), Rotated(points, torch.ones(1, dtype=torch.int8))
     codes = torch.full((len(rows), N // d), -1, dtype=torch.int32)
-    sizes = searched(how) | {"WIDE": N, "ASM": not interpreted()}
-    nearest_kernel[(len(rows) // 32,)](rows, how.table, codes, D=d, **sizes, num_warps=4, enable_fp_fusion=False)
+    sizes = searched(how) | {"WIDE": N, "ROWS": in_rows, "ASM": not interpreted()}
+    nearest_kernel[(len(rows) // in_rows,)](rows, how.table, codes, D=d, **sizes, num_warps=4, enable_fp_fusion=False)
     return int((codes.flatten() != nearest(x, points)).sum())
 
 

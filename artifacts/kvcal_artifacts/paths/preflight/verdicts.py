@@ -31,17 +31,11 @@ from ... import codecs
 from ...codecs import Codec, ResidualVQ
 from ...codecs.dequantise import grid_kind, kind
 from ...errors import KVCalError
-from ...files import open_lock, read_text, write_atomically
+from ...files import lock, open_lock, read_text, write_atomically
 from ...modes import without_autocast
 from .codebook_trials import codebook_append_trial, codebook_trial
 from .packing_trials import append_trial, encode_trial, quantise_trial
 from .trials import dequantise_trial, transform_trial, trial
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 
 LEAST_CAPABILITY = (8, 0)  # what Triton supports
 FILE = "preflight.json"
@@ -339,8 +333,7 @@ def _alone() -> Iterator[None]:
     """
     handle = open_lock(folder() / LOCK)
     try:
-        if fcntl is not None:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        lock(handle, wait=True)
         yield
     finally:
         os.close(handle)

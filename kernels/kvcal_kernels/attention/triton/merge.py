@@ -46,7 +46,7 @@ def _log2(count):
 
 
 @triton.jit
-def _over_warps(x, NW: tl.constexpr):
+def over_warps(x, NW: tl.constexpr):
     """Return the sum over the first of five dimensions, the program's warps: numbers go to threads that have them of
     two warps. `tl.sum` would write them 64 bytes apart, into two banks of shared memory, which takes 8 to 16 times as
     long.
@@ -187,7 +187,7 @@ def store_split(
     TOGETHER: tl.constexpr = _at_a_time(WIDE, N)
     for i in tl.static_range(0, WIDE, TOGETHER):
         which = i + _numbers(TOGETHER)
-        b_o = _over_warps(_joined(out, i, TOGETHER, fade[:, None, :]), NW)
+        b_o = over_warps(_joined(out, i, TOGETHER, fade[:, None, :]), NW)
         channel = value_channels(
             which, r[:, None, None, None], column[None, :, None, None] % EACH, PAIRED, VALUES.quads
         )

@@ -1,4 +1,6 @@
-"""The online softmax of a warp: maxima that rise, and probabilities as second operands."""
+"""The online softmax of a warp: maxima that rise (`raised`), and probabilities as second operands. The exponentials
+themselves are in `kernel._step`, of exact tokens in `exact`, their sums over programs in `merge`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Queries, scores, values and outputs over the transform codec.
 
-The query of a kv head meets the decoder's rows once: q' = B q, so that a score is norm * (points . q') + q . mean. The
-last term is the same for all packed tokens: it is added to the maximum at the end. Outputs are added up in coordinates
-and multiplied by the decoder when a program ends, with the mean as often as probabilities add up to.
+The query of a kv head meets the decoder's rows once, each warp those of some steps: q' = B q, so that a score is norm *
+(points . q') + q . mean. The last term is the same for all packed tokens: it is added to the maximum at the end.
+Outputs are added up in coordinates and multiplied by the decoder when a program ends, with the mean as often as
+probabilities add up to.
 """
 
 from __future__ import annotations
@@ -10,23 +11,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..merge import over_warps
+from ..numbers import zeros
 from ..rotation import value_channels
-from ..softmax import by_parity, second_operand
+from ..softmax import by_parity
 from ..tiles import lane_zeros
 from .codes import key_numbers, token_norms, value_numbers
 
 
 @triton.jit
 def load_points(p_table, zero, ENTRIES: tl.constexpr):
-    """Store ENTRIES pairs of float16 in shared memory, each once for every bank, where all threads see them."""
+    """Store ENTRIES pairs of float16 in shared memory, each once for every bank, where all threads see them: 16 bytes a
+    thread at a time, all of a thread's pairs loaded before the first is stored.
+    """
     base = tl.inline_asm_elementwise(
         _reserve(ENTRIES * 128), "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1
     )
     p_pairs = p_table.to(tl.pointer_type(tl.int32))
-    for first in range(0, ENTRIES * 32, 512):
-        i = first + tl.arange(0, 512)
+    pairs = ()
+    for first in tl.static_range(0, ENTRIES * 8, 512):
+        i = tl.minimum(first + tl.arange(0, 512), ENTRIES * 8 - 1)
+        pairs = pairs + (tl.load(p_pairs + (i >> 3)),)
+    for first in tl.static_range(0, ENTRIES * 8, 512):
+        i = tl.minimum(first + tl.arange(0, 512), ENTRIES * 8 - 1)
         tl.inline_asm_elementwise(
-            "st.shared.b32 [$1], $2; mov.b32 $0, 0;", "=r,r,r", [base + i * 4, tl.load(p_pairs + (i >> 5))],
+            "st.shared.v4.b32 [$1], {$2, $2, $2, $2}; mov.b32 $0, 0;", "=r,r,r", [base + i * 16, pairs[first // 512]],
             dtype=tl.int32, is_pure=False, pack=1,
         )
     tl.debug_barrier()
@@ -40,11 +49,12 @@ def _reserve(size):
 
 @triton.jit
 def matrix_tile(p_matrix, index, NW: tl.constexpr, ASM: tl.constexpr):
-    """Load tile `index` of 16 x 16 float16 that lie as a lane has them of a first operand, `launch.tiles_of`: [NW, 16,
-    16].
+    """Load tiles `index` [NW] of 16 x 16 float16, one for each warp, that lie as a lane has them of a first operand,
+    `launch.tiles_of`: [NW, 16, 16].
     """
     row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
     lane = row % 8 * 4 + column % 8 // 2
+    index = index[:, None, None]
     if ASM:
         at = (p_matrix + index * 256).to(tl.int64) + (lane + lane_zeros(NW)).to(tl.int64) * 16
         part = tl.inline_asm_elementwise(
@@ -68,6 +78,13 @@ def _power(x, PEAK: tl.constexpr):
 
 
 @triton.jit
+def _of_all_warps(x, NW: tl.constexpr, N: tl.constexpr):
+    """Return the sum of a tensor [NW, 16, N] over warps, for each of them."""
+    total = tl.reshape(over_warps(x[:, :, :, None, None], NW), [16, N])
+    return tl.broadcast_to(total[None], [NW, 16, N])
+
+
+@triton.jit
 def query_of(
     p_q, p_matrix, p_factor, p_mean, o_q, b_row, b_down, b_up, KEYS: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
@@ -83,18 +100,21 @@ def query_of(
         b_mean += tl.sum(b_q * tl.load(p_mean + i * 16 + r).to(tl.float32)[:, None], 0)
         b_q = (b_q * b_down[None, :]).to(tl.float16)
         channels = channels + (tl.broadcast_to(b_q[None], [NW, 16, N]),)
-    wide, b_peak = (), tl.zeros([NW, N], tl.float32)
-    for i in tl.static_range(STEPS):
+    shares, b_peak = (), tl.zeros([NW, N], tl.float32)
+    for i in tl.static_range(0, STEPS, NW):  # a step for each warp; behind the last one some have it once more
+        step = tl.minimum(i + tl.arange(0, NW), STEPS - 1)
         b_c = tl.zeros([NW, 16, N], tl.float32)
         for j in tl.static_range(SLICES):
-            b_c = tl.dot(matrix_tile(p_matrix, i * SLICES + j, NW, ASM), channels[j], b_c)
-        b_c = b_c * tl.load(p_factor + i * 16 + r)[None, :, None]
+            b_c = tl.dot(matrix_tile(p_matrix, step * SLICES + j, NW, ASM), channels[j], b_c)
+        b_c = b_c * tl.load(p_factor + step[:, None] * 16 + r[None, :])[:, :, None]
         b_peak = tl.maximum(b_peak, tl.max(tl.abs(b_c), 1))
-        wide = wide + (b_c,)
+        shares = shares + (b_c,)
+    b_peak = tl.broadcast_to(tl.max(b_peak, 0)[None, :], [NW, N])
     b_less, b_more = _power(b_peak, 16.0)
     q = ()
     for i in tl.static_range(STEPS):
-        q = q + ((wide[i] * b_less[:, None, :]).to(tl.float16),)
+        b_c = tl.where((tl.arange(0, NW) == i % NW)[:, None, None], shares[i // NW] * b_less[:, None, :], 0.0)
+        q = q + (_of_all_warps(b_c, NW, N).to(tl.float16),)
     return q, b_more * b_up[None, :], tl.broadcast_to(b_mean[None, :], [NW, N])
 
 
@@ -138,16 +158,10 @@ def add_values(
 
 
 @triton.jit
-def _other_parity(x, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr):
-    """Return columns of even and odd coordinates, which are neighbours, exchanged; x float16 [NW, 16, N]."""
-    if ASM:  # a lane has both: Triton's own way ends in another layout
-        x = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $1, 0x1032;", "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2
-        )
-    else:
-        even, odd = tl.split(tl.reshape(x, [NW, 16, N // 2, 2]))
-        x = tl.reshape(tl.join(odd, even), [NW, 16, N])
-    return x
+def _other_parity(x, NW: tl.constexpr, N: tl.constexpr):
+    """Return columns of even and odd coordinates, which are neighbours, exchanged; x [NW, 16, N]."""
+    even, odd = tl.split(tl.reshape(x, [NW, 16, N // 2, 2]))
+    return tl.reshape(tl.join(odd, even), [NW, 16, N])
 
 
 @triton.jit
@@ -155,41 +169,48 @@ def output_of(
     acc, b_m, b_l, b_mean, factor, p_matrix, p_factor, p_mean, VALUES: tl.constexpr, WIDE: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Return outputs by channels, as `value_channels` lays pairs out, maxima and sums of each warp [NW, N]. Outputs in
-    coordinates are two float16, what is rounded and the rest of it.
+    """Return outputs by channels, as `value_channels` lays pairs out, maxima and sums of each warp [NW, N]: their sum
+    over warps is the program's, with one maximum. A warp turns back the coordinates of one step, or of every NW-th,
+    which it has of all warps; they are two float16, what is rounded and the rest of it.
     """
     STEPS: tl.constexpr = VALUES.steps
-    r, column = tl.arange(0, 16), tl.arange(0, N)
-    b_m = tl.max(b_m, 1) + b_mean * factor
-    b_l = tl.sum(b_l, 1)
-    b_peak = tl.zeros([NW, N], tl.float32)
-    scaled = ()
+    ROUNDS: tl.constexpr = (STEPS + NW - 1) // NW
+    r, column, warp = tl.arange(0, 16), tl.arange(0, N), tl.arange(0, NW)
+    b_m = tl.max(b_m, 1)
+    b_top = tl.broadcast_to(tl.max(b_m, 0)[None, :], [NW, N])
+    fade = tl.exp2(b_m - b_top)
+    b_l = tl.sum(b_l, 1) * fade
+    b_m = b_top + b_mean * factor
+    shares = zeros(ROUNDS, NW, N)
     for i in tl.static_range(STEPS):
         b_a = acc[i] * tl.load(p_factor + i * 16 + r)[None, :, None]
-        b_peak = tl.maximum(b_peak, tl.max(tl.abs(b_a), 1))
-        scaled = scaled + (b_a,)
+        b_a = _of_all_warps(b_a * fade[:, None, :], NW, N)
+        next_shares = ()
+        for k in tl.static_range(ROUNDS):
+            next_shares = next_shares + (tl.where((warp + k * NW == i)[:, None, None], b_a, shares[k]),)
+        shares = next_shares
+    b_peak = tl.zeros([NW, N], tl.float32)
+    for k in tl.static_range(ROUNDS):
+        b_peak = tl.maximum(b_peak, tl.max(tl.abs(shares[k]), 1))
     # a query row's two columns exchange places: both are scaled alike
     b_peak = tl.broadcast_to(tl.max(tl.reshape(b_peak, [NW, N // 2, 2]), 2)[:, :, None], [NW, N // 2, 2])
     b_peak = tl.reshape(b_peak, [NW, N])
     b_less, b_more = _power(b_peak, 64.0)
     parts = ()
-    for i in tl.static_range(STEPS):
-        b_a = scaled[i] * b_less[:, None, :]
+    for k in tl.static_range(ROUNDS):
+        b_a = shares[k] * b_less[:, None, :]
         b_high = b_a.to(tl.float16)
         b_low = (b_a - b_high.to(tl.float32)).to(tl.float16)
-        parts = parts + (
-            second_operand(b_high, NW, N, ASM), second_operand(b_low, NW, N, ASM),
-            second_operand(_other_parity(b_high, NW, N, ASM), NW, N, ASM),
-            second_operand(_other_parity(b_low, NW, N, ASM), NW, N, ASM),
-        )
+        parts = parts + (b_high, b_low, _other_parity(b_high, NW, N), _other_parity(b_low, NW, N))
     odd = (column % 2 == 1)[None, None, :]
     out = ()
     for i in tl.static_range(WIDE):
         b_even = tl.zeros([NW, 16, N], tl.float32)
         b_odd = b_even
-        for j in tl.static_range(STEPS):
+        for j in tl.static_range(ROUNDS):
+            step = tl.minimum(j * NW + warp, STEPS - 1)
             for k in tl.static_range(4):  # whether of odd coordinates, and whether to odd channels
-                m = matrix_tile(p_matrix, (i * STEPS + j) * 4 + k, NW, ASM)
+                m = matrix_tile(p_matrix, (i * STEPS + step) * 4 + k, NW, ASM)
                 if k % 2 == 0:
                     b_even = tl.dot(m, parts[j * 4 + k], tl.dot(m, parts[j * 4 + k + 1], b_even))
                 else:

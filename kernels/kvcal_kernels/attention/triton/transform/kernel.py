@@ -106,6 +106,17 @@ def transform_kernel(
     key_pointers, value_pointers = (p_k4, p_k3, p_k2, p_k1), (p_v4, p_v3, p_v2, p_v1)
     lane, last = tl.arange(0, 32 * NW) % 32, tl.maximum(stop, 1) - 1
 
+    # blocks are on their way while the query is turned
+    origins, base, o_slot = (), 0, 0
+    b_ring = tl.zeros([NW, 1], tl.int32)
+    to = tl.zeros([32 * NW], tl.int32)
+    if ASM:
+        origins = origins_of(
+            key_pointers, p_kn, value_pointers, p_vn, i_head, i_batch, capacity, lane, KEYS, VALUES, False
+        )
+        base = open_ring(origins, p_blocks, 0, lane, i_split * 0, start, last, KEYS, VALUES, SLOTS, False, NW)
+        b_ring += (base + tl.arange(0, NW) * (SLOT * SLOTS))[:, None]
+        to = base + tl.arange(0, 32 * NW) // 32 * (SLOT * SLOTS)
     b_down, b_up = powers(p_q, o_q, b_row, KEYS, SLICES, 16.0, 51 << 23, False, N)
     i_group = i_head * CHUNKS + i_chunk
     q, b_up, b_mean = query_of(
@@ -120,16 +131,6 @@ def transform_kernel(
     b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
     b_l = tl.zeros([NW, 16, N], tl.float32)
     acc = zeros(VALUE_STEPS, NW, N)
-    origins, base, o_slot = (), 0, 0
-    b_ring = tl.zeros([NW, 1], tl.int32)
-    to = tl.zeros([32 * NW], tl.int32)
-    if ASM:
-        origins = origins_of(
-            key_pointers, p_kn, value_pointers, p_vn, i_head, i_batch, capacity, lane, KEYS, VALUES, False
-        )
-        base = open_ring(origins, p_blocks, 0, lane, i_split * 0, start, last, KEYS, VALUES, SLOTS, False, NW)
-        b_ring += (base + tl.arange(0, NW) * (SLOT * SLOTS))[:, None]
-        to = base + tl.arange(0, 32 * NW) // 32 * (SLOT * SLOTS)
     middle = start + (stop - start) // NW * NW
     for first in tl.range(start, middle, NW, num_stages=1):
         if ASM:

@@ -27,23 +27,33 @@ from ...plan import (
     power_of_two,
     splits_at_once,
 )
-from ...transform_side import ENTRIES, side_of, table_entries, table_places
+from ...transform_side import ENTRIES, REPLICAS, side_of, table_entries, table_places
 from .. import launch as common
 from ..launch import LOG2E, Workspace
 from .kernel import transform_kernel
 
 MUCH_SHARED = ((9, 0), (10, 0), (10, 3))  # compute capabilities of multiprocessors with 228 KB of shared memory
+MULTIPROCESSOR, RESERVED = 228 << 10, 1 << 10  # bytes of shared memory there, and what the driver takes a program
+SCRATCH = {4: 10 << 10, 8: 16 << 10}  # bytes that Triton takes for warps to meet, with products of eight columns
+# docs/runs/gpu-tests.md: twelve warps in programs of four, where they fit, are faster than sixteen in programs of eight
+TRIED = ((4, 3), (8, 2))  # warps of a program, and programs of a multiprocessor
 
 
-def launch_of(rows: int, device: torch.device) -> Launch:
-    """Return the launch for so many query rows of a kv head. Eight warps share a program's tables, of up to 42 KB,
-    where their ring fits beside them: with four a multiprocessor of 228 KB runs eight warps, with eight sixteen.
+def launch_of(keys: TransformForm, values: TransformForm, rows: int, device: torch.device) -> Launch:
+    """Return the launch for so many query rows of a kv head: the first of `TRIED` of which a multiprocessor's shared
+    memory has space for a table and a ring of two blocks a warp in each program; else four warps a program.
     """
-    wide = columns(rows)
-    if wide > 8:
-        return Launch(warps=4, registers=168)
+    if columns(rows) > 8:
+        return Launch(warps=4, registers=168, slots=2)
     much = device.type == "cuda" and torch.cuda.get_device_capability(device) in MUCH_SHARED
-    return Launch(warps=8 if much else 4, registers=128)
+    fitting = (warps for warps, programs in TRIED if much and _fits(keys, values, warps, programs))
+    return Launch(warps=next(fitting, 4), registers=128, slots=2 if much else 0)
+
+
+def _fits(keys: TransformForm, values: TransformForm, warps: int, programs: int) -> bool:
+    ring = 2 * warps * (side_of(keys).slot + side_of(values).slot)
+    taken = RESERVED + REPLICAS * table_entries(keys, values) + SCRATCH[warps] + ring
+    return programs * taken <= MULTIPROCESSOR
 
 
 def columns(rows: int) -> int:
@@ -52,9 +62,9 @@ def columns(rows: int) -> int:
 
 
 def settings(
-    keys: TransformForm, values: TransformForm, heads: int, ratio: int, queries: int, warps: int
+    keys: TransformForm, values: TransformForm, heads: int, ratio: int, queries: int, launch: Launch
 ) -> dict[str, Any]:
-    """Return the compile-time constants of transform_kernel that follow from shapes and warps."""
+    """Return the compile-time constants of transform_kernel that follow from shapes and the launch."""
     rows = ratio * queries
     wide = columns(rows)
     query_rows = min(power_of_two(rows), wide // 2)
@@ -65,14 +75,14 @@ def settings(
         "QUERIES": queries,
         "D": keys.dim,
         "CHUNKS": -(-2 * rows // wide),
-        "AT_ONCE": splits_at_once(query_rows, keys.dim, warps, False),
+        "AT_ONCE": splits_at_once(query_rows, keys.dim, launch.warps, False),
         "ROWS": query_rows,
         "KEYS": key_side,
         "VALUES": value_side,
         "TABLES": table_places(keys, values),
         "ENTRIES": table_entries(keys, values),
-        "SLOTS": max(2, min(4, RING // (key_side.slot + value_side.slot))),
-        "NW": warps,
+        "SLOTS": launch.slots or max(2, min(4, RING // (key_side.slot + value_side.slot))),
+        "NW": launch.warps,
         "N": wide,
     }
 
@@ -225,8 +235,8 @@ def _prepared(
     batch, heads, capacity = keys.words.shape[:3]
     ratio, queries, windows = q.shape[1] // heads, q.shape[2], (sink[0].shape[2], recent[0].shape[2])
     if launch is None:
-        launch = launch_of(ratio * queries, q.device)
-    constants = settings(keys.form, values.form, heads, ratio, queries, launch.warps)
+        launch = launch_of(keys.form, values.form, ratio * queries, q.device)
+    constants = settings(keys.form, values.form, heads, ratio, queries, launch)
     options: dict[str, object] = {**constants, "ASM": not interpreted(), "RING": ring, "LONG": capacity + SPARE > SHORT}
     options |= {"num_warps": launch.warps, "num_stages": launch.stages}
     options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
@@ -263,8 +273,8 @@ def reserve(
 ) -> None:
     """Let `space` have what a launch over so many blocks of capacity needs, however many programs run at a time."""
     device = space.counter.device
-    launch = launch_of(ratio * queries, device)
-    constants = settings(keys, values, heads, ratio, queries, launch.warps)
+    launch = launch_of(keys, values, ratio * queries, device)
+    constants = settings(keys, values, heads, ratio, queries, launch)
     most = min(MOST_AT_ONCE, MOST_WARPS // launch.warps)
     plans = {_plan(constants, batch, capacity, windows, launch, count, device).splits for count in range(1, most + 1)}
     for splits in sorted(plans, reverse=True):

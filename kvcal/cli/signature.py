@@ -1,0 +1,104 @@
+"""Typer's signature of a command, made of the dataclass of its options."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from kvcal.pipeline.spec import Options, Spec, specs
+
+O = TypeVar("O", bound=Options)  # noqa: E741
+Typed = frozenset[str]  # names of the options that somebody gave, be it at their default
+
+
+def command(options: type[O]) -> Callable[[Callable[[O, Typed], None]], Callable[..., None]]:
+    """Make a function of typed options a command of Typer, which reads loose ones from its signature. The function also
+    takes the names of those that somebody gave.
+    """
+
+    def made(run: Callable[[O, Typed], None]) -> Callable[..., None]:
+        @functools.wraps(run)
+        def call(typer_context: typer.Context, **values: Any) -> None:  # plan has an option --context
+            from kvcal.commands.early import refuse  # a command's own imports take seconds
+
+            o = options(**values)
+            refuse(o)
+            run(o, typed_of(typer_context))
+
+        parameters = [inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+        parameters += _parameters(options)
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        call.options = options  # type: ignore[attr-defined]
+        return call
+
+    return made
+
+
+def options_class(run: Callable[..., None]) -> type[Options]:
+    """The dataclass of a command that `command` made."""
+    options: type[Options] = run.options  # type: ignore[attr-defined]
+    return options
+
+
+def typed_of(context: typer.Context) -> Typed:
+    """Names of the options that somebody gave."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return frozenset(name for name, source in sources.items() if source is not None and source.name != "DEFAULT")
+
+
+def _parameters(options: type[Options]) -> list[inspect.Parameter]:
+    """In the order of the help: what has a place, then panel after panel, a command's own first."""
+    by_name, kinds = specs(options), get_type_hints(options)
+    defaults = {one.name: inspect.Parameter.empty if one.default is MISSING else one.default for one in fields(options)}
+    names = [name for name, one in by_name.items() if one.argument]
+    names += sorted(by_name.keys() - set(names), key=lambda name: _place(options, name, by_name[name]))
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=defaults[name],
+            annotation=Annotated[kinds[name], _typer(name, by_name[name])],
+        )
+        for name in names
+    ]
+
+
+PANELS = ("Model", "Text", "Scheme", "Search", "Cache", "Gates", "Machine", "Output")  # others stand before Machine
+
+
+def _place(options: type[Options], name: str, spec: Spec) -> tuple[float, int]:
+    panel = spec.panel or ""
+    order = [one.name for one in fields(options)]
+    return PANELS.index(panel) if panel in PANELS else PANELS.index("Machine") - 0.5, order.index(name)
+
+
+def completion(spec: Spec) -> Callable[[str], list[str]]:
+    """What the shell offers for the beginning of a value."""
+
+    def complete(incomplete: str) -> list[str]:
+        from kvcal.models.catalogue import CATALOGUE
+        from kvcal.pipeline.names import names_of
+
+        offered = [*spec.one_of, *names_of(*spec.names)]
+        offered += CATALOGUE if "model" in spec.names else []
+        offered += ["auto", "cpu", "cuda"] if "machine" in spec.names else []
+        return [name for name in offered if name.startswith(incomplete)]
+
+    return complete
+
+
+def _typer(name: str, spec: Spec) -> Any:
+    """Typer's own description of an option."""
+    complete = completion(spec) if spec.names or spec.one_of else None
+    if spec.argument:
+        return typer.Argument(help=spec.help, autocompletion=complete)
+    flags = spec.flags or ((f"--{name.replace('_', '-')}",) if spec.only_on else ())
+    return typer.Option(
+        *flags, help=spec.help, rich_help_panel=spec.panel, min=spec.at_least, max=spec.at_most, autocompletion=complete
+    )

@@ -1,0 +1,250 @@
+"""vLLM's attention backend over pages of packed keys and values: classes that vLLM makes, and nothing that computes.
+
+The backend is registered as CUSTOM and in place of CPU_ATTN, as which vLLM takes it on a CPU. Where nobody asked for
+kvcal it is vLLM's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import cache, wraps
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import (
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from kvcal_artifacts.errors import UnsupportedModel, UsageError
+from kvcal_kernels.layout import BLOCK
+
+from .attention import Step, attend
+from .paging import PagedLayer
+from .plan import Plan, plan
+from .settings import HOW, Settings, settings
+
+logger = logging.getLogger("vllm.kvcal")  # below vLLM's own, whose level and format it takes
+
+
+def active(config: VllmConfig) -> Settings | None:
+    """What the user asked for; None where the engine is vLLM's own.
+
+    Raises UsageError where only one of the backend and the bundle was asked for.
+    """
+    backend = config.attention_config.backend
+    custom = backend is not None and backend.name == "CUSTOM"
+    additional = config.additional_config
+    asked = settings(additional if isinstance(additional, dict) else {})
+    if custom and asked is None:
+        raise UsageError(f"--attention-backend CUSTOM without a bundle: {HOW}")
+    if asked is not None and not custom:
+        raise UsageError(f"kvcal = {asked.source} without its attention backend: add --attention-backend CUSTOM")
+    return asked
+
+
+def plan_of(config: VllmConfig) -> Plan:
+    """The plan of an engine that asked for kvcal, made and logged once for each set of settings and model."""
+    asked = active(config)
+    assert asked is not None
+    _check_engine(config)
+    model = config.model_config
+    return _plan(asked, str(model.model), model.revision, _Hashed(model.hf_text_config), model.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class _Hashed:
+    """A config that stands for itself in a cache's key."""
+
+    config: Any
+
+    def __hash__(self) -> int:
+        return id(self.config)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hashed) and other.config is self.config
+
+
+@cache
+def _plan(asked: Settings, model: str, revision: str | None, config: _Hashed, multiple: int) -> Plan:
+    served = plan(asked, config.config, revision, model, multiple)
+    logger.info(served.describe())
+    return served
+
+
+@cache
+def _report_capacity(served: Plan, pages: int) -> None:
+    """Log, once, how many tokens vLLM's pages hold."""
+    logger.info(served.capacity(pages))
+
+
+def _check_engine(config: VllmConfig) -> None:
+    device, parallel = config.device_config.device_type, config.parallel_config
+    if device != "cpu":
+        raise UsageError(f"kvcal: device {device}: this version serves on a CPU, its kernels do not read pages yet")
+    for what, size in (
+        ("tensor", parallel.tensor_parallel_size),
+        ("decode-context", parallel.decode_context_parallel_size),
+    ):
+        if size != 1:
+            raise UsageError(f"kvcal: {what} parallel size {size}: this version serves on one device")
+    if config.cache_config.cache_dtype != "auto":
+        raise UsageError(
+            f"kvcal: --kv-cache-dtype {config.cache_config.cache_dtype}: the bundle says how: leave it out"
+        )
+    if config.speculative_config is not None:
+        raise UsageError("kvcal: speculative decoding: this version does not serve it")
+
+
+class KVCalBackend(CPUAttentionBackend):
+    """vLLM's CPU backend, with kvcal's pages where a bundle was asked for."""
+
+    _served: ClassVar[Plan | None] = None  # of the engine that was made last in this process
+
+    @classmethod
+    def get_impl_cls(cls) -> Any:
+        config = get_current_vllm_config()
+        if active(config) is None:
+            cls._served = None
+            return CPUAttentionBackend.get_impl_cls()
+        cls._served = plan_of(config)
+        if cls._served.token_bytes is None:
+            size_each_layer()
+        return KVCalImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> Any:
+        return CPUAttentionBackend.get_builder_cls() if cls._served is None else KVCalMetadataBuilder
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> Any:
+        return CPUAttentionBackend.get_supported_kernel_block_sizes() if cls._served is None else [BLOCK]
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        if cls._served is None or spec.state_content_bytes is not None:
+            return spec
+        return replace(spec, state_content_bytes=cls._served.token_bytes)
+
+
+def size_each_layer() -> None:
+    """Wrap vLLM's `Attention.get_kv_cache_spec`, once, for bundles whose layers take unlike bytes.
+
+    `customize_spec`, which does for all others, is not told the layer.
+    """
+    stock = Attention.get_kv_cache_spec
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @wraps(stock)
+    def sized(layer: Any, vllm_config: VllmConfig) -> Any:
+        spec = stock(layer, vllm_config)
+        if isinstance(layer.impl, KVCalImpl):
+            return replace(spec, state_content_bytes=layer.impl.paged(layer).token_bytes)
+        return spec
+
+    Attention.get_kv_cache_spec = sized
+
+
+@dataclass
+class KVCalMetadata:
+    """A step, and where its tokens are stored: slots int64 (T,)."""
+
+    step: Step
+    tokens: int
+
+
+class KVCalMetadataBuilder(AttentionMetadataBuilder[KVCalMetadata]):
+    """Reads a step out of vLLM's metadata."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> KVCalMetadata:
+        common, count = common_attn_metadata, common_attn_metadata.num_reqs
+        if common.causal is not True:
+            raise UsageError("kvcal: attention that is not causal cannot be served")
+        starts = tuple(common.query_start_loc_cpu[: count + 1].tolist())
+        lengths = tuple(common.seq_lens[:count].tolist())
+        step = Step(starts, lengths, common.block_table_tensor[:count].long())
+        return KVCalMetadata(step, common.num_actual_tokens)
+
+
+class KVCalImpl(AttentionImpl[KVCalMetadata]):
+    """Attention of one layer. Raises UnsupportedModel for what kvcal's pages cannot serve, when the model is built."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        reasons = {
+            "ALiBi slopes": alibi_slopes is not None,
+            f"a sliding window of {sliding_window}": sliding_window is not None,
+            "soft-capped logits": bool(logits_soft_cap),
+            f"{attn_type} attention": attn_type != AttentionType.DECODER,
+            "keys and values of another layer": kv_sharing_target_layer_name is not None,
+            "attention sinks": sinks is not None,
+        }
+        for what, holds in reasons.items():
+            if holds:
+                raise UnsupportedModel(f"kvcal: a layer with {what}: kvcal's pages hold plain causal attention only")
+        self.scale, self.plan = float(scale), plan_of(get_current_vllm_config())
+
+    def do_kv_cache_update(
+        self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        count = len(slot_mapping)
+        self.paged(layer).store(kv_cache, slot_mapping, key[:count], value[:count])
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: KVCalMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if output_scale is not None or output_block_scale is not None:
+            raise UsageError("kvcal: quantised outputs of attention cannot be served")
+        if kv_cache.ndim == 4:  # allocated
+            _report_capacity(self.plan, kv_cache.shape[0])
+        if attn_metadata is None:  # vLLM measures memory
+            return output
+        count = attn_metadata.tokens
+        exact = None if self.plan.deterministic else (key[:count], value[:count])
+        out = attend(self.paged(layer), kv_cache, attn_metadata.step, query[:count], self.scale, exact)
+        output[:count] = out.to(output.dtype).view_as(output[:count])
+        return output
+
+    def paged(self, layer: Any) -> PagedLayer:
+        """The codecs of a layer."""
+        number: int = extract_layer_index(layer.layer_name)
+        return self.plan.layers[number]

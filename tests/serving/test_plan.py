@@ -1,0 +1,170 @@
+"""What the user asks for becomes a plan, or a refusal that says why; vLLM is not needed for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvcal.methods.data_free import PRESETS, Preset
+from kvcal.methods.data_free import preset as kvcal_preset
+from kvcal_artifacts.bundle import Bundle, Fingerprint
+from kvcal_artifacts.codecs import Shape
+from kvcal_artifacts.errors import IncompatibleBundle, UnsupportedModel, UsageError
+from kvcal_artifacts.hf import key_probe
+from kvcal_artifacts.hf.sites import attention_sites
+from kvcal_artifacts.scheme import HeavyHitters
+from kvcal_vllm import presets
+from kvcal_vllm.plan import Plan, plan
+from kvcal_vllm.settings import Settings, settings
+from kvcal_vllm.weights import key_probes
+from tests.support.architectures import HYBRID, TINY, initialise
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    made = TINY["llama"](hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    initialise(made, 1)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    return path
+
+
+def bundle_of(model: Any, path: Path, preset: Any, **changes: Any) -> str:
+    scheme = replace(preset.scheme(model), **changes)
+    Bundle(Fingerprint.of(model), scheme, {"method": "test"}).write(path / "x.kvcal.safetensors")
+    return str(path / "x.kvcal.safetensors")
+
+
+def planned(model: Any, source: str, folder: Path = Path("no-such-folder")) -> Plan:
+    return plan(Settings(source), model.config, model=str(folder))
+
+
+def test_presets_are_kvcals() -> None:
+    shape = Shape(2, 64, 32)
+    for name in presets.PRESETS:
+        theirs = kvcal_preset(name)
+        assert isinstance(theirs, Preset)
+        pair = presets.codecs(name, shape)
+        for role, codec in (("key", pair.key), ("value", pair.value)):
+            other = theirs.composition.codec(0, 2, role)(shape, role)  # type: ignore[arg-type]
+            assert (codec.name, codec.config()) == (other.name, other.config()), name
+            assert all(torch.equal(tensor, codec.tensors()[key]) for key, tensor in other.tensors().items())
+
+
+def test_a_preset_fits_any_model(model: Any) -> None:
+    served = planned(model, "higgs-2")
+    assert len(served.layers) == model.config.num_hidden_layers
+    assert served.bits == 2.25
+    assert served.token_bytes == 36
+    assert served.describe().startswith("kvcal: higgs-2: 2.25 bits per value in pages, 7.11 x the tokens of FP16; ")
+    assert served.capacity(1000) == "kvcal: 32,000 tokens fit, where 4,500 would at FP16"
+
+
+def test_a_bundle_of_layers_of_unlike_bytes(model: Any, folder: Path, tmp_path: Path) -> None:
+    path = bundle_of(model, tmp_path, Preset("higgs-2", "higgs-4", per_layer=("0=turboquant-4",)))
+    served = planned(model, path, folder)
+    assert [layer.form.token_bytes for layer in served.layers[:2]] == [68, 52]
+    assert served.token_bytes is None
+    assert served.weighed is True
+    assert "were not compared" not in served.describe()
+    assert "the model's key weights were not compared" in planned(model, path).describe()
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in presets.PRESETS])
+def test_other_presets_are_refused_with_a_reason(name: str, model: Any, tmp_path: Path) -> None:
+    path = bundle_of(model, tmp_path, kvcal_preset(name))
+    with pytest.raises(UsageError, match=r"cannot be served: \w+"):
+        planned(model, path)
+    with pytest.raises(UsageError, match="vLLM's pages hold higgs-2"):
+        planned(model, name)
+
+
+@pytest.mark.parametrize(
+    ("preset", "reason"),
+    [
+        (Preset("kivi-2", "kivi-2"), "groups are of tokens"),
+        (Preset("innerq-base", "innerq-base"), "requests could not share a prefix"),
+        (Preset("higgs-2-wide", "higgs-2"), "it rotates all heads of a token together"),
+        (Preset("higgs-2", "higgs-2", "pre_rope"), "it stores keys before RoPE"),
+        (Preset("exact-16", "higgs-2"), "pages hold the codecs uniform, higgs, transform"),
+        (Preset("higgs-2", "higgs-2", block=64), "blocks of 64 tokens: a page holds 32"),
+    ],
+)
+def test_schemes_that_pages_cannot_hold(preset: Preset, reason: str, model: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=reason):
+        planned(model, bundle_of(model, tmp_path, preset))
+
+
+def test_selection_and_skipped_layers_are_refused(model: Any, tmp_path: Path) -> None:
+    preset = Preset("higgs-2", "higgs-2")
+    with pytest.raises(UsageError, match="selects tokens by attention"):
+        planned(model, bundle_of(model, tmp_path, preset, selection=HeavyHitters()))
+    layers = (None, *preset.scheme(model).layers[1:])
+    with pytest.raises(UsageError, match="layer 0 is not compressed: too wild"):
+        planned(model, bundle_of(model, tmp_path, preset, layers=layers, skipped={0: "too wild"}))
+
+
+def test_another_models_bundle_is_refused(model: Any, folder: Path, tmp_path: Path) -> None:
+    path = bundle_of(model, tmp_path, Preset("higgs-2", "higgs-2"))
+    other = TINY["llama"](hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=99)
+    with pytest.raises(IncompatibleBundle, match="config_sha256"):
+        planned(other, path)
+    twin = TINY["llama"](hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    initialise(twin, 2)
+    twin.save_pretrained(tmp_path / "twin")
+    with pytest.raises(IncompatibleBundle, match="key weights"):
+        planned(model, path, tmp_path / "twin")
+
+
+def test_probes_of_files_are_the_models(model: Any, folder: Path, tmp_path: Path) -> None:
+    sites = attention_sites(model)
+    assert key_probes(folder, len(sites)) == (*key_probe(sites[0]), *key_probe(sites[-1]))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    assert key_probes(tmp_path, len(sites)) == key_probes(folder, len(sites))
+    assert key_probes(tmp_path / "none", len(sites)) == ()
+
+
+def test_models_with_other_layers_are_refused() -> None:
+    gemma = HYBRID["gemma3"]()
+    with pytest.raises(UnsupportedModel, match="layer 0: sliding-attention"):
+        planned(gemma, "higgs-2")
+
+
+@pytest.mark.parametrize(
+    ("additional", "environment", "expected"),
+    [
+        ({}, {}, None),
+        ({"other": 1}, {"KVCAL_BUNDLE": ""}, None),
+        ({"kvcal": "a"}, {"KVCAL_BUNDLE": "b"}, Settings("a")),
+        ({}, {"KVCAL_BUNDLE": "b", "KVCAL_DETERMINISTIC": "1"}, Settings("b", True)),
+        ({"kvcal": "a", "kvcal_deterministic": True}, {}, Settings("a", True)),
+        ({"kvcal": "a", "kvcal_deterministic": False}, {"KVCAL_DETERMINISTIC": "1"}, Settings("a")),
+    ],
+)
+def test_settings(additional: dict[str, object], environment: dict[str, str], expected: Settings | None) -> None:
+    assert settings(additional, environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("additional", "environment", "reason"),
+    [
+        ({"kvcal_deterministic": True}, {}, "without a bundle"),
+        ({"kvcal": 3}, {}, "kvcal = 3: must be"),
+        ({"kvcal": "a", "kvcal_mode": 1}, {}, "kvcal_mode"),
+        ({"kvcal": "a", "kvcal_deterministic": "yes"}, {}, "must be true or false"),
+        ({"kvcal": "a"}, {"KVCAL_DETERMINISTIC": "yes"}, "must be 0 or 1"),
+    ],
+)
+def test_settings_that_mean_nothing(additional: dict[str, object], environment: dict[str, str], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        settings(additional, environment)
