@@ -317,7 +317,7 @@ def _rows_of(path: Path, whole: dict[str, object], picker: Picker) -> list[objec
             raise TextError(f"{path}: rows of its data are not as long as its columns, {len(names)}; write it again")
         return [dict(zip(map(str, names), row, strict=True)) for row in data]
     rows = list(whole.values())
-    if rows and all(isinstance(row, dict) and (picker.column or groups_of(row, None)) for row in rows):
+    if rows and all(isinstance(row, dict) and _has_groups(row, picker) for row in rows):
         return rows
     arrays = [value for value in whole.values() if isinstance(value, list) and _are_rows(value, picker)]
     if len(arrays) > 1:
@@ -341,6 +341,11 @@ def _by_column(path: Path, whole: dict[str, object], picker: Picker) -> list[obj
     if len(lengths) > 1:
         raise TextError(f"{path}: columns {listed(chosen)} are not of one length; write the file again")
     return [dict(zip(chosen, row, strict=True)) for row in zip(*(lists[name] for name in chosen), strict=True)]
+
+
+def _has_groups(row: dict[str, object], picker: Picker) -> bool:
+    """Whether it is a row, if not one of the column asked for."""
+    return bool(groups_of(row, picker.column) or groups_of(row, None))
 
 
 def _are_rows(value: list[object], picker: Picker) -> bool:
