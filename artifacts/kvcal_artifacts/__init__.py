@@ -47,12 +47,12 @@ def load_cache(
     options are those of KVCalCache. Raises errors.IncompatibleBundle, naming both values, if the bundle was made for
     another model, and errors.UnsupportedModel for a model that cannot be compressed.
     """
+    from .auto_names import AUTO_BITS
     from .bundle import Bundle
     from .cache import KVCalCache
     from .errors import UsageError
     from .hf import check_supported
     from .scheme import HeavyHitters
-    from .scheme.auto_names import AUTO_BITS
 
     if keep is None and heavy is not None:
         raise UsageError(f"heavy={heavy:g} is a share of the tokens that keep=... keeps: give keep too")

@@ -97,10 +97,11 @@ def fit_together(
     ids = torch.cat((text.train, text.holdout, *(() if other is None else (other.train,))))
     check_model(source.model, hf.decoder_of(source.model))
     scan = Scan(source, text, other, ids, model_record, revision, device, options, PhaseTimer(device), say)
+    sites = [hf.attention_site(hf.decoder_of(source.model), index) for index in scan.compressed]
     for job in jobs:
-        hf.check_frame(
-            [hf.attention_site(hf.decoder_of(source.model), index) for index in scan.compressed], job.method.frame
-        )
+        hf.check_frame(sites, job.method.frame)
+        for site in sites if job.selection is not None else []:
+            hf.check_selectable(site)
     if scan.skipped:
         say(coverage(scan.config.num_hidden_layers, scan.skipped))
     parts = [_part(job, scan) for job in jobs]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import print_json, print_table
+from kvcal.cli.output import print_json, print_next, print_table
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import CombineOptions
 
@@ -17,3 +17,4 @@ def combine(o: CombineOptions, typed: Typed) -> None:
         print_json(result)
     else:
         print_table(["what", "value"], result.items())
+        print_next("inspect", result["bundle"])

@@ -18,11 +18,19 @@ def compare(o: CompareOptions, typed: Typed) -> None:
     done again.
     """
     from kvcal.commands.compare import run_compare
+    from kvcal.commands.workbench import raise_first
 
     result = run_compare(o, note, typed)
+    failed = result["failed"]
     if o.json:
-        print_json(result)
-        return
+        print_json(result | {"failed": {name: str(error) for name, error in failed.items()}})
+    else:
+        print_compared(result)
+    raise_first(failed)
+
+
+def print_compared(result: dict[str, Any]) -> None:
+    """Rows of a comparison as a table, and the best of them."""
     line(f"full precision: perplexity {result['full_perplexity']:.4f}")
     columns = ["name", "bits/value", "paper's count", "KL", "±", "median", "99 %", "max", "same top"]
     columns += ["logit error", "output error", f"bytes at {result['at_length']}", "× smaller", "front", "perplexity"]

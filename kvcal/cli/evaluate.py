@@ -21,17 +21,20 @@ def evaluate(o: EvalOptions, typed: Typed) -> None:
     goes on behind the last batch of windows (--batch) that was done.
     """
     from kvcal.commands.evaluation import run_eval
+    from kvcal.commands.workbench import raise_first
     from kvcal.pipeline.gates import raise_if_failed, report
 
     check_reports(o.junit, o.summary)
     result = run_eval(o, note, typed=typed)
+    failed = result["failed"]
     report(result["gates"], o.junit, o.summary)
     if o.json:
-        print_json(result)
+        print_json(result | {"failed": {name: str(error) for name, error in failed.items()}})
     else:
         print_rows(result["rows"])
         print_tasks(result["rows"])
         print_gates(result["gates"])
+    raise_first(failed)
     raise_if_failed(result["gates"])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.output import note, print_json, print_next, print_table
 from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import FitPredictorsOptions
 
@@ -19,3 +19,4 @@ def fit_predictors(o: FitPredictorsOptions, typed: Typed) -> None:
         print_json(result)
     else:
         print_table(["what", "value"], [[name, value] for name, value in result.items() if name != "layers"])
+        print_next("eval", result["bundle"], "--model", o.model)

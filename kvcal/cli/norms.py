@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.output import note, print_json, print_next, print_table
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import FoldOptions
 from kvcal.pipeline.options import FitNormsOptions
@@ -26,6 +26,7 @@ def fit_norms(o: FitNormsOptions, typed: Typed) -> None:
     print_table(["what", "value"], [[name, value] for name, value in result.items() if name != "layers"])
     shown = [name for name in COLUMNS if any(name in row for row in result["layers"])]
     print_table([COLUMNS[name] for name in shown], [[row.get(name) for name in shown] for row in result["layers"]])
+    print_next("eval", result["bundle"], "--model", o.model)
 
 
 @command(FoldOptions)
@@ -36,5 +37,7 @@ def fold(o: FoldOptions, typed: Typed) -> None:
     result = run_fold(o, note)
     if o.json:
         print_json(result)
-    else:
-        print_table(["what", "value"], result.items())
+        return
+    print_table(["what", "value"], result.items())
+    bundle = [] if result["bundle"] is None else ["--bundle", result["bundle"]]
+    print_next("eval", *bundle, "--model", result["model"])

@@ -52,6 +52,13 @@ def line(text: object = "") -> None:
     print(shown(text))
 
 
+def print_next(*words: object) -> None:
+    """A last line: the command to run next, as typed in a shell."""
+    from kvcal.report.escape import shell
+
+    line(f"next: {shell([str(word) for word in ('kvcal', *words)])}")
+
+
 def prose(text: str) -> None:
     """Text of several lines on stdout: line ends and tabs stay."""
     print(shown(text, keep="\n\t"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.output import note, print_json, print_next, print_table
 from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import MeasureSubspacesOptions
 
@@ -25,3 +25,4 @@ def measure_subspaces(o: MeasureSubspacesOptions, typed: Typed) -> None:
     if result["search"]:
         cells = [[p["rank"], f"{p['strength']:g}", f"{p['logit_error']:.5f}", p["layers"]] for p in result["search"]]
         print_table(["rank", "strength", "logit error", "layers"], cells, title="search")
+    print_next("eval", result["bundle"], "--model", o.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.output import note, print_json, print_next, print_table
 from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import TuneBitsOptions
 
@@ -21,9 +21,9 @@ def tune_bits(o: TuneBitsOptions, typed: Typed) -> None:
         print_json(result)
         return
     print_table(["what", "value"], [[name, value] for name, value in result.items() if name != "layers"])
-    if o.objective == "kl":
-        return
-    rows = [
-        [row["layer"], int(row["key_bits"]), int(row["value_bits"]), row["output_error"]] for row in result["layers"]
-    ]
-    print_table(["layer", "key bits", "value bits", "output error"], rows)
+    if o.objective != "kl":
+        columns = ["layer", "key bits", "value bits", "output error"]
+        layers = result["layers"]
+        rows = [[one["layer"], int(one["key_bits"]), int(one["value_bits"]), one["output_error"]] for one in layers]
+        print_table(columns, rows)
+    print_next("eval", result["bundle"], "--model", o.model)

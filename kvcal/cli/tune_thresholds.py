@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.output import note, print_json, print_next, print_table
 from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import TuneThresholdsOptions
 
@@ -21,3 +21,4 @@ def tune_thresholds(o: TuneThresholdsOptions, typed: Typed) -> None:
         names = ("trial", "tau_low", "tau_high", "quality", "bits")
         rows = [[f"{row[name]:.6g}" for name in names] for row in result["front"]]
         print_table(["trial", "tau_low", "tau_high", "quality", "bits/value"], rows, title="Pareto front")
+    print_next("eval", result["bundle"], "--model", o.model)

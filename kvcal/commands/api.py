@@ -71,9 +71,9 @@ def cache(
 
 def _bundle_of(model: nn.Module, scheme: SchemeLike) -> Bundle | str:
     """What load_cache takes: a bundle, or a preset of kvcal_artifacts.cache.auto."""
+    from kvcal_artifacts.auto_names import AUTO_BITS
     from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint, load_bundle
     from kvcal_artifacts.scheme import Scheme
-    from kvcal_artifacts.scheme.auto_names import AUTO_BITS
 
     from ..methods.data_free import PRESETS, preset
 

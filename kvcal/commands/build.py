@@ -92,7 +92,7 @@ from .tune_bits import kvtuner_method
 from .tune_thresholds import mixkvq_method, run_tune_thresholds, search_settings, with_windows
 from .tune_thresholds import objective_name as mixkvq_objective
 from .tune_thresholds import searches as mixkvq_searches
-from .workbench import Opened, open_for_fit
+from .workbench import Opened, check_selection, open_for_fit, raise_first
 
 REPORTS = ("junit", "summary")  # options that say where gates are reported
 FOLLOW = 0.2  # seconds between a worker's looks at whether its parent is still there
@@ -154,6 +154,8 @@ def check_entry(recipe: BuildRecipe, entry: Entry) -> None:
                 "with; "
                 "give gates = {max_layer_drift = false}"
             )
+        if isinstance(o := entry.options, Selection):
+            check_selection(resolve(o.model, o.revision), given_selection(o), random_weights=o.random_weights)
         if isinstance(o := entry.options, PresetOptions):
             wanted_preset(o)
         elif o is not None:
@@ -563,10 +565,11 @@ def _told(
 
 
 def held_to_gates(recipe: BuildRecipe, planner: Planner, lock: Lock, say: Say) -> list[Check]:
-    """Checks of every bundle that has gates, from the lock file where nothing that decides them changed."""
+    """Checks of every bundle with gates, from the lock file where nothing changed; raises when the others are done."""
     checks_of: dict[str, list[Check]] = {}
     missing: dict[str, list[Entry]] = {}
     keys: dict[str, str] = {}
+    failed: dict[str, KVCalError] = {}
     for entry in recipe.entries:
         if not entry.gates:
             lock.gates.pop(entry.name, None)
@@ -583,11 +586,13 @@ def held_to_gates(recipe: BuildRecipe, planner: Planner, lock: Lock, say: Say) -
         paths = [recipe.output / entry.file for entry in entries]
         options = replace(recipe.evaluation[model], bundles=paths)
         result = run_eval(options, say, {entry.name: entry.gates for entry in entries})
+        failed |= result["failed"]
         for entry in entries:
             checks_of[entry.name] = [check for check in result["gates"] if check.name == entry.name]
             lock.gates.pop(entry.name, None)
-            if worth_keeping(checks_of[entry.name]):
+            if entry.name not in failed and worth_keeping(checks_of[entry.name]):
                 records = [check.as_dict() for check in checks_of[entry.name]]
                 lock.gates[entry.name] = {"key": keys[entry.name], "checks": records}
         lock.write()
+    raise_first(failed)
     return [check for entry in recipe.entries if entry.gates for check in checks_of[entry.name]]

@@ -28,7 +28,7 @@ from .common import (
     text_for,
     tokenizer_for,
 )
-from .workbench import Opened, open_for_fit
+from .workbench import Opened, check_selection, open_for_fit
 
 SPILLS = ("device", "cpu", "disk")
 
@@ -92,6 +92,7 @@ def prepare(o: CalibrationOptions, source: names.ModelSource, output: Path | Non
     if output is not None:
         check_output(output)
     tokenizer = tokenizer_for(o, source, origin, other_text(o))
+    check_selection(source, selection, random_weights=o.random_weights)
     text = calibration_windows(o, source, tokenizer, origin, say)
     check_context(source, text.length, say)
     other = other_windows(o, tokenizer, origin, len(text.train), text.length, say)

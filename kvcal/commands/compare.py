@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
-from kvcal_artifacts.errors import CorruptBundle, UsageError
+from kvcal_artifacts.errors import CorruptBundle, KVCalError, UsageError
 from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.scheme import FRAMES, Frame, HeavyHitters
 
@@ -61,7 +61,7 @@ from .fit_predictors import check_taken as check_predictor
 from .guard import measured_warnings
 from .made_for import with_model_of
 from .options import CompareOptions
-from .workbench import cache_makers, open_given
+from .workbench import cache_makers, check_rows, named_error, open_given, raise_first
 
 PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
 PREDICTED = ("first_layer", "key_inputs", "value_inputs")
@@ -173,9 +173,11 @@ def of_recipe(recipe: Recipe) -> DataFree | AquaKV:
 
 
 def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
-    """Every candidate through the cache on one text; the front of bits and KL, and the best under --max-bits.
+    """Every candidate through the cache on one text; the front of bits and KL, and the best under --max-bits. "failed"
+    has the errors of rows that could not be fitted or measured, by name: the others are there nevertheless.
 
-    typed: names of the options that somebody gave; UsageError for one that no row takes.
+    typed: names of the options that somebody gave; UsageError for one that no row takes. Raises the first of the errors
+    where no row is left.
     """
     if o.frame not in FRAMES:
         raise UsageError(f"--frame {o.frame}: allowed are {', '.join(FRAMES)}")
@@ -183,12 +185,14 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     check_taken(o, rows, typed)
     _check_files(o)
     o = with_model_of(o, (row.what for row in rows), typed)
+    every = {row.name: row.what for row in rows}
+    check_rows(resolve(o.model, o.revision), every, selection, random_weights=o.random_weights)
     texts = _texts(o, rows, say)
     loaded = open_given(o)
     say_coverage(loaded.model, say)
     settings = _settings(o, texts, loaded, selection)
     ready = {row.name: row.what for row in rows if not isinstance(row.what, AquaKV)}  # a fit says it itself
-    cache_makers(loaded.model, ready, loaded.revision, selection)  # refuses bundles of other models before any work
+    cache_makers(loaded.model, ready, loaded.revision, selection, require)  # refuses rows before any work
     hashes = [texts.evaluation.ids_sha256, *([texts.fitting["text"].ids_sha256] if texts.fitting else [])]
     record = settings | decided_by(o, loaded.model.dtype, loaded.model.device, *hashes)
     work = CommandCheckpoint("compare", record, output=o.output, resume=o.resume, say=say)
@@ -200,11 +204,16 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     def makers(name: str, method: DataFree | Bundle) -> dict[str, CacheMaker]:
         return cache_makers(loaded.model, {name: method}, loaded.revision, selection, require)
 
-    _measure_rows(rows, ledger, work, loaded, texts, makers, settings, o.batch, say)
+    failed = _measure_rows(rows, ledger, work, loaded, texts, makers, settings, o.batch, say)
+    if len(failed) == len(rows):
+        raise_first(failed)
+    rows = [row for row in rows if row.name not in failed]
     behind = {row.name: ledger.rows[row.key]["kl_behind"] for row in rows}
+    ready = {name: what for name, what in ready.items() if name in behind}
     for line in measured_warnings(o.model, ready, behind):
         say(line)
-    return settings | _judged(o, rows, ledger, texts.evaluation.source, machine(loaded.model.device), resumed)
+    judged = _judged(o, rows, ledger, texts.evaluation.source, machine(loaded.model.device), resumed)
+    return settings | judged | {"failed": failed}
 
 
 def _check_files(o: CompareOptions) -> None:
@@ -283,21 +292,27 @@ def _measure_rows(
     settings: Mapping[str, Any],
     batch: int | None,
     say: Say,
-) -> None:
-    """Fit and measure what the ledger does not have yet."""
-    ids = texts.evaluation.ids
+) -> dict[str, KVCalError]:
+    """Fit and measure what the ledger does not have yet; the errors of rows that cannot be, by name."""
+    ids, failed = texts.evaluation.ids, dict[str, KVCalError]()
     for number, row in enumerate(rows):
         if row.key in ledger.rows:
             continue
         say(f"{number + 1}/{len(rows)} {row.name}")
         windows, bundle = f"windows-{short(row.name + row.key)}", f"fit-{short(row.key)}{SUFFIX}"  # sums bear names
         method = row.what
-        if isinstance(method, AquaKV):
-            method = _fitted(method, loaded, texts.fitting, work, bundle, say)
         batches = SavedBatches(work, windows, row.name, len(ids), say)
-        ledger.add(row.key, *measure(loaded, ids, makers(row.name, method), settings, batch, batches).values())
+        try:
+            if isinstance(method, AquaKV):
+                method = _fitted(method, loaded, texts.fitting, work, bundle, say)
+            figures = measure(loaded, ids, makers(row.name, method), settings, batch, batches)
+        except KVCalError as error:
+            failed[row.name] = named_error(row.name, error)
+            continue
+        ledger.add(row.key, *figures.values())
         work.drop(f"{windows}.json", bundle, partial_folder(Path(bundle)).name)
-    ledger.done(row.key for row in rows)
+    ledger.done(row.key for row in rows if row.name not in failed)
+    return failed
 
 
 def _judged(

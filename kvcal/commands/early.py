@@ -26,16 +26,26 @@ from ..pipeline.options import (
 )
 from ..pipeline.spec import Options, specs
 from ..report.outputs import check_output
-from ..report.suggest import allowed
+from ..report.suggest import allowed, refuse_auto
+from ..search.limit import Limit
 from .idle import refuse_empty_text, refuse_prompt, refuse_shares
-from .options import CardOptions, DiffOptions, GenerateOptions, InspectOptions, PlanOptions, PushOptions, VerifyOptions
+from .options import (
+    CardOptions,
+    DiffOptions,
+    GenerateOptions,
+    InspectOptions,
+    PlanOptions,
+    PushOptions,
+    RecommendOptions,
+    VerifyOptions,
+)
 
 TORCH_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "meta", "xla", "npu", "privateuseone")
 
 
 def refuse(o: Options) -> None:
     """Raise UsageError, CorruptBundle for a bundle that is not there, or what names no model, text or output file."""
-    if isinstance(o, CalibrationOptions | PresetOptions) and o.output is not None:
+    if isinstance(o, CalibrationOptions | PresetOptions | RecommendOptions) and o.output is not None:
         check_output(o.output)
     _check_values(o)
     for path, presets in _bundles(o):
@@ -44,6 +54,8 @@ def refuse(o: Options) -> None:
         _check_preset(name)
     if isinstance(o, GenerateOptions):
         refuse_prompt(o)
+    if isinstance(o, RecommendOptions):
+        Limit(o.max_bits, o.max_kl)
     if isinstance(o, Selection):
         refuse_shares(o)
     source = _model(o)
@@ -106,9 +118,10 @@ def _presets(o: Options) -> Iterator[str]:
 
 
 def _check_preset(name: str) -> None:
-    """Of presets that no file of names has, those of Python alone and of installed packages are left to the command."""
+    """UsageError for an unknown preset; where packages that add presets are installed, the command asks them."""
+    refuse_auto(name)
     presets = names_of("preset")
-    if name in presets or name.startswith("auto-") or name.endswith((SUFFIX, ".safetensors")):
+    if name in presets or name.endswith((SUFFIX, ".safetensors")):
         return
     if not entry_points(group="kvcal"):
         raise UsageError(f"preset {name!r} is not known; {allowed(name, presets, 'kvcal names preset')}")

@@ -11,7 +11,7 @@ import torch
 
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.errors import NonFiniteError, UsageError
+from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, Scheme
 from kvcal_artifacts.scheme.subspace import choose, has_subspace
 
@@ -51,7 +51,7 @@ from .idle import refuse_prompt
 from .made_for import with_model_of
 from .options import GenerateOptions
 from .tasks import Answered, judged, run_tasks, task_names
-from .workbench import cache_makers, open_given, rows_named
+from .workbench import cache_makers, check_rows, named_error, open_given, rows_named
 
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
@@ -61,7 +61,8 @@ def run_eval(
 ) -> dict[str, Any]:
     """Rows `full`, presets, bundles (with their files' "sha256") on the same text. limits: of each row by name; by
     default those of the options for all. typed: names of the options that somebody gave; UsageError for one that
-    nothing takes.
+    nothing takes. "failed" has the errors of rows that could not be measured, by name: the others are there
+    nevertheless.
     """
     refuse_idle_seed(o, typed)
     methods = rows_named(o.preset or [], [*(o.bundles or []), *(o.bundle or [])])
@@ -80,9 +81,6 @@ def run_eval(
         sound = {name: maker for name, maker in makers.items() if name not in broken}
         answered = run_tasks(o, loaded.model, known(tokenizer), sound, work, say) if tasks else Answered()
     row_names = dict(zip(makers, plan.methods, strict=True))  # a row's name tells of --keep, too
-    for name, (_, why) in broken.items():
-        if not plan.limits[row_names[name]]:
-            raise NonFiniteError(f"{name}: {why}")
     behind = {row_names[row.name]: row.kl_behind for row in measured.rows[1:]}
     for line in measured_warnings(o.model, plan.methods, behind):
         say(line)
@@ -100,6 +98,11 @@ def run_eval(
         "layers": {name: watched.rows for name, watched in measured.watched.items()},
         "canary": {name: str(alive) for name, alive in measured.canaries.items()},
         "gates": checks,
+        "failed": {
+            name: named_error(name, error)
+            for name, error in broken.items()
+            if not _fails_gate(error, plan.limits[row_names[name]])
+        },
         "passed": all(check.passed for check in checks),
         "model": plan.source.public,
         "revision": loaded.revision,
@@ -150,6 +153,7 @@ def _planned(
         refuse_idle(idle, idle, "bundles and presets", "give a bundle, or --preset, or leave it out")
     if common and not methods:
         raise UsageError("a gate needs something to hold to it: give a bundle, or --preset")
+    check_rows(source, methods, selection, random_weights=o.random_weights)
     limits = {name: common if limits is None else limits[name] for name in methods}
     for name, method in methods.items():
         check_recorded(limits[name], name, method if isinstance(method, Bundle) else None)
@@ -184,7 +188,7 @@ def _judged(
     plan: Plan,
     row_names: Mapping[str, str],
     measured: Measured,
-    broken: Mapping[str, tuple[int | None, str]],
+    broken: Mapping[str, KVCalError],
     say: Say,
 ) -> list[Check]:
     """The gates of rows that have limits; of the others, whether their caches stored anything. row_names: of a row, its
@@ -193,8 +197,9 @@ def _judged(
     checks: list[Check] = []
     by_name = {row.name: row for row in measured.rows}
     for name, method_name in row_names.items():
-        if name in broken:
-            checks.append(broken_off(name, *broken[name]))
+        if (error := broken.get(name)) is not None:
+            if isinstance(error, NonFiniteError) and _fails_gate(error, plan.limits[method_name]):
+                checks.append(broken_off(name, error.layer, str(error).removeprefix(f"{name}: ")))
             continue
         row, alive, watched = by_name[name], measured.canaries[name], measured.watched[name]
         if limits := plan.limits[method_name]:
@@ -210,6 +215,11 @@ def _judged(
     return checks
 
 
+def _fails_gate(error: KVCalError, limits: Limits) -> bool:
+    """Whether the error of a row is one that its gates judge: numbers that overflow."""
+    return isinstance(error, NonFiniteError) and bool(limits)
+
+
 @dataclass(frozen=True)
 class Measured:
     """rows: `full` first. watched, canaries: by name of the others. resumed: windows that a killed run had done."""
@@ -219,6 +229,11 @@ class Measured:
     canaries: dict[str, Canary]
     resumed: int
 
+    def beside(self, other: Measured) -> Measured:
+        """These rows and those of `other`, whose `full` is the same."""
+        rows = [*self.rows, *other.rows[1:]]
+        return Measured(rows, self.watched | other.watched, self.canaries | other.canaries, self.resumed)
+
 
 def _measured(
     model: Any,
@@ -227,14 +242,11 @@ def _measured(
     o: EvalOptions,
     work: CommandCheckpoint,
     say: Say,
-) -> tuple[Measured, dict[str, tuple[int | None, str]]]:
-    """All side by side; where numbers of one overflow each for itself, and those that do not once more together.
-    Second: layer and message of those that do.
-    """
+) -> tuple[Measured, dict[str, KVCalError]]:
+    """All side by side; where one cannot be measured, each for itself, so that the others are. Second: the errors."""
 
     def run(names: Iterable[str]) -> Measured:
-        watched.clear()
-        watched.update({name: Watched(makers[name], ids.shape[1]) for name in names})
+        watched = {name: Watched(makers[name], ids.shape[1]) for name in names}
         label = ", ".join(["full", *watched])
         saved = WatchedBatches(watched, work, f"windows-{short(label)}", label, len(ids), say)
         rows = evaluate(model, ids, watched, step=o.step, batch=o.batch, saved=saved)
@@ -242,20 +254,19 @@ def _measured(
             name: canary(model, ids, makers[name], step=o.step).counted(one.rows, one.audit)
             for name, one in watched.items()
         }
-        return Measured(rows, dict(watched), canaries, saved.resumed)
+        return Measured(rows, watched, canaries, saved.resumed)
 
-    watched: dict[str, Watched] = {}
     try:
         return run(makers), {}
-    except NonFiniteError:
-        run([])  # raises where the model itself is to blame
-    broken: dict[str, tuple[int | None, str]] = {}
+    except KVCalError:
+        measured = run([])  # raises where the model itself is to blame
+    broken: dict[str, KVCalError] = {}
     for name in makers:
         try:
-            run([name])
-        except NonFiniteError as error:
-            broken[name] = (error.layer, str(error).removeprefix(f"{name}: "))
-    return run([name for name in makers if name not in broken]), broken
+            measured = measured.beside(run([name]))
+        except KVCalError as error:
+            broken[name] = error
+    return measured, broken
 
 
 def with_subspace(rows: dict[str, DataFree | Bundle], subspace: str | None) -> dict[str, DataFree | Bundle]:
@@ -374,6 +385,7 @@ def run_generate(o: GenerateOptions, say: Say, typed: Collection[str] = ()) -> d
     source = resolve(o.model, o.revision)
     tokenizer = known(tokenizer_for(o, source))
     ids = prompt_ids(tokenizer, o.prompt, o.chat, source.label)
+    check_rows(source, methods, selection, random_weights=o.random_weights)
     loaded = open_given(o)
     say_coverage(loaded.model, say)
     makers = cache_makers(loaded.model, methods, loaded.revision, selection, given_kernels(o))

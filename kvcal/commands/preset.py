@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvcal_artifacts.bundle import Bundle, Fingerprint
+from kvcal_artifacts.cache import check_served
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
@@ -62,6 +63,7 @@ def run_preset(o: PresetOptions, say: Say, typed: Collection[str] = ()) -> dict[
     pick_device(o.device)  # refused before anything is written
     model, revision, probe = _from_config(source) if o.config_only else _opened(source, o)
     scheme = method.scheme(model).keeping(selection)
+    check_served(model, scheme)
     say_coverage(model, say)
     record = {
         "tool": f"kvcal {__version__}",

@@ -36,7 +36,8 @@ from ..models.devices import pick_device
 from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
 from ..pipeline.options import CalibrationOptions
-from ..search.recommendation import LADDER, Figures, Limit, Rung, choose, reason, reference, to_fit, to_measure
+from ..search.limit import Limit
+from ..search.recommendation import LADDER, Figures, Rung, choose, reason, reference, to_fit, to_measure
 from ..text.sources import Windows
 from .common import (
     Say,

@@ -32,7 +32,7 @@ from .common import (
     text_for,
     tokenizer_for,
 )
-from .workbench import model_record, open_given
+from .workbench import check_selection, model_record, open_given
 
 METHOD = "tuned-kl"
 CODECS = "higgs-2,higgs-3,higgs-4,uniform-2-channel,uniform-4"
@@ -64,7 +64,8 @@ def run_tune_kl(o: TuneBitsOptions, say: Say) -> dict[str, Any]:
     count = o.windows or WINDOWS
     holdout = o.holdout or (HOLDOUT if o.windows is None else max(1, count // 2))
     windows = replace(o, windows=count, length=o.length or LENGTH, holdout=holdout)
-    tokenizer = known(tokenizer_for(o, source, origin))
+    tokenizer, selection = known(tokenizer_for(o, source, origin)), given_selection(o)
+    check_selection(source, selection, random_weights=o.random_weights)
     text = calibration_windows(windows, source, tokenizer, origin, say)
     loaded = open_given(o)
     say_coverage(loaded.model, say)
@@ -77,7 +78,7 @@ def run_tune_kl(o: TuneBitsOptions, say: Say) -> dict[str, Any]:
         options = sensitivities(loaded.model, text.train, codecs, base, work)
         chosen = choose(loaded.model, text.holdout, options, base, o.max_bits, batch=o.batch, say=say)
         preset = chosen.assignment.preset(base)
-        scheme = preset.scheme(loaded.model).keeping(given_selection(o))
+        scheme = preset.scheme(loaded.model).keeping(selection)
         uniform = {name: row for name, row in chosen.rows.items() if name != "tuned"}
         best = min(uniform, key=lambda name: uniform[name].kl, default=None)
         provenance = {

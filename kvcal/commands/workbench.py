@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,14 @@ import torch
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import SUFFIX, Bundle, probed_layers
-from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import HeavyHitters
+from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.scheme import Frame, HeavyHitters
 
 from ..bundles.paths import given_bundle
 from ..capture.scan import LayerSource, WholeModel
+from ..methods.aqua_kv import AquaKV
 from ..methods.data_free import DataFree, preset
-from ..models import files, loading, names
+from ..models import configuration, files, loading, names
 from ..models.devices import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseWeights, open_layerwise
 from ..pipeline.options import EvalOptions, TuneBitsOptions
@@ -87,15 +89,19 @@ def _loaded(
 def check_bundle(
     bundle: Bundle, name: str, revision: str | None, *, device: str, random_weights: bool, seed: int
 ) -> None:
-    """Raise IncompatibleBundle if it was made for another model.
+    """Raises IncompatibleBundle if it was made for another model, KVCalError if no cache of it can serve the model.
 
     Reads config and revision, then two layers' weights.
     """
+    from kvcal_artifacts.cache import check_served
+
     where = pick_device(device)
+
     parts = open_layerwise(
         names.resolve(name, revision), dtype="bfloat16", device=where, random_weights=random_weights, seed=seed
     )
     check_made_for(bundle, parts.model, parts.revision, probe=())
+    check_served(parts.model, bundle.scheme)
     check_made_for(bundle, parts.model, parts.revision, key_probe(parts))
 
 
@@ -135,6 +141,72 @@ def rows_named(presets: Iterable[str], bundles: Iterable[Path]) -> dict[str, Dat
     return rows
 
 
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Let an error within name the row that it is of."""
+    try:
+        yield
+    except KVCalError as error:
+        raise named_error(name, error) from error
+
+
+def named_error(name: str, error: KVCalError) -> KVCalError:
+    """The error, its text beginning with the name of the row that it is of."""
+    return error if str(error).startswith(name) else type(error)(f"{name}: {error}")
+
+
+def raise_first(failed: Mapping[str, KVCalError]) -> None:
+    """Raise the first error of rows that failed, which says how many more did."""
+    if failed:
+        first, *others = failed.values()
+        raise type(first)(f"{first}; and {len(others)} more" if others else str(first))
+
+
+def check_selection(source: names.ModelSource, selection: HeavyHitters | None, *, random_weights: bool) -> None:
+    """Raises UnsupportedModel where caches of the model cannot select tokens; reads config.json at most.
+
+    None asks for nothing.
+    """
+    if selection is not None:
+        _check_sites(configuration.structure(source, random_weights=random_weights), selection)
+
+
+def _check_sites(model: Any, selection: HeavyHitters | None, frame: Frame = "post_rope") -> None:
+    """Raises UnsupportedModel where layers that can be compressed cannot give keys in `frame`, or select tokens."""
+    skipped = hf.unsupported_layers(hf.config_of(model))
+    sites = [site for site in hf.attention_sites(model) if site.index not in skipped]
+    hf.check_frame(sites, frame)
+    for site in sites if selection is not None else []:
+        hf.check_selectable(site)
+
+
+def check_rows(
+    source: names.ModelSource,
+    rows: Mapping[str, DataFree | Bundle | AquaKV],
+    selection: HeavyHitters | None,
+    *,
+    random_weights: bool,
+) -> None:
+    """Raises KVCalError, naming the row, where config.json is enough to refuse one; before any weights are read.
+
+    selection: in the place of each row's own.
+    """
+    from kvcal_artifacts.cache import check_served
+
+    if not rows:
+        return
+    model = configuration.structure(source, random_weights=random_weights)
+    for name, row in rows.items():
+        with naming(name):
+            if isinstance(row, AquaKV):
+                _check_sites(model, selection, row.frame)
+                continue
+            if isinstance(row, Bundle):  # its revision and weights are compared when the weights are there
+                check_made_for(replace(row, fingerprint=replace(row.fingerprint, revision=None)), model, probe=())
+            scheme = row.scheme if isinstance(row, Bundle) else row.scheme(model)
+            check_served(model, scheme if selection is None else scheme.keeping(selection))
+
+
 def cache_makers(
     model: Any,
     rows: dict[str, DataFree | Bundle],
@@ -144,18 +216,23 @@ def cache_makers(
 ) -> dict[str, CacheMaker]:
     """A maker of caches for each row; every bundle is checked against the model.
 
-    selection: in the place of each row's own; names then end in +h2o and the share that is kept.
+    selection: in the place of each row's own; names then end in +h2o and the share that is kept. Raises KVCalError,
+    naming the row, for one whose caches cannot be made: none fails in the middle of the others for that.
     """
-    from kvcal_artifacts.cache import KVCalCache
+    from kvcal_artifacts.cache import KVCalCache, check_served
 
     makers: dict[str, CacheMaker] = {}
-    for name, row in rows.items():
-        if isinstance(row, Bundle):
-            check_made_for(row, model, revision)
-        scheme = row.scheme if isinstance(row, Bundle) else row.scheme(model)
-        if selection is not None:
-            name, scheme = f"{name}+h2o-{selection.keep:g}", scheme.keeping(selection)
-        makers[name] = lambda scheme=scheme: KVCalCache(  # type: ignore[misc]
-            scheme, model, remember=True, require_kernels=require_kernels
-        )
+    for row_name, row in rows.items():
+        with naming(row_name):
+            if isinstance(row, Bundle):
+                check_made_for(row, model, revision)
+            name, scheme = row_name, row.scheme if isinstance(row, Bundle) else row.scheme(model)
+            if selection is not None:
+                name, scheme = f"{name}+h2o-{selection.keep:g}", scheme.keeping(selection)
+            makers[name] = lambda scheme=scheme: KVCalCache(  # type: ignore[misc]
+                scheme, model, remember=True, require_kernels=require_kernels
+            )
+            check_served(model, scheme)
+            if require_kernels:
+                makers[name]().close()
     return makers

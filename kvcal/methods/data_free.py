@@ -12,9 +12,8 @@ from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Codec, Role, Shape, load_plugins
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme, Windows
-from kvcal_artifacts.scheme.auto_names import AUTO_BITS
 
-from ..report.suggest import allowed
+from ..report.suggest import allowed, refuse_auto
 from .base import layer_by_layer
 from .composition import DataFreeComposition
 from .mixkvq import MixKVQ
@@ -116,11 +115,7 @@ def preset(name: str) -> DataFree:
         raise UsageError(
             f"preset {name!r} is the name of a bundle's file: give it with --bundle, where there is that option"
         )
-    if name in AUTO_BITS:
-        raise UsageError(
-            f"preset {name!r} looks at the model's keys as a cache is made, in Python alone: kvcal.cache(model, "
-            f"{name!r}); on the command line kvcal recommend measures what fits a model"
-        )
+    refuse_auto(name)
     if name not in PRESETS:
         raise UsageError(f"preset {name!r} is not known; {allowed(name, PRESETS, 'kvcal names preset')}")
     return PRESETS[name]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from kvcal_artifacts.checked import Json
 
+    from .weights import CausalLM
+
 
 def geometry(source: ModelSource, *, download: bool = True) -> Geometry:
     """Shapes alone. From the catalogue where the model is in it, else from its config.json."""
@@ -137,6 +139,15 @@ def _unsupported(config: PreTrainedConfig) -> str | None:
 
     why = hf.unsupported_config(config)
     return hf.unsupported(empty_model(config, torch.float32)) if why is None else why
+
+
+def structure(source: ModelSource, *, random_weights: bool = False) -> CausalLM:
+    """The model without its weights, on the meta device: reads config.json at most. Raises as `check_config`."""
+    import torch
+
+    from .weights import empty_model
+
+    return empty_model(geometry_config(source) if random_weights else load_config(source), torch.float32)
 
 
 def config_path(source: ModelSource) -> Path:

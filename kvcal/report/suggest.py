@@ -6,6 +6,9 @@ import difflib
 import re
 from collections.abc import Collection
 
+from kvcal_artifacts.auto_names import AUTO_BITS
+from kvcal_artifacts.errors import UsageError
+
 FEW = 8  # so many names are read at a glance; of more the nearest are said, and the command that lists them
 SAID = 3
 
@@ -19,6 +22,15 @@ def allowed(name: str, names: Collection[str], listed: str) -> str:
         return f"allowed are {', '.join(names)}"
     every = f"`{listed}` lists all"
     return f"did you mean {_either(near)}? {every}" if (near := nearest(name, names)) else every
+
+
+def refuse_auto(name: str) -> None:
+    """UsageError for a preset that needs the model's keys, which no command has when it reads its options."""
+    if name in AUTO_BITS:
+        raise UsageError(
+            f"preset {name!r} looks at the model's keys as a cache is made, in Python alone: kvcal.cache(model, "
+            f"{name!r}); on the command line kvcal recommend measures what fits a model"
+        )
 
 
 def nearest(name: str, among: Collection[str], most: int = SAID) -> list[str]:

@@ -14,8 +14,8 @@ from kvcal_artifacts.errors import GateFailed, UsageError
 
 from ..methods.aqua_kv import AquaKV
 from ..methods.data_free import PRESETS, DataFree, Preset
+from .limit import Limit
 
-MOST_KL = 0.01  # nats per token, where no limit is given: the lowest class of `kvcal plan`
 MEASURED = 5  # schemes whose KL is measured at a time, those of the best forecasts
 FORECAST_ERROR = 3.0  # measured over forecast KL that is common: 1.57 in the median over 71 rows of guard.md
 
@@ -86,28 +86,6 @@ LADDER = (
     *(_predicted(bits) for bits in (3, 2)),
     Rung("aqua-kv", AquaKV(), least=2),
 )
-
-
-@dataclass(frozen=True)
-class Limit:
-    """What is asked for: the smallest KL of at most `bits` stored bits per value, or the fewest bits whose KL, plus its
-    standard error, is at most `kl` nats per token.
-    """
-
-    bits: float | None = None
-    kl: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.bits is not None and self.kl is not None:
-            raise UsageError(f"--max-bits {self.bits:g} and --max-kl {self.kl:g}: give one of the two")
-        for name, value in (("bits", self.bits), ("kl", self.kl)):
-            if value is not None and not 0 < value < math.inf:
-                raise UsageError(f"--max-{name} {value:g}: must be positive and finite")
-        if self.bits is None and self.kl is None:
-            object.__setattr__(self, "kl", MOST_KL)
-
-    def __str__(self) -> str:
-        return f"--max-bits {self.bits:g}" if self.bits is not None else f"--max-kl {self.kl:g}"
 
 
 @dataclass(frozen=True)

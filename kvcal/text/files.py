@@ -317,9 +317,9 @@ def _rows_of(path: Path, whole: dict[str, object], picker: Picker) -> list[objec
             raise TextError(f"{path}: rows of its data are not as long as its columns, {len(names)}; write it again")
         return [dict(zip(map(str, names), row, strict=True)) for row in data]
     rows = list(whole.values())
-    if rows and all(isinstance(row, dict) and groups_of(row, picker.column) for row in rows):
+    if rows and all(isinstance(row, dict) and (picker.column or groups_of(row, None)) for row in rows):
         return rows
-    arrays = [value for value in whole.values() if isinstance(value, list) and _are_rows(value)]
+    arrays = [value for value in whole.values() if isinstance(value, list) and _are_rows(value, picker)]
     if len(arrays) > 1:
         raise TextError(
             f"{path}: {len(arrays)} fields of {listed(list(whole))} are arrays; give a file of one array of rows"
@@ -343,8 +343,12 @@ def _by_column(path: Path, whole: dict[str, object], picker: Picker) -> list[obj
     return [dict(zip(chosen, row, strict=True)) for row in zip(*(lists[name] for name in chosen), strict=True)]
 
 
-def _are_rows(value: list[object]) -> bool:
-    return bool(value) and all(row is None or isinstance(row, dict | str) or is_chat(row) for row in value)
+def _are_rows(value: list[object], picker: Picker) -> bool:
+    """Whether it is a list of rows: of objects, and where no column is asked for also of text and chats."""
+    alone = picker.column is None
+    return bool(value) and all(
+        row is None or isinstance(row, dict) or (alone and (isinstance(row, str) or is_chat(row))) for row in value
+    )
 
 
 class _Values:

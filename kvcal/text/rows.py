@@ -34,7 +34,10 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     (*SYSTEM, "question", "response"),
     (*SYSTEM, "prompt", "response"),
 )
-NAMED = "text or content, no question and answer, no messages"
+NAMED = (
+    "text or content, no messages, conversations or chosen, no question and answer, prompt and completion, or "
+    "instruction and output or response"
+)
 ONE = "name one with --column"
 ALONE = (
     "one message of a chat; a row is a whole chat: a list of its messages, or an object with messages; or name a "

@@ -40,6 +40,7 @@ from kvcal_artifacts import bundle as format_of
 from kvcal_artifacts import checked, load_bundle
 from kvcal_artifacts.bundle import FORMAT, Bundle, Fingerprint, parse
 from kvcal_artifacts.bundle.canonical import canonical, sha256_text, tensor_bytes
+from kvcal_artifacts.bundle.settings import Settings
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import (
     CODECS,
@@ -160,7 +161,7 @@ def base(name: str) -> bytes:
     shape = next(p.key.shape for p in layers if p is not None)
     mark = Fingerprint(
         "llama", len(layers), shape.heads, shape.dim, {"rope_theta": 1e4, "rope_type": "default"}, "0" * 64, None,
-        tuple(numbers(8).tolist()),
+        tuple(numbers(8).tolist()), Settings(1, {"layer_types": ["sliding_attention", "full_attention"], "clip_qkv": 8.0}),
     )  # fmt: skip
     selection = HeavyHitters(0.6, 0.5) if name == "selection" else None
     frame: Any = "pre_rope" if name.startswith("predicted") else "post_rope"

@@ -178,6 +178,7 @@ LARGEST = {"module": 600, "class": 400, "function": 120}  # lines
 PARAMETERS, COMPLEXITY = 40, 20
 KERNELS = (  # one launch over all formats each: lines, parameters, complexity
     "kvcal_kernels.attention.triton.kernel.attend_kernel",
+    "kvcal_kernels.attention.triton.paged.paged_kernel",
     "kvcal_kernels.attention.triton.transform.kernel.transform_kernel",
 )
 KERNEL_LIMITS = (150, 64, 40)

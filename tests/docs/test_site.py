@@ -30,9 +30,9 @@ BOTH = ("bash", "python")
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a `kvcal` that has imported everything already."""
+    """A folder with a `kvcal` and a `python` that have imported everything already."""
     folder = tmp_path_factory.mktemp("site")
-    with forking(folder, sources(folder)) as tools:
+    with forking(folder, sources(folder), ("kvcal", "python")) as tools:
         yield tools
 
 

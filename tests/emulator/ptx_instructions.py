@@ -630,7 +630,7 @@ def keep(b: Batch, a: Active, at: Array, space: str, size: int, values: list[Arr
 
 def atomic(machine: Machine, one: Instruction) -> Step:
     returns = one.name[0] == "atom"
-    space, kind = known(one, {"acq_rel", "add", "or", "and", "max", "min", "exch"}), one.name[-1]
+    space, kind = known(one, {"acq_rel", "add", "or", "and", "xor", "max", "min", "exch"}), one.name[-1]
     what = next(p for p in one.name if p in ATOMIC)
     kind = {"b32": "u32", "b64": "u64"}.get(kind, kind)
     if space != "global" or kind in PARTS:
@@ -656,7 +656,8 @@ def atomic(machine: Machine, one: Instruction) -> Step:
 
 
 ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add, "or": operator.or_, "and": operator.and_, "max": max, "min": min, "exch": lambda old, new: new,
+    "add": operator.add, "or": operator.or_, "and": operator.and_, "xor": operator.xor, "max": max, "min": min,
+    "exch": lambda old, new: new,
 }  # fmt: skip
 
 

@@ -17,7 +17,14 @@ from tests.support.pages import ROOT
 
 pytestmark = needs_triton
 
-CASES = ("attention_cases", "quantise_cases", "reconstruct_cases", "transform_cases", "vq_attention_cases")
+CASES = (
+    "attention_cases",
+    "paged_cases",
+    "quantise_cases",
+    "reconstruct_cases",
+    "transform_cases",
+    "vq_attention_cases",
+)
 FEW = {  # that take most of the assembly: how cases of the module's `small` begin. A kernel takes 5 s to compile
     "attention_cases.compare": (
         "asymmetric 3 and outer 3, dim 64",  # two warps a program
@@ -27,6 +34,7 @@ FEW = {  # that take most of the assembly: how cases of the module's `small` beg
         "tiers 0 16 and outer 2",
         "symmetric 2 and asymmetric 2, dim 64, ratio 2, blocks (2,), launch (1, 1), rotary 32",
     ),
+    "paged_cases.main": ("Case(keys=(3, 5, 9, 6)", "Case(keys=('grid', 4, 1)", "Case(keys=('symmetric', 4, 32)"),
     "quantise_cases.main": ("symmetric 3 and hybrid 2, factor rows",),
     "reconstruct_cases.main": ("Case(role='key', batch=2, heads=4",),
     "transform_cases.main": ("Case(keys=(3, 5, 9, 6)",),

@@ -151,6 +151,7 @@ def test_formats_that_do_not_fit_pages_say_why(keys: Any, values: Any, says: str
         (lambda x: x[..., :-1], "must be (P, H, "),
         (lambda x: x.view(torch.int8), "torch.int8: must be (P, H, "),
         (lambda x: torch.nn.functional.pad(x, (0, 8))[..., :-8], "others multiples of 16"),
+        (lambda x: torch.nn.functional.pad(x, (8, 8))[..., 8:-8], "must begin at a multiple of 16"),
     ],
 )
 def test_other_tensors_are_no_pages(change: Any, says: str) -> None:

@@ -2,7 +2,8 @@
 
 One process imports everything once and forks for every command; `program()` is the script that stands for `kvcal` on
 the path: it hands over its arguments, folder, environment and files, and ends with the command's exit code. What is
-read from the environment at import (HF_ENDPOINT, …) is as the server was started with.
+read from the environment at import (HF_ENDPOINT, …) is as the server was started with. On request there is a `python -`,
+too, which runs a program from its standard input.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +30,7 @@ CLIENT = """\
 import json, os, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({place!r})
-asked = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+asked = json.dumps([[os.path.basename(sys.argv[0]), *sys.argv[1:]], os.getcwd(), dict(os.environ)]).encode()
 socket.send_fds(server, [len(asked).to_bytes(4, "little")], [0, 1, 2])
 server.sendall(asked)
 sys.exit(server.recv(1)[0])
@@ -36,13 +38,14 @@ sys.exit(server.recv(1)[0])
 
 
 @contextmanager
-def forking(folder: Path, environment: Mapping[str, str]) -> Iterator[Path]:
-    """A server with this environment; yields a folder for the path that holds `kvcal`."""
+def forking(folder: Path, environment: Mapping[str, str], programs: Collection[str] = ("kvcal",)) -> Iterator[Path]:
+    """A server with this environment; yields a folder for the path that holds `programs`, of kvcal and python."""
     place, tools = folder / "kvcal.socket", folder / "tools"
     tools.mkdir()
-    program = tools / "kvcal"
-    program.write_text(CLIENT.format(python=sys.executable, place=str(place)))
-    program.chmod(0o755)
+    for name in programs:
+        program = tools / name
+        program.write_text(CLIENT.format(python=sys.executable, place=str(place)))
+        program.chmod(0o755)
     process = subprocess.Popen(
         [sys.executable, __file__, str(place)], env=dict(environment), stdout=subprocess.PIPE, text=True
     )
@@ -87,12 +90,18 @@ def _run(connection: socket.socket, main: object) -> int:
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
-        sys.argv = ["kvcal", *arguments]
+        sys.argv = arguments
         assert callable(main)
-        main()
+        if arguments[0] == "python":
+            assert arguments[1:] == ["-"], arguments
+            exec(compile(sys.stdin.read(), "-", "exec"), {"__name__": "__main__"})
+        else:
+            main()
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0
+    except Exception:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

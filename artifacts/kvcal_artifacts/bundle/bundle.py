@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class Bundle:
         header = {
             "format": FORMAT,
             "version": version_with(self.scheme.selection is not None),
-            "model": asdict(self.fingerprint),
+            "model": self.fingerprint.entry(),
             "scheme": self.scheme.config() | {"layers": layers},
             "provenance": self.provenance,
             "metrics": self.metrics,

@@ -9,6 +9,7 @@ from ..errors import KVCalError
 from ..scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 from .fingerprint import Fingerprint
 from .header import ROLES, CodecEntry, Header, ModelEntry, version_with
+from .settings import Settings
 
 
 def described(header: Header, tensors: dict[str, Tensor]) -> tuple[Fingerprint, Scheme]:
@@ -44,6 +45,7 @@ def _fingerprint(model: ModelEntry) -> Fingerprint:
         config_sha256=model["config_sha256"],
         revision=model["revision"],
         probe=tuple(model["probe"]),
+        settings=Settings(**model["settings"]) if "settings" in model else None,
     )
 
 

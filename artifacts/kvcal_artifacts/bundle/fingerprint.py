@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from torch import nn
 
 from .. import hf
 from ..checked import Json
 from .canonical import canonical, sha256_text
+from .settings import Settings, plain
 
 # What decides a model's function; other config fields (dtype, versions, paths) may differ between loads of one model.
+# This list is closed, because all of it is in one hash: what it overlooks is in `settings.FIELDS`.
 FINGERPRINT_FIELDS = (
     "model_type",
     "vocab_size",
@@ -38,7 +39,11 @@ PROBE_TOLERANCE = 0.02  # bfloat16 keeps 8 bits: the same weight in another dtyp
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a bundle remembers of its model. probe: some key weights, to tell other weights of the same shape."""
+    """What a bundle remembers of its model.
+
+    probe: some key weights, to tell other weights of the same shape. settings: what `config_sha256` overlooks; None in
+    bundles of before, which are then not compared in it.
+    """
 
     architecture: str
     layers: int
@@ -48,6 +53,7 @@ class Fingerprint:
     config_sha256: str
     revision: str | None = None
     probe: tuple[float, ...] = ()
+    settings: Settings | None = None
 
     @classmethod
     def of(cls, model: nn.Module, revision: str | None = None, probe: tuple[float, ...] | None = None) -> Fingerprint:
@@ -65,10 +71,10 @@ class Fingerprint:
 
         probe: as `of` takes it; empty: weights are not compared.
         """
-        plain = {name: _plain(getattr(config, name, None)) for name in FINGERPRINT_FIELDS}
-        rope = {k: _plain(v) for k, v in (getattr(config, "rope_parameters", None) or {}).items() if v is not None}
-        plain |= {"head_dim": hf.head_dim_of(config), "rope": rope}
-        stated = {name: value for name, value in plain.items() if value is not None}
+        values = {name: plain(getattr(config, name, None)) for name in FINGERPRINT_FIELDS}
+        rope = {k: plain(v) for k, v in (getattr(config, "rope_parameters", None) or {}).items() if v is not None}
+        values |= {"head_dim": hf.head_dim_of(config), "rope": rope}
+        stated = {name: value for name, value in values.items() if value is not None}
         return cls(
             architecture=config.model_type,
             layers=config.num_hidden_layers,
@@ -78,7 +84,13 @@ class Fingerprint:
             config_sha256=sha256_text(canonical(stated)),
             revision=revision or getattr(config, "_commit_hash", None),
             probe=probe,
+            settings=Settings.of(config),
         )
+
+    def entry(self) -> dict[str, object]:
+        """The fingerprint as a header states it: without `settings` where there are none."""
+        entry = asdict(self)
+        return {name: value for name, value in entry.items() if name != "settings" or value is not None}
 
     def differences(self, other: Fingerprint) -> list[str]:
         """A phrase for each field in which the other model differs; empty if this bundle fits it."""
@@ -87,17 +99,13 @@ class Fingerprint:
             for name in ("architecture", "layers", "kv_heads", "head_dim", "rope", "config_sha256")
             if (mine := getattr(self, name)) != (theirs := getattr(other, name))
         ]
+        if self.settings is not None and other.settings is not None:
+            differences += self.settings.differences(other.settings)
         if not differences and self.revision and other.revision and self.revision != other.revision:
             differences.append(f"weights revision: bundle {self.revision!r}, model {other.revision!r}")
         if not differences and self.probe and other.probe and not _close(self.probe, other.probe):
             differences.append(f"key weights: bundle starts {self.probe[:3]}, model {other.probe[:3]}")
         return differences
-
-
-def _plain(value: object) -> Json:
-    """A config value as JSON gives it back."""
-    plain: Json = json.loads(json.dumps(value))
-    return plain
 
 
 def _probe(model: nn.Module) -> tuple[float, ...]:

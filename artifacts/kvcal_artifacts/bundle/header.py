@@ -8,6 +8,7 @@ from .. import checked
 from ..checked import Choice, Free, Hash, Json, Listed, Named, Number, OrNull, Schema, State, Table, Text, Whole
 from ..codecs import Role
 from ..scheme import FRAMES, Frame
+from .settings import FIELDS, VERSION
 
 FORMAT = "kvcal"
 VERSIONS = (1, 2)  # 2: the scheme selects tokens, which a reader of version 1 would overlook
@@ -42,6 +43,13 @@ class SkippedEntry(TypedDict):
     skipped: str
 
 
+class SettingsEntry(TypedDict):
+    """The fields of Settings."""
+
+    version: int
+    fields: dict[str, Json]
+
+
 class ModelEntry(TypedDict):
     """The fields of a Fingerprint."""
 
@@ -53,6 +61,7 @@ class ModelEntry(TypedDict):
     config_sha256: str
     revision: str | None
     probe: list[float]
+    settings: NotRequired[SettingsEntry]
 
 
 class WindowsEntry(TypedDict):
@@ -99,7 +108,7 @@ class Header(TypedDict):
     tensors: dict[str, TensorEntry]
 
 
-_TOKENS = Whole(0, checked.TOKENS)
+_TOKENS, _NUMBER = Whole(0, checked.TOKENS), Number(-1e30, 1e30)
 _CODEC = Table(
     {
         "codec": Text(),
@@ -108,6 +117,36 @@ _CODEC = Table(
         "tensors": Named(Text()),
     }
 )
+
+
+class _Settings:
+    """Settings of a version that is known, and none that its list lacks."""
+
+    def check(self, value: object, what: str) -> None:
+        Table({"version": Whole(1, VERSION), "fields": Free()}).check(value, what)
+        assert isinstance(value, dict)
+        fields = {name: _Setting() for name in FIELDS[value["version"]]}
+        Table(fields, optional=frozenset(fields)).check(value["fields"], f"{what}, fields")
+
+
+class _Setting:
+    """A number, a text, true, or a list of such values, false and null, at most one for each layer."""
+
+    def check(self, value: object, what: str) -> None:
+        if type(value) is list:
+            Listed(_Listed(), 0, checked.LAYERS).check(value, what)
+        elif value is not True:
+            (Text() if type(value) is str else _NUMBER).check(value, what)
+
+
+class _Listed:
+    """An entry of a setting that is a list."""
+
+    def check(self, value: object, what: str) -> None:
+        if value is not None and type(value) is not bool:
+            (Text() if type(value) is str else _NUMBER).check(value, what)
+
+
 _LAYER, _SKIPPED = Table({"key": _CODEC, "value": _CODEC}), Table({"skipped": Text(2000)})
 _MODEL = Table(
     {
@@ -118,8 +157,10 @@ _MODEL = Table(
         "rope": Free(),
         "config_sha256": Hash(empty=True),  # empty in the one layer that an unfinished run writes
         "revision": OrNull(Text()),
-        "probe": Listed(Number(-1e30, 1e30), 0, 64),
-    }
+        "probe": Listed(_NUMBER, 0, 64),
+        "settings": _Settings(),
+    },
+    optional=frozenset({"settings"}),
 )
 
 

@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .cache import KVCalCache
+    from .construction import check_served
     from .evicting_layer import EvictingLayer
     from .layer import KVCalLayer
     from .protocols import Watch
 
-__all__ = ["EvictingLayer", "KVCalCache", "KVCalLayer", "Watch"]
-_MODULES = {"EvictingLayer": "evicting_layer", "KVCalCache": "cache", "KVCalLayer": "layer", "Watch": "protocols"}
+__all__ = ["EvictingLayer", "KVCalCache", "KVCalLayer", "Watch", "check_served"]
+_MODULES = {
+    "EvictingLayer": "evicting_layer",
+    "KVCalCache": "cache",
+    "KVCalLayer": "layer",
+    "Watch": "protocols",
+    "check_served": "construction",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -82,7 +82,6 @@ class KVCalCache(Cache):
         self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
         self.model, self.max_length, self.kernels, self.require_kernels = model, max_length, kernels, require_kernels
         self._sites = hf.attention_sites(model)
-        hf.check_frame([self._sites[index] for index in scheme.compressed], scheme.frame)
         before = scheme.frame == "pre_rope"
         self.stored_rope = StoredRope(model, hf.rotary_width(model) if before and kernels != "off" else 0)
         plain = DynamicCache(config=config).layers
@@ -104,8 +103,6 @@ class KVCalCache(Cache):
         self.ledger: AnyLedger = Ledger(scheme.windows)
         if scheme.selection is not None:
             self.ledger = EvictingLedger(scheme.windows, scheme.selection)
-            for layer in self.own_layers:
-                hf.check_selectable(layer.site)
         self._contents: static_storage.Contents | None = None
         self.steps: dict[torch.device, static_storage.Steps] = {}  # of the layers on a device
         self.memory = SharedMemory(kernels, keeps=max_length is not None)

@@ -9,15 +9,21 @@ from torch import nn
 from .. import hf
 from ..errors import KVCalError
 from ..paths import choose
-from ..scheme import Scheme
+from ..scheme import LayerCodecs, Scheme
+from .statistics import statistic
 from .whole_cache import WholeCache
 
 
-def checked_config(model: nn.Module, scheme: Scheme) -> Any:
-    """The model's config, as Transformers takes it.
+def check_served(model: nn.Module, scheme: Scheme) -> None:
+    """Raises KVCalError where a cache of this scheme cannot serve the model.
 
-    Raises KVCalError where a cache of this scheme cannot serve the model.
+    Weights are not read: the model may be on the meta device.
     """
+    checked_config(model, scheme)
+
+
+def checked_config(model: nn.Module, scheme: Scheme) -> Any:
+    """The model's config, as Transformers takes it. Raises as `check_served`."""
     hf.check_supported(model)
     config = hf.config_of(model)
     if len(scheme.layers) != config.num_hidden_layers:
@@ -26,7 +32,21 @@ def checked_config(model: nn.Module, scheme: Scheme) -> Any:
     for index, reason in hf.unsupported_layers(config).items():
         if scheme.layers[index] is not None:
             raise KVCalError(f"layer {index} cannot be compressed: {reason}; leave it out of the scheme")
+    sites = hf.attention_sites(model)
+    hf.check_frame([sites[index] for index in scheme.compressed], scheme.frame)
+    for index, pair in enumerate(scheme.layers):
+        if pair is None:
+            continue
+        if scheme.selection is not None:
+            hf.check_selectable(sites[index])
+        if asks_queries(pair):
+            hf.check_queries(sites[index], pair.key.describe())
     return config
+
+
+def asks_queries(pair: LayerCodecs) -> bool:
+    """Whether a layer's run-time statistics are of queries."""
+    return any(statistic(name, pair.key.shape).wants != "k" for name in pair.stats)
 
 
 def require_kernels(cache: WholeCache) -> None:
@@ -41,6 +61,5 @@ def hooks(cache: WholeCache) -> hf.Hooks:
     compressed = [layer.site for layer in layers]
     tapped = compressed if cache.scheme.frame == "pre_rope" else []
     selected = compressed if selects else []
-    asked = [layer.site for layer in layers if any(one.wants != "k" for one in layer.statistics.values())]
-    hf.check_frame([*asked, *selected], "pre_rope")  # queries are rotated as keys are
+    asked = [layer.site for layer in layers if asks_queries(layer.codecs)]
     return hf.Hooks(cache.model, cache, tapped, selected or asked, selected)

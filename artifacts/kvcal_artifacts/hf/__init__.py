@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcal_kernels.device import capturing
 
-from .attention import check_selectable, implementation, odd_attention, score_scaling
+from .attention import check_queries, check_selectable, implementation, odd_attention, score_scaling
 from .decoder import (
     config_of,
     decoder_of,
@@ -51,6 +51,7 @@ __all__ = [
     "capturing",
     "caveats",
     "check_frame",
+    "check_queries",
     "check_selectable",
     "check_supported",
     "config_of",

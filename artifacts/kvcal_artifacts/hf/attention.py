@@ -4,24 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..errors import KVCalError
+from ..errors import UnsupportedModel
 from .protocols import ModelConfig, attribute
 from .sites import AttentionSite
 
 IMPLEMENTATIONS = ("sdpa", "eager")  # attention that takes any mask (B, 1, query, keys)
 
 
+EVERY_TOKEN = "store every token instead (no --keep)"
+
+
 def check_selectable(site: AttentionSite) -> None:
-    """Raises KVCalError where the layer's attention weights cannot be computed again, or its mask not be replaced."""
+    """Raises UnsupportedModel where tokens of the layer cannot be selected by the attention that they get (H2O).
+
+    That is where its attention weights cannot be computed again, or its mask cannot be replaced.
+    """
     name = f"layer {site.index} ({type(site.module).__name__})"
+    if why := _own_scores(site) or _odd_weights(site):
+        raise UnsupportedModel(
+            f"{name}: token selection does not know this layer's attention weights: {why}; {EVERY_TOKEN}"
+        )
+    if site.odd is not None:
+        raise UnsupportedModel(f"{name}: token selection needs this layer's queries: {site.odd}; {EVERY_TOKEN}")
     kind = implementation(site)
     if kind not in IMPLEMENTATIONS:
-        raise KVCalError(
+        raise UnsupportedModel(
             f"{name}: token selection needs attn_implementation {' or '.join(IMPLEMENTATIONS)}, the model has "
             f"{kind!r}: load it with one of these"
         )
-    if why := _odd_weights(site):
-        raise KVCalError(f"{name}: token selection does not know this layer's attention weights: {why}")
+
+
+def check_queries(site: AttentionSite, reader: str) -> None:
+    """Raises UnsupportedModel where `reader`, which needs the layer's queries, cannot have them."""
+    if site.odd is not None:
+        raise UnsupportedModel(
+            f"{site.config.model_type}: layer {site.index}: {site.odd}, so that {reader} cannot have its queries; take "
+            "another codec"
+        )
 
 
 def implementation(site: AttentionSite) -> str:
@@ -42,8 +61,8 @@ def odd_attention(site: AttentionSite) -> str | None:
     """Why nothing but the model's own attention function computes this layer's attention; None if others may."""
     if not hasattr(site.module, "config"):
         return "its attention has no config that names an attention function"
-    if (name := type(site.module).__name__).startswith(OWN_SCORES):
-        return f"{name} computes more than softmax(q k) v of what its cache gives"
+    if (why := _own_scores(site)) is not None:
+        return why
     kind = implementation(site)
     if kind not in IMPLEMENTATIONS:
         return f"attn_implementation {kind!r}: the fused kernel takes the place of {' and '.join(IMPLEMENTATIONS)}"
@@ -51,6 +70,12 @@ def odd_attention(site: AttentionSite) -> str | None:
 
 
 OWN_SCORES = ("Doge", "DiffLlama")  # a mask made of the values; values cut into pieces after the cache
+
+
+def _own_scores(site: AttentionSite) -> str | None:
+    """Why a layer's scores are not those of its cache's keys; None if they are."""
+    name = type(site.module).__name__
+    return f"{name} computes more than softmax(q k) v of what its cache gives" if name.startswith(OWN_SCORES) else None
 
 
 def weights_wanted(config: object, arguments: Mapping[str, object]) -> bool:

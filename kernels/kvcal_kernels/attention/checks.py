@@ -9,7 +9,7 @@ import re
 import torch
 from torch import Tensor
 
-from ..layout import Blocks
+from ..layout import Blocks, PageForm, check_pages
 from ..layout.grids import ENTRIES
 from ..layout.rope import RUN, Rope
 from ..layout.rope import runs as runs_of
@@ -113,6 +113,29 @@ def check_exact(q: Tensor, shape: tuple[int, int, int], blocks: Tensor, sink: Ex
             raise ValueError(f"{name}: {tuple(count.shape)} {count.dtype}; must be ({batch},) torch.int32")
     tensors = {"q": q, "sink": sink[0], "sink values": sink[1], "recent": recent[0], "recent values": recent[1]}
     _check_places(tensors | counts, q)
+
+
+def check_paged(q: Tensor, pages: Tensor, form: PageForm, table: Tensor, lengths: Tensor, starts: Tensor) -> None:
+    """Raise ValueError unless a kernel over pages can take these arguments; `reference.attend_pages` says what they
+    are.
+    """
+    check_pages(pages, form)
+    heads, dim, rows = pages.shape[1], form.keys.dim, len(table)
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"queries of {q.dtype}: must be float16 or bfloat16")
+    if q.ndim != 3 or q.shape[1] % heads or q.shape[2] != dim or q.stride()[1:] != (dim, 1):
+        raise ValueError(
+            f"queries {tuple(q.shape)}, strides {q.stride()}: must be (T, a multiple of {heads}, {dim}), heads of a "
+            "token one behind the other"
+        )
+    shapes = {"table": (table, (rows, table.shape[1])), "lengths": (lengths, (rows,)), "starts": (starts, (rows + 1,))}
+    for name, (x, shape) in shapes.items():
+        if x.dtype != torch.int32 or x.shape != shape or x.stride(-1) != 1 or x.device != q.device:
+            raise ValueError(
+                f"{name}: {tuple(x.shape)} {x.dtype} on {x.device}; must be {shape} torch.int32 on {q.device}"
+            )
+    if pages.device != q.device:
+        raise ValueError(f"pages on {pages.device}, queries on {q.device}: must be on one device")
 
 
 def _check_places(tensors: dict[str, Tensor], q: Tensor) -> None:

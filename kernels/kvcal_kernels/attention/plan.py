@@ -88,14 +88,23 @@ class Settings(TypedDict):
 
 
 def settings(
-    keys: Form, values: Form, heads: int, ratio: int, queries: int, warps: int, same: bool = True, pairs: int = 0
+    keys: Form,
+    values: Form,
+    heads: int,
+    ratio: int,
+    queries: int,
+    warps: int,
+    same: bool = True,
+    pairs: int = 0,
+    pages: bool = False,
 ) -> Settings:
     """Return the compile-time constants of attend_kernel that follow from the shapes and the warps. None follows from
     the batch, the length or the splits, so that a model's decode steps share one compiled kernel, or two (`chosen`).
-    same: keys and values of one bit width are of one grid. pairs: Rope.pairs of keys before RoPE.
+    same: keys and values of one bit width are of one grid. pairs: Rope.pairs of keys before RoPE. pages: of the kernel
+    over pages, which has no products of bytes.
     """
     rows = ratio * queries
-    in_bytes = takes_int8_mma(keys, values, rows, warps, pairs)
+    in_bytes = not pages and takes_int8_mma(keys, values, rows, warps, pairs)
     if (keys.in_bytes or values.in_bytes) and not in_bytes:
         raise ValueError(
             f"{keys} and {values}, {warps} warps a program: only products of bytes read grids in bytes; pack them "
@@ -222,6 +231,12 @@ def plan(
         return Plan(count + tail, tail, tail_tokens, ALONE)
     tail, tail_tokens, tail_cost = carrying(count)
     return Plan(count, tail, tail_tokens, tail_cost * warps if launch.tail_cost is None else launch.tail_cost)
+
+
+def rounded_blocks(blocks: int) -> int:
+    """Round a number of blocks up by at most an eighth, so that few launches are prepared."""
+    step = max(1, power_of_two(blocks) // 16)
+    return max(1, -(-blocks // step) * step)
 
 
 @functools.lru_cache(4096)

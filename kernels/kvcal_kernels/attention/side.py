@@ -18,7 +18,8 @@ class Side:
     in the two upper tiers. order: bytes of a group's order of channels. quads: a code of a grid stands for four
     channels. shared_norm: a token's norm is that of all kv heads. entries, pairs: of the grid's table, and pairs of
     float16 of an entry; first: byte at which it lies in shared memory. factor: odd factor of head_dim that the rotation
-    mixes; paley: by a Hadamard matrix, not by a cosine transform.
+    mixes; paley: by a Hadamard matrix, not by a cosine transform. page: words of 16 bits between two pages, 0 where
+    blocks of a head lie one behind the other.
 
     This is a frozen dataclass, not a NamedTuple: the interpreter of Triton 3.6 hands tuples on as plain ones.
     """
@@ -42,6 +43,7 @@ class Side:
     first: int = 0
     factor: int = 1
     paley: bool = False
+    page: int = 0
 
     @property
     def symmetric(self) -> bool:

@@ -92,6 +92,8 @@ def check_pages(pages: Tensor, form: PageForm) -> None:
         raise ValueError(f"pages {shape} {pages.dtype}: must be (P, H, {form.head_bytes}) torch.uint8")
     if strides[2] != 1 or strides[0] % 16 or strides[1] % 16:
         raise ValueError(f"pages with strides {strides}: bytes of a head must be neighbours, others multiples of 16")
+    if pages.data_ptr() % 16:
+        raise ValueError(f"pages at address {pages.data_ptr():#x}: must begin at a multiple of 16")
 
 
 def bytes_of(blocks: AnyBlocks) -> Tensor:

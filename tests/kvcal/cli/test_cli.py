@@ -360,7 +360,7 @@ def test_json_is_all_there_is_on_stdout(name: str, base: Path, bundle: Path) -> 
     assert done.code == 0, done.err
     assert isinstance(json.loads(done.out), dict)
     assert done.out.startswith("{\n") and done.out.endswith("}\n")
-    assert all(line.startswith(("text: ", "warning: ")) for line in done.err.splitlines()), done.err
+    assert all(line.startswith(("text: ", "warning: ", "note: ")) for line in done.err.splitlines()), done.err
 
 
 @pytest.mark.parametrize("name", COMMANDS)

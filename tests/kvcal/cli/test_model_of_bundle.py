@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,14 @@ def test_a_local_name_is_no_path(bundle: Bundle) -> None:
 def of_another(bundle: Bundle) -> Bundle:
     another = Bundle(bundle.fingerprint, bundle.scheme, dict(bundle.provenance), path=Path(f"another{SUFFIX}"))
     return of_model(another, name="tiny")
+
+
+def test_the_next_command_stands_last(base: Path, tmp_path: Path) -> None:
+    """As it would be typed; it runs."""
+    path = tmp_path / f"a b{SUFFIX}"
+    done = kvcal("preset", "kivi-2", "--config-only", "--output", path, "--model", base / "model")
+    words = shlex.split(done.out.splitlines()[-1].removeprefix("next: kvcal "))
+    assert words == ["eval", str(path), "--model", str(base / "model")]
+    assert kvcal(*words, *SHORT).code == 0
+    joined = kvcal("combine", path, path, "--output", tmp_path / f"both{SUFFIX}").out.splitlines()[-1]
+    assert kvcal(*shlex.split(joined.removeprefix("next: kvcal "))).code == 0

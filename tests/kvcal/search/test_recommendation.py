@@ -8,11 +8,11 @@ import pytest
 
 from docs.check import parse_problem
 from kvcal.methods.data_free import PRESETS
+from kvcal.search.limit import Limit
 from kvcal.search.recommendation import (
     LADDER,
     MEASURED,
     Figures,
-    Limit,
     choose,
     reason,
     reference,

@@ -15,8 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import optuna
 import pytest
+
+pytest.importorskip("optuna", reason="optuna is of the extra `tune`")
+
+import optuna
 from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback, fail_stale_trials
 from optuna.study import MaxTrialsCallback
 from optuna.trial import TrialState

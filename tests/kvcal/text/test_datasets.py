@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("datasets", reason="datasets is of the extra `data`")
+
 from datasets import DownloadConfig, load_dataset
 
 from kvcal.text.files import read_file

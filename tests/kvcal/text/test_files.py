@@ -10,6 +10,8 @@ import gzip
 import io
 import json
 import lzma
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -162,6 +164,151 @@ def test_null_in_parquet_and_in_one_of_a_pair(tmp_path: Path) -> None:
     assert documents(path) == ["p\na"]
 
 
+# which columns of a row
+
+
+def joined(messages: list[dict[str, object]]) -> str:
+    return "|".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+TURNS = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}]
+WHOLE = "user: p|assistant: c"
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"text": None, "messages": TURNS}, WHOLE),
+        ({"text": " ", "messages": TURNS}, WHOLE),
+        ({"text": "t", "messages": TURNS}, "t"),
+        ({"text": None, "content": "c"}, "c"),
+        ({"question": "q", "answer": None, "messages": TURNS}, WHOLE),
+        ({"text": None, "conversation": TURNS}, WHOLE),
+        ({"system": "s", "conversations": [{"from": "human", "value": "p"}]}, "system: s|user: p"),
+        ({"system": "s", "messages": [{"role": "system", "content": "own"}, *TURNS]}, f"system: own|{WHOLE}"),
+        ({"system": "", "messages": TURNS}, WHOLE),
+        ({"prompt": "p", "chosen": "c", "rejected": "r"}, "p\nc"),
+        ({"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": TURNS[1:]}, WHOLE),
+        ({"prompt": TURNS[:1], "chosen": TURNS, "rejected": TURNS}, WHOLE),
+        ({"prompt": "p", "chosen": TURNS, "rejected": TURNS, "score_chosen": 5.0}, WHOLE),
+        ({"prompt": "p", "chosen": TURNS[1:], "rejected": TURNS[1:]}, WHOLE),
+        ({"chosen": TURNS, "rejected": TURNS}, WHOLE),
+        ({"chosen": "Human: p", "rejected": "r"}, "Human: p"),
+        ({"system": "s", "prompt": "p", "chosen": TURNS[1:]}, f"system: s|{WHOLE}"),
+        ({"instruction": "i", "input": "n", "output": "o"}, "i\nn\no"),
+        ({"instruction": "i", "input": "", "output": "o", "text": None}, "i\no"),
+        ({"instruction": "i", "context": "x", "response": "r", "category": "c"}, "i\nx\nr"),
+        ({"system_prompt": "s", "question": "q", "response": "r"}, "s\nq\nr"),
+        ({"context": "x", "question": "q", "answer": "a"}, "x\nq\na"),
+        ({"prompt": "p", "response": "r"}, "p\nr"),
+        (TURNS, WHOLE),
+        ([{"from": "human", "value": "p"}, {"from": "gpt", "value": "c"}], WHOLE),
+    ],
+    ids=json.dumps,
+)
+def test_all_of_a_row_is_read(row: Any, text: str, tmp_path: Path) -> None:
+    """Never one half of it: what stands beside a null, before an answer, or in a list of messages."""
+    for name, content in (("a.jsonl", json.dumps(row)), ("a.json", json.dumps([row]))):
+        assert documents(write(tmp_path / name, content), render=joined) == [text]
+    if isinstance(row, dict) and not any(isinstance(value, list) for value in row.values()):
+        table = tmp_path / "a.csv"
+        with table.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(row))
+            writer.writeheader()
+            writer.writerow(row)
+        assert documents(table) == [text]
+    if isinstance(row, dict):
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+        assert documents(tmp_path / "a.parquet", render=joined) == [text]
+
+
+def test_rows_of_several_kinds_and_rows_without_a_column(tmp_path: Path) -> None:
+    rows = [
+        {"id": 1},
+        {"text": "one"},
+        {"content": "two"},
+        {"id": 2},
+        {"messages": TURNS},
+        {"text": None},
+        {"text": ""},
+    ]
+    picker = Picker(None, joined)
+    path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
+    assert ["".join(document) for document in read_file(Path(path), None, picker)] == ["one", "two", WHOLE, ""]
+    assert (picker.rows, picker.lacking, picker.null, picker.empty) == (7, 2, 1, 1)
+    told: list[str] = []
+    few = write(tmp_path / "b.jsonl", "\n".join(map(json.dumps, rows[:4])))
+    token_windows(PLAIN, few, windows=1, length=4, say=told.append)
+    assert told == ["note: file:b.jsonl: of 4 rows read 0 are empty, 0 null and 2 without a column of text; skipped"]
+    assert documents(path, "content") == ["two"]
+
+
+def test_no_row_with_a_column_is_refused_with_all_columns_that_there_are(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"id": 1}\n{"id": 2, "body": "x"}\nnull')
+    assert "a.jsonl: no text or content" in refused(path) and "its columns are id, body: name one" in refused(path)
+    assert "no column 'text'; its columns are id, body" in refused(path, "text")
+    endless = write(tmp_path / "b.jsonl", '{"id": 1}\n' * 1000 + "no JSON")  # found out before the end
+    assert "its columns are id: name one" in refused(endless)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder / "a.jsonl", '{"text": "x"}')
+    write(folder / "b.jsonl", '{"id": 1}')
+    with pytest.raises(TextError, match=r"b.jsonl: no text or content"):
+        token_windows(PLAIN, str(folder), windows=1, length=80)
+
+
+COLUMNS = {"text": ["one", None, "two"], "n": [1, 2, 3]}
+
+
+@pytest.mark.parametrize("orient", ["list", "columns", "split", "records", "index", "table", "values"])
+def test_what_pandas_writes(orient: str, tmp_path: Path) -> None:
+    rows: list[Any] = [dict(zip(COLUMNS, row, strict=True)) for row in zip(*COLUMNS.values(), strict=True)]
+    content = {
+        "list": COLUMNS,
+        "columns": {name: {str(i): value for i, value in enumerate(values)} for name, values in COLUMNS.items()},
+        "split": {"columns": list(COLUMNS), "index": [0, 1, 2], "data": [list(row.values()) for row in rows]},
+        "records": rows,
+        "index": {str(i): row for i, row in enumerate(rows)},
+        "table": {"schema": {"fields": [{"name": "text"}]}, "data": rows},
+        "values": [list(row.values()) for row in rows],
+    }[orient]
+    path = write(tmp_path / "a.json", json.dumps(content))
+    if orient == "values":
+        assert "row 1: a JSON object is expected, found list" in refused(path)
+        return
+    assert documents(path) == ["one", "two"]
+    assert "its columns are text, n" in refused(path, "other") or "fields of" in refused(path, "other")
+
+
+def test_columns_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write(path, json.dumps({"prompt": ["p", "q"], "chosen": ["c", "d"], "rejected": ["r", "s"], "version": 1}))
+    assert documents(path) == ["p\nc", "q\nd"]
+    write(path, json.dumps({"messages": [TURNS, TURNS]}))
+    assert documents(path, render=joined) == [WHOLE, WHOLE]
+    write(path, json.dumps({"data": [TURNS, TURNS]}))
+    assert documents(path, render=joined) == [WHOLE, WHOLE]
+    write(path, json.dumps({"text": ["x"], "title": ["t", "u"], "content": ["y", "z"]}))
+    assert "columns text, content are not of one length" in refused(path)
+    write(path, json.dumps({"columns": ["text", "n"], "data": [["x"]]}))
+    assert "rows of its data are not as long as its columns, 2" in refused(path)
+
+
+@pytest.mark.parametrize("message", [TURNS[0], {"from": "gpt", "value": "x"}])
+def test_a_message_alone_is_no_row(message: dict[str, str], tmp_path: Path) -> None:
+    """A file of one chat: its messages would be texts without their roles."""
+    path = write(tmp_path / "a.json", json.dumps([message, message]))
+    said = refused(path, render=joined)
+    assert "row 1: one message of a chat; a row is a whole chat: a list of its messages, or an object with" in said
+    key = "content" if "content" in message else "value"
+    assert documents(path, key) == [message[key]] * 2
+
+
+def test_a_prompt_of_text_and_an_answer_that_is_a_chat(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", json.dumps({"prompt": "p", "completion": TURNS}))
+    assert "columns prompt and completion are text and a chat; both must be one or the other" in refused(path)
+
+
 # chats
 
 
@@ -244,6 +391,43 @@ def test_text_and_pairs_stay_before_chats(tmp_path: Path) -> None:
 
 
 # refused
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+@pytest.mark.parametrize("name", ["p", "p.txt", "p.jsonl", "p.json", "p.csv", "p.parquet", "p.txt.gz", "p.jsonl.zst"])
+def test_what_is_no_file_is_refused_without_waiting(name: str, tmp_path: Path) -> None:
+    """A pipe without a writer keeps its reader for ever."""
+    pipe = tmp_path / name
+    os.mkfifo(pipe)
+    said = f"{pipe}: a pipe, not a file; write its text to a file and give that"
+    assert refused(pipe) == said
+    with pytest.raises(TextError) as caught:
+        sources.check_local(str(pipe))
+    assert str(caught.value) == said
+    link = tmp_path / f"link-{name}"
+    link.symlink_to(pipe)
+    assert refused(link) == f"{link}: a pipe, not a file; write its text to a file and give that"
+    write(tmp_path / "a.txt", "words")
+    files, others = textfiles.folder_files(tmp_path)
+    assert [path.name for path in files] == ["a.txt"]
+    assert {path.name for path in others} == {name, link.name}
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "/dev/null", "/dev/tty"])
+def test_devices_are_refused(name: str) -> None:
+    if Path(name).exists():
+        with pytest.raises(TextError, match=f"{name}: a device, not a file; write its text to a file and give that"):
+            sources.check_local(name)
+
+
+def test_sockets_and_standard_input_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's path has few characters
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("s.txt")
+        with pytest.raises(TextError, match=r"s\.txt: a socket, not a file"):
+            sources.check_local("s.txt")
+    with pytest.raises(TextError, match="text '-': standard input is not read; write the text to a file"):
+        sources.check_local("-")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from ...layout.grids import ALIGNED
 from .rotation import across_factor, across_rows, butterflies, parity_step, rotated_queries, sign_at, value_channels
 from .scales import token_norms
 from .softmax import by_parity, second_operand
-from .tiles import ends_with_half, half_unit_tile, tile, upper_tile
+from .tiles import blocks_at, ends_with_half, half_unit_tile, tile, upper_tile
 
 # Look-ups of grids. A table lies in shared memory once for every bank: an entry of 4 bytes 32 times, one of 8 bytes 16
 # times, 128 = 2^STEP bytes altogether, so that lanes of a warp never meet in a bank. With STEP 6, where two tables of
@@ -284,14 +284,14 @@ def scores_of(
     tokens in the order of `interleaved_row`.
     """
     live = b_live[:, None]
-    at = (i_head * capacity + b_block)[:, None] * KEYS.words
+    at = blocks_at(i_head, b_block, capacity, KEYS.words, KEYS.page)
     parts = _points(p_k, at, live, ring, KEYS, 0, p_table, STEP, KEYS.quads, MIXED, NW, ASM)
     scores = ()
     for h in tl.static_range(2):
         b_dot = tl.dot(parts[h * KEYS.pieces], q[0])
         for i in tl.static_range(1, SLICES):
             b_dot = tl.dot(parts[h * KEYS.pieces + i], q[i], b_dot)
-        at_norm = (i_norm * capacity + b_block)[:, None] * 32 + h * 16
+        at_norm = blocks_at(i_norm, b_block, capacity, 32, KEYS.page) + h * 16
         scores = scores + (b_dot * token_norms(p_ks, at_norm, live, ring, KEYS.words * 2 + h * 32, MIXED, NW, N, ASM),)
     return scores
 
@@ -306,9 +306,9 @@ def add_values(
     order of `interleaved_row`.
     """
     live = b_live[:, None]
-    at = (i_head * capacity + b_block)[:, None] * VALUES.words
+    at = blocks_at(i_head, b_block, capacity, VALUES.words, VALUES.page)
     parts = _points(p_v, at, live, ring, VALUES, BYTE, p_table, STEP, False, False, NW, ASM)
-    at_norm = (i_norm * capacity + b_block)[:, None] * 32
+    at_norm = blocks_at(i_norm, b_block, capacity, 32, VALUES.page)
     b_0 = (b_0 * token_norms(p_vs, at_norm, live, ring, BYTE + VALUES.words * 2, MIXED, NW, N, ASM)).to(tl.float16)
     b_1 = (b_1 * token_norms(p_vs, at_norm + 16, live, ring, BYTE + VALUES.words * 2 + 32, MIXED, NW, N, ASM)).to(
         tl.float16

@@ -14,7 +14,7 @@ from .int8.ptx import half_tile_shift
 from .numbers import field_number, transposed
 from .queries import row_offset
 from .scales import row_scales, scale_columns, scale_pairs, scaled_queries
-from .tiles import half_tile, tile
+from .tiles import blocks_at, half_tile, tile
 
 
 @triton.jit
@@ -198,9 +198,9 @@ def scores_of(
     """Return scores of both halves of NW blocks, [NW, 16, N] float32 each, of integers in units of 2^-24 of the
     query's.
     """
-    at = (i_head * capacity + b_block)[:, None]
+    at = blocks_at(i_head, b_block, capacity, 1, KEYS.page)
     live = b_live[:, None]
-    parts = codes_of(p_k, at * KEYS.words, live, ring, KEYS, 0, False, NW, True, ASM)
+    parts = codes_of(p_k, at if KEYS.page > 0 else at * KEYS.words, live, ring, KEYS, 0, False, NW, True, ASM)
     BEHIND: tl.constexpr = KEYS.words * 2  # bytes of a slot before the scales
     AHEAD: tl.constexpr = _ahead(KEYS.bits, KEYS.mode, KEYS.pieces)
     scores = ()
@@ -210,7 +210,8 @@ def scores_of(
         BOTH: tl.constexpr = KEYS.columns  # scales, or scales and zero points
         HALF: tl.constexpr = GROUPS * BOTH * 16
         for h in tl.static_range(2):
-            scale = scale_columns(p_ks, (at * 2 + h) * HALF, live, ring, BEHIND + h * HALF * 2, GROUPS * BOTH, ASM)
+            at_half = at + h * HALF if KEYS.page > 0 else (at * 2 + h) * HALF
+            scale = scale_columns(p_ks, at_half, live, ring, BEHIND + h * HALF * 2, GROUPS * BOTH, ASM)
             for g in tl.static_range(GROUPS):
                 group_scale = scale[g * BOTH]
                 if h == 1 and AHEAD > 1:
@@ -252,9 +253,9 @@ def add_values(
     """Return acc plus probabilities b_0, b_1 (halves of NW blocks) times values. b_sum: the sum of the probabilities
     [NW, 16, N], every row the same. BYTE: of a slot of the ring at which values begin.
     """
-    at = (i_head * capacity + b_block)[:, None]
+    at = blocks_at(i_head, b_block, capacity, 1, VALUES.page)
     live = b_live[:, None]
-    parts = codes_of(p_v, at * VALUES.words, live, ring, VALUES, BYTE, True, NW, True, ASM)
+    parts = codes_of(p_v, at if VALUES.page > 0 else at * VALUES.words, live, ring, VALUES, BYTE, True, NW, True, ASM)
     BEHIND: tl.constexpr = BYTE + VALUES.words * 2
     outputs = ()
     if VALUES.inner:  # groups of tokens of one channel
@@ -281,7 +282,7 @@ def add_values(
         EACH: tl.constexpr = VALUES.group // 16
         zeros = ()
         for g in tl.static_range(GROUPS):
-            at_0 = at * (GROUPS * 64) + g * 32
+            at_0 = (at if VALUES.page > 0 else at * (GROUPS * 64)) + g * 32
             b_p0 = b_0 * row_scales(p_vs, at_0, live, ring, BEHIND + g * 64, ASM)
             b_p1 = b_1 * row_scales(p_vs, at_0 + GROUPS * 32, live, ring, BEHIND + (GROUPS + g) * 64, ASM)
             _, b_z0 = scale_pairs(p_vs, at_0, live, ring, BEHIND + g * 64, NW, ASM)

@@ -34,6 +34,7 @@ from .numbers import LOW, zeros
 from .queries import powers, row_offset, whole_rows
 from .ring import fetch_blocks, open_ring, wait_for_blocks
 from .softmax import declare_parities, raised, second_operand
+from .tiles import interleaved_row
 
 
 @triton.jit
@@ -41,14 +42,23 @@ def _step(
     p_k, p_ks, p_v, p_vs, i_head, first, stop, ring, q, plain, sums, unit, b_m, b_l, acc,
     p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, capacity, KEYS: tl.constexpr, VALUES: tl.constexpr,
     PAIRS: tl.constexpr, SLICES: tl.constexpr, STEP: tl.constexpr, PAIRED: tl.constexpr,
-    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, MASK: tl.constexpr,
+    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, MASK: tl.constexpr, p_pages=None, limit=None,
 ):
     """Attend to NW more blocks: return the new maxima, sums and outputs of each warp. MASK: some blocks lie beyond
-    `stop`.
+    `stop`. Over pages (`Side.page`): p_pages names a row's; i_head is where a head begins in one, in words; with MASK a
+    query sees tokens below its `limit` [N].
     """
     MIXED: tl.constexpr = ASM and PAIRED and KEYS.grid
     b_block = first + tl.arange(0, NW)
     b_live = b_block < (stop if MASK else 0x7FFFFFFF)
+    if MASK:
+        see_0, see_1 = b_live[:, None, None], b_live[:, None, None]
+        if KEYS.page > 0:
+            r = tl.arange(0, 16)
+            token = b_block[:, None, None] * 32 + (interleaved_row(r) if MIXED else r)[None, :, None]
+            see_0, see_1 = see_0 & (token < limit[None, None, :]), see_1 & (token + 16 < limit[None, None, :])
+    if KEYS.page > 0:
+        b_block = tl.load(p_pages + b_block, mask=b_live, other=0)
     if KEYS.tiers:
         b_0, b_1 = tiers.scores_of(
             p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit, capacity, KEYS, SLICES, NW, N, ASM
@@ -68,15 +78,15 @@ def _step(
             p_k, p_ks, i_head, b_block, b_live, ring, q, plain, sums, capacity, KEYS, SLICES, NW, N, ASM
         )
     if MASK:
-        b_0 = tl.where(b_live[:, None, None], b_0, LOW)
-        b_1 = tl.where(b_live[:, None, None], b_1, LOW)
+        b_0 = tl.where(see_0, b_0, LOW)
+        b_1 = tl.where(see_1, b_1, LOW)
     unit = tl.broadcast_to(unit[:, None, :], [NW, 16, N])
     b_m, b_l, acc = raised(b_0, b_1, b_m, b_l, unit, acc, VALUES, ASM)
     b_0 = tl.exp2(b_0 * unit - b_m)
     b_1 = tl.exp2(b_1 * unit - b_m)
     if MASK:  # a warp without any block has LOW * unit as its maximum: the rounding of that product may be huge
-        b_0 = tl.where(b_live[:, None, None], b_0, 0.0)
-        b_1 = tl.where(b_live[:, None, None], b_1, 0.0)
+        b_0 = tl.where(see_0, b_0, 0.0)
+        b_1 = tl.where(see_1, b_1, 0.0)
     if VALUES.grid:
         b_sum = b_0 + b_1
         acc = grids.add_values(

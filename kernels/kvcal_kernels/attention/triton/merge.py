@@ -91,10 +91,12 @@ def floor_divide(a, b, LONG: tl.constexpr = False):
 def merge_splits(
     p_out, p_partial, p_stat, p_count, i_head, i_group, i_chunk, i_split, splits, merge_width, merges,
     RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
-    AT_ONCE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    AT_ONCE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, p_starts=None,
+    HEADS: tl.constexpr = 0,
 ):
     """Merge the results of a group in the last programs to arrive. Counters of a group: of its merges, and of the
-    splits of each; they are left at zero.
+    splits of each; they are left at zero. With HEADS, kv heads, outputs lie token after token, those of a row from
+    p_starts[row] on, and a row has QUERIES of them at most.
     """
     i_merge = floor_divide(i_split, merge_width)
     p_arrived = p_count + i_group * (merges + 1)
@@ -125,8 +127,16 @@ def merge_splits(
         if last:
             b_o = b_o / tl.where(b_l > 0, b_l, 1.0)[:, None]
             # not as the query's offsets are computed, which then would be kept, in memory, since the start
-            o_out = (n % RATIO * QUERIES + n // RATIO)[:, None] * D + column[None, :]
-            p_out += i_head * (RATIO * QUERIES * D)
+            if HEADS > 0:
+                p_row = p_starts + i_head // HEADS
+                start = tl.load(p_row)
+                inside = inside & (n < (tl.load(p_row + 1) - start) * RATIO)[:, None]
+                o_out = n // RATIO * (HEADS * RATIO) + n % RATIO
+                o_out = o_out[:, None] * D + column[None, :]
+                p_out += (start.to(tl.int64) * HEADS + i_head % HEADS) * (RATIO * D)
+            else:
+                o_out = (n % RATIO * QUERIES + n // RATIO)[:, None] * D + column[None, :]
+                p_out += i_head * (RATIO * QUERIES * D)
             tl.store(p_out + o_out, cast(b_o, p_out.dtype.element_ty, ASM), mask=inside)
 
 

@@ -160,3 +160,67 @@ def open_ring(
             origins, start + ahead * NW, last, to + ahead * SLOT, lane, swapped, KEYS, VALUES, NW,
         )
     return origins, base
+
+
+# Pages: a head's bytes of a page lie as in a slot of the ring, piece behind piece.
+
+
+@triton.constexpr_function
+def _page_copies(pieces):
+    """Return `_copies` of pieces of one page. Operands: shared address, lane, the lane's place of words, and where the
+    head's bytes begin.
+    """
+    text, at = ["{ .reg .b32 d; .reg .b64 a; .reg .pred q;"], 0
+    for i in range(len(pieces)):
+        size, words = pieces[i]
+        wide = _width(size)
+        text += [f"mad.wide.u32 a, $2, {wide}, $4;"]
+        text += ["add.s32 d, $1, $3;" if words else f"mad.lo.s32 d, $2, {wide}, $1;"]
+        how = "cg" if wide == 16 else "ca"
+        for first in range(0, size - 32 * wide + 1, 32 * wide):
+            text += [f"cp.async.{how}.shared.global [d+{at + first}], [a+{at + first}], {wide};"]
+        first, rest = size // (32 * wide) * 32 * wide, size % (32 * wide)
+        if rest:
+            text += [
+                f"setp.lt.u32 q, $2, {rest // 16};",
+                f"@q cp.async.cg.shared.global [d+{at + first}], [a+{at + first}], 16;",
+            ]
+        at += size
+    return " ".join([*text, "cp.async.commit_group;", "mov.b32 $0, 0; }"])
+
+
+@triton.jit
+def pages_of(p_pages, first, stop, NW: tl.constexpr):
+    """Return the pages of the blocks from `first` on, one for each warp, page 0 from `stop` on: int32 [32 NW]."""
+    block = first + tl.arange(0, 32 * NW) // 32
+    return tl.load(p_pages + block, mask=block < stop, other=0)
+
+
+@triton.jit
+def fetch_pages(
+    p_head, pages, page_stride, slot, lane, swapped, KEYS: tl.constexpr, VALUES: tl.constexpr, NW: tl.constexpr,
+):
+    """Begin to copy a head's bytes of `pages` [32 NW], one for each warp, to a slot of the ring. p_head: of page 0."""
+    TEXT: tl.constexpr = _page_copies(_pieces(KEYS, VALUES))
+    at = p_head.to(tl.int64) + pages.to(tl.int64) * page_stride
+    tl.inline_asm_elementwise(
+        TEXT, "=r,r,r,r,l", [slot, lane, swapped, at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def open_page_ring(
+    p_head, p_pages, page_stride, lane, zero, start, stop, swapped, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    SLOTS: tl.constexpr, NW: tl.constexpr,
+):
+    """Return where the ring lies; all of its slots except for one begin to fill. p_pages: a row's pages."""
+    SLOT: tl.constexpr = KEYS.slot + VALUES.slot
+    base = tl.inline_asm_elementwise(
+        ring_address(SLOT * SLOTS * NW, _follows_triton(NW, KEYS.entries + VALUES.entries, SLOT * SLOTS)),
+        "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1,
+    )
+    to = base + tl.arange(0, 32 * NW) // 32 * (SLOT * SLOTS)
+    for ahead in tl.static_range(SLOTS - 1):
+        pages = pages_of(p_pages, start + ahead * NW, stop, NW)
+        fetch_pages(p_head, pages, page_stride, to + ahead * SLOT, lane, swapped, KEYS, VALUES, NW)
+    return base

@@ -12,6 +12,18 @@ from .numbers import TILE
 
 
 @triton.jit
+def blocks_at(i_head, b_block, capacity, EACH: tl.constexpr, PAGE: tl.constexpr):
+    """Return where words or float16 of blocks [NW] begin, EACH of a block: [NW, 1]. PAGE: of `Side.page`; where it is
+    not 0, b_block are pages and i_head is where a head begins in one.
+    """
+    if PAGE > 0:
+        at = i_head + b_block.to(tl.int64)[:, None] * PAGE
+    else:
+        at = (i_head * capacity + b_block)[:, None] * EACH
+    return at
+
+
+@triton.jit
 def word_offsets(b_at):
     """Return where the 16 x 16 words of a tile lie, [NW, 16, 16]; b_at [NW, 1] int64. Rows follow one another in
     memory, which Triton does not see: without the hint a warp loads four rows of each of four blocks, and their places

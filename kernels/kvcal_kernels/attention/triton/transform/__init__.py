@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from .launch import attend, reserve
+from .paged_launch import attend_pages
 
-__all__ = ["attend", "reserve"]
+__all__ = ["attend", "attend_pages", "reserve"]

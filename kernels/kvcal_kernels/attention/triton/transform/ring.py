@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..ring import ring_address
+from ..ring import pages_of, ring_address
 
 
 @triton.constexpr_function
@@ -83,18 +83,18 @@ def origins_of(
 
 @triton.jit
 def fetch_blocks(
-    origins, p_pages, page_stride, first, last, slot, lane, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    origins, pages, page_stride, first, last, slot, lane, KEYS: tl.constexpr, VALUES: tl.constexpr,
     PAGED: tl.constexpr, NW: tl.constexpr,
 ):
     """Begin to copy the blocks from `first` on, one for each warp, none behind `last`, to a slot of the ring. PAGED:
-    p_pages tells a row's pages.
+    the blocks are in `pages` [32 NW], whatever first and last are.
     """
     PIECES: tl.constexpr = _pieces(KEYS, VALUES, PAGED)
     COUNT: tl.constexpr = len(PIECES)
     block = tl.minimum(first + tl.arange(0, 32 * NW) // 32, last)
     inputs = (slot, lane)
     if PAGED:
-        inputs = inputs + (tl.load(p_pages + block).to(tl.int64) * page_stride, origins[0])
+        inputs = inputs + (pages.to(tl.int64) * page_stride, origins[0])
     else:
         for i in tl.static_range(COUNT):
             inputs = inputs + (block, origins[i])
@@ -106,14 +106,14 @@ def open_ring(
     origins, p_pages, page_stride, lane, zero, start, last, KEYS: tl.constexpr, VALUES: tl.constexpr,
     SLOTS: tl.constexpr, PAGED: tl.constexpr, NW: tl.constexpr,
 ):
-    """Return where the ring lies; all of its slots except for one begin to fill."""
+    """Return where the ring lies; all of its slots except for one begin to fill. PAGED: p_pages names a row's pages."""
     SLOT: tl.constexpr = KEYS.slot + VALUES.slot
     base = tl.inline_asm_elementwise(
         ring_address(SLOT * SLOTS * NW, True), "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1
     )
     to = base + tl.arange(0, 32 * NW) // 32 * (SLOT * SLOTS)
     for ahead in tl.static_range(SLOTS - 1):
-        fetch_blocks(
-            origins, p_pages, page_stride, start + ahead * NW, last, to + ahead * SLOT, lane, KEYS, VALUES, PAGED, NW
-        )
+        first = start + ahead * NW
+        pages = pages_of(p_pages, first, last + 1, NW) if PAGED else p_pages
+        fetch_blocks(origins, pages, page_stride, first, last, to + ahead * SLOT, lane, KEYS, VALUES, PAGED, NW)
     return base

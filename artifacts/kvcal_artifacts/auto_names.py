@@ -1,4 +1,4 @@
-"""Names of the presets that look at a model and choose its codecs: `kvcal_artifacts.cache.auto` does it."""
+"""Names of the presets that look at a model and choose its codecs, as cache/auto.py does. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,0 +1,271 @@
+"""Decode attention over pages beside that over contiguous blocks, on a GPU in one run: one layer of Llama-3.1-8B geometry
+(32 query heads, 8 kv heads, head_dim 128), random data, all tokens packed, pages in random order.
+
+PYTHONPATH=.:kernels:artifacts python docs/benchmarks/paged_attention.py [--out DIR]
+
+Kernels are compiled and compared first, each in a process of its own: pages against blocks, and both against the float32
+reference; nothing is timed that does not agree. Times are CUDA events, the L2 flushed, medians of passes in turns; beside
+them the fraction of the bandwidth of a copy (bytes read plus bytes written) in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kvcal.bench.timing import Clock
+from kvcal_artifacts.codecs.higgs_grids import gaussian_grid
+from kvcal_artifacts.files import write_atomically
+from kvcal_kernels.attention import reference, transform
+from kvcal_kernels.attention import triton as fused
+from kvcal_kernels.hadamard import signs
+from kvcal_kernels.layout import (
+    BLOCK,
+    AnyBlocks,
+    Basis,
+    Blocks,
+    Form,
+    PageForm,
+    TransformBlocks,
+    TransformForm,
+    grid_of,
+    move_blocks,
+)
+from kvcal_kernels.layout.transform import PAIR_BYTES
+from kvcal_kernels.quantise import GridRule, Rule
+from kvcal_kernels.quantise import pages as store
+from kvcal_kernels.quantise.pages import TransformRule
+
+HEADS, RATIO, DIM = 8, 4, 128
+MIXES = {2.0: (8, 14, 20, 14), 2.5: (16, 18, 16, 10), 3.0: (26, 21, 11, 3), 4.0: (64, 0, 0, 0)}  # pairs of 4 to 1 bits
+FORMATS: dict[str, tuple[Any, Any]] = {
+    **{f"transform {b}": (TransformForm("key", DIM, m), TransformForm("value", DIM, m)) for b, m in MIXES.items()},
+    "HIGGS 2": (Form("key", DIM, 2, vector=2), Form("value", DIM, 2, vector=2)),
+    "HIGGS 4": (Form("key", DIM, 4, vector=2), Form("value", DIM, 4, vector=2)),
+    "TurboQuant 4/3": (Form("key", DIM, 4, vector=1), Form("value", DIM, 3, vector=1)),
+    "uniform 4/4": (Form("key", DIM, 4, 32), Form("value", DIM, 4, 32, False, False)),
+}
+SHAPES = ((32, 32768), (8, 32768))
+QUERIES = (1, 4)
+STORED = (32, 2048)  # new tokens of a store
+MOST_STORED = 4e-3  # share of bytes that may differ
+GOAL = 1.05  # of the time over contiguous blocks
+CUDA = torch.device("cuda")
+
+
+def random_blocks(form: Any, batch: int, count: int) -> AnyBlocks:
+    """Random codes: what a time and an error depend on is there."""
+    if isinstance(form, TransformForm):
+        return transform_blocks(form, batch, count)
+    words = torch.randint(-(1 << 15), 1 << 15, (batch, HEADS, count, form.words), dtype=torch.int16, device=CUDA)
+    scale = (torch.rand(batch, HEADS, count, form.scales, device=CUDA) + 0.5).half()
+    if not form.vector:
+        return Blocks(form, words, scale / (1 << form.bits))
+    points = gaussian_grid(form.vector, 1 << form.bits * form.vector).half().float()
+    return Blocks(form, words, scale, grid_of(points, signs(HEADS * DIM, 1).view(HEADS, DIM), form.bits).to(CUDA))
+
+
+def transform_blocks(form: TransformForm, batch: int, count: int) -> TransformBlocks:
+    """Random codes of a random basis."""
+    sizes = [(2 * n, 4) if b == 1 else (n, PAIR_BYTES[b]) for b, n in form.tiers]
+    codes = tuple(torch.randint(0, 256, (batch, HEADS, count, *size), dtype=torch.uint8, device=CUDA) for size in sizes)
+    points = {b: gaussian_grid(2, 1 << 2 * b).half().float().to(CUDA) for b in (4, 3, 2)}
+    points[1] = torch.tensor([[-0.8], [0.8]], device=CUDA)
+    decoder = (torch.randn(HEADS, DIM, DIM, device=CUDA) * DIM**-0.5).half()
+    basis = Basis(decoder, torch.randn(HEADS, DIM, device=CUDA).half() / 2, points, dict.fromkeys(points, 1.0))
+    norm = (torch.rand(batch, 1, count, BLOCK, device=CUDA) + 0.5).half()
+    return TransformBlocks(form, codes, norm, basis)
+
+
+def cell(name: str, batch: int, length: int) -> tuple[Any, ...]:
+    """Keys and values in blocks, the same in pages, and how the pages lie."""
+    count = length // BLOCK
+    keys, values = (random_blocks(form, batch, count) for form in FORMATS[name])
+    if isinstance(keys, Blocks) and isinstance(values, Blocks) and keys.form.bits == values.form.bits:
+        values = replace(values, grid=keys.grid)  # of one grid: one table in shared memory
+    form = PageForm(keys.form, values.form)
+    table = torch.randperm(batch * count, device=CUDA).view(batch, count).int()
+    pages = form.empty(batch * count, HEADS, CUDA)
+    for row in range(batch):
+        move_blocks(pages, form, one_row(keys, row), one_row(values, row), table[row : row + 1])
+    return keys, values, pages, form, table
+
+
+def one_row(blocks: AnyBlocks, row: int) -> AnyBlocks:
+    at = slice(row, row + 1)
+    if isinstance(blocks, Blocks):
+        return Blocks(blocks.form, blocks.words[at], blocks.scale[at], blocks.grid)
+    return TransformBlocks(blocks.form, tuple(c[at] for c in blocks.codes), blocks.norm[at], blocks.basis)
+
+
+def kernels_of(keys: AnyBlocks) -> Any:
+    return fused if isinstance(keys, Blocks) else transform()
+
+
+def over_blocks(q: Tensor, keys: AnyBlocks, values: AnyBlocks) -> tuple[Any, ...]:
+    """Arguments of attention over blocks: no exact tokens. q (B, Hq, 1, D)."""
+    batch, count = keys.words.shape[0], keys.words.shape[2]
+    exact = [torch.zeros(batch, HEADS, BLOCK, DIM, dtype=q.dtype, device=CUDA) for _ in (0, 1)]
+    none = (*exact, torch.zeros(batch, dtype=torch.int32, device=CUDA))
+    return q, keys, values, torch.full((batch,), count, dtype=torch.int32, device=CUDA), none, none, DIM**-0.5
+
+
+def over_pages(q: Tensor, keys: Any, values: Any, pages: Tensor, form: PageForm, table: Tensor) -> tuple[Any, ...]:
+    """Arguments of attention over pages. q (B, Q, Hq, D)."""
+    batch, queries = q.shape[:2]
+    lengths = torch.full((batch,), table.shape[1] * BLOCK, dtype=torch.int32, device=CUDA)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=CUDA) * queries
+    constants = [x.grid if isinstance(x, Blocks) else x.basis for x in (keys, values)]
+    return q.flatten(0, 1), pages, form, table, lengths, starts, DIM**-0.5, *constants
+
+
+def rules_of(keys: AnyBlocks, values: AnyBlocks) -> list[Any]:
+    """How new tokens are coded for pages of such blocks."""
+    rules: list[Any] = []
+    for x in (keys, values):
+        if isinstance(x, TransformBlocks):
+            encoder = torch.linalg.inv(x.basis.decoder.float())[..., : x.form.coded].contiguous()
+            points = {bits: x.basis.points[bits] for bits, _ in x.form.tiers if bits > 1}
+            rules.append(TransformRule(x.form, encoder, x.basis.mean, points))
+        elif x.grid is not None:
+            rules.append(GridRule(x.form, x.grid))
+        else:
+            rules.append(Rule(x.form, "symmetric" if x.form.symmetric else "asymmetric"))
+    return rules
+
+
+def new_tokens(count: int, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and slots: of a row each, or of one row, in order, where they are more."""
+    k, v = (torch.randn(count, HEADS, DIM, device=CUDA).half() for _ in (0, 1))
+    if count <= len(table):
+        return k, v, table[:count, 5].long() * BLOCK + torch.arange(count, device=CUDA) % BLOCK
+    return k, v, (table.flatten()[: count // BLOCK, None] * BLOCK + torch.arange(BLOCK, device=CUDA)).flatten().long()
+
+
+def stored(keys: AnyBlocks, values: AnyBlocks, pages: Tensor, form: PageForm, table: Tensor) -> float:
+    """The share of bytes that the store kernel and its reference store differently: of the transform codec some, as its
+    coordinates are of another matrix product.
+    """
+    rules, shares = rules_of(keys, values), []
+    for count in (2, 544):
+        k, v, slots = new_tokens(count, table)
+        actual, expected = pages.clone(), pages.clone()
+        store.fast().store(k, v, actual, form, slots, *rules)
+        store.store(k, v, expected, form, slots, *rules)
+        shares.append(float((actual != expected).sum() / (count * HEADS * form.token_bytes)))
+    return max(shares)
+
+
+def off(x: Tensor, exact: Tensor) -> float:
+    return float((x.float() - exact).norm() / exact.norm())
+
+
+def agree(name: str, queries: int) -> dict[str, float]:
+    """Errors against float32: of the kernel over pages, of that over blocks, of the reference in float16."""
+    torch.manual_seed(0)
+    keys, values, *paged = cell(name, 2, 2048)
+    q = torch.randn(2, queries, HEADS * RATIO, DIM, device=CUDA).half()
+    arguments = over_pages(q, keys, values, *paged)
+    exact = reference.attend_pages(arguments[0].float(), *arguments[1:])
+    errors = {"pages": off(kernels_of(keys).attend_pages(*arguments, queries), exact)}
+    errors["float16"] = off(reference.attend_pages(*arguments), exact)
+    if queries == 1:
+        out = kernels_of(keys).attend(*over_blocks(q.transpose(1, 2).contiguous(), keys, values))
+        errors["blocks"] = off(out.transpose(1, 2).flatten(0, 1), exact)
+        errors["stored"] = stored(keys, values, *paged)
+    return errors
+
+
+def within(errors: dict[str, float]) -> bool:
+    """Whether errors are at most twice those of float16, and stored bytes are those of the reference."""
+    same = errors.pop("stored", 0.0) <= MOST_STORED
+    return same and max(errors.values()) <= 2 * errors["float16"] + 2.0**-11
+
+
+def measure(seconds: float) -> dict[str, Any]:
+    clock = Clock(CUDA, repeats=21, seconds=seconds)
+    copy, spaces = clock.copy_bandwidth(), [fused.Workspace(CUDA) for _ in range(3)]
+    rows: list[dict[str, Any]] = []
+    for batch, length in SHAPES:
+        for name in FORMATS:
+            keys, values, *paged = cell(name, batch, length)
+            runs: dict[str, Any] = {}
+            q = torch.randn(batch, HEADS * RATIO, 1, DIM, device=CUDA).half()
+            runs["blocks"] = partial(kernels_of(keys).attend, *over_blocks(q, keys, values), None, spaces[0])
+            for queries, space in zip(QUERIES, spaces[1:], strict=True):
+                q = torch.randn(batch, queries, HEADS * RATIO, DIM, device=CUDA).half()
+                arguments = over_pages(q, keys, values, *paged)
+                runs[f"pages, {queries}"] = partial(
+                    kernels_of(keys).attend_pages,
+                    *arguments,
+                    queries,
+                    workspace=space,
+                    out=torch.empty_like(arguments[0]),
+                )
+            passes: dict[str, list[float]] = {run: [] for run in runs}
+            for _ in range(3):
+                for run, function in runs.items():
+                    passes[run].append(clock.time(function).microseconds)
+            rules = rules_of(keys, values)
+            for count in STORED:
+                k, v, slots = new_tokens(count, paged[2])
+                function = partial(store.fast().store, k, v, *paged[:2], slots, *rules)
+                passes[f"store {count}"] = [clock.time(function).microseconds for _ in range(3)]
+            taken = {run: statistics.median(times) for run, times in passes.items()}
+            size = paged[0].numel()
+            ratio = taken["pages, 1"] / taken["blocks"]
+            rows.append({"format": name, "batch": batch, "length": length, "microseconds": taken, "passes": passes,
+                         "bytes": size, "pages_over_blocks": ratio,
+                         "fraction_of_copy": size / taken["pages, 1"] * 1e6 / copy})  # fmt: skip
+            times = ", ".join(f"{run} {time:.1f} us" for run, time in taken.items())
+            print(f"{name}, {batch} x {length}: {times}; pages / blocks {ratio:.3f}, "
+                  f"{rows[-1]['fraction_of_copy']:.2f} of copy bandwidth", flush=True)  # fmt: skip
+            del keys, values, paged, runs, arguments, function
+    slow = [f"{r['format']}, {r['batch']} x {r['length']}" for r in rows if r["pages_over_blocks"] > GOAL]
+    print(f"within {GOAL} of blocks: {len(rows) - len(slow)} of {len(rows)} cells; not: {slow}")
+    return {"copy_bandwidth": copy, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+            "triton": triton.__version__, "rows": rows}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", default=os.environ.get("OUT", "."), help="a folder for paged_attention.json")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of a cell's passes, at most")
+    parser.add_argument("--check", help="format and queries: compare its kernels with the reference, print errors, end")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU, and torch finds none here")
+    if options.check:
+        name, queries = options.check.split(",")
+        print(json.dumps(agree(name, int(queries))))
+        return
+    names = [f"{name},{queries}" for name in FORMATS for queries in QUERIES]
+    begun = [
+        subprocess.Popen([sys.executable, __file__, "--check", name], stdout=subprocess.PIPE, text=True)
+        for name in names
+    ]
+    errors = {name: json.loads(one.communicate()[0] or "null") for name, one in zip(names, begun, strict=True)}
+    print("errors against float32:", errors)
+    failed = [name for name, e in errors.items() if e is None or not within(dict(e))]
+    result: dict[str, Any] = {"errors": errors, "failed": failed}
+    if not failed:
+        result |= measure(options.seconds)
+    write_atomically(Path(options.out, "paged_attention.json"), json.dumps(result, indent=1).encode())
+    if failed:
+        sys.exit(f"kernels that do not agree with the reference: {failed}; nothing was timed")
+
+
+if __name__ == "__main__":
+    main()

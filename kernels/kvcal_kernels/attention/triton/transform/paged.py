@@ -1,0 +1,128 @@
+"""`attend_pages` of reference.py over the transform codec, in one launch: as `transform_kernel` does, over the blocks
+that a row's table names, without exact tokens. A page of a head goes through the ring in one piece. The number of a
+page is loaded an iteration before the copy that needs it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..merge import blocks_of_split, merge_splits, store_split
+from ..numbers import LOW, zeros
+from ..queries import powers
+from ..ring import pages_of, wait_for_blocks
+from ..softmax import declare_parities
+from .codes import declare_lanes
+from .decoder import load_points, output_of, query_of
+from .kernel import _step
+from .ring import fetch_blocks, open_ring, origins_of
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_stride", "page_stride", "head_stride", "table_stride", "capacity", "splits", "merge_width", "merges",
+    ],
+    do_not_specialize_on_alignment=["p_q", "p_table", "p_lengths", "p_starts"],
+)
+def paged_kernel(
+    p_q, p_out, p_pages, p_table, p_lengths, p_starts, p_partial, p_stat, p_count, p_points, p_key_basis,
+    p_value_basis, p_factor, p_mean, q_stride, page_stride, head_stride, table_stride, capacity, splits, merge_width,
+    merges, factor, HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
+    CHUNKS: tl.constexpr, AT_ONCE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    TABLES: tl.constexpr, ENTRIES: tl.constexpr, SLOTS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
+    ASM: tl.constexpr, LONG: tl.constexpr,
+):
+    """Attend with a grid (batch, HEADS * CHUNKS, splits). p_pages: uint8; page_stride, head_stride: bytes of a page,
+    and of a head in it. p_table: a row's pages, `capacity` of them. QUERIES: of a row at most. The rest is as in
+    `transform_kernel`.
+    """
+    SLICES: tl.constexpr = D // 16
+    WIDE: tl.constexpr = D // 32
+    QUERY_ROWS: tl.constexpr = N // 2
+    SLOT: tl.constexpr = KEYS.slot + VALUES.slot
+    KEY_STEPS: tl.constexpr = KEYS.steps
+    VALUE_STEPS: tl.constexpr = VALUES.steps
+    i_split, i_batch = tl.program_id(2), tl.program_id(0)
+    i_kv, i_chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
+    i_head = (i_batch * HEADS + i_kv).to(tl.int64)
+    i_group = i_head * CHUNKS + i_chunk
+    n = i_chunk * QUERY_ROWS + tl.arange(0, N) // 2
+    query = tl.load(p_starts + i_batch)
+    count = tl.load(p_starts + i_batch + 1) - query
+    length = tl.minimum(tl.load(p_lengths + i_batch), capacity * 32)
+    b_row = n < RATIO * tl.minimum(count, QUERIES)
+    o_q = (query + n // RATIO).to(tl.int64) * q_stride + (i_kv * RATIO + n % RATIO) * D
+    limit = tl.where(b_row, length - count + 1 + n // RATIO, 0)
+    start, stop = blocks_of_split(i_split, tl.cdiv(length, 32), splits, splits, 0, 0, NW, LONG)
+    o_head = i_kv.to(tl.int64) * head_stride
+    p_row = p_table + i_batch.to(tl.int64) * table_stride
+    p_values = p_pages + KEYS.slot
+    p_kn = (p_pages + KEYS.norm_at).to(tl.pointer_type(tl.float16))
+    p_vn = (p_values + VALUES.norm_at).to(tl.pointer_type(tl.float16))
+    key_pointers, value_pointers = (p_pages,), (p_values,)
+    lane, last = tl.arange(0, 32 * NW) % 32, stop - 1
+
+    # blocks are on their way while the query is turned
+    origins, o_slot = (), 0
+    b_ring = tl.zeros([NW, 1], tl.int32)
+    to = tl.zeros([32 * NW], tl.int32)
+    pages = to
+    if ASM:
+        origins = origins_of(key_pointers, p_kn, value_pointers, p_vn, o_head, i_batch, 0, lane, KEYS, VALUES, True)
+        base = open_ring(origins, p_row, page_stride, lane, i_split * 0, start, last, KEYS, VALUES, SLOTS, True, NW)
+        b_ring += (base + tl.arange(0, NW) * (SLOT * SLOTS))[:, None]
+        to = base + tl.arange(0, 32 * NW) // 32 * (SLOT * SLOTS)
+        pages = pages_of(p_row, start + (SLOTS - 1) * NW, stop, NW)
+    b_down, b_up = powers(p_q, o_q, b_row, KEYS, SLICES, 16.0, 51 << 23, False, N)
+    q, b_up, b_mean = query_of(
+        p_q, p_key_basis + i_kv * (KEY_STEPS * SLICES * 256), p_factor, p_mean + i_kv * D, o_q, b_row, b_down, b_up,
+        KEYS, SLICES, NW, N, ASM,
+    )
+    unit = b_up * factor
+    if ASM:
+        declare_parities()
+        declare_lanes()
+        load_points(p_points, i_split * 0, ENTRIES)
+    b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
+    b_l = tl.zeros([NW, 16, N], tl.float32)
+    acc = zeros(VALUE_STEPS, NW, N)
+    whole = tl.maximum(length - count + 1, 0) // 32  # blocks all of whose tokens every query sees
+    middle = start + tl.maximum(tl.minimum(stop, whole) - start, 0) // NW * NW
+    for first in tl.range(start, middle, NW, num_stages=1):
+        if ASM:
+            wait_for_blocks(SLOTS - 2, True, NW)
+            behind = to + tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
+            fetch_blocks(origins, pages, page_stride, first, last, behind, lane, KEYS, VALUES, True, NW)
+            pages = pages_of(p_row, first + SLOTS * NW, stop, NW)
+        b_m, b_l, acc = _step(
+            key_pointers, p_kn, value_pointers, p_vn, p_row, page_stride, p_points, o_head, i_batch, first, stop, limit,
+            b_ring + o_slot, q, unit, b_m, b_l, acc, 0, KEYS, VALUES, TABLES, True, NW, N, ASM, False,
+        )
+        if ASM:
+            o_slot = tl.where(o_slot == SLOT * (SLOTS - 1), 0, o_slot + SLOT)
+    for first in tl.range(middle, stop, NW, num_stages=1):
+        if ASM:
+            wait_for_blocks(SLOTS - 2, True, NW)
+            behind = to + tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
+            fetch_blocks(origins, pages, page_stride, first, last, behind, lane, KEYS, VALUES, True, NW)
+            pages = pages_of(p_row, first + SLOTS * NW, stop, NW)
+        b_m, b_l, acc = _step(
+            key_pointers, p_kn, value_pointers, p_vn, p_row, page_stride, p_points, o_head, i_batch, first, stop, limit,
+            b_ring + o_slot, q, unit, b_m, b_l, acc, 0, KEYS, VALUES, TABLES, True, NW, N, ASM, True,
+        )
+        if ASM:
+            o_slot = tl.where(o_slot == SLOT * (SLOTS - 1), 0, o_slot + SLOT)
+    if ASM:
+        wait_for_blocks(0, True, NW)
+    out, b_m, b_l = output_of(
+        acc, b_m, b_l, b_mean, factor, p_value_basis + i_kv * (WIDE * VALUE_STEPS * 1024),
+        p_factor + KEY_STEPS * 16, p_mean + (HEADS + i_kv) * D, VALUES, WIDE, NW, N, ASM,
+    )
+    store_split(p_partial, p_stat, out, b_m, b_l, i_group * splits + i_split, b_row, False, VALUES, WIDE, 1, 1, 2, D,
+                NW, N)  # fmt: skip
+    tl.debug_barrier()  # all of the program's stores come before its arrival
+    merge_splits(
+        p_out, p_partial, p_stat, p_count, i_head, i_group, i_chunk, i_split, splits, merge_width, merges, RATIO,
+        QUERIES, D, AT_ONCE, ROWS, QUERY_ROWS, ASM, p_starts, HEADS,
+    )

@@ -1,0 +1,309 @@
+"""`store` of reference.py for NVIDIA GPUs: keys and values of all tokens in one launch.
+
+A program takes 16 tokens of one or of all kv heads. Words of a block hold bits of several tokens, some of which other
+programs may store in the same launch: each program flips those of its tokens' bits that differ from what is stored, by
+an atomic exclusive or. Nobody else writes these bits, so that reading them before is safe.
+
+Numbers of integers and of grids are those of the reference, bit for bit. Coordinates of the transform codec come from a
+matrix product in three parts of TF32, whose last bits are its own; the norm spans all kv heads, so that a program of
+one head computes the coordinates of the others, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...device import on
+from ...higgs.triton import NO_RASTER, nearest_points, norms_of, rotate_rows, searched, units_of
+from ...layout import PageForm
+from ...layout.pages import block_bytes, token_scales, widths
+from ...transform.triton import LEAST
+from ...triton import interpreted
+from ..reference import GridRule, Rule
+from ..triton.launch import _factors
+from ..triton.launch import side_of as rule_side
+from ..triton.rounding import choose_scales
+from .reference import HALF_MAX, StoreRule, TransformRule, check_store
+from .side import FROM, SHIFT, WIDTH, StoreSide, places
+
+TILE = 16  # tokens of a program
+MANY = 512  # tokens from which on a program takes all heads
+SHIFT_, FROM_, WIDTH_ = tl.constexpr(SHIFT), tl.constexpr(FROM), tl.constexpr(WIDTH)
+LARGEST = tl.constexpr(HALF_MAX)
+
+
+@triton.jit
+def _put_codes(p_side, p_places, place, live, code, index, inside, SIDE: tl.constexpr):
+    """Store codes [16, n] of numbers `index` [n] of tokens at `place` [16] of their blocks. p_side: int32 [16], of each
+    block.
+    """
+    PARTS: tl.constexpr = SIDE.parts
+    ok = live[:, None] & inside[None, :]
+    for part in tl.static_range(PARTS):
+        entry = tl.load(p_places + (place[:, None] * SIDE.codes + index[None, :]) * PARTS + part, mask=ok, other=0)
+        shift, mask = entry >> SHIFT_ & 31, (1 << (entry >> WIDTH_)) - 1
+        p = p_side[:, None] + (entry & 0xFFFF)
+        stored = tl.load(p, mask=ok, other=0)
+        flipped = (((stored >> shift) ^ (code >> (entry >> FROM_ & 15))) & mask) << shift
+        tl.atomic_xor(p, flipped, mask=ok & (flipped != 0), sem="relaxed")
+
+
+@triton.jit
+def _put_scale(p_side, p_places, place, live, scale, NUMBER: tl.constexpr, SIDE: tl.constexpr):
+    """Store scale NUMBER of tokens, float16 [16]."""
+    at = tl.load(p_places + 32 * SIDE.codes * SIDE.parts + place * SIDE.scales + NUMBER)
+    tl.store(p_side.to(tl.pointer_type(tl.float16)) + at, scale, mask=live)
+
+
+@triton.jit
+def _coordinates(p_x, o_x, live, p_table, i_head, FIRST, inside, HEADS: tl.constexpr, D: tl.constexpr,
+                 WIDE: tl.constexpr, SIDE: tl.constexpr):
+    """Return coordinates from number FIRST on of a head's tokens: float32 [16, WIDE], 0 where not `inside`."""
+    k, column = tl.arange(0, 32), tl.arange(0, WIDE)
+    y = tl.zeros([16, WIDE], tl.float32)
+    for i in range(D // 32):
+        channel = i * 32 + k
+        x = tl.load(p_x + o_x[:, None] + (i_head * D + channel)[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+        x = x - tl.load(p_table + SIDE.means + i_head * D + channel)[None, :]
+        at = (i_head * D + channel)[:, None] * SIDE.coded + (FIRST + column)[None, :]
+        y = tl.dot(x, tl.load(p_table + at, mask=inside[None, :], other=0.0), y, input_precision="tf32x3")
+    return y
+
+
+@triton.jit
+def _tier(
+    p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, FIRST: tl.constexpr, CODE: tl.constexpr,
+    PAIRS: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, RASTER: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr, SIDE: tl.constexpr, ASM: tl.constexpr,
+):
+    """Code and store PAIRS pairs of coordinates from number FIRST on; CODE: of the tier's first code."""
+    AT: tl.constexpr = 32
+    at, pair = tl.arange(0, 2 * AT), tl.arange(0, AT)
+    for start in range(0, PAIRS, AT):
+        inside = start * 2 + at < 2 * PAIRS
+        y = _coordinates(p_x, o_x, live, p_table, i_head, FIRST + start * 2, inside, HEADS, D, 2 * AT, SIDE)
+        wide = tl.broadcast_to(size[:, None], y.shape)
+        unit = tl.div_rn(y, wide) if ASM else y / wide
+        if BITS == 1:
+            index = CODE + start * 2 + at
+            _put_codes(p_side, p_places, place, live, (unit >= 0).to(tl.int32), index, inside, SIDE)
+        else:
+            code = nearest_points(
+                unit, p_table + TABLE, 16, 2 * AT, RASTER[0], 2, RASTER[1], RASTER[2], RASTER[3], ASM
+            )
+            _put_codes(p_side, p_places, place, live, code, CODE + start + pair, start + pair < PAIRS, SIDE)
+
+
+@triton.jit
+def _store_transform(
+    p_x, o_x, p_pages, o_page, head_stride, p_table, p_places, place, live, first, HEADS: tl.constexpr,
+    EACH: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, ASM: tl.constexpr,
+):
+    """Store 16 tokens of EACH heads from `first` on."""
+    WIDE: tl.constexpr = max(triton.next_power_of_2(SIDE.coded), 16)
+    FOUR: tl.constexpr = SIDE.pairs[0]
+    THREE: tl.constexpr = SIDE.pairs[1]
+    TWO: tl.constexpr = SIDE.pairs[2]
+    ONE: tl.constexpr = SIDE.pairs[3]
+    total = tl.zeros([16], tl.float32)
+    for i_head in range(HEADS):
+        y = _coordinates(
+            p_x, o_x, live, p_table, i_head, 0, tl.arange(0, WIDE) < SIDE.coded, HEADS, D, WIDE, SIDE
+        )
+        total += tl.sum(y * y, 1)
+    mean = total * (1.0 / (HEADS * SIDE.coded))
+    norm = tl.minimum(tl.sqrt_rn(mean) if ASM else tl.sqrt(mean), LARGEST).to(tl.float16)
+    size = tl.maximum(norm.to(tl.float32), LEAST)
+    for i_head in range(first, first + EACH):
+        p_side = (p_pages + o_page + i_head * head_stride + SIDE.at).to(tl.pointer_type(tl.int32))
+        if FOUR > 0:
+            _tier(p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, 0, 0, FOUR, 4, SIDE.tables[0],
+                  SIDE.rasters[0], HEADS, D, SIDE, ASM)
+        if THREE > 0:
+            _tier(p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, 2 * FOUR, FOUR, THREE, 3,
+                  SIDE.tables[1], SIDE.rasters[1], HEADS, D, SIDE, ASM)
+        if TWO > 0:
+            _tier(p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, 2 * (FOUR + THREE), FOUR + THREE, TWO,
+                  2, SIDE.tables[2], SIDE.rasters[2], HEADS, D, SIDE, ASM)
+        if ONE > 0:
+            _tier(p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, 2 * (FOUR + THREE + TWO),
+                  FOUR + THREE + TWO, ONE, 1, 0, SIDE.rasters[2], HEADS, D, SIDE, ASM)
+        _put_scale(p_side, p_places, place, live, norm, 0, SIDE)
+
+
+@triton.constexpr_function
+def _log(n):
+    return n.bit_length() - 1
+
+
+@triton.jit
+def _store_grid(
+    p_x, o_x, p_side, p_table, p_places, place, live, i_head, HEADS: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Store 16 tokens of a head as points of a grid; p_table: GridRule.table."""
+    SIGNS: tl.constexpr = HEADS * D
+    RASTER: tl.constexpr = SIDE.rasters[0]
+    channel, gain = i_head * D + tl.arange(0, D), tl.load(p_table + SIGNS)
+    x = tl.load(p_x + o_x[:, None] + channel[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    x = rotate_rows(x, tl.load(p_table + channel), D**-0.5, 16, D, _log(D))
+    norm = norms_of(x, gain, 16, D, _log(D), ASM).to(tl.float16)
+    x = x * units_of(norm, gain, 16, ASM)[:, None]
+    code = nearest_points(
+        x, p_table + SIGNS + 1, 16, D, RASTER[0], SIDE.vector, RASTER[1], RASTER[2], RASTER[3], ASM
+    )
+    index = tl.arange(0, D // SIDE.vector)
+    _put_codes(p_side, p_places, place, live, code, index, index >= 0, SIDE)
+    _put_scale(p_side, p_places, place, live, norm, 0, SIDE)
+
+
+@triton.jit
+def _store_integers(
+    p_x, o_x, p_side, p_table, p_places, place, live, i_head, D: tl.constexpr, SIDE: tl.constexpr, RULE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Store 16 tokens of a head as integers in groups of channels; p_table: factors of scales that are tried."""
+    GROUPS: tl.constexpr = D // RULE.group
+    EACH: tl.constexpr = RULE.group // 16
+    r = tl.arange(0, 16)
+    unused = tl.zeros([1, 16], tl.float32)
+    for g in tl.static_range(GROUPS):
+        xs = ()
+        for i in tl.static_range(EACH):
+            p = p_x + o_x[None, :, None] + (i_head * D + g * RULE.group + i * 16 + r)[None, None, :]
+            xs = xs + (tl.load(p, mask=live[None, :, None], other=0.0).to(tl.float32),)
+        best, base, shifted, codes, _, _ = choose_scales(xs, p_table, unused, unused, RULE, 1, ASM)
+        for i in tl.static_range(EACH):
+            code = tl.reshape(codes[i].to(tl.int32, bitcast=True), [16, 16])
+            _put_codes(p_side, p_places, place, live, code, g * RULE.group + i * 16 + r, r >= 0, SIDE)
+        _put_scale(p_side, p_places, place, live, tl.reshape(best, [16]).to(tl.float16), g, SIDE)
+        if RULE.mode == 2:
+            base = tl.where(shifted, base, best * (-(2.0 ** (RULE.bits - 1))))
+        if RULE.mode != 0:
+            _put_scale(p_side, p_places, place, live, tl.reshape(base, [16]).to(tl.float16), GROUPS + g, SIDE)
+
+
+@triton.jit
+def _store_side(
+    p_x, p_pages, p_slots, p_table, p_places, tokens, stride, page_stride, head_stride, HEADS: tl.constexpr,
+    EACH: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, RULE: tl.constexpr, ASM: tl.constexpr,
+):
+    """Store 16 tokens' keys or values of EACH heads."""
+    token, first = tl.program_id(0) * 16 + tl.arange(0, 16), tl.program_id(1) * EACH
+    slot = tl.load(p_slots + token, mask=token < tokens, other=-1)
+    live, place = slot >= 0, (slot & 31).to(tl.int32)
+    o_x, o_page = token.to(tl.int64) * stride, tl.maximum(slot >> 5, 0) * page_stride
+    if SIDE.transform:
+        _store_transform(
+            p_x, o_x, p_pages, o_page, head_stride, p_table, p_places, place, live, first, HEADS, EACH, D, SIDE, ASM
+        )
+    else:
+        for i_head in range(first, first + EACH):
+            p_side = (p_pages + o_page + i_head * head_stride + SIDE.at).to(tl.pointer_type(tl.int32))
+            if SIDE.grid:
+                _store_grid(p_x, o_x, p_side, p_table, p_places, place, live, i_head, HEADS, D, SIDE, ASM)
+            else:
+                _store_integers(p_x, o_x, p_side, p_table, p_places, place, live, i_head, D, SIDE, RULE, ASM)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "k_stride", "v_stride", "page_stride", "head_stride"],
+    do_not_specialize_on_alignment=["p_k", "p_v", "p_slots"],
+)
+def store_kernel(
+    p_k, p_v, p_pages, p_slots, p_k_table, p_v_table, p_k_places, p_v_places, tokens, k_stride, v_stride, page_stride,
+    head_stride, HEADS: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    KEY_RULE: tl.constexpr, VALUE_RULE: tl.constexpr, ASM: tl.constexpr,
+):
+    """Store with a grid (tokens / 16, HEADS / EACH, 2), keys and then values. Strides: of a token's keys, of its
+    values, bytes of a page, and of a head in it. KEY_RULE, VALUE_RULE: quantise.side.Side of integers.
+    """
+    if tl.program_id(2) == 0:
+        _store_side(p_k, p_pages, p_slots, p_k_table, p_k_places, tokens, k_stride, page_stride, head_stride, HEADS,
+                    EACH, D, KEYS, KEY_RULE, ASM)
+    else:
+        _store_side(p_v, p_pages, p_slots, p_v_table, p_v_places, tokens, v_stride, page_stride, head_stride, HEADS,
+                    EACH, D, VALUES, VALUE_RULE, ASM)
+
+
+_PLACES: dict[object, Tensor] = {}
+
+
+def _places_on(rule: StoreRule, device: torch.device) -> Tensor:
+    """Return `places` on a device, copied there once: a CUDA graph must find them where they were."""
+    name = rule.form, device
+    if name not in _PLACES:
+        _PLACES[name] = places(rule.form)[0].to(device)
+    return _PLACES[name]
+
+
+def side_of(rule: StoreRule, at: int) -> StoreSide:
+    """Return the constants of a rule's side that begins at byte `at` of a head."""
+    form, parts = rule.form, places(rule.form)[1]
+    sizes = at, len(widths(form)), token_scales(form), parts
+    none = (0, 0, 0, 0)
+    if isinstance(rule, TransformRule):
+        means = rule.encoder.numel()
+        first, tables, rasters = means + rule.mean.numel(), [], []
+        for bits in (4, 3, 2):
+            tables.append(first)
+            raster = none
+            if bits in rule.hows:
+                first += rule.hows[bits].table.numel()
+                raster = _raster(searched(rule.hows[bits]))
+            rasters.append(raster)
+        pairs = rule.form.pairs
+        return StoreSide(*sizes, 0, 2, rule.form.coded, pairs, means, (tables[0], tables[1], tables[2]), tuple(rasters))
+    raster = _raster(searched(rule.how)) if isinstance(rule, GridRule) else _raster({"POINTS": 0, **NO_RASTER})
+    return StoreSide(*sizes, rule.form.bits, rule.form.vector, 0, none, 0, (0, 0, 0), (raster,))
+
+
+def _raster(constants: dict[str, int]) -> tuple[int, int, int, int]:
+    return constants["POINTS"], constants["SIDE"], constants["FEW"], constants["MOST"]
+
+
+def _table(rule: StoreRule, device: torch.device) -> Tensor:
+    return _factors(rule, device) if isinstance(rule, Rule) else rule.table
+
+
+def settings(form: PageForm, keys: StoreRule, values: StoreRule, heads: int, tokens: int) -> dict[str, Any]:
+    """Return the compile-time constants of store_kernel."""
+    return {
+        "HEADS": heads,
+        "EACH": heads if tokens >= MANY else 1,
+        "D": form.keys.dim,
+        "KEYS": side_of(keys, 0),
+        "VALUES": side_of(values, block_bytes(form.keys)),
+        "KEY_RULE": rule_side(keys) if isinstance(keys, Rule) else None,
+        "VALUE_RULE": rule_side(values) if isinstance(values, Rule) else None,
+    }
+
+
+_SETTINGS: dict[object, tuple[dict[str, Any], StoreRule, StoreRule]] = {}
+
+
+def store(
+    k: Tensor, v: Tensor, pages: Tensor, form: PageForm, slots: Tensor, keys: StoreRule, values: StoreRule
+) -> None:
+    """Do what `reference.store` does, in one launch, for k and v of float16, bfloat16 or float32. Nothing waits for the
+    device, and under a CUDA graph slots may change between replays.
+    """
+    check_store(k, v, pages, form, slots, keys, values)
+    tokens, heads, _ = k.shape
+    if not tokens:
+        return
+    name = form, id(keys), id(values), heads, tokens >= MANY
+    if name not in _SETTINGS:
+        _SETTINGS[name] = settings(form, keys, values, heads, tokens), keys, values  # rules stay, and so do their ids
+    constants = _SETTINGS[name][0]
+    tables = _table(keys, k.device), _table(values, k.device), _places_on(keys, k.device), _places_on(values, k.device)
+    with on(k.device):
+        store_kernel[(triton.cdiv(tokens, TILE), heads // constants["EACH"], 2)](
+            k, v, pages, slots, *tables, tokens, k.stride(0), v.stride(0), pages.stride(0), pages.stride(1),
+            **constants, ASM=not interpreted(), num_warps=4, enable_fp_fusion=False,
+        )
