@@ -76,8 +76,11 @@ def plan(
     bundle = load_bundle(settings.source)
     weighed = _check_bundle(bundle, config, revision, Path(model))
     _check_scheme(bundle.name, bundle.scheme)
-    pairs = enumerate(bundle.scheme.layers)
-    layers = [_paged(f"{bundle.name}, layer {index}", pair, multiple) for index, pair in pairs if pair]
+    layers = [
+        _paged(f"{bundle.name}, layer {index}", pair, multiple)
+        for index, pair in enumerate(bundle.scheme.layers)
+        if pair
+    ]
     return Plan(bundle.name, tuple(layers), settings.deterministic, weighed)
 
 
