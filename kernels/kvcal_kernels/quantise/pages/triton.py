@@ -110,6 +110,16 @@ def _store_transform(
     THREE: tl.constexpr = SIDE.pairs[1]
     TWO: tl.constexpr = SIDE.pairs[2]
     ONE: tl.constexpr = SIDE.pairs[3]
+    # Triton 3.6 passes on what has a name alone
+    TABLE_4: tl.constexpr = SIDE.tables[0]
+    TABLE_3: tl.constexpr = SIDE.tables[1]
+    TABLE_2: tl.constexpr = SIDE.tables[2]
+    RASTER_4: tl.constexpr = SIDE.rasters[0]
+    RASTER_3: tl.constexpr = SIDE.rasters[1]
+    RASTER_2: tl.constexpr = SIDE.rasters[2]
+    THREES: tl.constexpr = 2 * FOUR
+    TWOS: tl.constexpr = FOUR + THREE
+    ONES: tl.constexpr = FOUR + THREE + TWO
     total = tl.zeros([16], tl.float32)
     for i_head in range(HEADS):
         y = _coordinates(
@@ -122,17 +132,17 @@ def _store_transform(
     for i_head in range(first, first + EACH):
         p_side = (p_pages + o_page + i_head * head_stride + SIDE.at).to(tl.pointer_type(tl.int32))
         if FOUR > 0:
-            _tier(p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, 0, 0, FOUR, 4, SIDE.tables[0],
-                  SIDE.rasters[0], HEADS, D, SIDE, ASM)
+            _tier(p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, 0, 0, FOUR, 4, TABLE_4, RASTER_4,
+                  HEADS, D, SIDE, ASM)
         if THREE > 0:
-            _tier(p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, 2 * FOUR, FOUR, THREE, 3,
-                  SIDE.tables[1], SIDE.rasters[1], HEADS, D, SIDE, ASM)
+            _tier(p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, THREES, FOUR, THREE, 3, TABLE_3,
+                  RASTER_3, HEADS, D, SIDE, ASM)
         if TWO > 0:
-            _tier(p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, 2 * (FOUR + THREE), FOUR + THREE, TWO,
-                  2, SIDE.tables[2], SIDE.rasters[2], HEADS, D, SIDE, ASM)
+            _tier(p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, 2 * TWOS, TWOS, TWO, 2, TABLE_2,
+                  RASTER_2, HEADS, D, SIDE, ASM)
         if ONE > 0:
-            _tier(p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, 2 * (FOUR + THREE + TWO),
-                  FOUR + THREE + TWO, ONE, 1, 0, SIDE.rasters[2], HEADS, D, SIDE, ASM)
+            _tier(p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, 2 * ONES, ONES, ONE, 1, 0, RASTER_2,
+                  HEADS, D, SIDE, ASM)
         _put_scale(p_side, p_places, place, live, norm, 0, SIDE)
 
 
