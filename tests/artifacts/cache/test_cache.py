@@ -1164,15 +1164,15 @@ def test_what_cannot_be_packed_is_said_even_if_the_forward_breaks_off(next_use: 
 
 
 def test_scales_beyond_float16_are_refused_at_the_end_of_the_forward() -> None:
-    model, ids = schemes.tiny("llama"), token_ids(1, 60)
+    model, ids = copy.deepcopy(schemes.tiny("llama")), token_ids(1, 60)
     made = schemes.make(model, "uniform-2")
-    loud = copy.deepcopy(model.model.layers[2].self_attn.v_proj)
-    quiet, model.model.layers[2].self_attn.v_proj = model.model.layers[2].self_attn.v_proj, loud
-    loud.weight.data *= 1e7
+    weight = model.model.layers[2].self_attn.v_proj.weight
+    quiet = weight.data.clone()
+    weight.data *= 1e7
     with pytest.raises(NonFiniteError, match=r"^layer 2: .*(scale|minimum) of .*e\+.* does not fit") as raised:
         model(ids, past_key_values=made)
     assert raised.value.layer == 2
-    model.model.layers[2].self_attn.v_proj = quiet
+    weight.data.copy_(quiet)
     with pytest.raises(KVCalError, match="broke off; call reset"):
         model(ids, past_key_values=made)
 
