@@ -20,6 +20,7 @@ from kvcal_artifacts.errors import KVCalError, TextError, TextUnavailable, Usage
 
 from ..models import hub
 from ..models.hub import one_line
+from ..report.extras import require
 from .files import ALLOWED, Document, check_file, folder_files, kind_of, looks_like_file, read_file
 from .rows import Message, Picker, Render
 
@@ -428,11 +429,17 @@ def source_files(source: TextSource) -> list[Path]:
 
 def check_local(text: str) -> None:
     """Raises TextError for a text that is neither there nor a data set's name, and for a file of a kind that is not
-    read.
+    read; UsageError for a data set where the package that reads it is missing.
     """
     source = resolve_text(text)
     if source.dataset is None:
         source_files(source)
+    else:
+        _check_datasets(source)
+
+
+def _check_datasets(source: TextSource) -> None:
+    require("datasets", f"data set {source.label}", "give --text a local file")
 
 
 def left_out(source: TextSource) -> str | None:
@@ -474,6 +481,7 @@ def chat_renderer(tokenizer: PreTrainedTokenizerBase) -> Render | None:
 
 def _stream(source: TextSource, picker: Picker) -> tuple[Iterator[Document], str]:
     """A data set of the hub, streamed at the commit asked for or the main branch's present one; the label names it."""
+    _check_datasets(source)
     sha = dataset_commit(source)
     try:
         with hub.quiet():

@@ -397,7 +397,7 @@ def test_decode_steps_are_taken_on_the_device_of_the_model(monkeypatch: pytest.M
 
 def test_a_benchmark_runs_on_the_device_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvcal.bench.target import Target
-    from kvcal.commands import bench
+    from kvcal.commands import bench, bench_measured
 
     current, seen = Current(), list[torch.device | None]()
 
@@ -406,7 +406,7 @@ def test_a_benchmark_runs_on_the_device_that_is_given(monkeypatch: pytest.Monkey
         sys.exit(7)
 
     monkeypatch.setattr(bench, "on", current)
-    monkeypatch.setattr(bench, "measured_rows", measured)
+    monkeypatch.setattr(bench_measured, "measured_rows", measured)
     monkeypatch.setattr(bench, "target", lambda name: Target("Card 1", torch.device(name), None))
     assert kvcal("bench", "--device", "cuda:1").code == 7
     assert seen == [SECOND]

@@ -111,7 +111,7 @@ def test_readme_example_runs(tiny: Any, tmp_path: Path, monkeypatch: pytest.Monk
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
     monkeypatch.chdir(tmp_path)
     folder = as_checkpoint(tiny, tmp_path / "model")
-    bundle, name = (re.search(rf'{before}"(.*?)"', example) for before in (r"load_cache\(", "name = "))
+    bundle, name = (re.search(rf'{before}"(.*?)"', example) for before in (r"kvcal\.cache\(model, ", "name = "))
     assert bundle is not None and name is not None
     assert kvcal("preset", "kivi-4", "--model", folder, "--output", bundle[1], "--no-check").code == 0
     (tmp_path / "LICENSE").write_text((ROOT / "LICENSE").read_text("utf-8")[:2000])

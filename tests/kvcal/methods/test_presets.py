@@ -254,7 +254,7 @@ def test_preset_from_the_config_alone(folder: Path, tmp_path: Path) -> None:
         (["kivi-2", "--recipe", "PREDICTS"], 2, "/PREDICTS both say what to store: leave one out"),
         (["--values", "kivi-2", "--recipe", "PREDICTS"], 2, "--values and --recipe both say what to store"),
         (["--recipe", "PREDICTS"], 2, "has a [predictor], which is fitted to text: use `kvcal fit-predictors`"),
-        (["kivi-2", "--frame", "rope"], 2, "frame 'rope': allowed are pre_rope, post_rope"),
+        (["kivi-2", "--frame", "rope"], 2, "--frame rope: allowed are pre_rope, post_rope"),
         (["kivi-2", "--config-only", "--random-weights"], 2, "--config-only and --random-weights"),
         (["kivi-2", "--output", "/nowhere/x"], 1, "/nowhere is not a folder"),
     ],

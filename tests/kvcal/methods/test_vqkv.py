@@ -565,7 +565,7 @@ def test_the_guard_comes_before_the_bundle(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--trainer", "lloyd"], "--trainer 'lloyd': allowed are k-means, closed-form, adam"),
+        (["--trainer", "lloyd"], "--trainer lloyd: allowed are k-means, closed-form, adam"),
         (["--sizes", "32,16"], "--sizes '32,16': three numbers"),
         (["--sizes", "32,16,12"], "three powers of two from 2 to 65536"),
         (["--stages", "3,0,2"], "three numbers of at least 1"),
@@ -573,9 +573,9 @@ def test_the_guard_comes_before_the_bundle(
         (["--high-dims", 16], "--high-dims 16: a head has 16"),
         (["--high-dims", 5], "--high-dims 5: RoPE pairs stay together"),
         (["--preset", "70b"], "--preset '70b': allowed are 8b, 3b, medium, small"),
-        (["--scale", "row"], "--scale 'row': allowed are none, head, channel, query"),
-        (["--split-by", "size"], "--split-by 'size': allowed are relative, absolute"),
-        (["--frame", "rope"], "--frame 'rope': allowed are pre_rope, post_rope"),
+        (["--scale", "row"], "--scale row: allowed are none, head, channel, query"),
+        (["--split-by", "size"], "--split-by size: allowed are relative, absolute"),
+        (["--frame", "rope"], "--frame rope: allowed are pre_rope, post_rope"),
         (["--tolerance", 0], "--tolerance 0: must lie between 0 and 1"),
         (["--min-iterations", 60], "--min-iterations 60, --max-iterations 50: needs 1 <= min <= max"),
         (["--sink", 80], "windows of 68 tokens are all sink"),
