@@ -22,6 +22,22 @@ def _width(size):
 
 
 @triton.constexpr_function
+def _piece(size, to, source):
+    """Return assembly by which a warp copies a piece of so many bytes from byte `source` on, to byte `to` of a slot."""
+    wide, text = _width(size), []
+    how = "cg" if wide == 16 else "ca"
+    for first in range(0, size - 32 * wide + 1, 32 * wide):
+        text += [f"cp.async.{how}.shared.global [d+{to + first}], [a+{source + first}], {wide};"]
+    first, rest = size // (32 * wide) * 32 * wide, size % (32 * wide)
+    if rest:
+        text += [
+            f"setp.lt.u32 q, $2, {rest // 16};",
+            f"@q cp.async.cg.shared.global [d+{to + first}], [a+{source + first}], 16;",
+        ]
+    return text
+
+
+@triton.constexpr_function
 def _copies(pieces):
     """Return assembly that copies pieces (bytes, whether they are tiles of words) one behind the other. The halves of
     rows of words are swapped in every other four rows, so that `ldmatrix` meets every bank once. Operands: shared
@@ -34,15 +50,7 @@ def _copies(pieces):
         wide = _width(size)
         text += [f"mad.wide.s32 a, ${4 + 2 * i}, {size}, ${5 + 2 * i};"]
         text += ["add.s32 d, $1, $3;" if words else f"mad.lo.s32 d, $2, {wide}, $1;"]
-        how = "cg" if wide == 16 else "ca"
-        for first in range(0, size - 32 * wide + 1, 32 * wide):
-            text += [f"cp.async.{how}.shared.global [d+{at + first}], [a+{first}], {wide};"]
-        first, rest = size // (32 * wide) * 32 * wide, size % (32 * wide)
-        if rest:
-            text += [
-                f"setp.lt.u32 q, $2, {rest // 16};",
-                f"@q cp.async.cg.shared.global [d+{at + first}], [a+{first}], 16;",
-            ]
+        text += _piece(size, at, 0)
         at += size
     return " ".join([*text, "cp.async.commit_group;", "mov.b32 $0, 0; }"])
 
@@ -176,15 +184,7 @@ def _page_copies(pieces):
         wide = _width(size)
         text += [f"mad.wide.u32 a, $2, {wide}, $4;"]
         text += ["add.s32 d, $1, $3;" if words else f"mad.lo.s32 d, $2, {wide}, $1;"]
-        how = "cg" if wide == 16 else "ca"
-        for first in range(0, size - 32 * wide + 1, 32 * wide):
-            text += [f"cp.async.{how}.shared.global [d+{at + first}], [a+{at + first}], {wide};"]
-        first, rest = size // (32 * wide) * 32 * wide, size % (32 * wide)
-        if rest:
-            text += [
-                f"setp.lt.u32 q, $2, {rest // 16};",
-                f"@q cp.async.cg.shared.global [d+{at + first}], [a+{at + first}], 16;",
-            ]
+        text += _piece(size, at, at)
         at += size
     return " ".join([*text, "cp.async.commit_group;", "mov.b32 $0, 0; }"])
 
