@@ -27,7 +27,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy, strict."""
-    session.install("--no-compile", "-c", CONSTRAINTS, "-e", ".", "mypy")  # bytecode of torch takes a minute
+    session.install("--no-compile", "-c", CONSTRAINTS, "-e", ".[tune]", "mypy")  # bytecode of torch takes a minute
     session.run("mypy", *session.posargs)
 
 
