@@ -80,25 +80,25 @@ def attend_tails(
 ) -> Tensor:
     """Causal attention (T, Hq, D) float32 of query (T, Hq, D) where unfinished blocks are exact.
 
-    exact: the step's own keys and values, (T, H, D) each. Tokens of the blocks that were finished before the step are
-    packed. deterministic: those of the blocks that it finishes are so, too, for queries behind their block.
+    exact: the step's own keys and values, (T, H, D) each. Tokens of the blocks that were finished before the step
+    are packed. deterministic: those of the blocks that it finishes are so, too, for queries behind their block.
     """
     out = torch.zeros(query.shape)
     begins = [before // BLOCK * BLOCK for _, before, _ in step.spans]
     ends = [(length - 1) // BLOCK * BLOCK for _, length in step.requests] if deterministic else begins
     packed = _load(layer, pages, step, [end // BLOCK for end in ends])
     for (tokens, length), begin, end, slot, k, v in zip(step.requests, begins, ends, step.tails, *packed, strict=True):
-        own = [x[tokens].transpose(0, 1).float() for x in exact]
+        unfinished = [x[tokens].transpose(0, 1).float() for x in exact]
         before = length - (tokens.stop - tokens.start)
         if slot >= 0:
             earlier = tails.read(slot, before - begin)
-            own = [torch.cat([a.float(), b], 1) for a, b in zip(earlier, own, strict=True)]
+            unfinished = [torch.cat([a.float(), b], 1) for a, b in zip(earlier, unfinished, strict=True)]
         stored = [_by_token(x, end) for x in (k, v)]
         for border in range(begin, end + 1, BLOCK):  # queries of the block that begins here, or of all of the step
             first, last = max(before, border), min(length, border + BLOCK) if deterministic else length
             key, value = (
                 torch.cat([a[:, :border], b[:, border - begin : last - begin]], 1)
-                for a, b in zip(stored, own, strict=True)
+                for a, b in zip(stored, unfinished, strict=True)
             )
             at = slice(tokens.start + first - before, tokens.start + last - before)
             out[at] = _attention(query[at].transpose(0, 1).float(), key, value, scale).transpose(0, 1)

@@ -26,7 +26,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from kvcal_artifacts.errors import UnsupportedModel, UsageError
+from kvcal_artifacts.errors import KVCalError, UnsupportedModel, UsageError
 from kvcal_kernels.layout import BLOCK
 
 from .attention import Step, attend, attend_tails
@@ -121,10 +121,13 @@ class KVCalBackend(CPUAttentionBackend):
     @classmethod
     def get_impl_cls(cls) -> Any:
         config = get_current_vllm_config()
-        if active(config) is None:
-            cls._served = None
+        try:
+            cls._served = None if active(config) is None else plan_of(config)
+        except KVCalError as error:  # vLLM ends, with a traceback of each of its processes
+            logger.error("kvcal: %s", str(error).removeprefix("kvcal: "))
+            raise
+        if cls._served is None:
             return CPUAttentionBackend.get_impl_cls()
-        cls._served = plan_of(config)
         if cls._served.token_bytes is None:
             size_each_layer()
         return KVCalImpl
@@ -256,13 +259,13 @@ class KVCalImpl(AttentionImpl[KVCalMetadata]):
         if attn_metadata is None:  # vLLM measures memory
             return output
         count = attn_metadata.tokens
-        own, paged = (key[:count], value[:count]), self.paged(layer)
+        step_tokens, paged = (key[:count], value[:count]), self.paged(layer)
         asked = paged, kv_cache, attn_metadata.step, query[:count], self.scale
         if paged.tailed:
             assert self.tails is not None
-            out = attend_tails(*asked, own, self.tails, self.plan.deterministic)
+            out = attend_tails(*asked, step_tokens, self.tails, self.plan.deterministic)
         else:
-            out = attend(*asked, None if self.plan.deterministic else own)
+            out = attend(*asked, None if self.plan.deterministic else step_tokens)
         output[:count] = out.to(output.dtype).view_as(output[:count])
         return output
 

@@ -1,5 +1,5 @@
-"""Exact keys and values of unfinished blocks. A request has at most one, in its last page, which no other request reads:
-the number of that page says whose they are.
+"""Exact keys and values of unfinished blocks. A request has at most one, in its last page, which no other request
+reads: the number of that page says whose they are.
 
 vLLM does not say when a request has ended. A tail that nothing has touched in this step is therefore only given away
 when all are taken. vLLM admits a request in no step that leaves a running one without tokens, so such a tail belongs to
@@ -41,7 +41,7 @@ class TailTable:
 
     def begin(self, spans: Sequence[tuple[Tensor, int, int]]) -> list[int]:
         """Give the next step's requests their tails. spans: of each request its pages, and how many tokens it has
-        before and behind the step. Return the slot of the tail that each reads, -1 where it begins at a page's start.
+        before and behind the step. Return the slot of the tail that each reads, -1 where it begins with a page.
 
         Raises KVCalError where a tail is not what vLLM says that the request has.
         """
@@ -59,10 +59,10 @@ class TailTable:
         page = int(pages[before // BLOCK])
         tail = self._tails.get(page)
         if tail is None or tail.tokens != before % BLOCK:
-            held = 0 if tail is None else tail.tokens
+            tokens = 0 if tail is None else tail.tokens
             raise KVCalError(
-                f"page {page}: {held} exact tokens of an unfinished block are there, vLLM says {before % BLOCK}; please "
-                "report this with the engine's options"
+                f"page {page}: {tokens} exact tokens of an unfinished block are there, vLLM says {before % BLOCK}; "
+                "please report this with the engine's options"
             )
         self._touch(page, tail)
         return tail.slot
@@ -109,15 +109,15 @@ class LayerTails:
         ones, bool (P, b), and keep them all.
         """
         slots = self.table.slots(pages)
-        here = torch.tensor([slot >= 0 for slot in slots])
+        tailed = torch.tensor([slot >= 0 for slot in slots])
         index = torch.tensor([slot for slot in slots if slot >= 0])
         if not len(index):
             return
         self._reserve(int(index.max()) + 1, blocks)
         for stored, block in zip(self._stored, blocks, strict=True):
-            joined = torch.where(fresh[here][:, None, :, None], block[here], stored[index])
+            joined = torch.where(fresh[tailed][:, None, :, None], block[tailed], stored[index])
             stored[index] = joined
-            block[here] = joined
+            block[tailed] = joined
 
     def read(self, slot: int, tokens: int) -> tuple[Tensor, Tensor]:
         """The first tokens of a tail: keys and values (H, tokens, D)."""
@@ -125,11 +125,11 @@ class LayerTails:
         return key, value
 
     def _reserve(self, count: int, like: Sequence[Tensor]) -> None:
-        have = len(self._stored[0]) if self._stored else 0
-        if count <= have:
+        size_before = len(self._stored[0]) if self._stored else 0
+        if count <= size_before:
             return
-        size = min(max(count, 2 * have), self.table.capacity)
+        size = min(max(count, 2 * size_before), self.table.capacity)
         grown = [torch.zeros(size, *x.shape[1:], dtype=x.dtype) for x in like]
         for new, old in zip(grown, self._stored, strict=False):
-            new[:have] = old
+            new[:size_before] = old
         self._stored = grown
