@@ -47,17 +47,12 @@ class Plan:
         """Whether any layer keeps unfinished blocks exact."""
         return any(layer.tailed for layer in self.layers)
 
-    @property
-    def tail_values(self) -> int:
-        """Numbers of exact keys and values that a request has at most, in all layers, outside of pages."""
-        return sum(2 * layer.shape.values for layer in self.layers if layer.tailed)
-
     def describe(self) -> str:
         """One line: bits, how many times FP16's capacity that is, and the mode."""
         packed = "all tokens are packed"
         mode = "tokens of one step attend to each other's exact keys and values"
         if self.tailed:
-            packed = f"blocks of {BLOCK} tokens are packed once they are full"
+            packed = f"blocks of {BLOCK} tokens are packed once they are full, and lie outside of pages until then"
         if self.deterministic:
             mode = "every token attends to packed keys and values" + (" of full blocks" if self.tailed else "")
         unchecked = "; the model's key weights were not compared" if self.weighed is False else ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 from kvcal_vllm import testing
 from tests.support import served
+from tests.support.pages import FENCE
 
 pytestmark = pytest.mark.vllm
 COUNT = testing.NEW
@@ -112,11 +115,6 @@ class OnTiny(testing.Conformance):
         cls.folder.cleanup()
 
 
-class TestTokenByToken(OnTiny):
-    options = served.options("higgs-4")
-    least_capacity = 7  # the model is in float32
-
-
 class TestBlockByBlock(OnTiny):
     options = served.options("kivi-4")
     least_capacity = 6
@@ -153,7 +151,7 @@ def test_answers_do_not_depend_on_preemption(
     assert preempted
 
 
-def test_capacity_by_vllms_own_line(tiny: Path, sources: dict[str, str]) -> None:
+def test_capacity_by_vllms_own_line(tiny: Path, sources: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     tokens = {}
     for name in (None, "uniform-4", "higgs-4", "higgs-2", sources["mixed"]):
         with served.log() as lines:
@@ -164,7 +162,9 @@ def test_capacity_by_vllms_own_line(tiny: Path, sources: dict[str, str]) -> None
         assert len(ours) == (0 if name is None else 2), ours
         if name is not None:
             assert f"{tokens[name]:,} tokens fit" in ours[1]
-    print({name: f"{count} tokens, {count / tokens[None]:.2f} x" for name, count in tokens.items()})
+    with capsys.disabled():
+        for name, count in tokens.items():
+            print(f"\n{Path(name or 'stock vLLM').name}: {count:,} tokens, {count / tokens[None]:.2f} x", end=" ")
     assert tokens["uniform-4"] >= 3.4 * tokens[None]
     assert tokens["higgs-4"] >= 3.7 * tokens[None]
     assert tokens["higgs-2"] >= 7 * tokens[None]
@@ -181,7 +181,7 @@ def test_another_models_bundle_is_refused(tiny: Path, tmp_path: Path) -> None:
         other = served.write_bundle(tmp_path / "other.kvcal.safetensors", tiny, scheme_of(tiny, "higgs-2"))
     finally:
         row.copy_(before)
-    server = served.start_server(tiny, other, 0, tmp_path / "log")
+    server = served.started(served.command(tiny, other, "0"), tmp_path / "log")
     assert server.wait(240) != 0
     said = [line for line in (tmp_path / "log").read_text().splitlines() if "] kvcal: " in line]
     assert len(said) == 1
@@ -201,7 +201,8 @@ def test_what_cannot_be_served_is_refused(tiny: Path, sources: dict[str, str]) -
 @pytest.fixture(scope="module")
 def address(tiny: Path, sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server as a user starts it, in processes of its own."""
-    with served.server(tiny, sources["uniform-4"], tmp_path_factory.mktemp("server") / "log") as url:
+    command = served.command(tiny, sources["uniform-4"], "{port}")
+    with served.listening(command, tmp_path_factory.mktemp("server") / "log") as url:
         yield url
 
 
@@ -215,3 +216,52 @@ def test_an_openai_request_is_answered(address: str, tiny: Path, prompts: list[l
     answer = json.load(urllib.request.urlopen(request, timeout=120))
     expected = served.packed_reference(tiny, scheme_of(tiny, "uniform-4"), prompts[1], COUNT)
     assert answer["choices"][0]["token_ids"] == expected
+
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "vllm.md"
+
+
+@pytest.fixture(scope="module")
+def guided(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that has what the guide's commands need."""
+    folder = tmp_path_factory.mktemp("guide")
+    shutil.copytree(tiny, folder / "smollm2-135m")
+    shutil.copy(served.TEXTS / "calibration.txt", folder / "texts.txt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[str]:
+    """The guide's commands: fit, serve, ask, test a backend."""
+    blocks = [fence[3] for fence in FENCE.finditer(GUIDE.read_text()) if "needs vLLM and a model" in fence[2]]
+    assert len(blocks) == 4
+    return blocks
+
+
+def shell(command: str, folder: Path) -> str:
+    """What a command prints. It must end well."""
+    given = ["bash", "-eu", "-o", "pipefail", "-c", command]
+    done = subprocess.run(given, cwd=folder, env=served.environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_guide_leads_to_an_answer(guided: Path, steps: list[str]) -> None:
+    fit, serve, ask, _ = steps
+    shell(fit, guided)
+    with served.listening(["bash", "-c", f"exec {serve.rstrip()} --port {{port}}"], guided / "log", guided) as url:
+        answer = json.loads(shell(ask.replace("http://127.0.0.1:8000", url), guided))
+    assert answer["choices"][0]["text"]
+    assert answer["usage"]["prompt_tokens"] > 0
+    said = [line.split("] kvcal: ")[1] for line in (guided / "log").read_text().splitlines() if "] kvcal: " in line]
+    assert [line.split(":")[0] for line in said[:1]] == ["smollm2"]
+    assert "tokens fit, where" in said[1]
+
+
+def test_the_guide_tests_a_backend(guided: Path, steps: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    said = shell(steps[3], guided)
+    lines = [line for line in said.splitlines() if line.split(":")[0] in testing.CHECKS]
+    with capsys.disabled():
+        print("", *lines, sep="\n", end=" ")
+    assert [line.split(":")[0] for line in lines] == list(testing.CHECKS)
+    assert "FAILED" not in said

