@@ -58,12 +58,11 @@ from ..pipeline.options import (
     FitPredictorsOptions,
     MeasureSubspacesOptions,
     PresetOptions,
-    Selection,
     TrainCodebooksOptions,
     TuneBitsOptions,
     TuneThresholdsOptions,
-    WeightsOptions,
 )
+from ..pipeline.shared_options import Selection, WeightsOptions
 from ..report.outputs import check_output
 from .calibration import SPILLS, is_layerwise, spill_dir
 from .combine import run_combine

@@ -14,7 +14,8 @@ from ..calibrate.job import FitOptions, FitResult
 from ..capture.spill import Where
 from ..methods.base import Method
 from ..models import names
-from ..pipeline.options import CalibrationOptions, Layerwise, Selection
+from ..pipeline.options import CalibrationOptions
+from ..pipeline.shared_options import Layerwise, Selection
 from ..report.outputs import check_output
 from ..text import sources
 from .common import (

@@ -27,18 +27,8 @@ from ..models import configuration, files
 from ..models.devices import pick_device, pick_dtype
 from ..models.names import ModelSource
 from ..pipeline.build import code_identity, model_identity
-from ..pipeline.options import (
-    BuiltOptions,
-    CalibrationOptions,
-    CalibrationText,
-    EvalOptions,
-    Kernels,
-    MeasureSubspacesOptions,
-    RunOptions,
-    Selection,
-    Stepped,
-    TextOptions,
-)
+from ..pipeline.options import BuiltOptions, CalibrationOptions, EvalOptions, MeasureSubspacesOptions
+from ..pipeline.shared_options import CalibrationText, Kernels, RunOptions, Selection, Stepped, TextOptions
 from ..report.outputs import check_output
 from ..report.progress import progress
 from ..text import sources

@@ -14,16 +14,8 @@ from kvcal_artifacts.errors import UsageError
 from ..bundles.missing import refuse_missing
 from ..models.names import ModelSource, resolve
 from ..pipeline.names import SUFFIX, names_of
-from ..pipeline.options import (
-    CalibrationOptions,
-    EvalOptions,
-    MaybeModelOptions,
-    ModelOptions,
-    PresetOptions,
-    Schemes,
-    Selection,
-    TextSource,
-)
+from ..pipeline.options import CalibrationOptions, EvalOptions, PresetOptions
+from ..pipeline.shared_options import MaybeModelOptions, ModelOptions, Schemes, Selection, TextSource
 from ..pipeline.spec import Options, specs
 from ..report.outputs import check_output
 from ..report.suggest import allowed, refuse_auto

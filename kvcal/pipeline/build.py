@@ -28,15 +28,9 @@ from ..models.weights import file_sha256
 from ..text import sources
 from .gates import Check, Limits
 from .names import COMMANDS as COMMANDS
-from .options import (
-    BuiltOptions,
-    EvalOptions,
-    FitPredictorsOptions,
-    PresetOptions,
-    TuneThresholdsOptions,
-    WeightsOptions,
-)
+from .options import BuiltOptions, EvalOptions, FitPredictorsOptions, PresetOptions, TuneThresholdsOptions
 from .scheme_file import GOVERNED, check_fields, read_toml, refuse_unknown, table_of, with_recipe
+from .shared_options import WeightsOptions
 from .spec import Options
 
 TOP = {"output": str, "defaults": dict, "models": dict, "bundles": dict, "gates": dict, "evaluation": dict}

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from kvcal.models import configuration, files, hub, layerwise, loading, names
-from kvcal.models.catalogue import ALIASES, CATALOGUE, TINY, Geometry, models_table
+from kvcal.models.catalogue import ALIASES, CATALOGUE, TINY, models_table
 from kvcal.models.configuration import catalogue_config, load_config
 from kvcal.models.files import load_tokenizer
+from kvcal.models.geometry import Geometry
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.models.weights import RandomWeights, empty_model
