@@ -54,7 +54,7 @@ def refuse(o: Options) -> None:
     if isinstance(o, TextSource) and o.text is not None:
         refuse_empty_text(o.text)
         if source is None or source.kind != "folder":  # whose config.json is blamed first, by Transformers
-            from ..text.sources import check_local
+            from ..text.documents import check_local
 
             check_local(o.text)
 

@@ -293,11 +293,10 @@ def test_folder_loads_silently_and_changes_with_its_weights(tmp_path: Path, capf
 
 
 def test_sampled_revision_of_large_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcal.models import weights
 
     source = folder_with(MODELS["llama"](), tmp_path, max_shard_size="60KB")
     whole = files.weights_revision(source, random_weights=False, seed=0)
-    monkeypatch.setattr(weights, "FULL_HASH_BYTES", 1000)
+    monkeypatch.setattr("kvcal.models.file_hashes.FULL_HASH_BYTES", 1000)
     sampled = files.weights_revision(source, random_weights=False, seed=0)
     assert whole.startswith("sha256:")
     assert sampled.startswith("sampled-sha256:")
