@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -460,6 +461,8 @@ def bad_bundle(kind: str, good: Path, folder: Path) -> Path:
         path.write_bytes(b"")
     elif kind == "folder":
         path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
     return path
 
 
@@ -469,6 +472,7 @@ BUNDLES = {
     "empty": ["0 bytes"],
     "missing": ["no such bundle file"],
     "folder": ["a folder, not a bundle file"],
+    "pipe": ["a pipe, not a bundle file"],
 }
 
 
