@@ -37,7 +37,7 @@ from ..capture.scan import Capture, LayerTaps
 from ..methods.codebooks import StageReport, subtract, train_stage
 from ..methods.hashing import spread
 from ..methods.vqkv import VQKV, band_split, peak_memory, quantisers, reconstruction_errors, two_scales
-from ..report.progress import progress
+from ..report.progress import progress, tracked
 from ..report.timing import PhaseTimer
 from .checkpoint import LayerCheckpoint
 from .job import FitJob, FitResult, Scan
@@ -166,7 +166,7 @@ class TrainPart:
 def collect(method: VQKV, capture: Capture, train: int, heads: int, say: Say = lambda line: None) -> Vectors:
     """A Collection of all layers of a capture that serves nothing else."""
     collection = Collection(method, train, heads, len(capture))
-    for taps in capture:
+    for taps in tracked(capture, "Reading layers", len(capture)):
         collection.add(taps)
     return collection.vectors(say)
 

@@ -65,6 +65,7 @@ from ..pipeline.options import (
     WeightsOptions,
 )
 from ..report.outputs import check_output
+from ..report.progress import Items
 from .calibration import SPILLS, is_layerwise, spill_dir
 from .combine import run_combine
 from .common import (
@@ -402,8 +403,9 @@ def run_all(todo: Sequence[Work], jobs: int, say: Say, written: Written) -> None
     """
     first = [work for work in todo if not work.plans[0].entry.parts]
     if jobs == 1 or len(first) < 2:
-        for number, work in enumerate(todo, 1):
-            say(f"{number}/{len(todo)} {work.label}")
+        items = Items(say, len(todo))
+        for work in todo:
+            items.begin(work.label)
             with _named(work):
                 run_work(work, say, written)
         return

@@ -66,7 +66,7 @@ def reading() -> Iterator[sources.Progress]:
 
         def seen(tokens: int, total: int) -> None:
             nonlocal before
-            advance(tokens - before)
+            advance(tokens - before, total=total if total > tokens else None)
             before = tokens
 
         yield seen

@@ -42,7 +42,7 @@ from .spec import Options
 TOP = {"output": str, "defaults": dict, "models": dict, "bundles": dict, "gates": dict, "evaluation": dict}
 OWN = ("method", "models", "matrix", "gates")  # keys of a bundle that are no options of its command
 FROM_MODEL = ("model", "revision")
-NOT_GIVEN = ("output", "json", "plot", "resume", "storage", "heartbeat", "name")  # the build's own affair
+NOT_GIVEN = ("output", "json", "wide", "plot", "resume", "storage", "heartbeat", "name")  # the build's own affair
 HOW = ("spill", "spill_dir", "layerwise")  # changes no byte
 IN_IDENTITY = ("text", "other_text", "recipe", "device", "tasks_path", "random_weights")  # stated by content instead
 PATHS = ("recipe", "tasks_path", "spill_dir")
