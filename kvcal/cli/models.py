@@ -22,7 +22,7 @@ COLUMNS = [
 NARROW = [column for column in COLUMNS if column not in ("hidden", "hub id")]
 
 
-@command(Options)
+@command(Options, light=True)
 def models(o: Options, typed: Typed) -> None:
     """List the models known by a short name, with their geometry.
 

@@ -10,7 +10,7 @@ from kvcal.commands.options import NamesOptions
 from kvcal.pipeline.names import NameRow
 
 
-@command(NamesOptions)
+@command(NamesOptions, light=True)
 def names(o: NamesOptions, typed: Typed) -> None:
     """List what options take by name: presets and codecs, with the bits a value that they store, and `kvcal bench`'s
     own.

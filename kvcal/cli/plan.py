@@ -11,7 +11,7 @@ from kvcal.commands.options import PlanOptions
 from kvcal.report.quantities import significant
 
 
-@command(PlanOptions)
+@command(PlanOptions, light=True)
 def plan(o: PlanOptions, typed: Typed) -> None:
     """Plan before anything is downloaded: what fits on a GPU under each scheme, how long, how many, how fast, at which
     KL.

@@ -21,7 +21,8 @@ ON_A_CPU = {
     "evaluation.py",
     "old_and_new.py",
     "startup.py",
-}  # errors of grids; times of kvcal eval on a CPU; a reader of files; CPU time of commands
+    "served_quality.py",
+}  # errors of grids; times of kvcal eval on a CPU; a reader of files; CPU time of commands; vLLM on a CPU
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in ON_A_CPU)
 
 
