@@ -17,6 +17,7 @@ from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import UsageError
 
 from ..capture.scan import Capture, WholeModel
+from ..report.progress import tracked
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}  # e4m3; symmetric integers
 
@@ -76,7 +77,7 @@ def kv_scales(model: nn.Module, ids: Tensor, settings: ScaleSettings, batch: int
     names = {module: name for name, module in model.named_modules()}
     device, scales = next(model.parameters()).device, dict[str, Tensor]()
     with Capture(WholeModel(model), ids, device=device, batch=batch) as capture:
-        for taps in capture:
+        for taps in tracked(capture, "Measuring scales, layers", len(capture)):
             largest: dict[str, Tensor] = {}
             for part in taps.batches(frozenset({"k", "v"}), "post_rope", advance=True):
                 for role, states in (("k", part.k), ("v", part.v)):
