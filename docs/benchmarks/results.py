@@ -248,7 +248,8 @@ def of_model(recipe: dict[str, Any], options: dict[str, Any], folder: Path, unti
                 f"{result['bits_per_value'] or 16:.3f} bits, KL {result['kl']:.5f}, "
                 f"{result['fit_seconds']} + {result['eval_seconds']} s"
             )
-            print(f"{settings['model']} {len(rows)}/{len(chosen)} {chosen[key]}: {said}", flush=True)
+            done = len(rows.keys() & chosen.keys())
+            print(f"{settings['model']} {done}/{len(chosen)} {chosen[key]}: {said}", flush=True)
     return refused
 
 

@@ -20,7 +20,9 @@ def tune_bits(o: TuneBitsOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
         return
-    print_table(["what", "value"], [[name, value] for name, value in result.items() if name != "layers"])
+    print_table(
+        ["what", "value"], [[name, value] for name, value in result.items() if name not in ("layers", "sensitivity")]
+    )
     if o.objective != "kl":
         columns = ["layer", "key bits", "value bits", "output error"]
         layers = result["layers"]
