@@ -80,16 +80,14 @@ def prepare(options: dict[str, Any]) -> dict[str, Any]:
     from kvcal.commands import calibration, workbench
     from kvcal.evaluate.perplexity import FullRuns
     from kvcal.models import loading
-    from kvcal.text import sources
+    from kvcal.text.token_windows import evaluation_windows
 
     torch.set_num_threads(options["threads"])
     loaded = workbench.open_model(options["model"], None, dtype=options["dtype"], device=options["device"])
     # commands that fit load the model and cut the text: here they take what is there
     loading.load_model = lambda source, **settings: loaded
     calibration.calibration_windows = shared_windows(calibration.calibration_windows)
-    text = sources.evaluation_windows(
-        loaded.tokenizer, options["text"], windows=options["windows"], length=options["length"]
-    )
+    text = evaluation_windows(loaded.tokenizer, options["text"], windows=options["windows"], length=options["length"])
     STATE.update(options=options, loaded=loaded, text=text)
     run.STATE.update(args=options, loaded=loaded, text=text)
     logits = 4 * text.ids.numel() * loaded.model.config.get_text_config().vocab_size

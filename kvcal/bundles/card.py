@@ -16,7 +16,7 @@ from kvcal_artifacts.shown import message, shown
 from ..evaluate.errors import HeadErrors, stored_head_errors
 from ..methods.data_free import PRESETS
 from ..models.names import HUB_ID
-from ..pipeline.build import DefaultsOf
+from ..pipeline.spec import DefaultsOf
 from ..report.escape import Markdown, block, code, link, markdown, python, shell
 from ..report.front import front_png
 from ..report.plots import head_errors_png

@@ -17,7 +17,7 @@ def build(o: BuildOptions, typed: Typed) -> None:
     """
     from kvcal.cli.defaults import defaults_of, options_of
     from kvcal.commands.build import run_build
-    from kvcal.pipeline.build import read_build_recipe
+    from kvcal.pipeline.build_recipe import read_build_recipe
     from kvcal.pipeline.gates import raise_if_failed, report
 
     check_reports(o.junit, o.summary)

@@ -21,7 +21,7 @@ COLUMNS = [
 ]
 
 
-@command(Options)
+@command(Options, light=True)
 def models(o: Options, typed: Typed) -> None:
     """List the models known by a short name, with their geometry.
 

@@ -7,7 +7,7 @@ from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import NamesOptions
 
 
-@command(NamesOptions)
+@command(NamesOptions, light=True)
 def names(o: NamesOptions, typed: Typed) -> None:
     """List what options take by name: presets and codecs, with the bits a value that they store, and `kvcal bench`'s
     own.

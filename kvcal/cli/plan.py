@@ -10,7 +10,7 @@ from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import PlanOptions
 
 
-@command(PlanOptions)
+@command(PlanOptions, light=True)
 def plan(o: PlanOptions, typed: Typed) -> None:
     """Plan before anything is downloaded: what fits on a GPU under each scheme, how long, how many, how fast, at which
     KL.

@@ -28,7 +28,7 @@ from ..calibrate.provenance import cpu_record
 from ..models import configuration, loading
 from ..models.memory import check_fits
 from ..models.names import ModelSource, resolve
-from ..pipeline.build import code_identity
+from ..pipeline.identity import code_identity
 from .bench_options import (
     AT_SHAPE,
     GENERATION,

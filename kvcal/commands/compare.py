@@ -38,7 +38,7 @@ from ..pipeline.scheme_file import Recipe, read_recipe
 from ..report.drawn import made_on
 from ..report.outputs import check_output
 from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results, within
-from ..text.sources import EvaluationWindows
+from ..text.token_windows import EvaluationWindows
 from .common import (
     Say,
     calibration_windows,

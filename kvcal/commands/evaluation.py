@@ -28,7 +28,7 @@ from ..models.names import ModelSource, resolve
 from ..pipeline.gates import Check, Limits, broken_off, check_recorded, check_row
 from ..pipeline.options import EvalOptions
 from ..report.progress import progress
-from ..text.sources import EvaluationWindows
+from ..text.token_windows import EvaluationWindows
 from .bundles import file_sha256
 from .common import (
     Say,

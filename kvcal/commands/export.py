@@ -8,7 +8,7 @@ from typing import Any
 from ..calibrate.kv_scales import ScaleSettings, check_exportable, kv_scales, span
 from ..models import configuration, names
 from ..models.folding import check_new_folder, plain_fields, write_with_tensors
-from ..pipeline.options import CalibrationText
+from ..pipeline.shared_options import CalibrationText
 from .common import Say, calibration_windows, check_column, known, text_for, tokenizer_for
 from .options import ExportOptions
 from .workbench import open_model

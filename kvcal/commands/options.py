@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from kvcal.pipeline.options import (
+from kvcal.pipeline.options import CalibrationOptions
+from kvcal.pipeline.shared_options import (
     FRAMES,
     LARGEST_SEED,
     Batched,
     BundlesModel,
-    CalibrationOptions,
     GateReports,
     Kernels,
     Layerwise,

@@ -38,7 +38,7 @@ from ..models.names import ModelSource, resolve
 from ..pipeline.options import CalibrationOptions
 from ..search.limit import Limit
 from ..search.recommendation import LADDER, Figures, Rung, choose, reason, reference, to_fit, to_measure
-from ..text.sources import Windows
+from ..text.token_windows import Windows
 from .common import (
     Say,
     calibration_windows,

@@ -42,7 +42,7 @@ from .workbench import check_selection, model_record, open_given
 
 if TYPE_CHECKING:
     from ..models.loading import LoadedModel
-    from ..text.sources import Windows
+    from ..text.token_windows import Windows
 
 METHOD = "tuned-kl"
 CODECS = "higgs-2,higgs-3,higgs-4,uniform-2-channel,uniform-4"

@@ -6,6 +6,7 @@ neither torch nor Typer.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, TypeVar
 
@@ -91,3 +92,7 @@ def specs(options: type[Options]) -> dict[str, Spec]:
         for one in fields(options)
         if one.name in by_name
     }
+
+
+OptionsOf = Callable[[str, Mapping[str, object]], Options]  # kvcal.cli.defaults.options_of
+DefaultsOf = Callable[[str], Mapping[str, object]]

@@ -34,8 +34,9 @@ from ..methods.mixkvq import MixKVQ, TierSizes
 from ..report.drawn import as_file
 from ..report.front import front_figure
 from ..report.outputs import check_output
-from ..text.sources import Windows as TextWindows
-from .two_objectives import NAMES, Found, Point, Space, Storage, front_of, rounded, search
+from ..text.token_windows import Windows as TextWindows
+from .study_storage import NAMES, Storage
+from .two_objectives import Found, Point, Space, front_of, rounded, search
 
 if TYPE_CHECKING:
     from ..models.weights import CausalLM

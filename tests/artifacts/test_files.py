@@ -384,7 +384,7 @@ def test_pipes_among_what_a_killed_run_left(base: Path, tmp_path: Path, monkeypa
     stages = tmp_path / ".y.partial"
     stages.mkdir()
     os.mkfifo(stages / "key-001.safetensors")
-    from kvcal.calibrate.codebooks import StageCheckpoint
+    from kvcal.calibrate.stage_checkpoint import StageCheckpoint
 
     assert StageCheckpoint(tmp_path / "y", {}, resume=True).load("key", 1) is None
 

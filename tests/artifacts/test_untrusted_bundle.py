@@ -18,7 +18,8 @@ import pytest
 
 from kvcal.bundles import card
 from kvcal.bundles.diff import compared, phrase
-from kvcal.bundles.provenance import HUB_TEXT, recorded
+from kvcal.bundles.provenance import recorded
+from kvcal.bundles.record_checks import HUB_TEXT
 from kvcal.commands import reproduce
 from kvcal.evaluate.layers import recorded_rows, worst_layer
 from kvcal.evaluate.tasks import check_installed

@@ -22,8 +22,9 @@ ON_A_CPU = {
     "old_and_new.py",
     "results.py",
     "startup.py",
+    "served_quality.py",
     "tasks.py",
-}  # errors of grids; times of kvcal eval on a CPU; a reader of files; KL of rows; CPU time of commands; scores
+}  # errors of grids; times of kvcal eval; a reader of files; KL of rows; CPU time of commands; vLLM on a CPU; scores
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in ON_A_CPU)
 
 

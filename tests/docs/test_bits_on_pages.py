@@ -13,8 +13,8 @@ from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.mixkvq import MixKVQ
 from kvcal.methods.registry import backbone
-from kvcal.models.catalogue import Geometry
 from kvcal.models.configuration import geometry
+from kvcal.models.geometry import Geometry
 from kvcal.models.names import resolve
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import UsageError

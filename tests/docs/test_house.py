@@ -280,7 +280,13 @@ def test_slow_packages_are_imported_where_used() -> None:
 
 
 def test_commands_import_the_heavy_parts_where_used() -> None:
-    options = ("kvcal.pipeline.spec", "kvcal.pipeline.options", "kvcal.commands.options")  # declarations alone
+    # declarations alone
+    options = (
+        "kvcal.pipeline.spec",
+        "kvcal.pipeline.shared_options",
+        "kvcal.pipeline.options",
+        "kvcal.commands.options",
+    )
     light = ("typer", "kvcal.cli", "kvcal.__version__", "kvcal_artifacts.errors", "kvcal_artifacts.shown", *options)
     for module, target, top in foreign_to_cli():
         assert not top or within(target, *light), f"{module} imports {target} at module level"

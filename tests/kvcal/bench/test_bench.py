@@ -53,7 +53,8 @@ from kvcal.bench.timing import Clock
 from kvcal.commands import bench as command
 from kvcal.commands import bench_measured, bench_options, bench_projected, doctor
 from kvcal.commands.options import BenchOptions
-from kvcal.models.catalogue import CATALOGUE, Geometry
+from kvcal.models.catalogue import CATALOGUE
+from kvcal.models.geometry import Geometry
 from kvcal.report import bench as report
 from kvcal.report import checkout
 from kvcal_artifacts.cache import KVCalCache

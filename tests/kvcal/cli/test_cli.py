@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from kvcal.cli.help import GROUPS, METHODS, examples_of
 from kvcal.models import configuration, loading, names, weights
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.text import sources
+from kvcal.text import token_windows
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.scheme import HeavyHitters
 from tests.support.models_fixture import (
@@ -103,7 +104,9 @@ def test_rows_of_an_evaluation(evaluation: Done) -> None:
 def test_full_precision_is_the_perplexity_of_a_plain_forward(base: Path, rows: dict[str, dict[str, Any]]) -> None:
     """No cache, no steps: each window at once."""
     loaded = load_model(resolve(str(base / "model")), dtype="float32", device="cpu")
-    ids = sources.evaluation_windows(loaded.tokenizer, str(base / "words.txt"), windows=WINDOWS, length=LENGTH).ids
+    ids = token_windows.evaluation_windows(
+        loaded.tokenizer, str(base / "words.txt"), windows=WINDOWS, length=LENGTH
+    ).ids
     with torch.no_grad():
         logits = loaded.model(input_ids=ids, use_cache=False).logits[:, :-1]
     nats = functional.cross_entropy(logits.flatten(0, 1).double(), ids[:, 1:].flatten())
@@ -458,6 +461,8 @@ def bad_bundle(kind: str, good: Path, folder: Path) -> Path:
         path.write_bytes(b"")
     elif kind == "folder":
         path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
     return path
 
 
@@ -467,6 +472,7 @@ BUNDLES = {
     "empty": ["0 bytes"],
     "missing": ["no such bundle file"],
     "folder": ["a folder, not a bundle file"],
+    "pipe": ["a pipe, not a bundle file"],
 }
 
 

@@ -24,7 +24,7 @@ def began(*given: Any, **options: Any) -> None:
 
 
 # What a command does when its options are good: it reads its text, then the model.
-WORK = ("text.sources.token_windows", "text.sources.evaluation_windows", "models.loading.load_model")
+WORK = ("text.token_windows.token_windows", "text.token_windows.evaluation_windows", "models.loading.load_model")
 
 
 @pytest.fixture(scope="module")

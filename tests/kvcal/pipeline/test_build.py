@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from kvcal.commands.build import KINDS, RECORDS
+from kvcal.commands.build_plan import KINDS, RECORDS
 from kvcal.methods import METHODS
-from kvcal.pipeline.build import COMMANDS
+from kvcal.pipeline.names import COMMANDS
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.errors import UsageError
 from tests.kvcal.pipeline.test_gates import failures, harm
@@ -340,7 +340,7 @@ def test_only_what_changed_is_built_again(built: Path, usual: dict[str, str]) ->
 
 
 def test_another_version_builds_all_again(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcal.pipeline.build.__version__", "99")
+    monkeypatch.setattr("kvcal.pipeline.identity.__version__", "99")
     for why in actions(build(built, "--dry-run")).values():
         assert why is not None and why.startswith("kvcal ") and why.endswith(" -> 99")
 
@@ -353,7 +353,7 @@ def test_another_cpu_builds_again_what_it_decides(
     from kvcal.calibrate.provenance import cpu_record
 
     own = cpu_record()
-    monkeypatch.setattr("kvcal.commands.build.cpu_record", lambda: own | {name: other})
+    monkeypatch.setattr("kvcal.commands.build_plan.cpu_record", lambda: own | {name: other})
     why = f"the CPU's {name}: {own[name]} -> {other}"
     assert actions(build(built, "--dry-run")) == dict.fromkeys(NAMES[:3], why) | {"small-plain": None}
 

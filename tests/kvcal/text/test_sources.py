@@ -18,9 +18,11 @@ from transformers import PreTrainedTokenizerFast
 
 from kvcal.models import hub
 from kvcal.models.names import resolve
-from kvcal.text import files, sources
+from kvcal.text import files, hub_datasets, sources, unpacked
 from kvcal.text.files import read_file
-from kvcal.text.sources import EMBEDDED, evaluation_windows, pieces, random_windows, resolve_text, token_windows
+from kvcal.text.sources import EMBEDDED, resolve_text
+from kvcal.text.token_stream import pieces
+from kvcal.text.token_windows import evaluation_windows, random_windows, token_windows
 from kvcal_artifacts.errors import KVCalError, TextError, TextUnavailable, UsageError
 
 pytestmark = pytest.mark.transformers
@@ -181,7 +183,7 @@ def test_pieces_are_cut_before_a_line_or_a_word() -> None:
 def test_large_files_are_read_lazily(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "large.txt", numbered(1_000_000))  # 7 MB
     taken: list[int] = []
-    decoded = files.decoded
+    decoded = unpacked.decoded
 
     def counting(file: Path) -> Iterator[str]:
         for part in decoded(file):
@@ -358,7 +360,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(13, "Permission denied")
 
     path = write(tmp_path / "a.txt.xz", b"")
-    monkeypatch.setattr(files, "open", forbidden, raising=False)
+    monkeypatch.setattr(unpacked, "open", forbidden, raising=False)
     assert "cannot be read (Permission denied)" in refused(path)
 
 
@@ -375,7 +377,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     rows: list[Any] = [{"text": numbered(50)}, {"text": numbered(50)}]
     monkeypatch.setattr(hub, "reachable", lambda: True)
     monkeypatch.setattr(hub, "dataset_info", lambda _: type("Info", (), {"sha": "abc123"}))
-    monkeypatch.setattr(sources, "_rows", lambda *_: rows)
+    monkeypatch.setattr(hub_datasets, "_rows", lambda *_: rows)
     return rows
 
 
@@ -398,7 +400,7 @@ def test_a_stream_that_breaks_off(streamed: list[Any], monkeypatch: pytest.Monke
         yield streamed[0]
         raise ConnectionError("reset\nby peer")
 
-    monkeypatch.setattr(sources, "_rows", rows)
+    monkeypatch.setattr(hub_datasets, "_rows", rows)
     assert "broke off after row 1 (reset by peer)" in refused("org/name", windows=100)
 
 
@@ -422,7 +424,7 @@ def test_data_set_errors(streamed: list[Any], monkeypatch: pytest.MonkeyPatch) -
         def fail(*_: Any, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr(sources, "_rows", fail)
+        monkeypatch.setattr(hub_datasets, "_rows", fail)
         assert said in refused("org/name")
 
 
