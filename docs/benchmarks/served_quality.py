@@ -65,7 +65,7 @@ def kvcal(*arguments: str) -> str:
 def main() -> None:
     from transformers import AutoConfig, AutoTokenizer
 
-    from kvcal.text.sources import evaluation_windows
+    from kvcal.text.token_windows import evaluation_windows
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("schemes", nargs="*", default=["uniform-4", "higgs-2"])

@@ -22,7 +22,7 @@ def tune_bits(o: TuneBitsOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
         return
-    print_facts({name: value for name, value in result.items() if name != "layers"}, wide=o.wide)
+    print_facts({name: value for name, value in result.items() if name not in ("layers", "sensitivity")}, wide=o.wide)
     if o.objective != "kl":
         _layers(result["layers"], o.wide)
     print_next("eval", result["bundle"], "--model", o.model)

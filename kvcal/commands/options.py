@@ -186,7 +186,8 @@ class ReportOptions(Options):
     """Of `kvcal report`."""
 
     inputs: list[Path] = required(
-        list[Path], "Files of `kvcal eval --json`, `kvcal compare --json` or its --output, and bundles."
+        list[Path],
+        "Files of `kvcal eval --json`, `kvcal compare --json` or its --output, `kvcal bench --json`, and bundles.",
     )
     output: Path = required(Path, "The page, an .html file.", "--output", "-o")
 

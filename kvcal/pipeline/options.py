@@ -282,6 +282,7 @@ class TuneBitsOptions(CalibrationOptions, CacheWindows, Selection, Layerwise):
         "higgs-2,higgs-3,higgs-4,uniform-2-channel,uniform-4",
         "Of --objective kl: what keys or values of a layer may be stored in.",
     )
+    predict: bool = flag("Of --objective kl: store what AQUA-KV's predictors leave, in learned codecs, too.")
     bits: str = option("2,4,8", "What keys and values of a layer may have.")
     group: int = option(32, "Tokens of a key channel, channels of a value, that share a scale.", at_least=1)
     block: int = 128

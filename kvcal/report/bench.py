@@ -67,8 +67,8 @@ TIMED = ("operation", "scheme", "batch", "length", "microseconds", "stored_bits"
 
 
 def _timed(rows: list[Found], wide: bool) -> Table:
-    """How a row was timed, and in each line whether that was measured or projected, stand with --wide alone; the heading
-    says it where it is the same in all rows.
+    """How a row was timed, and whether that was measured or projected, stand in each line with --wide alone; the
+    heading says it where it is the same in all rows.
     """
     kinds = list(dict.fromkeys(map(said, rows)))
     mixed = wide or len(kinds) > 1
