@@ -17,8 +17,8 @@ def refuse_missing(path: Path, *, presets: bool = False) -> None:
     """
     refuse_name(path, presets=presets)
     if not path.is_file():
-        found = f"{kind_of(path.stat().st_mode)}, not a bundle" if path.exists() else "no such bundle"
-        raise CorruptBundle(f"{path}: {found} file")
+        problem = f"{kind_of(path.stat().st_mode)}, not a bundle" if path.exists() else "no such bundle"
+        raise CorruptBundle(f"{path}: {problem} file")
 
 
 def refuse_name(path: Path, *, presets: bool = False) -> None:

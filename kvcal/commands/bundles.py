@@ -1,4 +1,4 @@
-"""`kvcal inspect`, `kvcal verify` and `kvcal diff`."""
+"""`kvcal inspect`, `kvcal verify` and `kvcal diff`. What opens a model is imported where one is given."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import UsageError
@@ -15,23 +15,12 @@ from kvcal_artifacts.files import read_bytes, write_atomically
 from ..bundles.diff import diff
 from ..bundles.paths import given_bundle
 from ..evaluate.errors import HeadErrors, head_errors_fault, measured_head_errors, stored_head_errors
-from ..models import names
-from ..report.drawn import as_file
-from ..report.plots import check_plot, head_errors_figure
 from ..report.records import check_depth
-from .common import (
-    Say,
-    check_column,
-    check_context,
-    evaluation_text,
-    refuse_idle,
-    refuse_idle_seed,
-    text_for,
-    tokenizer_for,
-)
-from .made_for import check_made_for
+from .idle import refuse_idle, refuse_idle_seed
 from .options import InspectOptions, VerifyOptions
-from .workbench import check_bundle, open_model
+
+if TYPE_CHECKING:
+    from .common import Say
 
 INSPECT_WINDOWS, INSPECT_LENGTH = 4, 1024  # enough for two digits: an error is a mean over thousands of tokens
 
@@ -47,6 +36,8 @@ def run_inspect(o: InspectOptions, say: Say, typed: Collection[str] = ()) -> dic
     """
     path = o.bundle
     if o.plot is not None:
+        from ..report.plots import check_plot
+
         check_plot(o.plot)
     if o.model is None:
         refuse_idle(typed, MEASURES, "a measurement", "give --model, or leave it out")
@@ -96,6 +87,11 @@ def head_errors(bundle: Bundle, o: InspectOptions, say: Say) -> dict[str, Any] |
 
 
 def _measured(bundle: Bundle, o: InspectOptions, model: str, say: Say) -> tuple[HeadErrors, str]:
+    from ..models import names
+    from .common import check_column, check_context, evaluation_text, text_for, tokenizer_for
+    from .made_for import check_made_for
+    from .workbench import open_model
+
     source = names.resolve(model, o.revision)
     origin = text_for(o, source, "evaluation")
     check_column(o.column, origin)
@@ -110,6 +106,9 @@ def _measured(bundle: Bundle, o: InspectOptions, model: str, say: Say) -> tuple[
 
 
 def _draw(bundle: Bundle, errors: dict[str, Any] | None, path: Path) -> None:
+    from ..report.drawn import as_file
+    from ..report.plots import head_errors_figure
+
     if errors is None:
         fault = head_errors_fault(bundle.metrics)
         what = "no errors by head" if fault is None else f"no errors by head that can be drawn ({fault})"
@@ -139,6 +138,8 @@ def run_verify(o: VerifyOptions, typed: Collection[str] = ()) -> dict[str, Any]:
     bundle = given_bundle(path)
     checks = ["format", "header hash", "tensor hashes", "tensors finite", "codecs", "layer chain"]
     if model is not None:
+        from .workbench import check_bundle
+
         check_bundle(bundle, model, o.revision, device=o.device, random_weights=o.random_weights, seed=o.seed)
         checks.append(f"model {model}")
     return {"bundle": str(path), "sha256": file_sha256(path), "ok": True, "checked": checks}

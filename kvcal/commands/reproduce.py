@@ -1,4 +1,7 @@
-"""`kvcal reproduce`: run a bundle's recorded command again and compare."""
+"""`kvcal reproduce`: run a bundle's recorded command again and compare. Of the commands one is imported, the recorded.
+
+`kvcal card` checks a record by the same functions.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,17 +40,10 @@ from ..pipeline.spec import Options as CommandOptions
 from ..report.outputs import check_output
 from ..text.sources import EMBEDDED
 from .bundles import file_sha256
-from .combine import run_combine
-from .common import Say
-from .fit_norms import innerq_method, run_fit_norms
-from .fit_predictors import aqua_method, run_fit_predictors
-from .fold import run_fold
-from .measure_subspaces import run_measure_subspaces, squat_method
 from .options import FoldOptions, ReproduceOptions
-from .preset import run_preset, wanted_preset
-from .train_codebooks import run_train_codebooks, vqkv_method
-from .tune_bits import kvtuner_method, run_tune_bits
-from .tune_thresholds import mixkvq_method, run_tune_thresholds, search_settings
+
+if TYPE_CHECKING:
+    from .common import Say
 
 RUNS = (  # commands that `run_again` knows
     "fit-predictors",
@@ -124,20 +120,36 @@ def run_again(o: CommandOptions, say: Say) -> None:
     """Run the command whose options these are."""
     match o:
         case FitPredictorsOptions():
+            from .fit_predictors import run_fit_predictors
+
             run_fit_predictors(o, say)
         case FitNormsOptions():
+            from .fit_norms import run_fit_norms
+
             run_fit_norms(o, say)
         case FoldOptions():
+            from .fold import run_fold
+
             run_fold(o, say)
         case MeasureSubspacesOptions():
+            from .measure_subspaces import run_measure_subspaces
+
             run_measure_subspaces(o, say)
         case PresetOptions():
+            from .preset import run_preset
+
             run_preset(o, say)
         case TrainCodebooksOptions():
+            from .train_codebooks import run_train_codebooks
+
             run_train_codebooks(o, say)
         case TuneBitsOptions():
+            from .tune_bits import run_tune_bits
+
             run_tune_bits(o, say)
         case TuneThresholdsOptions():
+            from .tune_thresholds import run_tune_thresholds
+
             run_tune_thresholds(o, say)
         case _:
             raise TypeError(type(o).__name__)
@@ -147,14 +159,24 @@ def check_alone(o: CommandOptions | None) -> None:
     """What a command makes of its options first, where the model decides nothing about it; raises UsageError."""
     match o:
         case FitPredictorsOptions():
+            from .fit_predictors import aqua_method
+
             aqua_method(o)
         case FitNormsOptions():
+            from .fit_norms import innerq_method
+
             innerq_method(o)
         case PresetOptions():
+            from .preset import wanted_preset
+
             wanted_preset(o)
         case TuneBitsOptions():
+            from .tune_bits import kvtuner_method
+
             kvtuner_method(o)
         case TuneThresholdsOptions():
+            from .tune_thresholds import mixkvq_method, search_settings
+
             search_settings(o)
             mixkvq_method(o)
 
@@ -163,8 +185,12 @@ def check_with_model(o: CommandOptions | None, model: str) -> None:
     """What a command of OF_MODEL makes of its options and the model's geometry; raises UsageError."""
     match o:
         case MeasureSubspacesOptions():
+            from .measure_subspaces import squat_method
+
             squat_method(o, names.resolve(model, o.revision))
         case TrainCodebooksOptions():
+            from .train_codebooks import vqkv_method
+
             vqkv_method(o, configuration.geometry(names.resolve(model, o.revision)))
 
 
@@ -306,6 +332,8 @@ class Rerun:
         inputs = [self._input(one) for one in was.inputs]
         with _threads(was.cpu.get("threads")):
             if checked is None:
+                from .combine import run_combine
+
                 run_combine(inputs[0], inputs[1], output)
                 return
             changes: dict[str, Any] = {"model": self.places.model_of(was)}

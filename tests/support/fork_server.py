@@ -8,9 +8,11 @@ too, which runs a program from its standard input.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
+import pkgutil
 import socket
 import subprocess
 import sys
@@ -23,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 IMPORTED = (
     "transformers.models.llama.modeling_llama", "transformers.tokenization_utils_tokenizers",
     "transformers.cache_utils", "matplotlib.figure", "matplotlib.backends.backend_agg", "huggingface_hub.hf_api",
-    "huggingface_hub.file_download", "kvcal.commands.build", "kvcal.commands.publish", "kvcal.commands.reproduce",
+    "huggingface_hub.file_download",
 )  # fmt: skip
 CLIENT = """\
 #!{python} -SE
@@ -58,9 +60,12 @@ def forking(folder: Path, environment: Mapping[str, str], programs: Collection[s
 
 
 def serve(place: str) -> None:
-    for module in IMPORTED:
-        importlib.import_module(module)
+    from kvcal import commands
     from kvcal.cli import main
+
+    for module in (*IMPORTED, *(f"kvcal.commands.{each.name}" for each in pkgutil.iter_modules(commands.__path__))):
+        importlib.import_module(module)
+    gc.freeze()  # what is imported: no child walks it, or copies its pages
 
     server = socket.socket(socket.AF_UNIX)
     server.bind(place)

@@ -16,7 +16,8 @@ from kvcal_artifacts.bundle import SUFFIX
 from tests.support.models_fixture import kvcal
 from tests.support.pages import ROOT
 
-HEAVY = ("torch", "transformers", "huggingface_hub", "matplotlib", "datasets", "optuna", "numpy")
+OURS = ("kvcal.methods", "kvcal.commands.workbench")  # with what they bring a third of a second
+HEAVY = ("torch", "transformers", "triton", "huggingface_hub", "matplotlib", "datasets", "optuna", "numpy", *OURS)
 HELP = {"--help": 0, "eval --help": 0, "fit": 0, "fit aqua-kv -h": 0, "names": 0, "names codec": 0, "models": 0}
 MISTAKES = {  # command line -> exit code
     "evl": 2,
@@ -47,10 +48,10 @@ MISTAKES = {  # command line -> exit code
     "plan --dtype int8 --gpu l4": 2,
     "names kinds": 2,
 }
-WITH_TORCH = ["verify BUNDLE", "inspect BUNDLE", "diff BUNDLE BUNDLE", "card BUNDLE", "doctor"]
-WITH_TORCH += ["bench --device jetson-orin-nano", "names preset -m tiny"]
+READ = ["verify BUNDLE", "inspect BUNDLE", "diff BUNDLE BUNDLE"]  # first: what one imports, those behind it have
+WITH_TORCH = [*READ, "doctor", "card BUNDLE", "bench --device jetson-orin-nano", "names preset -m tiny"]
 PROGRAM = """\
-import json, sys
+import gc, json, sys
 from kvcal.cli import app
 ends = []
 for words in json.loads(sys.argv[1]):
@@ -59,13 +60,15 @@ for words in json.loads(sys.argv[1]):
         app.main()
     except SystemExit as end:
         loaded = [name for name in HEAVY if name in sys.modules]
-        ends.append([end.code, loaded])
+        ends.append([end.code, loaded, gc.isenabled() and gc.get_freeze_count() > 0])
 print(json.dumps(ends), file=sys.stderr)
 """
 
 
-def ends(lines: list[str], folder: Path) -> dict[str, tuple[int, list[str]]]:
-    """Exit code of each command line, and which heavy modules were loaded by then; one process for all."""
+def ends(lines: list[str], folder: Path) -> dict[str, tuple[int, list[str], bool]]:
+    """Exit code of each command line, which heavy modules were loaded by then, and whether imported objects are frozen
+    and garbage is collected again; one process for all.
+    """
     path = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "artifacts"))
     words = json.dumps([shlex.split(line) for line in lines])
     done = subprocess.run(
@@ -77,23 +80,26 @@ def ends(lines: list[str], folder: Path) -> dict[str, tuple[int, list[str]]]:
         check=True,
     )
     return {
-        line: (code, loaded)
-        for line, (code, loaded) in zip(lines, json.loads(done.stderr.splitlines()[-1]), strict=True)
+        line: (code, loaded, frozen)
+        for line, (code, loaded, frozen) in zip(lines, json.loads(done.stderr.splitlines()[-1]), strict=True)
     }
 
 
 def test_help_lists_and_mistakes_import_no_torch(tmp_path: Path) -> None:
     expected = HELP | MISTAKES
-    assert ends([*expected], tmp_path) == {line: (code, []) for line, code in expected.items()}
+    assert ends([*expected], tmp_path) == {line: (code, [], False) for line, code in expected.items()}
 
 
 def test_what_opens_no_model_imports_no_transformers(tmp_path: Path) -> None:
     bundle = f"kivi{SUFFIX}"
     assert kvcal("preset", "kivi-2", "--config-only", "--output", tmp_path / bundle).code == 0
     lines = [line.replace("BUNDLE", bundle) for line in WITH_TORCH]
-    for line, (code, loaded) in ends(lines, tmp_path).items():
+    for line, (code, loaded, frozen) in ends(lines, tmp_path).items():
         assert code == 0, line
-        assert not {"transformers", "matplotlib", "datasets", "optuna"} & set(loaded), f"{line}: {loaded}"
+        assert not {"transformers", "matplotlib", "datasets", "optuna", "triton"} & set(loaded), f"{line}: {loaded}"
+        assert frozen, f"{line}: torch was imported with the garbage collector on, or that is off now"
+        if line.split()[0] in {read.split()[0] for read in READ}:
+            assert set(loaded) == {"torch", "numpy"}, f"{line}: {loaded}"
 
 
 def test_names_in_the_file_are_those_that_the_codecs_count() -> None:
