@@ -33,8 +33,8 @@ from kvcal.text.rows import WITHOUT, Picker
 from kvcal.text.token_stream import chat_renderer
 from kvcal.text.token_windows import evaluation_windows, token_windows
 from kvcal_artifacts.errors import TextError
-from tests.kvcal.text.test_sources import PLAIN, WITH_BOS, byte_tokenizer, numbered, write
 from tests.support.models_fixture import SMALL, kvcal, write_model, write_text
+from tests.support.texts import PLAIN, WITH_BOS, byte_tokenizer, numbered, write
 
 ROWS = [{"text": f'It is é number {i},\n"so" it is\tsaid.\n', "n": i} for i in range(5)]
 TEXTS = [str(row["text"]) for row in ROWS]
