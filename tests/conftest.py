@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+gc.disable()  # until tests are collected: what they and torch's import leave is no garbage, and takes seconds to walk
+
 _assets = tempfile.TemporaryDirectory(prefix="kvcal-tests-")
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads both once
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # also for the processes that tests start
@@ -32,7 +34,9 @@ UNINITIALISED = [
 _patches = pytest.MonkeyPatch()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        gc.enable()  # xdist's own process collects no tests
     # torch's own switch, fill_uninitialized_memory, needs deterministic mode, which also swaps kernels.
     torch.utils._device._device_constructors()  # cached by torch: else a meta context would not know the patched ones
     for owner, name in UNINITIALISED:
@@ -43,6 +47,7 @@ def pytest_collection_finish() -> None:
     """Modules and 12,000 tests are no garbage: without them a test's own `gc.collect()` takes 0.02 in place of 0.3 s."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..capture.scan import Capture, LayerTaps
 from ..methods.hashing import spread
 from ..methods.vqkv import VQKV, band_split, two_scales
+from ..report.progress import tracked
 
 # Held-out vectors: a 32nd of the training ones within these bounds.
 HELD_PART, HELD_LEAST, HELD_MOST = 32, 4096, 1 << 17
@@ -40,7 +41,7 @@ class Vectors:
 def collect(method: VQKV, capture: Capture, train: int, heads: int, say: Say = lambda line: None) -> Vectors:
     """A Collection of all layers of a capture that serves nothing else."""
     collection = Collection(method, train, heads, len(capture))
-    for taps in capture:
+    for taps in tracked(capture, "Reading layers", len(capture)):
         collection.add(taps)
     return collection.vectors(say)
 

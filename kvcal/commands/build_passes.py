@@ -28,6 +28,7 @@ from ..capture.spill import Where
 from ..models.names import resolve
 from ..pipeline.options import PresetOptions, TuneThresholdsOptions
 from ..pipeline.shared_options import Selection
+from ..report.progress import Items
 from .build_plan import Work, calibration_of, counted, method_of
 from .calibration import is_layerwise, spill_dir
 from .combine import run_combine
@@ -160,8 +161,9 @@ def run_all(todo: Sequence[Work], jobs: int, say: Say, written: Written) -> None
     """
     first = [work for work in todo if not work.plans[0].entry.parts]
     if jobs == 1 or len(first) < 2:
-        for number, work in enumerate(todo, 1):
-            say(f"{number}/{len(todo)} {work.label}")
+        items = Items(say, len(todo))
+        for work in todo:
+            items.begin(work.label)
             with _named(work):
                 run_work(work, say, written)
         return

@@ -56,7 +56,7 @@ def reading() -> Iterator[token_stream.Progress]:
 
         def seen(tokens: int, total: int) -> None:
             nonlocal before
-            advance(tokens - before)
+            advance(tokens - before, total=total if total > tokens else None)
             before = tokens
 
         yield seen

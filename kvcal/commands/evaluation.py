@@ -250,10 +250,11 @@ def _measured(
         label = ", ".join(["full", *watched])
         saved = WatchedBatches(watched, work, f"windows-{short(label)}", label, len(ids), say)
         rows = evaluate(model, ids, watched, step=o.step, batch=o.batch, saved=saved)
-        canaries = {
-            name: canary(model, ids, makers[name], step=o.step).counted(one.rows, one.audit)
-            for name, one in watched.items()
-        }
+        canaries = {}
+        with progress("Canary", total=len(watched)) as advance:
+            for name, one in watched.items():
+                canaries[name] = canary(model, ids, makers[name], step=o.step).counted(one.rows, one.audit)
+                advance()
         return Measured(rows, watched, canaries, saved.resumed)
 
     try:

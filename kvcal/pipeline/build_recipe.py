@@ -23,7 +23,7 @@ from .spec import DefaultsOf, Options, OptionsOf
 TOP = {"output": str, "defaults": dict, "models": dict, "bundles": dict, "gates": dict, "evaluation": dict}
 OWN = ("method", "models", "matrix", "gates")  # keys of a bundle that are no options of its command
 FROM_MODEL = ("model", "revision")
-NOT_GIVEN = ("output", "json", "plot", "resume", "storage", "heartbeat", "name")  # the build's own affair
+NOT_GIVEN = ("output", "json", "wide", "plot", "resume", "storage", "heartbeat", "name")  # the build's own affair
 HOW = ("spill", "spill_dir", "layerwise")  # changes no byte
 PATHS = ("recipe", "tasks_path", "spill_dir")
 MAYBE_PATHS = ("model", "text", "other_text")  # or a name: a path if there is one

@@ -151,7 +151,7 @@ class TuneThresholdsOptions(CalibrationOptions, CacheWindows, Stepped):
     trials: int = option(30, "How many thresholds are tried.", at_least=1, panel="Search")
     max_bits: float = option(
         3.7,
-        "Stored bits a value, at most: the best point below is chosen.",
+        "Stored bits per value, at most: the best point below is chosen.",
         at_least=0,
         at_most=32,
         panel="Search",
@@ -274,7 +274,7 @@ class TuneBitsOptions(CalibrationOptions, CacheWindows, Selection, Layerwise):
     windows: int | None = option(None, "Windows in all (default: 12).", at_least=2)
     holdout: int | None = option(None, "How many of them only measure the result (default: 4, or 1 in 8).", at_least=1)
     output: Path | None = option(None, "Default: <model>-kvtuner.kvcal.safetensors here.", "--output", "-o")
-    max_bits: float = option(3.7, "Stored bits a value, scales included, at most on average.", at_least=0, at_most=32)
+    max_bits: float = option(3.7, "Stored bits per value, scales included, at most on average.", at_least=0, at_most=32)
     objective: str = option(
         "attention", "What is made small: attention (KVTuner-like, integers), or kl (of the model, any codecs)."
     )
@@ -282,6 +282,7 @@ class TuneBitsOptions(CalibrationOptions, CacheWindows, Selection, Layerwise):
         "higgs-2,higgs-3,higgs-4,uniform-2-channel,uniform-4",
         "Of --objective kl: what keys or values of a layer may be stored in.",
     )
+    predict: bool = flag("Of --objective kl: store what AQUA-KV's predictors leave, in learned codecs, too.")
     bits: str = option("2,4,8", "What keys and values of a layer may have.")
     group: int = option(32, "Tokens of a key channel, channels of a value, that share a scale.", at_least=1)
     block: int = 128
@@ -343,7 +344,7 @@ class EvalOptions(
         None, "Gate: perplexity above full precision's by at most this share, as 1% or 0.01."
     )
     max_kl: float | None = option(None, "Gate: KL to full precision, nats a token.")
-    max_bits: float | None = option(None, "Gate: stored bits a value of packed blocks.")
+    max_bits: float | None = option(None, "Gate: stored bits per value of packed blocks.")
     max_cache_bytes: float | None = option(
         None, "Gate: bytes that packed blocks and windows take at one text window's end."
     )

@@ -70,6 +70,7 @@ class Options:
     panel: ClassVar[str] = "Output"
 
     json: bool = flag("Print JSON on stdout instead of a table.")
+    wide: bool = flag("All columns and digits, in lines of any length.")
 
     def by_name(self) -> dict[str, object]:
         """All options by name, without copying any."""

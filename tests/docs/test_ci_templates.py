@@ -56,7 +56,7 @@ length = 68
 NAME, REPO = "own-aqua", "lab/ci-own-aqua"
 GIVEN = {"recipe": "kvcal.toml", "output": "build", "model": "model", "evaluation": "--text words.txt --windows 1 --length 68",
          "gates": "--max-kl 5", "reproduce": "--text words.txt --model model", "repository": "lab/ci", "install": "kvcal",
-         "python": "3.11"}  # fmt: skip
+         "python": "3.11", "runner": "a-label"}  # fmt: skip
 
 
 @dataclass
@@ -328,6 +328,24 @@ def test_actions_are_pinned_and_the_token_may_only_read() -> None:
         assert ("run" in step) != ("uses" in step)
         if "uses" in step:
             assert re.fullmatch(r"actions/[\w/-]+@v\d+", step["uses"])
+
+
+def test_the_runner_is_an_input() -> None:
+    (job,) = workflow()["jobs"].values()
+    assert filled(job["runs-on"], GIVEN) == "a-label"
+    assert workflow()[True]["workflow_call"]["inputs"]["runner"]["default"] == "ubuntu-latest"
+
+
+def test_making_bundles_again_is_optional(place: Place) -> None:
+    """What lies in kept/ is no bundle, which `kvcal reproduce` says where it runs."""
+    (place.folder / "kept").mkdir()
+    (place.folder / "kept" / "x.kvcal.safetensors").write_bytes(b"no bundle")
+    step = next(step for step in steps() if "kvcal reproduce" in step.get("run", ""))
+    assert step["if"] == "${{ inputs.reproduce != 'no' }}"
+    place.run(step["run"], {"REPRODUCE": ""}, code=4)
+    (line,) = [line for line in gitlab()[1]["kvcal-bundles"] if "kvcal reproduce" in line]
+    place.run(line, {"REPRODUCE": ""}, code=4)
+    place.run(line, {"REPRODUCE": "no"})
 
 
 def test_only_the_default_branch_publishes() -> None:

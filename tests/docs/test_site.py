@@ -59,6 +59,17 @@ def test_every_page_with_commands_is_run() -> None:
     assert written - lab == {*QUICK, *METHODS, *HELD}
 
 
+def test_walks_begin_with_the_install_of_the_readme() -> None:
+    """An engineer's, a researcher's and a pipeline's."""
+    install = "pip install -c constraints.txt '.[all]'"
+    assert f"{install} && kvcal demo" in (ROOT / "README.md").read_text("utf-8")
+    for name in ("engineer", "researcher", "pipeline"):
+        text = (DOCS / "guides" / f"{name}.md").read_text("utf-8")
+        assert text.index(install) < text.index(
+            "kvcal plan" if name == "engineer" else "kvcal compare --" if name == "researcher" else "kvcal build"
+        )
+
+
 def test_a_block_that_needs_more_says_what(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f'# A\n\n```bash {NEEDS}a GPU"\nfalse\n```\n\n```bash\ntrue\n```\n\n```python\nprint(3)\n```\n')

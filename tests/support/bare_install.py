@@ -3,16 +3,19 @@
     python bare_install.py
 
 Exits with 1, and a line, where something does not hold. Imports nothing of the tests, and works in a folder of its own.
+Torch and Transformers are imported once; each command runs in a child forked from there.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import importlib.util
 import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 EXTRAS = {"datasets": "data", "pyarrow": "data", "optuna": "tune", "matplotlib": "plot", "lm_eval": "tasks"}
@@ -50,28 +53,70 @@ def problems() -> Iterator[str]:
         if importlib.util.find_spec(module) is not None:
             yield f"{module} is installed: a bare install must not bring it, it belongs to the extra {extra}"
     for words in WORKS:
-        done = kvcal(*words)
-        if done.returncode:
-            yield f"kvcal {' '.join(words)[:60]}: exit code {done.returncode}: {done.stderr[-500:]}"
-    done = subprocess.run([sys.executable, "-c", LOADS], capture_output=True, text=True, check=False)
-    if done.returncode:
-        yield f"a bundle does not load and generate: {done.stderr[-500:]}"
+        code, err = kvcal(*words)
+        if code:
+            yield f"kvcal {' '.join(words)[:60]}: exit code {code}: {err[-500:]}"
+    code, err = forked(lambda: exec(LOADS, {}))
+    if code:
+        yield f"a bundle does not load and generate: {err[-500:]}"
     Path("rows.parquet").write_bytes(b"PAR1")
     for words, extra in REFUSED:
-        done = kvcal(*words)
+        code, err = kvcal(*words)
         said = f"which is not installed: pip install 'kvcal[{extra}]'"
-        if done.returncode != 2 or said not in done.stderr.splitlines()[-1]:
-            yield f"kvcal {' '.join(words)}: exit code {done.returncode}, must be 2 and say {said!r}: {done.stderr[-500:]}"
+        if code != 2 or said not in (err.splitlines() or [""])[-1]:
+            yield f"kvcal {' '.join(words)}: exit code {code}, must be 2 and say {said!r}: {err[-500:]}"
 
 
-def kvcal(*words: str) -> subprocess.CompletedProcess[str]:
-    """The command line, in a process of its own."""
-    command = [sys.executable, "-m", "kvcal", "--quiet", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def kvcal(*words: str) -> tuple[int, str]:
+    """The command line's exit code and what it writes to stderr."""
+
+    def run() -> None:
+        from kvcal.cli.app import main
+
+        sys.argv = ["kvcal", "--quiet", *words]
+        main()
+
+    return forked(run)
+
+
+def forked(run: Callable[[], None]) -> tuple[int, str]:
+    """Run it in a child: its exit code, 1 for an exception or a text that it ends with, and what it writes to stderr."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        if child := os.fork():
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            err.seek(0)
+            return code, err.read()
+        code = 1
+        try:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+            run()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+def ready() -> None:
+    """Import what children need, which costs each of them seconds."""
+    gc.disable()
+    for module in ("kvcal.cli.app", "kvcal.commands.evaluation", "transformers.models.llama.modeling_llama"):
+        importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
 
 
 def main() -> int:
     """Print the problems; 1 if there are any."""
+    ready()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         lines = list(problems())

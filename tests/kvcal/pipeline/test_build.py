@@ -425,9 +425,7 @@ def test_gates_of_a_recipe_and_of_one_bundle(base: Path) -> None:
     recipe(base, text)
     done = kvcal("build", base / "r.toml", "--json", "--junit", base / "j.xml", "--summary", base / "s.md")
     assert done.code == 3
-    assert (
-        "kvcal: gate failed: small-plain: max-bits 8, at most 1 (layer 0 stores the most: 8 bits a value)" in done.err
-    )
+    assert "kvcal: gate failed: small-plain: max-bits 8, at most 1 (layer 0 stores the most: 8 bits/value)" in done.err
     seen = {(check["name"], check["gate"]): check["passed"] for check in done.json["gates"]}
     assert [pair for pair, passed in seen.items() if not passed] == [("small-plain", "max-bits")]
     assert ("small-squat", "max-layer-drift") in seen
@@ -716,7 +714,7 @@ def test_the_blocks_of_the_page_run(tmp_path: Path) -> None:
     assert [one.block.heading for one in ran] == ["Recipe", "Build", "Gates"]
     assert ran[0].out.count("it is new") == 5
     assert ran[1].out.count("built") == 5
-    assert "max-bits 2.375, at most 2 (layer 0 stores the most: 4.125 bits a value)" in ran[2].err
+    assert "max-bits 2.375, at most 2 (layer 0 stores the most: 4.125 bits/value)" in ran[2].err
     assert [gate for gate, _ in failures(tmp_path / "gates.xml")] == ["max-bits"]
     assert (tmp_path / "gates.md").read_text().startswith("### kvcal: 1 of 6 gates failed")
 

@@ -350,9 +350,10 @@ def test_no_such_path(name: str) -> None:
 
 def test_folder_without_text(tmp_path: Path) -> None:
     write(tmp_path / "weights.bin", b"")
-    assert "holds no text among 1 files (weights.bin): looked for plain text (.txt, .text, .raw" in refused(
-        str(tmp_path)
-    )
+    write(tmp_path / "README", b"a text, but in a folder only suffixes tell")
+    said = refused(str(tmp_path))
+    assert "holds no text among 2 files (README, weights.bin): looked for plain text (.txt, .text, .raw" in said
+    assert "no suffix" not in said
 
 
 def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
