@@ -128,7 +128,8 @@ def tests_vllm(session: nox.Session) -> None:
     # not constraints.txt: vLLM 0.32 takes an older Transformers, which kvcal supports, too
     session.install("--no-compile", "torch==2.13.0", *needed, "-e", ".[test]")
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    session.run("pytest", "-q", "-n", "0", "-m", "vllm", "tests/serving", *session.posargs, env=environment)
+    options = ("-v", "-n", "0", "-m", "vllm", "--timeout=1800", "--show-capture=no")  # an engine logs a hundred lines
+    session.run("pytest", *options, "tests/serving", *session.posargs, env=environment)
 
 
 def _pytest(session: nox.Session, *options: str, constraints: str = CONSTRAINTS) -> None:

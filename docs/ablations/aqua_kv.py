@@ -27,7 +27,7 @@ from kvcal.commands.workbench import open_model
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.data_free import Preset
-from kvcal.text import sources
+from kvcal.text import token_windows
 from kvcal_artifacts.bundle import load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.scheme import Scheme
@@ -146,7 +146,9 @@ def agrees(pairs: list[tuple[float, float]]) -> bool:
     return all((a[1] < b[1]) == (a[0] < b[0]) for a, b in combinations(pairs, 2) if abs(a[0] - b[0]) > 0.005)
 
 
-def fitted(entry: Entry, loaded: Any, text: sources.Windows, args: argparse.Namespace) -> tuple[Scheme, dict[str, Any]]:
+def fitted(
+    entry: Entry, loaded: Any, text: token_windows.Windows, args: argparse.Namespace
+) -> tuple[Scheme, dict[str, Any]]:
     """The row's scheme, and what fitting it took."""
     if entry.preset:
         return Preset(**entry.settings).scheme(loaded.model), {}
@@ -164,7 +166,9 @@ def fitted(entry: Entry, loaded: Any, text: sources.Windows, args: argparse.Name
     return scheme, facts
 
 
-def measure(entry: Entry, loaded: Any, text: sources.Windows, ids: Any, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    entry: Entry, loaded: Any, text: token_windows.Windows, ids: Any, args: argparse.Namespace
+) -> dict[str, Any]:
     """One row, with the full-precision row it was compared with under "full"."""
     scheme, facts = fitted(entry, loaded, text, args)
     started = time.monotonic()
@@ -177,10 +181,10 @@ def measure(entry: Entry, loaded: Any, text: sources.Windows, ids: Any, args: ar
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All rows; each is written to NAME.json as it is ready, and a second call goes on from there."""
     loaded = open_model(args.model, None, dtype=args.dtype, device=args.device)
-    text = sources.token_windows(
+    text = token_windows.token_windows(
         loaded.tokenizer, args.calibration, windows=args.windows, holdout=args.windows // 8, length=args.length, seed=0
     )
-    found = sources.evaluation_windows(loaded.tokenizer, args.text, windows=args.eval_windows, length=args.length)
+    found = token_windows.evaluation_windows(loaded.tokenizer, args.text, windows=args.eval_windows, length=args.length)
     settings = {
         "model": Path(args.model).name, "revision": loaded.revision, "dtype": str(loaded.model.dtype),
         "device": loaded.model.device.type, "calibration": text.source, "calibration_sha256": text.sha256,

@@ -32,13 +32,13 @@ def prepare(args: dict[str, Any]) -> None:
     import torch
 
     from kvcal.commands.workbench import open_model
-    from kvcal.text import sources
+    from kvcal.text import token_windows
 
     torch.set_num_threads(args["threads"])
     STATE.update(args=args, loaded=open_model(args["model"], None, dtype=args["dtype"], device=args["device"]))
     text = {"windows": args["windows"], "length": args["length"]}
-    STATE["ids"] = sources.evaluation_windows(STATE["loaded"].tokenizer, args["text"], **text).ids
-    STATE["guard"] = sources.evaluation_windows(
+    STATE["ids"] = token_windows.evaluation_windows(STATE["loaded"].tokenizer, args["text"], **text).ids
+    STATE["guard"] = token_windows.evaluation_windows(
         STATE["loaded"].tokenizer, "embedded:evaluation", windows=args["guard_windows"], length=args["guard_length"]
     ).ids
 

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, DynamicCache
 from kvcal.commands.workbench import open_model
 from kvcal.models import names
 from kvcal.report.progress import progress
-from kvcal.text import sources
+from kvcal.text import sources, token_windows
 from kvcal_artifacts.scheme import HeavyHitters, Windows
 
 SETS = {
@@ -135,7 +135,7 @@ def main() -> None:
     o = parser.parse_args()
     loaded = open_model(o.model, None, dtype="float32", device="cpu")
     text = o.text or sources.default_text(names.resolve(o.model, None), "evaluation")
-    ids = sources.evaluation_windows(loaded.tokenizer, text, length=o.length, windows=o.windows, column=None).ids
+    ids = token_windows.evaluation_windows(loaded.tokenizer, text, length=o.length, windows=o.windows, column=None).ids
     for name, kl in divergence(loaded.model, ids, o.step, HeavyHitters(o.keep, o.heavy), o.batch).items():
         print(f"one set a {name:5} KL {kl:.5f}")
 

@@ -39,7 +39,7 @@ from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods.factors import channel_factor, query_weight
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.text import sources
+from kvcal.text import sources, token_windows
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context, Exact, Scaled, Shape, Uniform
@@ -164,7 +164,7 @@ def main() -> None:
         given.calibration or sources.default_text(source, "calibration"),
     )
     ids, other = (
-        sources.evaluation_windows(loaded.tokenizer, text, windows=given.windows, length=given.length).ids
+        token_windows.evaluation_windows(loaded.tokenizer, text, windows=given.windows, length=given.length).ids
         for text in texts
     )
     rules = given.rules.split(",")

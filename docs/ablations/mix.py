@@ -12,7 +12,8 @@ import argparse
 from itertools import chain
 from pathlib import Path
 
-from kvcal.text.sources import open_documents, resolve_text
+from kvcal.text.documents import open_documents
+from kvcal.text.sources import resolve_text
 
 PIECE = 16_384  # characters: about one window of 4096 tokens
 

@@ -94,11 +94,11 @@ def prepare(args: dict[str, Any]) -> None:
     import torch
 
     from kvcal.commands.workbench import open_model
-    from kvcal.text import sources
+    from kvcal.text import token_windows
 
     torch.set_num_threads(args["threads"])
     loaded = open_model(args["model"], None, dtype=args["dtype"], device=args["device"])
-    text = sources.evaluation_windows(
+    text = token_windows.evaluation_windows(
         loaded.tokenizer, args["text"], windows=args["eval_windows"], length=args["length"]
     )
     STATE.update(args=args, loaded=loaded, text=text)

@@ -28,7 +28,7 @@ from kvcal.cli.output import print_table
 from kvcal.methods.squat import logit_squares, window_subspaces
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.text import sources
+from kvcal.text import sources, token_windows
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache, statistics
 from kvcal_artifacts.cache.statistics.base import Statistic
@@ -214,7 +214,7 @@ def main() -> None:
     source = resolve(given.model)
     loaded = load_model(source, dtype="float32", device="cpu")
     text = given.text or sources.default_text(source, "evaluation")
-    ids = sources.evaluation_windows(loaded.tokenizer, text, windows=given.windows, length=LENGTH).ids
+    ids = token_windows.evaluation_windows(loaded.tokenizer, text, windows=given.windows, length=LENGTH).ids
     if given.rounding:
         print_rounding(loaded.model, ids, given.prompt)
         return

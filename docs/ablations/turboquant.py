@@ -21,7 +21,8 @@ from kvcal.capture.scan import Capture
 from kvcal.evaluate.outliers import outlier_twin
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.text.sources import default_text, token_windows
+from kvcal.text.sources import default_text
+from kvcal.text.token_windows import token_windows
 from kvcal_artifacts.codecs.higgs_grids import gaussian_grid
 from kvcal_kernels.hadamard import largest_power_of_two, rotate, signs, unrotate
 from kvcal_kernels.lattice import lookup, nearest

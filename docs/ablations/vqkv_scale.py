@@ -26,7 +26,7 @@ from kvcal.commands.workbench import open_for_fit
 from kvcal.methods.codebooks import TRAINERS, Training, last_fall
 from kvcal.methods.vqkv import SIZES, VQKV
 from kvcal.models import configuration, names
-from kvcal.text import sources
+from kvcal.text import token_windows
 
 LENGTH, HOLDOUT = 8192, 2
 
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> TrainResult:
     )
     where = torch.cuda.get_device_name(opened.device) if opened.device.type == "cuda" else "CPU"
     say(f"{windows} windows of {length} random tokens and {HOLDOUT} held out, on {where}")
-    text = sources.random_windows(geometry.vocab, windows=windows + HOLDOUT, length=length, holdout=HOLDOUT)
+    text = token_windows.random_windows(geometry.vocab, windows=windows + HOLDOUT, length=length, holdout=HOLDOUT)
     return train(
         method(options, geometry.head_dim), opened.source, text, options.folder / "vqkv.kvcal.safetensors",
         model_record=opened.record, revision=opened.revision, device=opened.device, options=FitOptions(), say=say,

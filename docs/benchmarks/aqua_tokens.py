@@ -51,7 +51,7 @@ from kvcal.bench.caches import Kind
 from kvcal.bench.kernels import predictor_flops
 from kvcal.bench.timing import Clock
 from kvcal.models import configuration, devices, loading
-from kvcal.models.catalogue import Geometry
+from kvcal.models.geometry import Geometry
 from kvcal.models.names import resolve
 from kvcal_artifacts.hf import seam
 from kvcal_artifacts.paths import choose, dequantised, packing_rules

@@ -1,11 +1,13 @@
 """Decode attention over pages beside that over contiguous blocks, on a GPU in one run: one layer of Llama-3.1-8B geometry
 (32 query heads, 8 kv heads, head_dim 128), random data, all tokens packed, pages in random order.
 
-PYTHONPATH=.:kernels:artifacts python docs/benchmarks/paged_attention.py [--out DIR]
+PYTHONPATH=.:kernels:artifacts python docs/benchmarks/paged_attention.py [--out DIR] [--formats A,B] [--shapes BxN,...]
 
-Kernels are compiled and compared first, each in a process of its own: pages against blocks, and both against the float32
-reference; nothing is timed that does not agree. Times are CUDA events, the L2 flushed, medians of passes in turns; beside
-them the fraction of the bandwidth of a copy (bytes read plus bytes written) in the same run.
+Kernels are compared first, each in a process of its own: pages against blocks, and both against the float32 reference;
+nothing is timed that does not agree. Those processes also launch each kernel once at the sizes to be timed, so that the
+compiled code is in Triton's cache. The file is written after each row: what a limit cuts off is the rest.
+Times are CUDA events, the L2 flushed, medians of passes in turns; beside them the fraction of the bandwidth of a copy
+(bytes read plus bytes written) in the same run.
 """
 
 from __future__ import annotations
@@ -57,7 +59,6 @@ FORMATS: dict[str, tuple[Any, Any]] = {
     "TurboQuant 4/3": (Form("key", DIM, 4, vector=1), Form("value", DIM, 3, vector=1)),
     "uniform 4/4": (Form("key", DIM, 4, 32), Form("value", DIM, 4, 32, False, False)),
 }
-SHAPES = ((32, 32768), (8, 32768))
 QUERIES = (1, 4)
 STORED = (32, 2048)  # new tokens of a store
 MOST_STORED = 4e-3  # share of bytes that may differ
@@ -194,77 +195,113 @@ def within(errors: dict[str, float]) -> bool:
     return same and max(errors.values()) <= 2 * errors["float16"] + 2.0**-11
 
 
-def measure(seconds: float) -> dict[str, Any]:
-    clock = Clock(CUDA, repeats=21, seconds=seconds)
-    copy, spaces = clock.copy_bandwidth(), [fused.Workspace(CUDA) for _ in range(3)]
-    rows: list[dict[str, Any]] = []
-    for batch, length in SHAPES:
-        for name in FORMATS:
-            keys, values, *paged = cell(name, batch, length)
-            runs: dict[str, Any] = {}
-            q = torch.randn(batch, HEADS * RATIO, 1, DIM, device=CUDA).half()
-            runs["blocks"] = partial(kernels_of(keys).attend, *over_blocks(q, keys, values), None, spaces[0])
-            for queries, space in zip(QUERIES, spaces[1:], strict=True):
-                q = torch.randn(batch, queries, HEADS * RATIO, DIM, device=CUDA).half()
-                arguments = over_pages(q, keys, values, *paged)
-                runs[f"pages, {queries}"] = partial(
-                    kernels_of(keys).attend_pages,
-                    *arguments,
-                    queries,
-                    workspace=space,
-                    out=torch.empty_like(arguments[0]),
-                )
-            passes: dict[str, list[float]] = {run: [] for run in runs}
-            for _ in range(3):
-                for run, function in runs.items():
-                    passes[run].append(clock.time(function).microseconds)
-            rules = rules_of(keys, values)
-            for count in STORED:
-                k, v, slots = new_tokens(count, paged[2])
-                function = partial(store.fast().store, k, v, *paged[:2], slots, *rules)
-                passes[f"store {count}"] = [clock.time(function).microseconds for _ in range(3)]
-            taken = {run: statistics.median(times) for run, times in passes.items()}
-            size = paged[0].numel()
-            ratio = taken["pages, 1"] / taken["blocks"]
-            rows.append({"format": name, "batch": batch, "length": length, "microseconds": taken, "passes": passes,
-                         "bytes": size, "pages_over_blocks": ratio,
-                         "fraction_of_copy": size / taken["pages, 1"] * 1e6 / copy})  # fmt: skip
-            times = ", ".join(f"{run} {time:.1f} us" for run, time in taken.items())
-            print(f"{name}, {batch} x {length}: {times}; pages / blocks {ratio:.3f}, "
-                  f"{rows[-1]['fraction_of_copy']:.2f} of copy bandwidth", flush=True)  # fmt: skip
-            del keys, values, paged, runs, arguments, function
-    slow = [f"{r['format']}, {r['batch']} x {r['length']}" for r in rows if r["pages_over_blocks"] > GOAL]
-    print(f"within {GOAL} of blocks: {len(rows) - len(slow)} of {len(rows)} cells; not: {slow}")
-    return {"copy_bandwidth": copy, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-            "triton": triton.__version__, "rows": rows}  # fmt: skip
+def launches(name: str, batch: int, length: int, spaces: list[Any]) -> tuple[dict[str, Any], int]:
+    """What is timed of a format, by name, and the bytes of its pages."""
+    keys, values, *paged = cell(name, batch, length)
+    runs: dict[str, Any] = {}
+    q = torch.randn(batch, HEADS * RATIO, 1, DIM, device=CUDA).half()
+    runs["blocks"] = partial(kernels_of(keys).attend, *over_blocks(q, keys, values), None, spaces[0])
+    for queries, space in zip(QUERIES, spaces[1:], strict=True):
+        q = torch.randn(batch, queries, HEADS * RATIO, DIM, device=CUDA).half()
+        arguments = over_pages(q, keys, values, *paged)
+        out = torch.empty_like(arguments[0])
+        runs[f"pages, {queries}"] = partial(
+            kernels_of(keys).attend_pages, *arguments, queries, workspace=space, out=out
+        )
+    rules = rules_of(keys, values)
+    for count in STORED:
+        k, v, slots = new_tokens(count, paged[2])
+        runs[f"store {count}"] = partial(store.fast().store, k, v, *paged[:2], slots, *rules)
+    return runs, paged[0].numel()
+
+
+def workspaces() -> list[Any]:
+    return [fused.Workspace(CUDA) for _ in range(1 + len(QUERIES))]
+
+
+def timed(name: str, batch: int, length: int, clock: Clock, copy: float) -> dict[str, Any]:
+    runs, size = launches(name, batch, length, workspaces())
+    passes: dict[str, list[float]] = {run: [] for run in runs}
+    for _ in range(3):
+        for run, function in runs.items():
+            passes[run].append(clock.time(function).microseconds)
+    taken = {run: statistics.median(times) for run, times in passes.items()}
+    ratio, fraction = taken["pages, 1"] / taken["blocks"], size / taken["pages, 1"] * 1e6 / copy
+    times = ", ".join(f"{run} {time:.1f} us" for run, time in taken.items())
+    print(
+        f"{name}, {batch} x {length}: {times}; pages / blocks {ratio:.3f}, {fraction:.2f} of copy bandwidth",
+        flush=True,
+    )
+    return {"format": name, "batch": batch, "length": length, "microseconds": taken, "passes": passes, "bytes": size,
+            "pages_over_blocks": ratio, "fraction_of_copy": fraction}  # fmt: skip
+
+
+def checked(name: str, shapes: list[tuple[int, int]]) -> dict[int, dict[str, float]]:
+    """Errors by number of queries, after one launch at each size that is timed."""
+    errors = {queries: agree(name, queries) for queries in QUERIES}
+    for batch, length in shapes:
+        for function in launches(name, batch, length, workspaces())[0].values():
+            function()
+    torch.cuda.synchronize()
+    return errors
+
+
+def errors_of(formats: list[str], shapes: str) -> dict[str, Any]:
+    """Of each format, worked out in a process of its own; None where that failed."""
+    begun = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--check", name, "--shapes", shapes], stdout=subprocess.PIPE, text=True
+        )
+        for name in formats
+    ]
+    return {name: json.loads(one.communicate()[0] or "null") for name, one in zip(formats, begun, strict=True)}
+
+
+def shapes_of(text: str) -> list[tuple[int, int]]:
+    shapes = [(int(batch), int(length)) for batch, length in (one.split("x") for one in text.split(","))]
+    if any(length % BLOCK or min(batch, length) < 1 for batch, length in shapes):
+        raise ValueError(text)
+    return shapes
+
+
+def formats_of(text: str) -> list[str]:
+    formats = text.split(",")
+    if unknown := [name for name in formats if name not in FORMATS]:
+        raise argparse.ArgumentTypeError(f"no format {unknown[0]!r}: there are {', '.join(FORMATS)}")
+    return formats
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="a folder for paged_attention.json")
     parser.add_argument("--seconds", type=float, default=0.3, help="of a cell's passes, at most")
-    parser.add_argument("--check", help="format and queries: compare its kernels with the reference, print errors, end")
+    parser.add_argument("--formats", type=formats_of, default=list(FORMATS), help="which, with commas between")
+    parser.add_argument("--shapes", type=shapes_of, default="32x32768,8x32768", help="BATCHxTOKENS, with commas")
+    parser.add_argument("--check", help="a format: compare its kernels with the reference, print errors, end")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU, and torch finds none here")
     if options.check:
-        name, queries = options.check.split(",")
-        print(json.dumps(agree(name, int(queries))))
+        print(json.dumps(checked(options.check, options.shapes)))
         return
-    names = [f"{name},{queries}" for name in FORMATS for queries in QUERIES]
-    begun = [
-        subprocess.Popen([sys.executable, __file__, "--check", name], stdout=subprocess.PIPE, text=True)
-        for name in names
-    ]
-    errors = {name: json.loads(one.communicate()[0] or "null") for name, one in zip(names, begun, strict=True)}
-    print("errors against float32:", errors)
-    failed = [name for name, e in errors.items() if e is None or not within(dict(e))]
-    result: dict[str, Any] = {"errors": errors, "failed": failed}
-    if not failed:
-        result |= measure(options.seconds)
-    write_atomically(Path(options.out, "paged_attention.json"), json.dumps(result, indent=1).encode())
+    errors = errors_of(options.formats, ",".join(f"{batch}x{length}" for batch, length in options.shapes))
+    print("errors against float32:", errors, flush=True)
+    failed = [n for n, of in errors.items() if of is None or not all(within(dict(e)) for e in of.values())]
+    clock = Clock(CUDA, repeats=21, seconds=options.seconds)
+    copy = clock.copy_bandwidth()
+    result = {"errors": errors, "failed": failed, "copy_bandwidth": copy, "device": torch.cuda.get_device_name(),
+              "torch": torch.__version__, "triton": triton.__version__}  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    for batch, length in options.shapes:
+        for name in options.formats:
+            if name not in failed:
+                rows.append(timed(name, batch, length, clock, copy))
+                text = json.dumps(result | {"rows": rows}, indent=1)
+                write_atomically(Path(options.out, "paged_attention.json"), text.encode())
+    slow = [f"{r['format']}, {r['batch']} x {r['length']}" for r in rows if r["pages_over_blocks"] > GOAL]
+    print(f"within {GOAL} of blocks: {len(rows) - len(slow)} of {len(rows)} cells; not: {slow}")
     if failed:
-        sys.exit(f"kernels that do not agree with the reference: {failed}; nothing was timed")
+        sys.exit(f"kernels that do not agree with the reference: {failed}; they were not timed")
 
 
 if __name__ == "__main__":

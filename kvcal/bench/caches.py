@@ -34,7 +34,7 @@ from kvcal_artifacts.cache.protocols import CacheOptions
 from kvcal_artifacts.checked import Json
 from kvcal_artifacts.scheme import Windows
 
-from ..models.catalogue import Geometry
+from ..models.geometry import Geometry
 from .filled import fill_cache, scheme_of, tokens
 from .rows import Settings
 from .schemes import Benched

@@ -19,7 +19,7 @@ from kvcal_artifacts.storage.block_store import Stored
 from kvcal_artifacts.storage.ledger import Ledger
 from kvcal_artifacts.storage.plan import Plan
 
-from ..models.catalogue import Geometry
+from ..models.geometry import Geometry
 from .layer import Case, fill
 from .schemes import Benched
 

@@ -19,7 +19,7 @@ from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_kernels.layout import Rope
 from kvcal_kernels.layout import rope as turning
 
-from ..models.catalogue import Geometry
+from ..models.geometry import Geometry
 from .layer import Case, Filled, angles, fill
 from .operation import Prepared, misattended, needs_blocks, needs_window, packed_blocks
 from .peers import DTYPE_NAMES, SIXTEEN, Attend

@@ -16,7 +16,8 @@ from kvcal_artifacts.paths.preflight.verdicts import triton_version
 from kvcal_artifacts.scheme import Windows
 from kvcal_kernels.layout import Form
 
-from ..models.catalogue import CATALOGUE, Geometry
+from ..models.catalogue import CATALOGUE
+from ..models.geometry import Geometry
 from . import paper, roofline
 from .devices import DEVICES, Device
 from .fused import refuses_anywhere

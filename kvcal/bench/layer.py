@@ -21,7 +21,7 @@ from kvcal_artifacts.storage.ledger import Ledger
 from kvcal_artifacts.storage.plan import Plan
 from kvcal_kernels.dequantise import Rotation
 
-from ..models.catalogue import Geometry
+from ..models.geometry import Geometry
 from .schemes import Benched
 
 ROPE_BASE = 10000.0  # of keys stored before RoPE: the work is the same whatever the base

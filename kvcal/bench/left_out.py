@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from ..models.catalogue import Geometry
+from ..models.geometry import Geometry
 from .layer import Case
 from .operation import Operation
 from .peers import DTYPE_NAMES

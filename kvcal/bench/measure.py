@@ -12,7 +12,7 @@ from kvcal_artifacts.checked import Json
 from kvcal_artifacts.codecs import Exact, Shape
 from kvcal_artifacts.scheme import LayerCodecs, Windows
 
-from ..models.catalogue import Geometry
+from ..models.geometry import Geometry
 from . import peers
 from .layer import Case, fill
 from .needed import FreeMemory

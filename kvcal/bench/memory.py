@@ -13,7 +13,7 @@ import torch
 
 from kvcal_artifacts.checked import Json
 
-from ..models.catalogue import Geometry
+from ..models.geometry import Geometry
 from . import paper
 from .devices import Device
 from .fused import unreadable

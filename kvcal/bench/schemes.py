@@ -20,7 +20,7 @@ from ..bundles.paths import given_bundle
 from ..methods.data_free import PRESETS, Preset
 from ..methods.mixkvq import MixKVQ
 from ..methods.registry import backbone
-from ..models.catalogue import Geometry
+from ..models.geometry import Geometry
 from ..report.suggest import allowed
 from .rows import WindowSettings
 

@@ -16,7 +16,7 @@ from kvcal_artifacts.shown import message, shown
 from ..evaluate.errors import HeadErrors, stored_head_errors
 from ..methods.data_free import PRESETS
 from ..models.names import HUB_ID
-from ..pipeline.build import DefaultsOf
+from ..pipeline.spec import DefaultsOf
 from ..report.escape import Markdown, block, code, link, markdown, python, shell
 from ..report.front import front_png
 from ..report.plots import head_errors_png
@@ -288,7 +288,7 @@ def _facts(bundle: Bundle, sha256: str) -> str:
     rows = {
         "method": record.said("method"),
         "settings": settings.fault or ", ".join(f"{name} {value}" for name, value in settings.fields.items()),
-        "bits a value": f"{scheme.bits_per_value():.4f}"
+        "bits/value": f"{scheme.bits_per_value():.4f}"
         + (" (expected: blocks differ in size)" if scheme.ragged else ""),
         "windows": f"sink {windows.sink}, recent {windows.recent}, block {windows.block}; keys {scheme.frame}",
         "token selection": None if scheme.selection is None else f"H2O, keep {scheme.selection.keep:g}",
@@ -344,7 +344,7 @@ def _evaluation(bundle: Bundle, evaluation: Mapping[str, object]) -> str:
             *_random_weights(bundle),
         ]
     )
-    figures = table(["", "perplexity", "KL", "bits a value", "packed bytes a window"], map(cells, _rows(evaluation)))
+    figures = table(["", "perplexity", "KL", "bits/value", "packed bytes a window"], map(cells, _rows(evaluation)))
     return f"## Quality\n\n{setup}\n\n{figures}\n\n{block('bash', [line])}"
 
 

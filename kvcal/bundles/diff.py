@@ -156,13 +156,16 @@ def _change(x: Tensor, y: Tensor) -> Difference:
     }
 
 
-def phrase(difference: Difference) -> str:
-    """One difference as a line."""
+VALUE = 60  # signs of a value that are shown
+
+
+def phrase(difference: Difference, limit: int | None = VALUE) -> str:
+    """One difference as a line. limit: signs of a value that are shown; None: all."""
     what = difference["what"]
     if "only_in" in difference:
         side = difference["only_in"]
-        return f"{what}: only in {side} ({short(difference[side])})"
-    text = f"{what}: {short(difference['a'])} -> {short(difference['b'])}"
+        return f"{what}: only in {side} ({short(difference[side], limit)})"
+    text = f"{what}: {short(difference['a'], limit)} -> {short(difference['b'], limit)}"
     if "differing" in difference:
         text += f"; {difference['differing']:,} of {difference['of']:,} entries differ"
     if "at" in difference:
@@ -171,6 +174,6 @@ def phrase(difference: Difference) -> str:
     return text
 
 
-def short(value: object, limit: int = 60) -> str:
+def short(value: object, limit: int | None = VALUE) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if limit is None or len(text) <= limit else text[: limit - 1] + "…"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvcal_artifacts.errors import CorruptBundle
+from kvcal_artifacts.files import no_bundle_at
 
 from ..pipeline.names import COMMANDS, SUFFIX, names_of
 
@@ -16,7 +17,7 @@ def refuse_missing(path: Path, *, presets: bool = False) -> None:
     """
     refuse_name(path, presets=presets)
     if not path.is_file():
-        raise CorruptBundle(f"{path}: {'a folder, not a bundle' if path.is_dir() else 'no such bundle'} file")
+        raise CorruptBundle(f"{path}: {no_bundle_at(path)}")
 
 
 def refuse_name(path: Path, *, presets: bool = False) -> None:

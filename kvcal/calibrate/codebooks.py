@@ -1,5 +1,5 @@
-"""The driver of `kvcal train-codebooks`: collect vectors in one pass over the layers, train stage after stage, write a
-bundle.
+"""The driver of `kvcal train-codebooks`: collect vectors in one pass over the layers (sampled_vectors.py), train stage
+after stage, write a bundle.
 
 Vectors are kept layer by layer, and codebooks stage by stage, so that a killed run goes on: once vectors of all layers
 are on disk the model is not run again; they are turned into residuals by the stages that are there, and training
@@ -9,69 +9,38 @@ comes out the same.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import Bundle, Fingerprint
-from kvcal_artifacts.bundle.canonical import canonical, tensor_bytes
 from kvcal_artifacts.checked import Json
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import KVCalError, UsageError
-from kvcal_artifacts.files import check_regular, write_atomically
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
-from ..capture.scan import Capture, LayerTaps
+from ..capture.scan import LayerTaps
 from ..methods.codebooks import StageReport, subtract, train_stage
-from ..methods.hashing import spread
-from ..methods.vqkv import VQKV, band_split, peak_memory, quantisers, reconstruction_errors, two_scales
+from ..methods.vqkv import VQKV, band_split, peak_memory, quantisers, reconstruction_errors
 from ..report.progress import progress
 from ..report.timing import PhaseTimer
-from .checkpoint import LayerCheckpoint
 from .job import FitJob, FitResult, Scan
 from .needs import few_vectors
 from .outlier_guard import say_forecasts
+from .sampled_vectors import Collection, Say, Vectors
+from .stage_checkpoint import StageCheckpoint
 
 if TYPE_CHECKING:
-    from ..text.sources import Windows
+    from ..text.token_windows import Windows
 
-# Held-out vectors: a 32nd of the training ones within these bounds.
-HELD_PART, HELD_LEAST, HELD_MOST = 32, 4096, 1 << 17
 DISK_PART = 0.5  # of the free disk that kept vectors may take: the bundle and other jobs need some, too
-Say = Callable[[str], None]
-Made = TypeVar("Made")
-
-
-@dataclass
-class Vectors:
-    """Sampled vectors of all layers, layer after layer. keys, values (n, D) in the working dtype, bfloat16 on a GPU and
-    float32 elsewhere; held_* (m, D) float32; all divided by their layer's scales. layer_of, head_of: of each held-out
-    vector.
-    """
-
-    keys: Tensor
-    values: Tensor
-    held_keys: Tensor
-    held_values: Tensor
-    held_layer: Tensor
-    held_head: Tensor
-    train_of: list[slice]
-    held_of: list[slice]
-    rotary: int
-    scales: list[dict[str, Tensor | None]] = field(default_factory=list)
-    probe: tuple[float, ...] = ()
 
 
 @dataclass
@@ -160,76 +129,6 @@ class TrainPart:
         )
 
 
-# Vectors.
-
-
-def collect(method: VQKV, capture: Capture, train: int, heads: int, say: Say = lambda line: None) -> Vectors:
-    """A Collection of all layers of a capture that serves nothing else."""
-    collection = Collection(method, train, heads, len(capture))
-    for taps in capture:
-        collection.add(taps)
-    return collection.vectors(say)
-
-
-class Collection:
-    """A seeded sample of method.vectors keys and as many values from the first `train` windows, fewer if there are
-    fewer, and a held-out one from the others; the sink's tokens are never taken.
-    """
-
-    def __init__(self, method: VQKV, train: int, heads: int, layers: int) -> None:
-        self.method, self.train, self.heads, self.layers = method, train, heads, layers
-        self.parts: list[Sample] = []
-        self.holdout = max(HELD_LEAST, min(HELD_MOST, method.vectors // HELD_PART))
-
-    @property
-    def rotary(self) -> int:
-        """The rotary dimensions of the first layer with RoPE; 0 without one."""
-        return next((part.rotary for part in self.parts if part.rotary), 0)
-
-    @property
-    def probe(self) -> tuple[float, ...]:
-        """The fingerprint's, of what was collected."""
-        return tuple(number for part in self.parts for number in part.probe)
-
-    def add(self, taps: LayerTaps) -> None:
-        before = self.rotary
-        sample = LayerSample(self.method, taps, self.train, self.heads, self.layers, self.holdout).gather()
-        self.parts.append(sample)
-        if sample.rotary and not before:
-            none = torch.zeros(taps.site.head_dim)
-            # Refuses what does not fit its pairs.
-            band_split(none, none, self.method.high, sample.rotary, self.method.split)
-        sample.probe = taps.probe
-
-    def vectors(self, say: Say) -> Vectors:
-        """What was sampled; the parts are given back."""
-        rotary, probe = self.rotary, self.probe
-        parts, self.parts = self.parts, []
-        vectors = Vectors(
-            keys=torch.cat([p.keys for p in parts]),
-            values=torch.cat([p.values for p in parts]),
-            held_keys=torch.cat([p.held_keys for p in parts]),
-            held_values=torch.cat([p.held_values for p in parts]),
-            held_layer=torch.cat([torch.full_like(p.held_head, layer) for layer, p in enumerate(parts)]),
-            held_head=torch.cat([p.held_head for p in parts]),
-            train_of=list(_runs([len(p.keys) for p in parts])),
-            held_of=list(_runs([len(p.held_keys) for p in parts])),
-            rotary=rotary,
-            scales=[p.scales for p in parts],
-            probe=probe,
-        )
-        if len(vectors.keys) < self.method.vectors:
-            say(f"note: {len(vectors.keys)} vectors, all that these windows have, not {self.method.vectors}")
-        return vectors
-
-
-def _runs(counts: list[int]) -> Iterator[slice]:
-    at = 0
-    for count in counts:
-        yield slice(at, at + count)
-        at += count
-
-
 def _check_enough(method: VQKV, text: Windows, layers: int, heads: int) -> int:
     """Return how many vectors a codebook is trained on; called before the model runs. Raises UsageError for fewer than
     codewords.
@@ -249,193 +148,6 @@ def _check_enough(method: VQKV, text: Windows, layers: int, heads: int) -> int:
     if not len(text.holdout):
         raise UsageError("no held-out vectors: give --holdout at least 1")
     return least
-
-
-@dataclass
-class Picked:
-    """keys, values (n, D) and the head of each (n,), on the device."""
-
-    keys: Tensor
-    values: Tensor
-    head: Tensor
-
-
-@dataclass
-class Sample:
-    """One layer's part of Vectors, with their dtypes. scales (H, D) or None, on the CPU; rotary: dimensions that RoPE
-    turns, 0 without it; probe: of the layer's key weights, empty where the fingerprint does not look at it.
-    """
-
-    keys: Tensor
-    values: Tensor
-    held_keys: Tensor
-    held_values: Tensor
-    held_head: Tensor
-    scales: dict[str, Tensor | None]
-    rotary: int = 0
-    probe: tuple[float, ...] = ()
-
-    VECTORS = ("keys", "values", "held_keys", "held_values", "held_head")
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The sample's tensors by name, scales as scales.ROLE."""
-        scales = {f"scales.{role}": scale for role, scale in self.scales.items() if scale is not None}
-        return {name: getattr(self, name) for name in self.VECTORS} | scales
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-
-class LayerSample:
-    """One layer's sample, in one pass over the windows."""
-
-    def __init__(self, method: VQKV, taps: LayerTaps, train: int, heads: int, layers: int, holdout: int) -> None:
-        self.method, self.taps, self.windows, self.heads = method, taps, train, heads
-        self.tokens = taps.length - method.sink
-        self.places = {
-            "train": self._places("train", 0, train, _share(method.vectors, layers, taps.place)),
-            "held": self._places("held", train, taps.windows, _share(holdout, layers, taps.place)),
-        }
-
-    def gather(self) -> Sample:
-        """Run the layer once; what was picked, divided by its scales."""
-        taken: dict[str, list[Picked]] = {"train": [], "held": []}
-        squares: dict[str, Tensor] = {}
-        cuda = False
-        for batch in self.taps.batches(self.method.taps, self.method.frame, advance=True):
-            assert batch.k is not None and batch.v is not None
-            for name, places in self.places.items():
-                taken[name].append(self._pick(batch.k, batch.v, places, batch.rows))
-            cuda = batch.k.is_cuda
-            fitted = max(0, self.windows - batch.rows.start)
-            for tap, x in (("k", batch.k), ("v", batch.v), ("q", batch.q)):
-                if x is not None and fitted:
-                    square = self._squares(x[:fitted])
-                    squares[tap] = squares[tap] + square if tap in squares else square
-        mean = {name: total / (self.windows * self.tokens) for name, total in squares.items()}
-        self.scales = two_scales(self.method, mean["k"], mean["v"], mean.get("q"))
-        fitted = self._scaled(taken["train"], torch.bfloat16 if cuda else torch.float32)
-        holdout = self._scaled(taken["held"], torch.float32)
-        scales = {name: None if s is None else s.cpu() for name, s in self.scales.items()}
-        rotary = 0 if self.taps.rope is None else self.taps.rope[0].shape[-1]
-        return Sample(fitted.keys, fitted.values, holdout.keys, holdout.values, holdout.head, scales, rotary)
-
-    def _places(self, name: str, first: int, stop: int, count: int) -> Tensor:
-        """Sorted numbers of (window, head, token) among all, windows counted from the first of the text."""
-        whole = (stop - first) * self.heads * self.tokens
-        label = f"{self.method.training.seed}:{name}:{self.taps.index}"
-        return spread(whole, min(count, whole), label).sort().values + first * self.heads * self.tokens
-
-    def _pick(self, keys: Tensor, values: Tensor, places: Tensor, rows: slice) -> Picked:
-        unit = self.heads * self.tokens
-        low, high = torch.searchsorted(places, torch.tensor([rows.start * unit, rows.stop * unit]))
-        here = (places[low:high] - rows.start * unit).to(keys.device)
-        window, head, token = here // unit, here // self.tokens % self.heads, here % self.tokens + self.method.sink
-        return Picked(keys[window, head, token], values[window, head, token], head)
-
-    def _squares(self, x: Tensor) -> Tensor:
-        """Sum of squares over windows and coded tokens, the mean over query heads that share a kv head: float64 (H,
-        D).
-        """
-        grouped = x[:, :, self.method.sink :].unflatten(1, (self.heads, -1))
-        total: Tensor = grouped.float().square().sum(3).double().sum(0).mean(1)
-        return total
-
-    def _scaled(self, parts: list[Picked], dtype: torch.dtype) -> Picked:
-        head = torch.cat([p.head for p in parts])
-        scaled = {}
-        for role, pieces in (("key", [p.keys for p in parts]), ("value", [p.values for p in parts])):
-            x, scale = torch.cat(pieces).float(), self.scales[role]
-            scaled[role] = (x if scale is None else x / scale.to(x.device).float()[head]).to(dtype)
-        return Picked(scaled["key"], scaled["value"], head)
-
-
-def _share(total: int, parts: int, index: int) -> int:
-    """How many of `total` fall to one of so many parts: they differ by at most one."""
-    return total // parts + (index < total % parts)
-
-
-# Training.
-
-
-class StageCheckpoint(LayerCheckpoint):
-    """Beside the output: one file a layer's vectors and one a trained stage, with its report; each with a hash."""
-
-    VERSION = 2  # of a report: 1 had no errors by iteration
-
-    def __init__(self, output: Path, record: Mapping[str, Json], resume: bool) -> None:
-        super().__init__(output, {**record, "stage_report": self.VERSION}, resume)
-
-    def count(self) -> int:
-        return sum(1 for _ in self.folder.glob("*-*.safetensors"))
-
-    def load(self, job: str, stage: int) -> tuple[Tensor, StageReport] | None:
-        """A stage as it was kept; a damaged one is removed, and trained again."""
-        return self._read(
-            self._stage(job, stage), lambda tensors, record: (tensors["codewords"], StageReport(**record["report"]))
-        )
-
-    def keep(self, job: str, book: Tensor, report: StageReport) -> None:
-        self._write(self._stage(job, report.stage), {"codewords": book}, {"report": vars(report)})
-
-    def samples(self, layers: int, device: torch.device) -> list[Sample]:
-        """Vectors of all layers as they were kept; none if one is missing or damaged: they come from one run."""
-        if not all(self._sample(layer).exists() for layer in range(layers)):
-            return []
-
-        def made(tensors: dict[str, Tensor], record: dict[str, Any]) -> Sample:
-            vectors = {name: tensors[name].to(device) for name in Sample.VECTORS}
-            scales = {role: tensors.get(f"scales.{role}") for role in record["roles"]}
-            return Sample(**vectors, scales=scales, rotary=record["rotary"], probe=tuple(record["probe"]))
-
-        samples: list[Sample] = []
-        for layer in range(layers):
-            if (sample := self._read(self._sample(layer), made)) is None:
-                return []
-            samples.append(sample)
-        return samples
-
-    def keep_sample(self, layer: int, sample: Sample) -> None:
-        record: dict[str, Json] = {"roles": list(sample.scales), "rotary": sample.rotary, "probe": sample.probe}
-        self._write(self._sample(layer), sample.tensors, record)
-
-    def drop_samples(self) -> None:
-        for path in self.folder.glob(self._sample(0).name.replace("0", "[0-9]")):
-            path.unlink(missing_ok=True)
-
-    def _write(self, path: Path, tensors: dict[str, Tensor], record: Mapping[str, Json]) -> None:
-        on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        signed = {**record, "sha256": _digest(on_host)}
-        write_atomically(self.place(path.name), save(on_host, metadata={"stage": canonical(signed)}))
-
-    def _read(self, path: Path, make: Callable[[dict[str, Tensor], dict[str, Any]], Made]) -> Made | None:
-        """What `make` makes of the file; None where there is none, or a damaged one, which is removed."""
-        try:
-            check_regular(path, path.stat().st_mode)  # a pipe would be waited for
-            with safe_open(path, framework="pt") as file:
-                names, record = file.keys(), json.loads(file.metadata()["stage"])
-                tensors = {name: file.get_tensor(name) for name in names}
-            if _digest(tensors) != record["sha256"]:
-                raise ValueError("damaged")
-            return make(tensors, record)
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError):
-            path.unlink(missing_ok=True)
-            return None
-
-    def _stage(self, job: str, stage: int) -> Path:
-        return self.folder / f"{job}-{stage:03d}.safetensors"
-
-    def _sample(self, layer: int) -> Path:
-        return self.folder / f"vectors.{layer:04d}.safetensors"
-
-
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for _, tensor in sorted(tensors.items()):
-        digest.update(tensor_bytes(tensor))
-    return digest.hexdigest()
 
 
 class Run:

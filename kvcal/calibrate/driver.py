@@ -29,13 +29,14 @@ from ..methods.vqkv import VQKV
 from ..report.progress import progress
 from ..report.timing import PhaseTimer
 from .checkpoint import LayerCheckpoint
-from .codebooks import Say, TrainResult
+from .codebooks import TrainResult
 from .job import FitJob, FitOptions, FitResult, Part, Scan
 from .needs import predictions_worse_than_none, too_little
 from .outlier_guard import say_forecasts
+from .sampled_vectors import Say
 
 if TYPE_CHECKING:
-    from ..text.sources import Windows
+    from ..text.token_windows import Windows
 
 
 def fit(

@@ -127,6 +127,7 @@ def _compressed(
         if run.x is x and run.is_exact(index):  # nothing below was changed either
             assert exact.output is not None
             run.x = exact.output
+            run.pass_on(exact)
             continue
         stopped = call_layer(layer, run.x, kwargs, site, taps[name], stop=True)
         run.pack(_Layer(index, site, rope), stopped)
@@ -159,10 +160,23 @@ class _Run:
         self._made: tuple[Tensor, Tensor] | None = None
 
     def is_exact(self, index: int) -> bool:
-        """Whether the layer's codecs give back what they are given, and no layer is predicted."""
+        """Whether the layer's codecs give back what they are given."""
         pair = self.scheme.layers[index]
         codecs = () if pair is None else (pair.key, pair.value)
-        return not self.scheme.chained and all(isinstance(one, Exact) and one.dtype == "float32" for one in codecs)
+        return all(isinstance(one, Exact) and one.dtype == "float32" for one in codecs)
+
+    def pass_on(self, exact: LayerCall) -> None:
+        """Hand a layer's exact keys and values to the predictors of the layers above."""
+        if not self.scheme.chained:
+            return
+        keys = exact.pre_rope_keys if self.scheme.frame == "pre_rope" else exact.keys
+        assert keys is not None
+        self._leave(keys[:, :, self.packed].float(), exact.values[:, :, self.packed].float())
+
+    def _leave(self, keys: Tensor, values: Tensor) -> None:
+        """What the predictors of the layers above read."""
+        deeper = {"k2": self._below["k1"], "v2": self._below["v1"]} if self._below else {}
+        self._below = {"k1": keys, "v1": values} | deeper
 
     def taps(self, index: int) -> frozenset[str]:
         """What the layer's codecs ask of keys ("k") and queries ("q") before RoPE."""
@@ -199,8 +213,7 @@ class _Run:
         context = Context(layer.index, **self._below, stats=stats)
         context.k0 = pair.key.encode_decode(keys[:, :, self.packed], context)[1]
         values_back = pair.value.encode_decode(values[:, :, self.packed], context)[1]
-        deeper = {"k2": self._below["k1"], "v2": self._below["v1"]} if self._below else {}
-        self._below = {"k1": context.k0, "v1": values_back} | deeper
+        self._leave(context.k0, values_back)
         turned = context.k0.to(keys.dtype)
         if pre and rope is not None:
             turned = site.rotate(turned, *(x[:, self.packed] for x in rope))

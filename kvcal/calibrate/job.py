@@ -26,7 +26,7 @@ from .checkpoint import LayerCheckpoint
 from .provenance import provenance
 
 if TYPE_CHECKING:
-    from ..text.sources import Windows
+    from ..text.token_windows import Windows
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import UsageError
 
-from ..capture.scan import Capture, WholeModel
+from ..capture.checks import check_finite
+from ..capture.scan import default_batch
+from ..report.progress import progress
+
+if TYPE_CHECKING:
+    from ..models.weights import CausalLM
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}  # e4m3; symmetric integers
 
@@ -62,30 +69,56 @@ class ScaleSettings:
         return torch.where(chosen > 0, chosen / LARGEST[self.to], torch.ones_like(chosen)).float().cpu()
 
 
+class _Largest(DynamicCache):
+    """The model's own cache, which keeps the largest magnitude of each kv head that it was given.
+
+    largest: (H,) float32 by layer and role, "k" (after RoPE) or "v"; shared by the caches of several batches.
+    """
+
+    def __init__(self, config: PreTrainedConfig, largest: dict[tuple[int, str], Tensor], rows: slice) -> None:
+        super().__init__(config=config)
+        self._largest, self._rows = largest, rows
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        for role, word, states in (("k", "key", key_states), ("v", "value", value_states)):
+            check_finite(states, f"layer {layer_idx}, {word} head", self._rows)
+            now, place = states.float().abs().amax((0, 2, 3)), (layer_idx, role)
+            self._largest[place] = torch.maximum(self._largest.get(place, now), now)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def check_exportable(config: PreTrainedConfig) -> None:
+    """Raises UsageError for a model with a layer that caches no keys and values of its own: it has no scale.
+
+    config: of a model or of its text part. Layers of sliding windows have scales like the others.
+    """
+    text = hf.text_config(config)
+    shared = text.num_hidden_layers - int(getattr(text, "num_kv_shared_layers", 0) or 0)
+    for layer, reason in hf.unsupported_layers(text).items():
+        if layer >= shared or hf.layer_kind(text, layer) not in ("full_attention", "sliding_attention"):
+            raise UsageError(f"export: layer {layer} has no scale: {reason}; give a model whose layers all have one")
+
+
 @torch.no_grad()
-def kv_scales(model: nn.Module, ids: Tensor, settings: ScaleSettings, batch: int | None = None) -> dict[str, Tensor]:
+def kv_scales(model: CausalLM, ids: Tensor, settings: ScaleSettings, batch: int | None = None) -> dict[str, Tensor]:
     """`k_scale` and `v_scale` of every attention module by its name, over token windows ids (N, T) int64.
 
-    Raises UsageError for a model with layers that keep a cache of their own: no scale is measured for these.
+    Raises UsageError as `check_exportable`, NonFiniteError for keys or values with a NaN or infinity.
     """
-    if skipped := hf.unsupported_layers(hf.config_of(model)):
-        first = min(skipped)
-        raise UsageError(
-            f"export: layer {first} has no scale: {skipped[first]}; give a model whose layers all have one"
-        )
+    check_exportable(model.config)
+    device, decoder = next(model.parameters()).device, hf.decoder_of(model)
+    sites = [hf.attention_site(decoder, layer) for layer in range(len(decoder.layers))]
+    size, largest = batch or default_batch(ids.shape[1], device), dict[tuple[int, str], Tensor]()
+    with progress("Measuring scales", total=ids.numel()) as advance:
+        for start in range(0, len(ids), size):
+            part = ids[start : start + size].to(device)
+            cache = _Largest(model.config, largest, slice(start, start + len(part)))
+            model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            advance(part.numel())
     names = {module: name for name, module in model.named_modules()}
-    device, scales = next(model.parameters()).device, dict[str, Tensor]()
-    with Capture(WholeModel(model), ids, device=device, batch=batch) as capture:
-        for taps in capture:
-            largest: dict[str, Tensor] = {}
-            for part in taps.batches(frozenset({"k", "v"}), "post_rope", advance=True):
-                for role, states in (("k", part.k), ("v", part.v)):
-                    assert states is not None
-                    now = states.float().abs().amax((0, 2, 3))
-                    largest[role] = torch.maximum(largest.get(role, now), now)
-            name = names[taps.site.module]
-            scales |= {f"{name}.{role}_scale": settings.scale(size) for role, size in largest.items()}
-    return scales
+    return {f"{names[sites[at].module]}.{role}_scale": settings.scale(most) for (at, role), most in largest.items()}
 
 
 def span(scales: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:

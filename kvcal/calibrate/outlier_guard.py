@@ -29,6 +29,7 @@ from ..methods.base import Carry, coded_tokens
 from ..methods.calibrated import FactorBackbone
 from ..methods.registry import BACKBONES, codes_apart
 from ..methods.statistics import TrainingData
+from ..report.progress import progress
 from ..report.timing import PhaseTimer
 from .forecast import Forecast, forecasts, least_tokens
 from .job import Scan
@@ -67,6 +68,7 @@ ALTERNATIVES = (  # in the order in which they are named, by bits
 )
 
 
+PASSES_OF_ADVICE = 2  # over the model: balanced factors, and forecasts of what would be better
 WINDOWS = 2  # of text that a forecast is made from, at most
 LENGTH = 512  # tokens of each that a forecast is made from, where the scheme packs a block of them
 
@@ -113,9 +115,12 @@ def warnings(
     windows = window_of(ids, schemes.values(), context)
     forecastable = {name: scheme for name, scheme in schemes.items() if least_tokens(scheme) <= windows.shape[1]}
     lines = [_no_forecast(name, one, ids, context) for name, one in schemes.items() if name not in forecastable]
-    by_name = forecasts(model, windows, forecastable, device)
-    words = {name: word for name, result in by_name.items() if (word := grade(result.kl)) is not None}
-    instead = advice(model, windows, {name: (forecastable[name], by_name[name].kl) for name in words}, device)
+    with progress("Outlier guard, passes", total=1) as advance:
+        by_name = forecasts(model, windows, forecastable, device)
+        words = {name: word for name, result in by_name.items() if (word := grade(result.kl)) is not None}
+        advance(total=1 + PASSES_OF_ADVICE * bool(words))
+        instead = advice(model, windows, {name: (forecastable[name], by_name[name].kl) for name in words}, device)
+        advance(PASSES_OF_ADVICE * bool(words))
     return lines + [_line(name, by_name[name], word, instead[name]) for name, word in words.items()]
 
 

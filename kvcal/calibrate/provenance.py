@@ -15,7 +15,7 @@ from ..methods.base import Method, settings_of
 from ..methods.vqkv import VQKV
 
 if TYPE_CHECKING:
-    from ..text.sources import Windows
+    from ..text.token_windows import Windows
 
 
 def provenance(

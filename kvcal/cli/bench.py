@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcal.cli.output import line, note, on_stdout, print_json, print_table
+from kvcal.cli.output import line, note, on_stdout, print_json, print_open, print_table, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import BenchOptions
 from kvcal.pipeline.spec import Options
@@ -19,24 +19,28 @@ def bench(o: BenchOptions, typed: Typed) -> None:
     """
     from kvcal.commands.bench import run_bench
 
-    run_bench(o, note, print_json if o.json else _print_bench, typed)
+    run_bench(o, note, print_json if o.json else lambda result: _print_bench(result, o.wide), typed)
+    if (files := [path for path in (o.csv, o.plot) if path is not None]) and not o.json:
+        print_open(*files)
 
 
-def _print_bench(result: dict[str, Any]) -> None:
+def _print_bench(result: dict[str, Any], wide: bool) -> None:
     from kvcal.report.bench import rates, tables
 
     if result.get("why_projected"):
         note("projected: " + "; ".join(filter(None, (result[k] for k in ("why_projected", "assumed", "paper_device")))))
     with on_stdout():
         if result.get("assumed"):
-            line(
+            wrapped(
                 f"projected with bandwidth efficiency {result['efficiency']:.3f} and launch "
-                f"{result['launch_microseconds']:.2f} µs, fitted on InnerQ's FP16 totals at 1024 and 16384 tokens only"
+                f"{result['launch_microseconds']:.2f} µs, fitted on InnerQ's FP16 totals at 1024 and 16384 tokens only",
+                wide=wide,
             )
         for rate in rates(result):
-            line(rate)
-        for table in tables(result):
-            print_table(table.columns, table.rows, title=table.title)
+            wrapped(rate, wide=wide)
+        for table in tables(result, wide):
+            wrapped(table.title, wide=wide)
+            print_table(table.columns, table.rows, keys=table.keys, wide=wide)
             line()
 
 
@@ -50,12 +54,12 @@ def doctor(o: Options, typed: Typed) -> None:
         print_json(facts)
         return
     for name, value in facts["machine"].items():
-        line(f"{name}: {value if value is not None else 'none'}")
+        wrapped(f"{name}: {value if value is not None else 'none'}", wide=o.wide)
     for row in facts["kernels"]:
-        line(f"kernel {row['kernel']}: {'runs' if row['runs'] else 'does not run'}: {row['why']}")
+        wrapped(f"kernel {row['kernel']}: {'runs' if row['runs'] else 'does not run'}: {row['why']}", wide=o.wide)
     checked = facts["preflight"]
-    line(f"kernels checked on first use: {len(checked['verdicts'])} in {checked['file']}")
+    wrapped(f"kernels checked on first use: {len(checked['verdicts'])} in {checked['file']}", wide=o.wide)
     for name, why in checked["verdicts"].items():
-        line(f"  {'passes' if why is None else f'fails, {why}'}: {name}")
+        wrapped(f"  {'passes' if why is None else f'fails, {why}'}: {name}", indent="    ", wide=o.wide)
     if any(checked["verdicts"].values()):
         line("  to have those that fail tried again delete that file")

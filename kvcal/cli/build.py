@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvcal.cli.evaluate import check_reports, print_gates
-from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.output import note, print_json, print_next, print_table
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import BuildOptions
 
@@ -17,7 +19,7 @@ def build(o: BuildOptions, typed: Typed) -> None:
     """
     from kvcal.cli.defaults import defaults_of, options_of
     from kvcal.commands.build import run_build
-    from kvcal.pipeline.build import read_build_recipe
+    from kvcal.pipeline.build_recipe import read_build_recipe
     from kvcal.pipeline.gates import raise_if_failed, report
 
     check_reports(o.junit, o.summary)
@@ -28,6 +30,16 @@ def build(o: BuildOptions, typed: Typed) -> None:
         print_json(result)
     else:
         rows = [[row["name"], row["method"], row["action"], row["pass"], row["why"]] for row in result["bundles"]]
-        print_table(["bundle", "method", "would be" if o.dry_run else "state", "pass", "why"], rows)
-        print_gates(result["gates"])
+        print_table(["bundle", "method", "would be" if o.dry_run else "state", "pass", "why"], rows, wide=o.wide)
+        print_gates(result["gates"], o.wide)
     raise_if_failed(result["gates"])
+    if not o.json:
+        _next(o, result)
+
+
+def _next(o: BuildOptions, result: dict[str, Any]) -> None:
+    """What is planned is built, what is built gets a card."""
+    if o.dry_run:
+        print_next("build", o.recipe)
+    elif result["bundles"]:
+        print_next("card", result["bundles"][0]["file"], "--output", "README.md")

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from kvcal.cli.failure import DIFFERENT
-from kvcal.cli.output import line, note, print_json, print_table
+from kvcal.cli.output import folded, line, note, print_facts, print_json, print_open, print_table, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import DiffOptions, InspectOptions, VerifyOptions
 
@@ -25,27 +25,33 @@ def inspect(o: InspectOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
         return
-    _facts(result)
-    print_table(["layer", "keys", "values"], [row.values() for row in result["layers"]])
+    _facts(result, o.wide)
+    line()
+    codecs = [list(row.values()) for row in result["layers"]]
+    print_table(["layers", "keys", "values"], codecs if o.wide else folded(codecs), wide=o.wide)
     if result["head_errors"] is not None:
-        _errors(result["head_errors"])
+        _errors(result["head_errors"], o.wide)
+    if o.plot is not None:
+        print_open(o.plot)
 
 
-def _errors(errors: dict[str, Any]) -> None:
+def _errors(errors: dict[str, Any], wide: bool) -> None:
     """A row a layer: |x - decoded|^2 / |x|^2 of each kv head, keys and then values."""
+    from kvcal.report.quantities import significant
+
     heads = max(len(row) for row in (*errors["key"], *errors["value"]) if row)
     columns = ["layer", *(f"{role} {head}" for role in ("keys", "values") for head in range(heads))]
 
     def cells(layer: int) -> list[str | None]:
         rows = [errors[role][layer] or [None] * heads for role in ("key", "value")]
-        return [None if x is None else f"{x:.5f}" for row in rows for x in row]
+        return [None if x is None else (f"{x:.5f}" if wide else significant(x)) for row in rows for x in row]
 
     line()
-    line(f"relative squared error by kv head, {errors['from']}:")
-    print_table(columns, [[layer, *cells(layer)] for layer in range(len(errors["key"]))])
+    wrapped(f"relative squared error by kv head, {errors['from']}:", wide=wide)
+    print_table(columns, [[layer, *cells(layer)] for layer in range(len(errors["key"]))], wide=wide)
 
 
-def _facts(inspected: dict[str, Any]) -> None:
+def _facts(inspected: dict[str, Any], wide: bool) -> None:
     from kvcal.evaluate.errors import head_errors_fault
     from kvcal.report.records import Table
 
@@ -55,28 +61,33 @@ def _facts(inspected: dict[str, Any]) -> None:
         "bundle": inspected["bundle"],
         "sha256": inspected["sha256"],
         "bytes": inspected["bytes"],
-        "made by": record.said("tool"),
+        "made_by": record.said("tool"),
         "method": record.said("method"),
-        "settings": settings.fault or _listed(settings),
+        "settings": settings.fault or _listed(settings, wide),
         "model": f"{model['architecture']}, {model['layers']} layers, {model['kv_heads']} x {model['head_dim']}",
         "weights": model["revision"],  # random:SEED where they are random
         "text": text.fault or text.said("source"),
         "windows": ", ".join(f"{name} {value}" for name, value in inspected["windows"].items()),
         "frame": inspected["frame"],
-        "token selection": _selection(inspected["selection"]),
-        "bits a value": f"{inspected['bits_per_value']:.4f}"
-        + (" (expected: blocks differ in size)" if inspected["bits_are"] == "expected" else ""),
-        "resident bytes": inspected["resident_bytes"],
-        "held-out": _listed(Table({name: value for name, value in metrics.fields.items() if isinstance(value, float)})),
+        "tokens": _selection(inspected["selection"]),
+        "bits_per_value": inspected["bits_per_value"],
+        "bits_are": "expected: blocks differ in size" if inspected["bits_are"] == "expected" else None,
+        "resident_bytes": inspected["resident_bytes"],
+        "held-out": {name: value for name, value in metrics.fields.items() if isinstance(value, float)},
     }
     if inspected["head_errors"] is None and (fault := head_errors_fault(inspected["metrics"])) is not None:
-        facts["errors by head"] = fault
-    print_table(["what", "value"], facts.items())
+        facts["errors_by_head"] = fault
+    print_facts(facts, wide=wide)
 
 
-def _listed(fields: Any) -> str:
-    """name=value, ... of a kvcal.report.records.Table; floats to five digits."""
-    return ", ".join(f"{name}={value}" for name, value in fields.items())
+def _listed(fields: Any, wide: bool) -> str:
+    """name=value, ... of a kvcal.report.records.Table, as options are given. wide: also what is empty or off."""
+    shown = {name: value for name, value in fields.items() if wide or value not in ("", [], None, False)}
+    return ", ".join(f"{name}={_option(value)}" for name, value in shown.items())
+
+
+def _option(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 @command(VerifyOptions)
@@ -88,10 +99,10 @@ def verify(o: VerifyOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
     else:
-        line(f"{result['bundle']}: good ({', '.join(result['checked'])})")
+        wrapped(f"{result['bundle']}: good ({', '.join(result['checked'])})", wide=o.wide)
 
 
-SHOWN = 8  # differences of a section; --json has all
+SHOWN = 8  # differences of a section; --wide and --json have all
 
 
 @command(DiffOptions)
@@ -105,14 +116,14 @@ def diff(o: DiffOptions, typed: Typed) -> None:
     if o.json:
         print_json(differences)
     else:
-        print_differences(differences)
+        print_differences(differences, o.wide)
     if not differences["same"]:
         raise typer.Exit(DIFFERENT)
 
 
-def print_differences(differences: dict[str, Any]) -> None:
-    """Sections in order; in each what differs first."""
-    from kvcal.bundles.diff import SECTIONS, phrase
+def print_differences(differences: dict[str, Any], wide: bool = False) -> None:
+    """Sections in order; in each what differs first. wide: all of it, values whole."""
+    from kvcal.bundles.diff import SECTIONS, VALUE, phrase
 
     if differences["same"]:
         line("the same bytes")
@@ -122,9 +133,9 @@ def print_differences(differences: dict[str, Any]) -> None:
         if not rows:
             continue
         line(f"{section}: {len(rows)} {'difference' if len(rows) == 1 else 'differences'}")
-        for row in rows[:SHOWN]:
-            line(f"  {phrase(row)}")
-        if len(rows) > SHOWN:
-            line(f"  … and {len(rows) - SHOWN} more (--json has all)")
+        for row in rows if wide else rows[:SHOWN]:
+            wrapped(f"  {phrase(row, None if wide else VALUE)}", indent="    ", wide=wide)
+        if len(rows) > SHOWN and not wide:
+            line(f"  … and {len(rows) - SHOWN} more (--wide has all)")
     if not any(differences[section] for section in SECTIONS):
         line("the files differ only in how they are laid out: every value is the same")

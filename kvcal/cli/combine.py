@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import print_json, print_next, print_table
+from kvcal.cli.output import print_facts, print_json, print_next
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import CombineOptions
 
@@ -16,5 +16,5 @@ def combine(o: CombineOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
     else:
-        print_table(["what", "value"], result.items())
+        print_facts(result, wide=o.wide)
         print_next("inspect", result["bundle"])

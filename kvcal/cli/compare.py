@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcal.cli.evaluate import bits, spread
-from kvcal.cli.output import line, note, print_json, print_table
+from kvcal.cli.evaluate import FULL
+from kvcal.cli.output import note, print_json, print_next, print_open, print_rows, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import CompareOptions
 
@@ -25,40 +25,42 @@ def compare(o: CompareOptions, typed: Typed) -> None:
     if o.json:
         print_json(result | {"failed": {name: str(error) for name, error in failed.items()}})
     else:
-        print_compared(result)
+        print_compared(result, o.wide)
+        if files := [path for path in (o.csv, o.plot) if path is not None]:
+            print_open(*files)
+        if o.output is not None:
+            print_next("report", o.output, "--output", o.output.with_suffix(".html"))
     raise_first(failed)
 
 
-def print_compared(result: dict[str, Any]) -> None:
-    """Rows of a comparison as a table, and the best of them."""
-    line(f"full precision: perplexity {result['full_perplexity']:.4f}")
-    columns = ["name", "bits/value", "paper's count", "KL", "±", "median", "99 %", "max", "same top"]
-    columns += ["logit error", "output error", f"bytes at {result['at_length']}", "× smaller", "front", "perplexity"]
-    print_table(columns, map(_cells, result["rows"]))
+COLUMNS = (
+    "name", "bits_per_value", "paper_bits", "kl", "kl_se", "kl_median", "kl_p99", "kl_max", "same_top", "logit_error",
+    "output_error", "bytes_at_length", "smaller", "perplexity",
+)  # fmt: skip
+ONLY_WIDE = ("paper_bits", "kl_se", "kl_median", "kl_p99", "kl_max", "logit_error", "output_error")
+
+
+def print_compared(result: dict[str, Any], wide: bool = False) -> None:
+    """Rows of a comparison as a table, full precision first, and the best of them."""
+    rows = [row | {"name": f"{'*' if row['front'] else ' '} {row['name']}"} for row in result["rows"]]
+    print_rows(COLUMNS, [_full(result), *rows], only_wide=ONLY_WIDE, wide=wide)
+    wrapped(f"*: on the Pareto front of KL and size; size: one sequence of {result['at_length']:,} tokens", wide=wide)
     if result["max_bits"] is not None:
-        line(f"best at no more than {result['max_bits']} bits a value: {result['best'] or 'none'}")
+        wrapped(f"best at no more than {result['max_bits']:g} bits/value: {result['best'] or 'none'}", wide=wide)
         if result["ties"]:
-            line(f"within the spread over windows of it: {', '.join(result['ties'])}")
+            wrapped(f"within the spread over windows of it: {', '.join(result['ties'])}", wide=wide)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    return [
-        row["name"],
-        bits(row["bits_per_value"]),
-        f"{row['paper_bits']:.3f}",
-        f"{row['kl']:.5f}",
-        spread(row["kl_se"]),
-        *(f"{row[name]:.5f}" for name in ("kl_median", "kl_p99", "kl_max")),
-        f"{row['same_top']:.2%}",
-        _error(row["logit_error"]),
-        _error(row["output_error"]),
-        f"{row['bytes_at_length']:,}",
-        f"{row['smaller']:.2f}",
-        "*" if row["front"] else "",
-        f"{row['perplexity']:.4f}",
-    ]
-
-
-def _error(value: float | None) -> str:
-    """Evicted tokens have none."""
-    return "-" if value is None else f"{value:.4f}"
+def _full(result: dict[str, Any]) -> dict[str, Any]:
+    """The row of full precision, whose cache is counted at 16 bits per value."""
+    first = result["rows"][0]
+    return {
+        "name": f"  {FULL}",
+        "bits_per_value": 16.0,
+        "paper_bits": 16.0,
+        "kl": 0.0,
+        "same_top": 1.0,
+        "bytes_at_length": first["bytes_at_16_bit"] * result["at_length"] // result["length"],
+        "smaller": 1.0,
+        "perplexity": result["full_perplexity"],
+    }

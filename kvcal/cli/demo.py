@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcal.cli.output import line, note, print_json, print_table, prose
+from kvcal.cli.evaluate import FULL
+from kvcal.cli.output import line, note, print_json, print_rows, prose, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import DemoOptions
+from kvcal.report.quantities import size
 
 
 @command(DemoOptions)
@@ -19,21 +21,24 @@ def demo(o: DemoOptions, typed: Typed) -> None:
         print_json(result)
         return
     full, *_, ours = result["rows"]
-    print_table(
-        ["cache", "bits/value", "MB", "x smaller", "KL", "same next token"],
-        [_cells(row, full["nbytes"]) for row in result["rows"]],
+    print_rows(
+        ["cache", "bits_per_value", "nbytes", "smaller", "kl", "same"],
+        [_row(row, full["nbytes"]) for row in result["rows"]],
+        names={"same": "same next token"},
         title=f"tiny, {result['rows_of_text']} texts of {result['length']:,} tokens",
+        wide=o.wide,
     )
     prose(f"\nText from the compressed cache, in a fresh process:\n{result['sample']}\n")
-    line(
-        f"16-bit cache {full['nbytes'] / 1e6:.2f} MB -> {ours['nbytes'] / 1e6:.2f} MB, predictors included; "
-        f"same next token in {ours['same']} of {ours['of']} steps"
+    wrapped(
+        f"16-bit cache {size(full['nbytes'])} -> {size(ours['nbytes'])}, predictors included; same next token in "
+        f"{ours['same']} of {ours['of']}",
+        wide=o.wide,
     )
-    line(f"bundle: {result['bundle']}")
+    wrapped(f"bundle: {result['bundle']}", wide=o.wide)
     line(f"next: {result['next']}")
 
 
-def _cells(row: dict[str, Any], full: int) -> list[str | None]:
-    bits = f"{row['bits_per_value'] or 16:.3f}"
-    smaller = f"{full / row['nbytes']:.1f}"
-    return [row["name"], bits, f"{row['nbytes'] / 1e6:.2f}", smaller, f"{row['kl']:.5f}", f"{row['same']}/{row['of']}"]
+def _row(row: dict[str, Any], full: int) -> dict[str, Any]:
+    name, bits = (FULL, 16.0) if row["name"] == "full" else (row["name"], row["bits_per_value"])
+    same = f"{row['same']}/{row['of']}"
+    return row | {"cache": name, "bits_per_value": bits, "smaller": full / row["nbytes"], "same": same}

@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from kvcal.cli.output import note, print_json, print_table, prose
+from kvcal.cli.output import line, note, print_json, print_open, print_rows, print_table, prose
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import GenerateOptions
 from kvcal.pipeline.options import EvalOptions
+from kvcal.report.quantities import size, written
 
 
 @command(EvalOptions)
@@ -31,9 +32,11 @@ def evaluate(o: EvalOptions, typed: Typed) -> None:
     if o.json:
         print_json(result | {"failed": {name: str(error) for name, error in failed.items()}})
     else:
-        print_rows(result["rows"])
-        print_tasks(result["rows"])
-        print_gates(result["gates"])
+        print_evaluation(result["rows"], o.wide)
+        print_tasks(result["rows"], o.wide)
+        print_gates(result["gates"], o.wide)
+        if o.needle_plot is not None:
+            print_open(o.needle_plot)
     raise_first(failed)
     raise_if_failed(result["gates"])
 
@@ -47,64 +50,58 @@ def check_reports(junit: Path | None, summary: Path | None) -> None:
             check_output(path, option)
 
 
-def print_gates(checks: list[Any]) -> None:
+def print_gates(checks: list[Any], wide: bool = False) -> None:
     """A line a gate; nothing without gates."""
     if checks:
         rows = [["passed" if check.passed else "FAILED", check.line] for check in checks]
-        print_table(["gate", "what"], rows)
+        line()
+        print_table(["gate", "what"], rows, wide=wide)
 
 
-def print_rows(rows: list[dict[str, Any]]) -> None:
+COLUMNS = (
+    "name", "kl", "kl_se", "kl_median", "kl_p99", "kl_max", "same_top", "bits_per_value", "bytes", "smaller",
+    "perplexity",
+)  # fmt: skip
+ONLY_WIDE = ("kl_median", "kl_p99", "kl_max")
+FULL = "fp16"  # what full precision, `full` in --json, is called in tables: its cache is counted at 16 bits per value
+
+
+def print_evaluation(rows: list[dict[str, Any]], wide: bool = False) -> None:
     """Rows of an evaluation as a table; sizes are of one window's end."""
-    columns = ["name", "KL", "±", "median", "99 %", "max", "same top", "bits/value", "bytes", "× smaller", "perplexity"]
-
-    def cells(row: dict[str, Any]) -> list[str]:
-        figures = [f"{row[name]:.5f}" for name in ("kl_median", "kl_p99", "kl_max")]
-        size = f"{row['cache_bytes'] + row['window_bytes']:,}"
-        return [
-            row["name"],
-            f"{row['kl']:.5f}",
-            spread(row["kl_se"]),
-            *figures,
-            f"{row['same_top']:.2%}",
-            bits(row["bits_per_value"]),
-            size,
-            f"{row['smaller']:.2f}",
-            f"{row['perplexity']:.4f}",
-        ]
-
-    print_table(columns, [cells(row) for row in rows])
+    shown = [row | {"name": _name(row), "bytes": row["cache_bytes"] + row["window_bytes"]} for row in rows]
+    print_rows(COLUMNS, shown, only_wide=ONLY_WIDE, wide=wide)
     compressed = [row for row in rows if row["positions"]]
     if compressed:
-        names = [f"{bucket['first']}-{bucket['last']}" for bucket in compressed[0]["positions"]]
+        names = [f"{bucket['first']}–{bucket['last']}" for bucket in compressed[0]["positions"]]
+        line()
         print_table(
             ["KL by position", *names],
-            [[row["name"], *(f"{bucket['kl']:.5f}" for bucket in row["positions"])] for row in compressed],
+            [[row["name"], *(kl(bucket["kl"], wide) for bucket in row["positions"])] for row in compressed],
+            wide=wide,
         )
 
 
-def print_tasks(rows: list[dict[str, Any]]) -> None:
+def _name(row: dict[str, Any]) -> str:
+    return FULL if row["name"] == "full" else str(row["name"])
+
+
+def kl(value: float, wide: bool) -> str | None:
+    return written("kl", value, whole=wide)
+
+
+def print_tasks(rows: list[dict[str, Any]], wide: bool = False) -> None:
     """A line a task and row: scores, their difference with its interval, McNemar's p-value; nothing without tasks."""
     lines = [(row["name"], name, paired) for row in rows for name, paired in row.get("tasks", {}).items()]
     if lines:
-        columns = ["task", "name", "score", "full", "difference", "95 % from", "to", "McNemar p", "questions"]
-        print_table(columns, [[name, row, *_task_cells(paired)] for row, name, paired in lines])
+        columns = ["task", "name", "score", FULL, "difference", "95 % from", "to", "McNemar p", "questions"]
+        line()
+        print_table(columns, [[name, row, *_task_cells(paired)] for row, name, paired in lines], keys=2, wide=wide)
 
 
 def _task_cells(paired: dict[str, Any]) -> list[str]:
     p_value = paired["mcnemar"]
     figures = [f"{paired[name]:.4f}" for name in ("score", "full", "difference", "low", "high")]
     return [*figures, "-" if p_value is None else f"{p_value:.3f}", f"{paired['n']:,}"]
-
-
-def spread(error: float | None) -> str:
-    """A standard error over windows; one window has none."""
-    return "-" if error is None else f"{error:.5f}"
-
-
-def bits(value: float | None) -> str:
-    """Stored bits a value; a cache that packed nothing has none."""
-    return "-" if value is None else f"{value:.3f}"
 
 
 @command(GenerateOptions)
@@ -119,6 +116,9 @@ def generate(o: GenerateOptions, typed: Typed) -> None:
         prose(result["text"])
         stored, bits = result["nbytes"], result["bits_per_value"]
         packed = (
-            "nothing packed yet" if math.isnan(bits) else f"{stored['packed']} bytes packed at {bits:.3f} bits a value"
+            "nothing packed yet"
+            if math.isnan(bits)
+            else f"{size(stored['packed'])} packed at {written('bits_per_value', bits)} bits/value"
         )
-        note(f"{result['new_tokens']} tokens in {result['seconds']} s; cache: {packed}, {stored['window']} in windows")
+        window = size(stored["window"])
+        note(f"{result['new_tokens']} tokens in {result['seconds']} s; cache: {packed}, {window} in windows")

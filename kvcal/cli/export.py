@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.output import note, print_facts, print_json, print_next
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import ExportOptions
 
@@ -19,4 +19,5 @@ def export(o: ExportOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
     else:
-        print_table(["what", "value"], [[name, str(value)] for name, value in result.items()])
+        print_facts(result, wide=o.wide)
+        print_next("serve", o.output, "--kv-cache-dtype", o.to, program="vllm")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import note, print_json, print_next, print_table
+from kvcal.cli.output import note, print_facts, print_json, print_next
 from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import FitPredictorsOptions
 
@@ -18,5 +18,5 @@ def fit_predictors(o: FitPredictorsOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
     else:
-        print_table(["what", "value"], [[name, value] for name, value in result.items() if name != "layers"])
+        print_facts({name: value for name, value in result.items() if name != "layers"}, wide=o.wide)
         print_next("eval", result["bundle"], "--model", o.model)

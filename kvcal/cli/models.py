@@ -19,13 +19,14 @@ COLUMNS = [
     "KiB/token",
     "hub id",
 ]
+NARROW = [column for column in COLUMNS if column not in ("hidden", "hub id")]
 
 
 @command(Options, light=True)
 def models(o: Options, typed: Typed) -> None:
     """List the models known by a short name, with their geometry.
 
-    KiB/token is the cache at 16 bits, all layers. --json has more fields.
+    KiB/token is the cache at 16 bits, all layers. --wide adds hidden size and hub id, --json more.
     """
     from kvcal.models.catalogue import models_table
 
@@ -33,11 +34,13 @@ def models(o: Options, typed: Typed) -> None:
     if o.json:
         print_json({"models": rows})
     else:
-        print_table(COLUMNS, [_cells(row) for row in rows])
+        cells = [dict(zip(COLUMNS, _cells(row), strict=True)) for row in rows]
+        shown = COLUMNS if o.wide else NARROW
+        print_table(shown, [[row[column] for column in shown] for row in cells], wide=o.wide)
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:
     size = row["parameters"]
     parameters = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.0f}M"
-    geometry = [row[field] for field in ("layers", "hidden", "kv_heads", "head_dim", "context")]
+    geometry = [f"{row[field]:,}" for field in ("layers", "hidden", "kv_heads", "head_dim", "context")]
     return [row["name"], parameters, *geometry, f"{row['kv_bytes_per_token'] / 1024:g}", row["hub_id"]]

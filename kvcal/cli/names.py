@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import note, print_json, print_table
+import itertools
+
+from kvcal.cli.output import line, note, print_json, print_rows
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import NamesOptions
+from kvcal.pipeline.names import NameRow
 
 
 @command(NamesOptions, light=True)
@@ -19,12 +22,18 @@ def names(o: NamesOptions, typed: Typed) -> None:
     if o.json:
         print_json({"model": o.model, "names": rows})
         return
-    bits = [[None if row[role] is None else f"{row[role]:.3f}" for role in ("key_bits", "value_bits")] for row in rows]
-    print_table(
-        ["kind", "name", "key bits", "value bits", "about"],
-        [[row["kind"], row["name"], *two, row["about"]] for row, two in zip(rows, bits, strict=True)],
-    )
+    for number, (name, group) in enumerate(itertools.groupby(rows, key=lambda row: row["kind"])):
+        if number:
+            line()
+        _print_kind(name, list(group), o.wide)
     if any(row["key_bits"] is not None for row in rows):
         if any(row["kind"] == "preset" for row in rows):
             note(f"Python alone, chosen by the model's keys: {', '.join(AUTO_BITS)} (kvcal.cache, load_cache)")
-        note(f"bits a value of {o.model}'s geometry; of another: --model")
+        note(f"bits/value of {o.model}'s geometry; of another: --model")
+
+
+def _print_kind(kind: str, rows: list[NameRow], wide: bool) -> None:
+    """A table of the names of one kind; bits/value of keys and values where they have some."""
+    counted = any(row["key_bits"] is not None for row in rows)
+    bits = ["key_bits", "value_bits"] if counted else []
+    print_rows(["name", *bits, "about"], rows, names={"name": kind}, wide=wide)

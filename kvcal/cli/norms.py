@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import note, print_json, print_next, print_table
+from kvcal.cli.output import line, note, print_facts, print_json, print_next, print_rows
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import FoldOptions
 from kvcal.pipeline.options import FitNormsOptions
 
 COLUMNS = {
-    "layer": "layer", "key_outlier_ratio": "largest / median channel", "factor_min": "least factor",
+    "layer": "layer", "key_outlier_ratio": "key outlier", "factor_min": "least factor",
     "factor_max": "largest factor", "key_relative_error": "key error", "value_relative_error": "value error",
     "logit_error": "logit error", "logit_error_plain": "without factors", "value_symmetric_share": "symmetric groups",
 }  # fmt: skip
@@ -23,9 +23,10 @@ def fit_norms(o: FitNormsOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
         return
-    print_table(["what", "value"], [[name, value] for name, value in result.items() if name != "layers"])
+    print_facts({name: value for name, value in result.items() if name != "layers"}, wide=o.wide)
     shown = [name for name in COLUMNS if any(name in row for row in result["layers"])]
-    print_table([COLUMNS[name] for name in shown], [[row.get(name) for name in shown] for row in result["layers"]])
+    line()
+    print_rows(shown, result["layers"], names=COLUMNS, wide=o.wide)
     print_next("eval", result["bundle"], "--model", o.model)
 
 
@@ -38,6 +39,6 @@ def fold(o: FoldOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
         return
-    print_table(["what", "value"], result.items())
+    print_facts(result, wide=o.wide)
     bundle = [] if result["bundle"] is None else ["--bundle", result["bundle"]]
-    print_next("eval", *bundle, "--model", result["model"])
+    print_next("eval", *bundle, "--model", o.output)

@@ -7,19 +7,26 @@ names, settings and texts come from files of strangers.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
+import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 from kvcal.cli.failure import NO_STDOUT
 from kvcal_artifacts.shown import COMMANDS, message, shown
 
-ANY_WIDTH = 10_000  # rich would fold cells to the terminal's width; whole cells can be read, copied and cut
+ANY_WIDTH = 10_000  # of --wide: whole cells can be read, copied and cut
+USUAL_WIDTH, LEAST_WIDTH = 80, 40
+GAP = 2  # between columns
+NARROWEST_TEXT = 14  # columns of text are wrapped down to this many signs, before columns go into a table below
 
 
 @contextmanager
@@ -52,11 +59,54 @@ def line(text: object = "") -> None:
     print(shown(text))
 
 
-def print_next(*words: object) -> None:
+def width() -> int:
+    """Columns of the terminal; 80 where stdout is none. COLUMNS in the environment counts for both."""
+    return max(LEAST_WIDTH, shutil.get_terminal_size((USUAL_WIDTH, 24)).columns)
+
+
+def wrapped(text: object, *, indent: str = "  ", before: str = "", wide: bool = False) -> None:
+    """Words on stdout in lines that fit the terminal, all but the first after `indent`; words longer than a line, as
+    paths, stay whole. before: what stands before the first, as wide as `indent`. wide: in one line.
+    """
+    most = ANY_WIDTH if wide else width()
+    fitted = textwrap.wrap(
+        shown(text), most, initial_indent=indent if before else "", subsequent_indent=indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    first, *rest = fitted or [indent]
+    print(shown(before) + first.removeprefix(indent) if before else first)
+    for one in rest:
+        print(one)
+
+
+def command_line(words: Sequence[object], *, wide: bool = False, before: str = "") -> None:
+    """A command as typed in a shell, on as many lines as it takes, of which a shell makes one. before: what stands
+    before it.
+    """
+    from kvcal.report.escape import shell
+
+    typed = [shell([str(word)]) for word in words]
+    lines, most = [before + typed[0]], ANY_WIDTH if wide else width()
+    for word in typed[1:]:
+        if len(lines[-1]) + 1 + len(word) + 2 > most:  # a space, and " \\" at the end
+            lines[-1] += " \\"
+            lines.append(f"    {word}")
+        else:
+            lines[-1] += f" {word}"
+    for one in lines:
+        line(one)
+
+
+def print_next(*words: object, program: str = "kvcal") -> None:
     """A last line: the command to run next, as typed in a shell."""
     from kvcal.report.escape import shell
 
-    line(f"next: {shell([str(word) for word in ('kvcal', *words)])}")
+    line(f"next: {shell([program, *map(str, words)])}")
+
+
+def print_open(*paths: object) -> None:
+    """A last line for files that people look at."""
+    line(f"next: open {' and '.join(map(str, paths))}")
 
 
 def prose(text: str) -> None:
@@ -64,26 +114,155 @@ def prose(text: str) -> None:
     print(shown(text, keep="\n\t"))
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None) -> None:
-    """Numbers are aligned to the right; None is an empty cell. Format numbers before they come here.
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    title: str | None = None,
+    keys: int = 1,
+    wide: bool = False,
+) -> None:
+    """A table that fits the terminal. Numbers are aligned to the right; None is an empty cell. Format numbers before
+    they come here.
+
+    Where it is too wide, headings are broken at spaces, then cells of text; then columns go into further tables below,
+    each of which begins with the first `keys` columns. wide: nothing is broken, whatever its width.
 
     Raises KVCalError, as `on_stdout`.
     """
+    most = ANY_WIDTH if wide else width()
+    cells = [["" if cell is None else shown(cell) for cell in row] for row in rows]
+    laid_out = [_Column.of(shown(head), [row[i] for row in cells]) for i, head in enumerate(columns)]
+    if _width(column.width for column in laid_out) > most:
+        laid_out = [column.narrow() for column in laid_out]
+    if title:
+        wrapped(title, wide=wide)
+    for number, table in enumerate(_tables(laid_out, keys, most)):
+        if number:
+            line()
+        _print_columns(table, most)
+
+
+def print_rows(
+    columns: Sequence[str],
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    only_wide: Collection[str] = (),
+    names: Mapping[str, str] | None = None,
+    title: str | None = None,
+    keys: int = 1,
+    wide: bool = False,
+) -> None:
+    """A table of rows by key of --json, with the name and the form that each quantity has everywhere.
+
+    only_wide: columns that are there with --wide alone, as are those without a value. names: headings of this table.
+    keys: as of `print_table`.
+    """
+    from kvcal.report.quantities import quantity, written
+
+    listed = list(rows)
+    taken = [
+        column
+        for column in columns
+        if wide or (column not in only_wide and any(row.get(column) is not None for row in listed))
+    ]
+    heads = [(names or {}).get(column, quantity(column).name) for column in taken]
+    cells = [[written(column, row.get(column), whole=wide) for column in taken] for row in listed]
+    print_table(heads, cells, title=title, keys=keys, wide=wide)
+
+
+def print_facts(facts: Mapping[str, Any], *, wide: bool = False) -> None:
+    """A line a fact by key of --json, with its name and form. DETAILS, and those without a value, are there with --wide
+    alone.
+
+    Raises KVCalError, as `on_stdout`.
+    """
+    from kvcal.report.quantities import DETAILS, is_hash, quantity, written
+
+    texts = {key: written(key, value, whole=wide) for key, value in facts.items()}
+    taken = {key: text for key, text in texts.items() if wide or (text is not None and key not in DETAILS)}
+    margin = max((len(quantity(key).name) for key in taken), default=0) + GAP
+    with on_stdout():
+        for key, text in taken.items():
+            whole = str(facts[key])  # a hash that fits is shown whole: people copy it
+            fits = is_hash(key) and margin + len(whole) <= width()
+            fact = whole if fits else "-" if text is None else text
+            wrapped(fact, before=f"{shown(quantity(key).name):{margin}}", indent=" " * margin, wide=wide)
+
+
+def folded(rows: Iterable[Sequence[Any]]) -> Iterator[list[Any]]:
+    """Rows whose first cell is a layer's number; neighbours that are equal otherwise become one, as 1–29."""
+    from kvcal.report.quantities import ranges
+
+    for rest, group in itertools.groupby(rows, key=lambda row: list(row[1:])):
+        yield [ranges(row[0] for row in group), *rest]
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A heading, of one line or more, and the cells below it."""
+
+    head: str
+    cells: tuple[str, ...]
+    numeric: bool
+
+    @classmethod
+    def of(cls, head: str, cells: Sequence[str]) -> _Column:
+        return cls(head, tuple(cells), all(_is_number(cell) for cell in cells if cell))
+
+    @property
+    def widest_cell(self) -> int:
+        return max(map(len, self.cells), default=0)
+
+    @property
+    def width(self) -> int:
+        return max(self.widest_cell, *map(len, self.head.split("\n")))
+
+    @property
+    def least(self) -> int:
+        """Signs that it takes with its text wrapped; numbers are not."""
+        return self.width if self.numeric else min(self.width, NARROWEST_TEXT)
+
+    def narrow(self) -> _Column:
+        """The column with its heading on lines of its own words, where that is wider than the cells; a unit stays with
+        what it is of.
+        """
+        if len(self.head) <= self.widest_cell:
+            return self
+        return replace(self, head=re.sub(r" (?![%(])|(?<=/)(?=\w{3})", "\n", self.head))
+
+
+def _width(widths: Iterable[int]) -> int:
+    """Signs of a line of a table whose columns are so wide; rich leaves one at its end."""
+    return sum(one + GAP for one in widths) - 1
+
+
+def _tables(columns: Sequence[_Column], keys: int, most: int) -> list[list[_Column]]:
+    """Which columns stand in which table: the first `keys` in each, as many others as fit."""
+    first = list(columns[:keys])
+    tables = [first.copy()]
+    for column in columns[keys:]:
+        table = tables[-1]
+        if len(table) > len(first) and _width(one.least for one in [*table, column]) > most:
+            table = first.copy()
+            tables.append(table)
+        table.append(column)
+    return tables
+
+
+def _print_columns(columns: Sequence[_Column], most: int) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    cells = [["" if cell is None else shown(cell) for cell in row] for row in rows]
-    table = Table(
-        title=title and shown(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
-    )
-    for index, column in enumerate(columns):
-        numeric = all(_is_number(row[index]) for row in cells if row[index])
-        table.add_column(shown(column), justify="right" if numeric else "left", no_wrap=True)
-    for row in cells:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column.numeric else "left"
+        table.add_column(column.head, justify=justify, no_wrap=column.numeric, overflow="fold")
+    for row in zip(*(column.cells for column in columns), strict=True):
         table.add_row(*row)
     with on_stdout():
-        Console(width=ANY_WIDTH, markup=False, highlight=False, emoji=False).print(table)
+        Console(width=most, markup=False, highlight=False, emoji=False).print(table)
 
 
 def note(text: str) -> None:
@@ -107,4 +286,4 @@ def _plain(value: Any) -> Any:
 
 
 def _is_number(cell: str) -> bool:
-    return re.fullmatch(r"[-+]?(\d[\d,]*\.?\d*(e[-+]?\d+)?|inf|nan) ?[%×x]?([KMGT]?i?B?)?", cell) is not None
+    return re.fullmatch(r"[-+]?(\d[\d,]*\.?\d*(e[-+]?\d+)?|inf|nan) ?[%×x]?([kKMGT]?i?B?)?|-", cell) is not None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvcal.cli.output import line, note, on_stdout, print_json, print_table
+from kvcal.cli.output import line, note, on_stdout, print_json, print_table, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import PlanOptions
+from kvcal.report.quantities import significant
 
 
 @command(PlanOptions, light=True)
@@ -25,22 +26,24 @@ def plan(o: PlanOptions, typed: Typed) -> None:
         return
     with on_stdout():
         for text in _head(result):
-            line(text)
+            wrapped(text, wide=o.wide)
     if o.wide:
-        print_table(WIDE, [_wide(row) for row in result["rows"]])
+        print_table(WIDE, [_wide(row) for row in result["rows"]], wide=True)
     else:
         print_table(COLUMNS, [_cells(row) for row in result["rows"]])
         line()
         print_table(["scheme", "next"], [[row["scheme"], row["next"]] for row in result["rows"] if row["next"]])
     with on_stdout():
         for text in _foot(result):
-            line(text)
+            wrapped(text, indent="    ", wide=o.wide)
+        best = next((row for row in result["rows"] if row["scheme"] == result["recommended"]), None)
+        line("recommended: none" if best is None else f"recommended: {best['next']}")
 
 
-COLUMNS = ["scheme", "x smaller", "fits", "longest", "batch", "tokens/s", "KL"]
+COLUMNS = ["scheme", "× smaller", "fits", "longest", "batch", "tokens/s", "KL"]
 WIDE = [
-    "scheme", "bits", "x smaller", "fits", "longest", "longest, prompt whole", "batch", "tokens/s", "KL", "KL, nats",
-    "KL of", "cache GiB", "decode peak GiB", "prefill peak GiB", "step", "next",
+    "scheme", "bits/value", "× smaller", "fits", "longest", "longest, prompt whole", "batch", "tokens/s", "KL",
+    "KL, nats", "KL of", "cache GiB", "decode peak GiB", "prefill peak GiB", "step", "next",
 ]  # fmt: skip
 
 
@@ -48,11 +51,11 @@ def _cells(row: dict[str, Any]) -> list[Any]:
     speed = None if row["fits"] == "no" else row["tokens_per_second"]
     return [
         row["scheme"],
-        f"{row['times_smaller']:.1f}",
+        significant(row["times_smaller"]),
         row["fits"],
         f"{row['longest_context']:,}",
         f"{row['largest_batch']:,}",
-        None if speed is None else f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}",
+        None if speed is None else significant(speed),
         "not measured" if row["kl_class"] is None else row["kl_class"],
     ]
 
@@ -66,7 +69,7 @@ def _of_another(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _wide(row: dict[str, Any]) -> list[Any]:
     cells = _cells(row)
     peaks = [f"{row[name] / 2**30:.2f}" for name in ("cache_bytes", "decode_peak_bytes", "prefill_peak_bytes")]
-    kl = None if row["kl"] is None else f"{row['kl']:.3g}"
+    kl = None if row["kl"] is None else significant(row["kl"])
     whole = f"{row['longest_context_whole_prompt']:,}"
     first, rest = [cells[0], f"{row['bits']:.2f}", *cells[1:4], whole], [kl, ", ".join(row["kl_models"]), *peaks]
     return [*first, *cells[4:], *rest, row["step"], row["next"]]
@@ -93,8 +96,6 @@ def _foot(result: dict[str, Any]) -> list[str]:
         lines.append(f"no fused kernel runs there: {result['gpu']['no_kernels']}")
     if result["assumed"]["memory_of_the_system_counted"] is False:
         lines.append("a Jetson's memory is the system's too: what that takes is not counted")
-    best = next((row for row in rows if row["scheme"] == result["recommended"]), None)
-    lines.append("recommended: none" if best is None else f"recommended: {best['next']}")
     return lines
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import note, print_json, print_next, print_table
+from kvcal.cli.output import note, print_facts, print_json, print_next
 from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import PresetOptions
 
@@ -19,5 +19,5 @@ def preset(o: PresetOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
     else:
-        print_table(["what", "value"], result.items())
+        print_facts(result, wide=o.wide)
         print_next("eval", result["bundle"], "--model", o.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.output import line, note, print_facts, print_json, print_open, print_table
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import ProbeOptions
 
@@ -26,9 +26,13 @@ def probe(o: ProbeOptions, typed: Typed) -> None:
         [row["target"], " + ".join(row["inputs"]), *map(_cell, [row["mean"], row["mean_common"], *row["layers"]])]
         for row in rows
     ]
-    print_table([str(column) for column in columns], shown, title="explained variance: means, and by layer")
+    title = "explained variance: means, and by layer"
+    print_table([str(column) for column in columns], shown, title=title, keys=2, wide=o.wide)
     skipped = ("rows", "probes", "phases", "layer_numbers")
-    print_table(["what", "value"], [[name, value] for name, value in result.items() if name not in skipped])
+    line()
+    print_facts({name: value for name, value in result.items() if name not in skipped}, wide=o.wide)
+    if files := [path for path in (o.csv, o.plot) if path is not None]:
+        print_open(*files)
 
 
 def _cell(value: float | None) -> str | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from kvcal.cli.output import line, print_json, print_table, prose
+from kvcal.cli.output import line, print_facts, print_json, print_next, prose
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import CardOptions, PullOptions, PushOptions
 
@@ -21,7 +19,9 @@ def card(o: CardOptions, typed: Typed) -> None:
     else:
         for place in result["files"]:
             line(place)
-        if not result["files"]:
+        if result["files"]:
+            print_next("push", o.bundle, o.repo or "ORG/NAME")
+        else:
             prose(result["card"].rstrip())
 
 
@@ -35,7 +35,8 @@ def push(o: PushOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
     else:
-        print_table(["what", "value"], [[name, _listed(value)] for name, value in result.items()])
+        print_facts(result, wide=o.wide)
+        print_next("pull", o.repo)
 
 
 @command(PullOptions)
@@ -50,8 +51,5 @@ def pull(o: PullOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
     else:
-        print_table(["what", "value"], [[name, _listed(value)] for name, value in result.items()])
-
-
-def _listed(value: Any) -> Any:
-    return ", ".join(value) if isinstance(value, (list, tuple)) else value
+        print_facts(result, wide=o.wide)
+        print_next("eval", result["bundle"])

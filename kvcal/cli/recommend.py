@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from kvcal.cli.output import line, note, on_stdout, print_json, print_table
+from kvcal.cli.output import command_line, line, note, on_stdout, print_json, print_rows, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import RecommendOptions
+from kvcal.report.quantities import duration, significant
 
 
 @command(RecommendOptions)
@@ -22,57 +24,54 @@ def recommend(o: RecommendOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
         return
-    print_table(["scheme", "bits", "x smaller", "KL", "forecast", "fitted", "kernel"], _cells(result))
+    print_rows(
+        ["scheme", "bits_per_value", "times_smaller", "kl", "forecast_kl", "learned", "kernel"],
+        _rows(result),
+        names={"learned": "fitted"},
+        wide=o.wide,
+    )
     with on_stdout():
         for words in _foot(result):
-            line(words)
+            wrapped(words, wide=o.wide)
+        command_line(shlex.split(_chosen(result)["command"]), before="the same bundle: ", wide=o.wide)
+        line(f"next: {result['next']}")
 
 
-def _cells(result: dict[str, Any]) -> Iterator[list[Any]]:
+def _chosen(result: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = next(row for row in result["rows"] if row["scheme"] == result["chosen"])
+    return row
+
+
+def _rows(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Full precision, and the ladder with the first two marked."""
+    yield {"scheme": "fp16", "bits_per_value": 16.0, "times_smaller": 1.0, "kl": 0.0}
     marks = {result["runner_up"]: "2nd ", result["chosen"]: "1st "}
     for row in result["rows"]:
-        yield [
-            marks.get(row["scheme"], "") + row["scheme"],
-            f"{row['bits_per_value']:.2f}",
-            f"{row['times_smaller']:.1f}",
-            _number(row["kl"]),
-            _number(row["forecast_kl"]),
-            "yes" if row["learned"] else "no",
-            "yes" if row["kernel"] else "no",
-        ]
-
-
-def _number(kl: float | None) -> str | None:
-    return None if kl is None else f"{kl:.3g}"
+        yield row | {"scheme": marks.get(row["scheme"], "") + row["scheme"]}
 
 
 def _foot(result: dict[str, Any]) -> Iterator[str]:
-    """Lines of at most 80 columns, except for commands and paths."""
+    """What was chosen and why, what it was measured on, where it is."""
     rows = {row["scheme"]: row for row in result["rows"]}
     chosen, second, naive = (rows.get(result[name]) for name in ("chosen", "runner_up", "instead_of"))
     assert chosen is not None
     yield ""
-    limit = f"KL {result['max_kl']:g} or less" if result["max_bits"] is None else f"{result['max_bits']:g} bits or less"
+    most_bits, most_kl = f"{result['max_bits'] or 0:g} bits/value or less", f"KL {result['max_kl'] or 0:g} or less"
+    limit = most_kl if result["max_bits"] is None else most_bits
     best = "fewest bits" if result["max_bits"] is None else "smallest KL"
     yield f"chosen: {chosen['scheme']}, {best} of {limit} among those measured"
     for name, row in (("it has", chosen), ("runner-up", second), ("instead of", naive)):
         if row is not None and (row is not chosen or name == "it has"):
             error = "" if row["kl_se"] is None else f" ± {row['kl_se']:.1g}"
             scheme = "" if row is chosen else f"{row['scheme']}, "
-            yield f"{name}: {scheme}KL {_number(row['kl'])}{error} at {row['bits_per_value']:.2f} bits"
+            bits = significant(row["bits_per_value"])
+            yield f"{name}: {scheme}KL {significant(row['kl'])}{error} at {bits} bits/value"
     yield from _outliers(result["outliers"])
     yield from _worst(result["attention_errors"][result["chosen"]])
     for scheme, why in result["left_out"].items():
         yield f"left out: {scheme}: {why}"
-    yield f"measured in {_duration(result['seconds'])} on {result['device']}"
-    yield f"the same bundle: {chosen['command']}"
+    yield f"measured in {duration(result['seconds'])} on {result['device']}"
     yield f"written: {result['bundle']}"
-    yield f"next: {result['next']}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _outliers(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.output import note, print_facts, print_json, print_open
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import ReportOptions
 
@@ -10,7 +10,7 @@ from kvcal.commands.options import ReportOptions
 @command(ReportOptions)
 def report(o: ReportOptions, typed: Typed) -> None:
     """Write one HTML page, which needs no network: figures, quality against bits, KL by position, errors by layer and
-    head, needles, tasks, memory against length.
+    head, needles, tasks, memory against length, speed.
     """
     from kvcal.commands.report import run_report
 
@@ -18,4 +18,5 @@ def report(o: ReportOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
     else:
-        print_table(["what", "value"], [[name, str(value)] for name, value in result.items()])
+        print_facts(result, wide=o.wide)
+        print_open(o.output)

@@ -8,7 +8,7 @@ import typer
 
 from kvcal.cli.bundle import print_differences
 from kvcal.cli.failure import DIFFERENT
-from kvcal.cli.output import line, note, print_json
+from kvcal.cli.output import line, note, print_json, print_next, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import ReproduceOptions
 
@@ -26,24 +26,26 @@ def reproduce(o: ReproduceOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
     else:
-        _told(result)
+        _told(result, o.wide)
+        if o.output is not None:
+            print_next(*("verify", o.output) if result["same"] else ("diff", o.bundle, o.output))
     if not result["same"]:
         raise typer.Exit(DIFFERENT)
 
 
-def _told(result: dict[str, Any]) -> None:
+def _told(result: dict[str, Any], wide: bool) -> None:
     from kvcal.bundles.diff import phrase
 
     if result["same"]:
-        line(f"{result['bundle']}: the same bytes again (sha256 {result['sha256']})")
+        line(f"{result['bundle']}: the same bytes again")
+        line(f"sha256 {result['sha256']}")
         return
     first = result["first_tensor"]
-    line(
-        f"{result['bundle']}: "
-        + (f"the first tensor that differs is {phrase(first)}" if first else "every tensor is the same")
-    )
+    tensors = f"the first tensor that differs is {phrase(first)}" if first else "every tensor is the same"
+    line(f"{result['bundle']}: other bytes")
+    wrapped(tensors, wide=wide)
     for name, rows in (("inputs are not those recorded", result["inputs"]), ("made elsewhere", result["environment"])):
         if rows:
-            line(f"{name}: {'; '.join(phrase(row) for row in rows)}")
+            wrapped(f"{name}: {'; '.join(phrase(row) for row in rows)}", wide=wide)
     line("a: the bundle, b: made again")
-    print_differences(result)
+    print_differences(result, wide)

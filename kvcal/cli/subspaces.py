@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import note, print_json, print_next, print_table
+from kvcal.cli.output import line, note, print_facts, print_json, print_next, print_rows, print_table
 from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import MeasureSubspacesOptions
 
@@ -17,12 +17,14 @@ def measure_subspaces(o: MeasureSubspacesOptions, typed: Typed) -> None:
         print_json(result)
         return
     tables = ("layers", "deviation", "search", "phases")
-    print_table(["what", "value"], [[name, value] for name, value in result.items() if name not in tables])
+    print_facts({name: value for name, value in result.items() if name not in tables}, wide=o.wide)
+    line()
     deviation = result["deviation"]
     rows = zip(deviation["ranks"], *deviation["mean"].values(), strict=True)
     columns = ["rank", *(SOURCES[source] for source in deviation["mean"])]
-    print_table(columns, [[r, *(f"{v:.4f}" for v in values)] for r, *values in rows], title="deviation of queries")
+    cells = [[rank, *(f"{value:.4f}" for value in values)] for rank, *values in rows]
+    print_table(columns, cells, title="deviation of queries", wide=o.wide)
     if result["search"]:
-        cells = [[p["rank"], f"{p['strength']:g}", f"{p['logit_error']:.5f}", p["layers"]] for p in result["search"]]
-        print_table(["rank", "strength", "logit error", "layers"], cells, title="search")
+        line()
+        print_rows(["rank", "strength", "logit_error", "layers"], result["search"], title="search", wide=o.wide)
     print_next("eval", result["bundle"], "--model", o.model)

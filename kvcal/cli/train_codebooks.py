@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import note, print_json, print_next, print_table
+from kvcal.cli.output import line, note, print_facts, print_json, print_next, print_rows
 from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import TrainCodebooksOptions
 
@@ -17,6 +17,7 @@ def train_codebooks(o: TrainCodebooksOptions, typed: Typed) -> None:
         print_json(result)
         return
     rows = [{name: v for name, v in row.items() if name != "errors"} for row in result.pop("stage_rows")]
-    print_table(list(rows[0]), [[f"{v:.4f}" if isinstance(v, float) else v for v in row.values()] for row in rows])
-    print_table(["what", "value"], [[name, value] for name, value in result.items() if name != "bands"])
+    print_facts({name: value for name, value in result.items() if name != "bands"}, wide=o.wide)
+    line()
+    print_rows(list(rows[0]), rows, wide=o.wide)
     print_next("eval", result["bundle"], "--model", o.model)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import note, print_json, print_next, print_table
+from typing import Any
+
+from kvcal.cli.output import folded, line, note, print_facts, print_json, print_next, print_rows, print_table
 from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import TuneBitsOptions
 
@@ -20,10 +22,18 @@ def tune_bits(o: TuneBitsOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
         return
-    print_table(["what", "value"], [[name, value] for name, value in result.items() if name != "layers"])
+    print_facts({name: value for name, value in result.items() if name not in ("layers", "sensitivity")}, wide=o.wide)
     if o.objective != "kl":
-        columns = ["layer", "key bits", "value bits", "output error"]
-        layers = result["layers"]
-        rows = [[one["layer"], int(one["key_bits"]), int(one["value_bits"]), one["output_error"]] for one in layers]
-        print_table(columns, rows)
+        _layers(result["layers"], o.wide)
     print_next("eval", result["bundle"], "--model", o.model)
+
+
+def _layers(layers: list[dict[str, Any]], wide: bool) -> None:
+    """Codecs of each layer, equal neighbours folded; with --wide a row a layer, and its error."""
+    rows = [{**one, "key_bits": int(one["key_bits"]), "value_bits": int(one["value_bits"])} for one in layers]
+    line()
+    if wide:
+        print_rows(["layer", "key_bits", "value_bits", "output_error"], rows, wide=True)
+    else:
+        bits = [[row["layer"], row["key_bits"], row["value_bits"]] for row in rows]
+        print_table(["layers", "key bits", "value bits"], folded(bits))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcal.cli.output import note, print_json, print_next, print_table
+from kvcal.cli.output import line, note, print_facts, print_json, print_next, print_rows
 from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import TuneThresholdsOptions
 
@@ -16,9 +16,9 @@ def tune_thresholds(o: TuneThresholdsOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
         return
-    print_table(["what", "value"], [[name, value] for name, value in result.items() if name != "front"])
+    print_facts({name: value for name, value in result.items() if name != "front"}, wide=o.wide)
     if "front" in result:
-        names = ("trial", "tau_low", "tau_high", "quality", "bits")
-        rows = [[f"{row[name]:.6g}" for name in names] for row in result["front"]]
-        print_table(["trial", "tau_low", "tau_high", "quality", "bits/value"], rows, title="Pareto front")
+        line()
+        columns = ["trial", "tau_low", "tau_high", "quality", "bits"]
+        print_rows(columns, result["front"], title="Pareto front", wide=o.wide)
     print_next("eval", result["bundle"], "--model", o.model)

@@ -124,13 +124,13 @@ def fit(
     from ..calibrate.job import FitOptions
     from ..capture.scan import WholeModel
     from ..report.outputs import check_output
-    from ..text import sources
+    from ..text import token_windows
 
     settings = _method(method) if isinstance(method, str) else method
     hf.check_supported(model)
     if output is not None:
         check_output(Path(output))
-    ids = sources.token_windows(
+    ids = token_windows.token_windows(
         tokenizer, os.fspath(text), windows=windows, holdout=holdout, length=length, seed=seed, column=column, say=say
     )
     config: Any = hf.config_of(model)
@@ -198,12 +198,12 @@ def evaluate(
 
     from ..evaluate.perplexity import evaluate as measure
     from ..models.weights import causal_lm
-    from ..text import sources
+    from ..text import token_windows
 
     named = schemes if isinstance(schemes, Mapping) else {_name(scheme): scheme for scheme in schemes}
     if len(named) < len(schemes) or "full" in named:
         raise UsageError("two rows would have one name, or one is called full: give a dict with names of your own")
-    ids = sources.evaluation_windows(
+    ids = token_windows.evaluation_windows(
         tokenizer, os.fspath(text), windows=windows, length=length, column=column, say=say
     ).ids
     bundles = {name: _bundle_of(model, scheme) for name, scheme in named.items()}

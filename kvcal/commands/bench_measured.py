@@ -28,7 +28,8 @@ from ..calibrate.provenance import cpu_record
 from ..models import configuration, loading
 from ..models.memory import check_fits
 from ..models.names import ModelSource, resolve
-from ..pipeline.build import code_identity
+from ..pipeline.identity import code_identity
+from ..report.progress import tracked
 from .bench_options import (
     AT_SHAPE,
     GENERATION,
@@ -166,7 +167,8 @@ def _kernel_rows(session: Session, able: bool) -> list[Row]:
     model, o = session.source.public, session.o
     operations: list[Operation] = [OPERATIONS[name] for name in session.operations if name in OPERATIONS]
     rows: list[Row] = []
-    for shape in session.shapes if operations else []:
+    shapes = session.shapes if operations else []
+    for shape in tracked(shapes, "Measuring, batches and lengths", len(shapes)):
         timed = session.rows.rows(
             f"batch {shape[0]}, length {shape[1]}",
             partial(
@@ -207,7 +209,7 @@ def _kernel_rows(session: Session, able: bool) -> list[Row]:
 
 def _record(o: BenchOptions, source: ModelSource) -> dict[str, Any]:
     """What all rows of a run depend on."""
-    files = ("bundle", "csv", "plot", "compare", "json", "resume", "model", "revision")
+    files = ("bundle", "csv", "plot", "compare", "json", "wide", "resume", "model", "revision")
     here = {name: value for name, value in machine().items() if name != "GPU memory free"}
     return {
         "options": {name: value for name, value in o.by_name().items() if name not in files},
@@ -351,7 +353,8 @@ def _step_rows(generating: Generating) -> list[Row]:
         if operation not in session.operations:
             continue
         session.say(f"{operation}: decode steps from caches filled with random packed data")
-        for shape, kind in itertools.product(session.shapes, generating.kinds):
+        cases = list(itertools.product(session.shapes, generating.kinds))
+        for shape, kind in tracked(cases, f"Measuring {operation}", len(cases)):
             label = f"{operation} {kind.name} ({kind.path}), batch {shape[0]}, length {shape[1]}"
             copy = session.clock.ceilings.get("copy")
             rows += generating.rows(label, rows_of, [kind], [shape], session.where.name, copy=copy)

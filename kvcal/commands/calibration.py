@@ -14,9 +14,10 @@ from ..calibrate.job import FitOptions, FitResult
 from ..capture.spill import Where
 from ..methods.base import Method
 from ..models import names
-from ..pipeline.options import CalibrationOptions, Layerwise, Selection
+from ..pipeline.options import CalibrationOptions
+from ..pipeline.shared_options import Layerwise, Selection
 from ..report.outputs import check_output
-from ..text import sources
+from ..text import token_windows
 from .common import (
     Say,
     calibration_windows,
@@ -42,13 +43,13 @@ class Calibration:
     """
 
     opened: Opened
-    text: sources.Windows
+    text: token_windows.Windows
     origin: str
     options: FitOptions
     seed: int
     say: Say
     selection: HeavyHitters | None
-    other: sources.Windows | None = None
+    other: token_windows.Windows | None = None
 
     @property
     def length(self) -> int:

@@ -26,22 +26,12 @@ from ..methods.data_free import DataFree
 from ..models import configuration, files
 from ..models.devices import pick_device, pick_dtype
 from ..models.names import ModelSource
-from ..pipeline.build import code_identity, model_identity
-from ..pipeline.options import (
-    BuiltOptions,
-    CalibrationOptions,
-    CalibrationText,
-    EvalOptions,
-    Kernels,
-    MeasureSubspacesOptions,
-    RunOptions,
-    Selection,
-    Stepped,
-    TextOptions,
-)
+from ..pipeline.identity import code_identity, model_identity
+from ..pipeline.options import BuiltOptions, CalibrationOptions, EvalOptions, MeasureSubspacesOptions
+from ..pipeline.shared_options import CalibrationText, Kernels, RunOptions, Selection, Stepped, TextOptions
 from ..report.outputs import check_output
 from ..report.progress import progress
-from ..text import sources
+from ..text import documents, sources, token_stream, token_windows
 from .idle import refuse_empty_text, refuse_shares
 from .idle import refuse_idle as refuse_idle
 from .idle import refuse_idle_seed as refuse_idle_seed
@@ -59,14 +49,14 @@ def machine(device: torch.device) -> str:
 
 
 @contextmanager
-def reading() -> Iterator[sources.Progress]:
-    """Progress of reading and tokenising a text, as kvcal.text.sources reports it."""
+def reading() -> Iterator[token_stream.Progress]:
+    """Progress of reading and tokenising a text, as kvcal.text.token_stream reports it."""
     with progress("Reading text, tokens") as advance:
         before = 0
 
         def seen(tokens: int, total: int) -> None:
             nonlocal before
-            advance(tokens - before)
+            advance(tokens - before, total=total if total > tokens else None)
             before = tokens
 
         yield seen
@@ -150,7 +140,7 @@ def tokenizer_for(o: RunOptions, source: ModelSource, *origins: str | None) -> A
     configuration.check_config(source, random_weights=o.random_weights)
     for origin in origins:
         if origin is not None and origin != RANDOM_TOKENS:
-            sources.check_local(origin)
+            documents.check_local(origin)
     pick_dtype(o.dtype, pick_device(o.device))
     if not o.random_weights:
         return files.load_tokenizer(source)
@@ -159,12 +149,12 @@ def tokenizer_for(o: RunOptions, source: ModelSource, *origins: str | None) -> A
 
 def evaluation_text(
     o: TextOptions, source: ModelSource, tokenizer: Any, origin: str, length: int, say: Say
-) -> sources.EvaluationWindows:
+) -> token_windows.EvaluationWindows:
     if origin == RANDOM_TOKENS:
         vocabulary, count = configuration.geometry(source).vocab, o.windows or RANDOM_WINDOWS
-        return sources.random_evaluation(vocabulary, windows=count, length=length, seed=o.seed)
+        return token_windows.random_evaluation(vocabulary, windows=count, length=length, seed=o.seed)
     with reading() as on_progress:
-        return sources.evaluation_windows(
+        return token_windows.evaluation_windows(
             known(tokenizer),
             origin,
             length=length,
@@ -187,14 +177,14 @@ def window_numbers(o: CalibrationText, source: ModelSource) -> tuple[int, int, i
 
 def calibration_windows(
     o: CalibrationText, source: ModelSource, tokenizer: Any, text_source: str, say: Say
-) -> sources.Windows:
+) -> token_windows.Windows:
     """Windows as asked for, by default as the model's preset has them."""
     count, holdout, length = window_numbers(o, source)
     if text_source == RANDOM_TOKENS:
         vocabulary = configuration.geometry(source).vocab
-        return sources.random_windows(vocabulary, windows=count, length=length, holdout=holdout, seed=o.seed)
+        return token_windows.random_windows(vocabulary, windows=count, length=length, holdout=holdout, seed=o.seed)
     with reading() as on_progress:
-        return sources.token_windows(
+        return token_windows.token_windows(
             known(tokenizer),
             text_source,
             windows=count,
@@ -214,13 +204,13 @@ def other_text(o: CalibrationOptions) -> str | None:
 
 def other_windows(
     o: CalibrationOptions, tokenizer: Any, text_source: str, windows: int, length: int, say: Say
-) -> sources.Windows | None:
+) -> token_windows.Windows | None:
     """As many windows of --other-text, for methods that compare; None without it."""
     if (other := other_text(o)) is None:
         return None
     if text_source == RANDOM_TOKENS:
         raise UsageError("--other-text: random weights without a tokenizer read no text")
-    return sources.token_windows(
+    return token_windows.token_windows(
         known(tokenizer), other, windows=windows, length=length, seed=o.seed, column=o.column, say=say
     )
 

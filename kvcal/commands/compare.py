@@ -37,8 +37,9 @@ from ..pipeline.options import FitPredictorsOptions
 from ..pipeline.scheme_file import Recipe, read_recipe
 from ..report.drawn import made_on
 from ..report.outputs import check_output
+from ..report.progress import Items
 from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results, within
-from ..text.sources import EvaluationWindows
+from ..text.token_windows import EvaluationWindows
 from .common import (
     Say,
     calibration_windows,
@@ -295,10 +296,10 @@ def _measure_rows(
 ) -> dict[str, KVCalError]:
     """Fit and measure what the ledger does not have yet; the errors of rows that cannot be, by name."""
     ids, failed = texts.evaluation.ids, dict[str, KVCalError]()
-    for number, row in enumerate(rows):
-        if row.key in ledger.rows:
-            continue
-        say(f"{number + 1}/{len(rows)} {row.name}")
+    todo = [row for row in rows if row.key not in ledger.rows]
+    items = Items(say, len(rows), len(rows) - len(todo))
+    for row in todo:
+        items.begin(row.name)
         windows, bundle = f"windows-{short(row.name + row.key)}", f"fit-{short(row.key)}{SUFFIX}"  # sums bear names
         method = row.what
         batches = SavedBatches(work, windows, row.name, len(ids), say)

@@ -57,7 +57,7 @@ def compared(bundle: Path) -> list[dict[str, Any]]:
     from ..evaluate.agreement import agreement
     from ..models.loading import load_model
     from ..models.names import resolve
-    from ..text.sources import evaluation_windows
+    from ..text.token_windows import evaluation_windows
     from .workbench import cache_makers, rows_named
 
     loaded = load_model(resolve("tiny"), dtype="float32", device="cpu")

@@ -14,16 +14,8 @@ from kvcal_artifacts.errors import UsageError
 from ..bundles.missing import refuse_missing
 from ..models.names import ModelSource, resolve
 from ..pipeline.names import SUFFIX, names_of
-from ..pipeline.options import (
-    CalibrationOptions,
-    EvalOptions,
-    MaybeModelOptions,
-    ModelOptions,
-    PresetOptions,
-    Schemes,
-    Selection,
-    TextSource,
-)
+from ..pipeline.options import CalibrationOptions, EvalOptions, PresetOptions
+from ..pipeline.shared_options import MaybeModelOptions, ModelOptions, Schemes, Selection, TextSource
 from ..pipeline.spec import Options, specs
 from ..report.outputs import check_output
 from ..report.suggest import allowed, refuse_auto
@@ -62,7 +54,7 @@ def refuse(o: Options) -> None:
     if isinstance(o, TextSource) and o.text is not None:
         refuse_empty_text(o.text)
         if source is None or source.kind != "folder":  # whose config.json is blamed first, by Transformers
-            from ..text.sources import check_local
+            from ..text.documents import check_local
 
             check_local(o.text)
 

@@ -28,7 +28,7 @@ from ..models.names import ModelSource, resolve
 from ..pipeline.gates import Check, Limits, broken_off, check_recorded, check_row
 from ..pipeline.options import EvalOptions
 from ..report.progress import progress
-from ..text.sources import EvaluationWindows
+from ..text.token_windows import EvaluationWindows
 from .bundles import file_sha256
 from .common import (
     Say,
@@ -250,10 +250,11 @@ def _measured(
         label = ", ".join(["full", *watched])
         saved = WatchedBatches(watched, work, f"windows-{short(label)}", label, len(ids), say)
         rows = evaluate(model, ids, watched, step=o.step, batch=o.batch, saved=saved)
-        canaries = {
-            name: canary(model, ids, makers[name], step=o.step).counted(one.rows, one.audit)
-            for name, one in watched.items()
-        }
+        canaries = {}
+        with progress("Canary", total=len(watched)) as advance:
+            for name, one in watched.items():
+                canaries[name] = canary(model, ids, makers[name], step=o.step).counted(one.rows, one.audit)
+                advance()
         return Measured(rows, watched, canaries, saved.resumed)
 
     try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ..calibrate.kv_scales import ScaleSettings, kv_scales, span
-from ..models import names
+from ..calibrate.kv_scales import ScaleSettings, check_exportable, kv_scales, span
+from ..models import configuration, names
 from ..models.folding import check_new_folder, plain_fields, write_with_tensors
-from ..pipeline.options import CalibrationText
+from ..pipeline.shared_options import CalibrationText
 from .common import Say, calibration_windows, check_column, known, text_for, tokenizer_for
 from .options import ExportOptions
 from .workbench import open_model
@@ -23,6 +23,7 @@ def run_export(o: ExportOptions, say: Say) -> dict[str, Any]:
     source = names.resolve(o.model, o.revision)
     check_new_folder(o.output)
     plain_fields(source)  # refuses a quantised model before any work
+    check_exportable(configuration.load_config(source))
     run = CalibrationText(
         text=o.text,
         column=o.column,

@@ -17,7 +17,7 @@ from kvcal_artifacts.scheme import Scheme
 
 from ..calibrate.outlier_guard import LENGTH, WINDOWS, measured_warning, window_length
 from ..methods.data_free import DataFree
-from ..text import sources
+from ..text import token_windows
 
 TEXT = "embedded:evaluation"
 
@@ -32,7 +32,7 @@ def guard_window(tokenizer: Any, schemes: Mapping[str, Scheme]) -> Tensor:
     text is.
     """
     pieces = -(-window_length(schemes.values()) // LENGTH) + 1  # one more: joined windows lose a BOS each
-    return sources.evaluation_windows(tokenizer, TEXT, windows=WINDOWS * pieces, length=LENGTH).ids
+    return token_windows.evaluation_windows(tokenizer, TEXT, windows=WINDOWS * pieces, length=LENGTH).ids
 
 
 def measured_warnings(

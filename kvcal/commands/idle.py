@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from kvcal_artifacts.errors import UsageError
 
-from ..pipeline.options import RandomWeights, Selection
+from ..pipeline.shared_options import RandomWeights, Selection
 from .options import GenerateOptions
 
 

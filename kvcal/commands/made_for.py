@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import IncompatibleBundle, UsageError
 
-from ..bundles.provenance import MadeFor, made_for
-from ..pipeline.options import EvalOptions, ModelOptions
+from ..bundles.made_for import MadeFor, made_for
+from ..pipeline.options import EvalOptions
+from ..pipeline.shared_options import ModelOptions
 from .options import CompareOptions, GenerateOptions
 
 WithBundles = TypeVar("WithBundles", EvalOptions, CompareOptions, GenerateOptions)

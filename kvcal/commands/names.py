@@ -28,7 +28,7 @@ def run_names(kind: str | None, model: str, typed: Collection[str] = ()) -> list
     if kind is not None and kind not in KINDS:
         raise UsageError(f"kind {kind!r} is not known; {allowed(kind, KINDS, 'kvcal names')}")
     if kind in ("operation", "device"):
-        refuse_idle(typed, ("model",), "names with bits a value", f"no {kind} has them; leave it out")
+        refuse_idle(typed, ("model",), "names with bits/value", f"no {kind} has them; leave it out")
     return [row for row in (stored() if model == MODEL else _counted(model)) if kind in (None, row["kind"])]
 
 

@@ -12,7 +12,7 @@ from ..bench.devices import DEVICES, MEASURED
 from ..bench.operations import OPERATIONS
 from ..methods.data_free import PRESETS
 from ..methods.registry import BACKBONES, CALIBRATED, Backbone
-from ..models.catalogue import Geometry
+from ..models.geometry import Geometry
 from ..pipeline.names import NameRow
 from .bench_options import ALWAYS_PROJECTED, GENERATION, GROUPS
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from kvcal.pipeline.options import (
+from kvcal.pipeline.options import CalibrationOptions
+from kvcal.pipeline.shared_options import (
     FRAMES,
     LARGEST_SEED,
     Batched,
     BundlesModel,
-    CalibrationOptions,
     GateReports,
     Kernels,
     Layerwise,
@@ -89,7 +89,6 @@ class PlanOptions(ModelOptions):
         None, "What the weights take in memory, where they are quantised, as 5.7GB.", panel="Model"
     )
     dtype: str = option("bfloat16", "Of weights and windows: bfloat16, float16, float32.", panel="Machine")
-    wide: bool = flag("All columns, in lines of any length.", panel="Output")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +186,8 @@ class ReportOptions(Options):
     """Of `kvcal report`."""
 
     inputs: list[Path] = required(
-        list[Path], "Files of `kvcal eval --json`, `kvcal compare --json` or its --output, and bundles."
+        list[Path],
+        "Files of `kvcal eval --json`, `kvcal compare --json` or its --output, `kvcal bench --json`, and bundles.",
     )
     output: Path = required(Path, "The page, an .html file.", "--output", "-o")
 

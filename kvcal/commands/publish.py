@@ -13,7 +13,7 @@ from kvcal_artifacts.files import read_text, write_together
 from ..bundles.card import Card, make_card
 from ..bundles.paths import given_bundle
 from ..bundles.publish import pull, push
-from ..pipeline.build import DefaultsOf, OptionsOf
+from ..pipeline.spec import DefaultsOf, OptionsOf
 from ..report.outputs import check_output
 from .bundles import file_sha256
 from .options import CardOptions, PullOptions, PushOptions

@@ -16,7 +16,6 @@ from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint, load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, UsageError
 from kvcal_artifacts.scheme import Scheme
-from kvcal_artifacts.shown import shown
 
 from .. import __version__
 from ..calibrate.checkpoint import BatchCheckpoint, CommandCheckpoint, short
@@ -36,9 +35,10 @@ from ..models.devices import pick_device
 from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
 from ..pipeline.options import CalibrationOptions
+from ..report.escape import shell
 from ..search.limit import Limit
 from ..search.recommendation import LADDER, Figures, Rung, choose, reason, reference, to_fit, to_measure
-from ..text.sources import Windows
+from ..text.token_windows import Windows
 from .common import (
     Say,
     calibration_windows,
@@ -174,7 +174,7 @@ def run_recommend(o: RecommendOptions, say: Say) -> dict[str, Any]:
         "length": text.length,
         "device": str(loaded.model.device),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "next": f"kvcal eval {output} -m {o.model}",
+        "next": shell(["kvcal", "eval", str(output), "-m", o.model]),
         "seconds": round(time.monotonic() - started, 1),
     }
 
@@ -327,10 +327,10 @@ def _write(run: Run, chosen: Figures, bundles: Mapping[str, Path], output: Path)
 
 def _text_options(calibration: CalibrationOptions, origin: str) -> str:
     """Options of `kvcal fit-predictors` for the same windows."""
-    column = "" if calibration.column is None else f" --column {calibration.column}"
+    column = "" if calibration.column is None else f" --column {shell([calibration.column])}"
     seed = "" if not calibration.seed else f" --seed {calibration.seed}"
     numbers = f" --windows {calibration.windows} --holdout {calibration.holdout} --length {calibration.length}"
-    return f" --text {shown(origin)}{column}{numbers}{seed}"
+    return f" --text {shell([origin])}{column}{numbers}{seed}"
 
 
 def _row(row: Figures, run: Run, model: str, text: str) -> dict[str, Any]:
@@ -347,5 +347,5 @@ def _row(row: Figures, run: Run, model: str, text: str) -> dict[str, Any]:
         "naive": row.naive,
         "kernel": not scheme.chained and all(pair.key.fused() and pair.value.fused() for pair in pairs),
         "resident_bytes": scheme.resident_bytes(),
-        "command": rung.command(model, text),
+        "command": rung.command(shell([model]), text),
     }

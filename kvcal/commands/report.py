@@ -15,7 +15,7 @@ from .. import __version__
 from ..bundles.paths import given_bundle
 from ..evaluate.errors import stored_head_errors
 from ..report.outputs import check_output
-from ..report.page import LENGTHS, Heads, Report, page
+from ..report.page import LENGTHS, Heads, Report, Speed, page
 from ..report.records import is_number
 from ..search.comparison import front
 from .common import Say
@@ -27,18 +27,22 @@ PAIRED = ("score", "full", "difference", "low", "high", "n")
 
 
 def run_report(o: ReportOptions, say: Say) -> dict[str, Any]:
-    """Write --output from files of `kvcal eval --json`, `kvcal compare --json` or `--output`, and bundles."""
+    """Write --output from files of `kvcal eval --json`, `kvcal compare --json` or `--output`, `kvcal bench --json`, and
+    bundles.
+    """
     check_output(o.output)
     if o.output.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--output {o.output}: must end in .html")
     heads: list[Heads] = []
     rows: dict[str, dict[str, Any]] = {}
     facts: dict[str, object] = {}
+    speeds: list[Speed] = []
     for path in o.inputs:
         if path.name.endswith(SUFFIX):
             heads += _of_bundle(path, say)
             continue
         result = read_result(path)
+        speeds += result["speeds"]
         rows |= {row["name"]: row for row in result["rows"]}
         heads += _of_layers(result["layers"])
         _same_facts(facts, result["facts"], path)
@@ -52,10 +56,12 @@ def run_report(o: ReportOptions, say: Say) -> dict[str, Any]:
         frozenset(front(compressed)),
         heads,
         {row["name"]: points for row in ordered if (points := memory(row, facts)) is not None},
+        speeds,
     )
     text = page(report)
     write_atomically(o.output, text.encode(), "--output")
-    return {"output": o.output, "rows": len(ordered), "bundles": len(heads), "bytes": len(text.encode())}
+    sizes = {"rows": len(ordered), "speeds": len(speeds), "bundles": len(heads), "bytes": len(text.encode())}
+    return {"output": o.output, **sizes}
 
 
 def _same_facts(facts: dict[str, object], other: Mapping[str, object], path: Path) -> None:
@@ -70,23 +76,47 @@ def _same_facts(facts: dict[str, object], other: Mapping[str, object], path: Pat
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """rows, layers and facts of a result file. Raises KVCalError, which names the file, for anything else."""
+    """rows, layers, speeds and facts of a result file. Raises KVCalError, which names the file, for anything else."""
     try:
         record = json.loads(read_text(path))
+        speeds = [row for row in record["rows"] if "operation" in row]
+        rows = [_row(row) for row in record["rows"] if "operation" not in row]
         settings = record.get("settings", record)
-        rows = [_row(row) for row in record["rows"]]
         layers = record.get("layers", {})
-        facts = {name: settings[name] for name in FACTS if isinstance(settings.get(name), (str, int, bool))}
-        if not rows or not isinstance(layers, dict):
+        stated = FACTS if rows else ()  # speeds are of any model
+        facts = {name: settings[name] for name in stated if isinstance(settings.get(name), (str, int, bool))}
+        if not (rows or speeds) or not isinstance(layers, dict):
             raise ValueError("no rows")
+        timed = [_speed(row) for row in speeds if row["microseconds"] is not None]
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}; give a result or a bundle") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise KVCalError(
-            f"{path}: is no result of `kvcal eval --json` or `kvcal compare` ({type(error).__name__}: {error}); give "
-            f"such a file, or a bundle (*{SUFFIX})"
+            f"{path}: is no result of `kvcal eval --json`, `kvcal compare` or `kvcal bench --json` "
+            f"({type(error).__name__}: {error}); give such a file, or a bundle (*{SUFFIX})"
         ) from error
-    return {"rows": rows, "layers": layers, "facts": facts}
+    return {"rows": rows, "layers": layers, "facts": facts, "speeds": timed}
+
+
+def _speed(row: Mapping[str, Any]) -> Speed:
+    """A row of `kvcal bench`. Raises ValueError, KeyError or TypeError for one with something else in it."""
+    if row["projected"] not in (True, False):
+        raise ValueError(f"projected is {row['projected']!r:.40}")
+    share, faster = (
+        None if row[name] is None else _number(row[name]) for name in ("fraction_of_copy", "ratio_to_fp16")
+    )
+    return Speed(
+        operation=_text(row["operation"]),
+        scheme=_text(row["scheme"]),
+        model=_text(row["model"]),
+        device=_text(row["device"]),
+        batch=int(_number(row["batch"])),
+        length=int(_number(row["length"])),
+        microseconds=_number(row["microseconds"]),
+        share=share,
+        faster=faster,
+        projected=row["projected"],
+    )
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,10 +22,10 @@ from kvcal_artifacts.files import read_bytes
 
 from ..bundles.diff import diff
 from ..bundles.paths import given_bundle, refuse_name
-from ..bundles.provenance import LOCAL, Recorded, check_threads, checked_options, recorded, tasks_of
+from ..bundles.provenance import Recorded, checked_options, recorded
+from ..bundles.record_checks import LOCAL, check_threads, tasks_of
 from ..models import configuration, names
 from ..models.catalogue import CATALOGUE
-from ..pipeline.build import DefaultsOf, OptionsOf
 from ..pipeline.options import (
     FitNormsOptions,
     FitPredictorsOptions,
@@ -35,6 +35,7 @@ from ..pipeline.options import (
     TuneBitsOptions,
     TuneThresholdsOptions,
 )
+from ..pipeline.spec import DefaultsOf, OptionsOf
 from ..pipeline.spec import Options as CommandOptions
 from ..report.outputs import check_output
 from ..text.sources import EMBEDDED

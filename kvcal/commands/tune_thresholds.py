@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from kvcal_artifacts.bundle import SUFFIX
 from kvcal_artifacts.errors import UsageError
 
-from ..bundles.provenance import check_task, tasks_of
+from ..bundles.record_checks import check_task, tasks_of
 from ..calibrate.needs import one_window
 from ..methods.mixkvq import MixKVQ
 from ..models import names

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,9 +156,10 @@ def by_question(name: str, samples: Sequence[Mapping[str, Any]], higher: Mapping
 
 @contextmanager
 def in_one_line(names: Sequence[str]) -> Iterator[None]:
-    """What lm-eval raises within the block, of whatever kind, as a KVCalError of one line."""
+    """What lm-eval raises within the block, of whatever kind, as a KVCalError of one line; what it prints to stderr."""
     try:
-        yield
+        with redirect_stdout(sys.stderr):  # generators of contexts print how far they are, into --json
+            yield
     except KVCalError:
         raise
     except Exception as error:  # task files, data sets, metrics

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.scan import Capture, LayerSource
+from ..report.progress import tracked
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def key_outliers(model: LayerSource | nn.Module, ids: Tensor, device: torch.devi
     """
     rows: list[KeyOutlier] = []
     with Capture(model, ids, device=device) as capture:
-        for taps in capture:
+        for taps in tracked(capture, "Key outliers, layers", len(capture)):
             square, count = torch.zeros(()), 0
             for batch in taps.batches({"k"}, "post_rope"):
                 assert batch.k is not None

@@ -78,6 +78,18 @@ class Batches(Protocol):
 
 
 @dataclass
+class FullRuns:
+    """What full precision gave for token windows, for later evaluations of the same model, windows, step and batch.
+
+    log_probabilities: (B, count, vocabulary) float32 on the model's device, by a batch's place and a stretch's first
+    column. numbers: how many numbers the uncompressed cache held at the end of each batch.
+    """
+
+    log_probabilities: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
 class _Sums:
     nats: float = 0.0
     kl: float = 0.0
@@ -101,12 +113,15 @@ def evaluate(
     step: int = 32,
     batch: int | None = None,
     saved: Batches | None = None,
+    full: FullRuns | None = None,
 ) -> list[Row]:
     """Rows `full` and then one for each cache, over token windows ids (N, T) int64.
 
     step: tokens a forward, or more where no token sees other blocks then (`calls`). batch: windows at a time (chosen
     from the device and T by default). saved: of the same windows, caches, step and batch, or the figures are of
-    neither. Raises UsageError for windows of one token, NonFiniteError for logits that are not finite.
+    neither. full: filled by the first evaluation and read by the later ones, which run no full precision then; takes
+    4·N·T·vocabulary bytes on the model's device. Raises UsageError for windows of one token, NonFiniteError for logits
+    that are not finite.
     """
     if ids.shape[1] < 2 or step < 1:
         raise UsageError(f"windows of {ids.shape[1]} tokens in steps of {step}: needs at least 2 and 1")
@@ -119,12 +134,39 @@ def evaluate(
     length, parts = ids.shape[1], ids.split(size)
     with torch.no_grad(), progress("Evaluating", total=length * len(parts)) as advance:
         advance(length * -(-done // size))
-        for part in parts[-(-done // size) :]:
-            _one_batch(model, part.to(device), caches, step, sums, advance)
+        for place, part in list(enumerate(parts))[-(-done // size) :]:
+            runs = _FullBatch(model, part.to(device), place, full)
+            _one_batch(model, part.to(device), caches, step, sums, runs, advance)
             done += len(part)
             if saved is not None:
                 saved.keep({"windows": done, "sums": {name: asdict(total) for name, total in sums.items()}})
     return [_row(name, total, model, ids, sums["full"]) for name, total in sums.items()]
+
+
+class _FullBatch:
+    """Full precision over the token windows ids (B, T) of one batch, stretch by stretch; kept in `runs` if given."""
+
+    def __init__(self, model: CausalLM, ids: Tensor, place: int, runs: FullRuns | None) -> None:
+        from transformers import DynamicCache
+
+        self._model, self._ids, self._place, self._runs = model, ids, place, runs
+        self._cache = DynamicCache(config=model.config)
+
+    def log_probabilities(self, start: int, stop: int) -> Tensor:
+        """(B, count, vocabulary) float32 of the positions from `start` to `stop` that have a target."""
+        runs = self._runs
+        if runs is not None and self._place in runs.numbers:
+            return runs.log_probabilities[self._place, start]
+        count = min(stop, self._ids.shape[1] - 1) - start
+        exact = _log_probabilities(self._model, self._ids[:, start:stop], self._cache, count)
+        if runs is not None:
+            runs.log_probabilities[self._place, start] = exact
+        return exact
+
+    def numbers(self) -> int:
+        """How many numbers the uncompressed cache holds at the end of the windows."""
+        count = numbers_in(self._cache)
+        return count if self._runs is None else self._runs.numbers.setdefault(self._place, count)
 
 
 def _one_batch(
@@ -133,26 +175,24 @@ def _one_batch(
     makers: Mapping[str, CacheMaker],
     step: int,
     sums: dict[str, _Sums],
+    full: _FullBatch,
     advance: Callable[[int], None],
 ) -> None:
-    from transformers import DynamicCache
-
-    full = DynamicCache(config=model.config)
     caches = {name: make() for name, make in makers.items()}
     batches = {name: _Batch(name, ids) for name in sums}
     longest = longest_call(step, len(ids), model.config.get_text_config().vocab_size, ids.device.type)
     try:
         for start, stop in segments(ids.shape[1], longest):
-            logits = _log_probabilities(model, ids[:, start:stop], full, min(stop, ids.shape[1] - 1) - start)
-            reference = Reference.of(logits)
-            batches["full"].add(logits, None, start)
+            exact = full.log_probabilities(start, stop)
+            reference = Reference.of(exact)
+            batches["full"].add(exact, None, start)
             for name, cache in caches.items():
                 for first, last in calls(cache.scheme, start, stop, step):
                     count = min(last, ids.shape[1] - 1) - first
                     row_logits = _log_probabilities(model, ids[:, first:last], cache, count)
                     batches[name].add(row_logits, reference.part(first - start, first - start + count), first)
             advance(stop - start)
-        _add_full(sums["full"], full)
+        _add_full(sums["full"], full.numbers())
         for name, cache in caches.items():
             _add_cache(sums[name], cache, model.dtype.itemsize)
         for name, batch in batches.items():
@@ -218,9 +258,8 @@ def numbers_in(cache: DynamicCache) -> int:
     return sum(states.numel() for layer in layers for states in (layer.keys, layer.values) if states is not None)
 
 
-def _add_full(total: _Sums, cache: DynamicCache) -> None:
+def _add_full(total: _Sums, numbers: int) -> None:
     """Uncompressed layers at 16 bits a number."""
-    numbers = numbers_in(cache)
     total.packed += 2 * numbers
     total.at_16_bit += 2 * numbers
     total.packed_values += numbers

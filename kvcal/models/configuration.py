@@ -11,7 +11,8 @@ from kvcal_artifacts.files import read_text
 
 from ..report.records import kind_of as json_kind
 from . import hub
-from .catalogue import Geometry, ModelEntry, paper_presets
+from .catalogue import ModelEntry, paper_presets
+from .geometry import Geometry
 from .hub import one_line
 from .names import ModelSource
 

@@ -97,7 +97,7 @@ def weights_revision(source: ModelSource, *, random_weights: bool, seed: int) ->
         return f"random:{seed}"
     if source.kind == "hub":
         return hub.revision_of(config_path(source))
-    from .weights import content_revision, file_sha256
+    from .file_hashes import content_revision, file_sha256
 
     if source.kind == "embedded":
         return f"sha256:{file_sha256(embedded_weights(source))}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvcal_artifacts.errors import ModelUnavailable
 
 from . import configuration
-from .catalogue import Geometry
+from .geometry import Geometry
 from .names import ModelSource
 
 if TYPE_CHECKING:

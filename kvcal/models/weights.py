@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict, TypeGuard
 
@@ -19,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable
-from kvcal_artifacts.files import open_regular, read_text
+from kvcal_artifacts.files import read_text
 
 from .conversion import Origin, Origins, check_shape
 from .hub import INDEX, one_line
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
         def get_output_embeddings(self) -> nn.Module | None: ...
 
 
-FULL_HASH_BYTES = 1 << 30
-SAMPLE_BYTES = 4096
 GOLDEN = -1640531527  # 2^32 / golden ratio, as int32
 
 
@@ -320,47 +317,3 @@ def open_shard(label: str, path: Path, device: str) -> safe_open:
         raise ModelUnavailable(f"{label}: {path.name} is missing, though its index names it") from None
     except (SafetensorError, OSError) as error:
         raise ModelUnavailable(f"{label}: {path.name} cannot be read ({one_line(error)})") from error
-
-
-def content_revision(files: Iterable[Path]) -> str:
-    """A revision for a folder: `sha256:…` over every byte up to 1 GiB, `sampled-sha256:…` beyond.
-
-    Sampled means: of each file its name, size and header, and of each tensor the first 4096 bytes. Any
-    training step changes that; a change of single values deep inside a tensor can escape it, and the prefix
-    says so.
-    """
-    paths = sorted(files, key=lambda path: path.name)
-    whole = sum(path.stat().st_size for path in paths) <= FULL_HASH_BYTES
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
-        for piece in _whole(path) if whole else _samples(path):
-            digest.update(piece)
-    return f"{'sha256' if whole else 'sampled-sha256'}:{digest.hexdigest()}"
-
-
-def file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    for piece in _whole(path):
-        digest.update(piece)
-    return digest.hexdigest()
-
-
-def _whole(path: Path) -> Iterator[bytes]:
-    with os.fdopen(open_regular(path), "rb") as stream:
-        while piece := stream.read(1 << 22):
-            yield piece
-
-
-def _samples(path: Path) -> Iterator[bytes]:
-    with os.fdopen(open_regular(path), "rb") as stream:
-        size = stream.read(8)
-        header = stream.read(int.from_bytes(size, "little"))
-        yield size + header
-        base = 8 + len(header)
-        for name, entry in sorted(json.loads(header).items()):
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            stream.seek(base + begin)
-            yield stream.read(min(SAMPLE_BYTES, end - begin))

@@ -220,7 +220,7 @@ def worth_keeping(checks: Iterable[Check]) -> bool:
 def _largest(scheme: Scheme) -> tuple[int, str]:
     bits = {index: pair.bits_per_value() for index, pair in enumerate(scheme.layers) if pair is not None}
     layer = max(bits, key=lambda index: bits[index])
-    return layer, f"layer {layer} stores the most: {bits[layer]:.4g} bits a value"
+    return layer, f"layer {layer} stores the most: {bits[layer]:.4g} bits/value"
 
 
 def failed(checks: Iterable[Check]) -> list[Check]:

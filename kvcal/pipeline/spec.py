@@ -6,6 +6,7 @@ neither torch nor Typer.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, TypeVar
 
@@ -69,6 +70,7 @@ class Options:
     panel: ClassVar[str] = "Output"
 
     json: bool = flag("Print JSON on stdout instead of a table.")
+    wide: bool = flag("All columns and digits, in lines of any length.")
 
     def by_name(self) -> dict[str, object]:
         """All options by name, without copying any."""
@@ -91,3 +93,7 @@ def specs(options: type[Options]) -> dict[str, Spec]:
         for one in fields(options)
         if one.name in by_name
     }
+
+
+OptionsOf = Callable[[str, Mapping[str, object]], Options]  # kvcal.cli.defaults.options_of
+DefaultsOf = Callable[[str], Mapping[str, object]]

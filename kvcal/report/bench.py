@@ -6,32 +6,37 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .quantities import quantity, significant, written
+
 Found = dict[str, Any]
 TABLE_4 = "innerq-table-4 "
 
 
 @dataclass(frozen=True)
 class Table:
+    """keys: how many of its columns name a row."""
+
     title: str
     columns: Sequence[str]
-    rows: list[list[str]]
+    rows: list[list[Any]]
+    keys: int = 1
 
 
-def tables(result: Found) -> Iterator[Table]:
-    """All rows of run_bench, grouped as they are read."""
+def tables(result: Found, wide: bool = False) -> Iterator[Table]:
+    """All rows of run_bench, grouped as they are read. wide: with all columns and digits."""
     rows: list[Found] = result["rows"]
     paper = [row for row in rows if row["operation"].startswith(TABLE_4)]
     if paper:
-        yield from _table_4(paper)
+        yield from _table_4(paper, wide)
     rest = [row for row in rows if not row["operation"].startswith(TABLE_4)]
     timed = [row for row in rest if row["operation"] != "longest-generation" and not _hidden(row)]
     if timed:
-        yield _timed(timed)
+        yield _timed(timed, wide)
     longest = [row for row in rest if row["operation"] == "longest-generation"]
     if longest:
-        yield _longest(longest)
+        yield _longest(longest, wide)
     if result.get("compared"):
-        yield _compared(result["compared"])
+        yield _compared(result["compared"], wide)
 
 
 def rates(result: Found) -> Iterator[str]:
@@ -54,38 +59,37 @@ def _hidden(row: Found) -> bool:
     return row["operation"] == "decode-attention" and row["microseconds"] is None and not row["projected"]
 
 
-def _number(value: float | None, digits: int = 1) -> str | None:
-    return None if value is None else f"{value:,.{digits}f}"
-
-
 def said(row: Found) -> str:
     return "projected" if row["projected"] else "measured"
 
 
-def _timed(rows: list[Found]) -> Table:
-    columns = ["operation", "scheme", "batch", "length", "µs", "bits", "of copy", "× FP16", "", "how", "remark"]
+TIMED = ("operation", "scheme", "batch", "length", "microseconds", "stored_bits", "fraction_of_copy", "ratio_to_fp16")
+
+
+def _timed(rows: list[Found], wide: bool) -> Table:
+    """How a row was timed, and whether that was measured or projected, stand in each line with --wide alone; the
+    heading says it where it is the same in all rows.
+    """
+    kinds = list(dict.fromkeys(map(said, rows)))
+    mixed = wide or len(kinds) > 1
+    heads = [quantity(name).name for name in TIMED]
+    heads[TIMED.index("microseconds")] = "µs" if mixed else f"{kinds[0]} µs"
+    columns = [*heads, *([""] if mixed else []), *(["how"] if wide else []), "remark"]
     table_rows = []
     for row in rows:
-        remarks = [row["refused"] or "", _remark(row)]
-        table_rows.append(
-            [
-                row["operation"],
-                row["scheme"],
-                row["batch"],
-                row["length"],
-                _number(row["microseconds"]),
-                _number(row["stored_bits"], 2),
-                _number(row["fraction_of_copy"], 3),
-                _number(row["ratio_to_fp16"], 2),
-                said(row),
-                row["path"].removeprefix("projected: "),
-                "; ".join(filter(None, remarks)),
-            ]
-        )
+        cells: list[str | None] = [written(name, row[name], whole=wide) for name in TIMED]
+        cells += [said(row)] if mixed else []
+        cells += [row["path"].removeprefix("projected: ")] if wide else []
+        table_rows.append([*cells, "; ".join(filter(None, [row["refused"] or "", _remark(row)]))])
+    [remark, *others] = dict.fromkeys(row[-1] for row in table_rows)
+    once = not wide and not others and len(rows) > 1  # a remark that all rows share stands in the title
+    if once:
+        columns, table_rows = columns[:-1], [row[:-1] for row in table_rows]
     models = ", ".join(dict.fromkeys(str(row["model"]) for row in rows))
     places = ", ".join(dict.fromkeys(str(row["device"]) for row in rows))
-    title = f"{models} on {places}, {' and '.join(dict.fromkeys(map(said, rows)))}"
-    return Table(title + _by_torch(rows), columns, table_rows)
+    title = f"{models} on {places}, {' and '.join(kinds)}"
+    title += f"; {remark}" if remark and once else ""
+    return Table(title + _by_torch(rows), columns, table_rows, keys=2)
 
 
 def _by_torch(rows: list[Found]) -> str:
@@ -124,9 +128,9 @@ def _remark(row: Found) -> str:
     return ", ".join(parts)
 
 
-def _table_4(rows: list[Found]) -> Iterator[Table]:
+def _table_4(rows: list[Found], wide: bool) -> Iterator[Table]:
     lengths = list(dict.fromkeys(row["length"] for row in rows))
-    columns = ["part", "scheme", "bits", *map(str, lengths), ""]
+    columns = ["part", "scheme", "bits/value", *map(str, lengths), *([""] if wide else [])]
 
     def table(title: str, cell: str, parts: Sequence[str]) -> Table:
         lines = []
@@ -135,12 +139,15 @@ def _table_4(rows: list[Found]) -> Iterator[Table]:
                 of_part = [row for row in rows if row["scheme"] == scheme and row["operation"] == TABLE_4 + part]
                 cells = [cell.format(**row) for row in of_part]
                 paper = f" (paper {of_part[0]['paper_bits']:g})" if "paper_bits" in of_part[0] else ""
-                lines.append([part, scheme, f"{of_part[0]['stored_bits']:g}{paper}", *cells, "projected"])
-        return Table(title, columns, lines)
+                lines.append(
+                    [part, scheme, f"{of_part[0]['stored_bits']:g}{paper}", *cells, *(["projected"] if wide else [])]
+                )
+        return Table(title, columns, lines, keys=3)
 
     every = ("K", "V", "total")
     yield table(
-        "InnerQ Table 4, Jetson Xavier NX, one layer of Llama-3.1-8B: paper's µs | projected from stored bytes",
+        "InnerQ Table 4, Jetson Xavier NX, one layer of Llama-3.1-8B, by length: paper's µs | projected from stored "
+        "bytes",
         "{paper_microseconds:.0f} | {microseconds:.0f}",
         every,
     )
@@ -156,41 +163,34 @@ def _table_4(rows: list[Found]) -> Iterator[Table]:
     )
 
 
-def _longest(rows: list[Found]) -> Table:
+LONGEST = ("scheme", "batch", "stored_bits", "memory_gib", "longest_length")
+
+
+def _longest(rows: list[Found], wide: bool) -> Table:
     table_rows = [
         [
-            row["scheme"],
-            row["batch"],
-            _number(row["stored_bits"], 2),
-            f"{row['memory_gib']:g}",
-            f"{row['longest_length']:,}",
+            *(written(name, row[name], whole=wide) for name in LONGEST),
             said(row),
-            row["path"].removeprefix("projected: "),
+            *([row["path"].removeprefix("projected: ")] if wide else []),
             row["refused"] or (f"paper {row['paper_longest']:,}" if "paper_longest" in row else ""),
         ]
         for row in rows
     ]
-    return Table(
-        f"longest generation of {rows[0]['model']}",
-        ["scheme", "batch", "bits", "GiB", "tokens", "", "how", "remark"],
-        table_rows,
-    )
+    columns = ["scheme", "batch", "bits/value", "GiB", "tokens", "", *(["how"] if wide else []), "remark"]
+    return Table(f"longest generation of {rows[0]['model']}", columns, table_rows)
 
 
-def _compared(rows: list[Found]) -> Table:
+def _compared(rows: list[Found], wide: bool) -> Table:
     table_rows = [
         [
-            row["operation"],
-            row["scheme"],
-            row["batch"],
-            row["length"],
-            row["path"],
-            _number(row["earlier"]),
-            _number(row["now"]),
-            _number(row["times_as_fast"], 2),
+            *(row[name] for name in ("operation", "scheme", "batch", "length")),
+            *([row["path"]] if wide else []),
+            *(None if row[name] is None else f"{row[name]:,.1f}" for name in ("earlier", "now")),
+            None if row["times_as_fast"] is None else significant(row["times_as_fast"]),
             said(row),
         ]
         for row in rows
     ]
-    columns = ["operation", "scheme", "batch", "length", "how", "earlier µs", "now µs", "times as fast", ""]
-    return Table("compared with the earlier file", columns, table_rows)
+    columns = ["operation", "scheme", "batch", "length", *(["how"] if wide else [])]
+    columns += ["earlier µs", "now µs", "times as fast", ""]
+    return Table("compared with the earlier file", columns, table_rows, keys=2)

@@ -53,9 +53,28 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class Speed:
+    """One time of `kvcal bench`. share: the time in which the device copies as many bytes as the operation must move,
+    over the operation's. faster: FP16's time over it. projected: computed for the device, not measured on it.
+    """
+
+    operation: str
+    scheme: str
+    model: str
+    device: str
+    batch: int
+    length: int
+    microseconds: float
+    share: float | None
+    faster: float | None
+    projected: bool
+
+
+@dataclass(frozen=True)
 class Report:
     """title: what was measured. facts: names and values below it. rows: as of `kvcal eval --json`, full precision
     first. front: names of rows that no other beats. heads: errors by layer and head. memory: by row, tokens and bytes.
+    speeds: in the order of their files.
     """
 
     title: str
@@ -64,6 +83,7 @@ class Report:
     front: frozenset[str] = frozenset()
     heads: Sequence[Heads] = ()
     memory: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    speeds: Sequence[Speed] = ()
 
     @property
     def compressed(self) -> list[Mapping[str, Any]]:
@@ -80,6 +100,7 @@ def page(report: Report) -> str:
         _needles(report),
         _tasks(report),
         _memory(report),
+        _speeds(report),
     ]
     facts = "".join(f"<li>{text(name)}: {text(value)}</li>" for name, value in report.facts.items())
     body = "\n".join(section for section in sections if section)
@@ -269,3 +290,30 @@ def _memory(report: Report) -> str:
         f"value. At {longest:,} tokens: {sizes}."
     )
     return _section("Memory against length", words, _wide("chart of memory", chart), legend(series))
+
+
+def _speeds(report: Report) -> str:
+    if not report.speeds:
+        return ""
+    columns = ["operation", "scheme", "model", "rows", "tokens", "µs", "share of the limit", "× FP16", "device"]
+    cells = [
+        [
+            text(one.operation),
+            text(one.scheme),
+            text(one.model),
+            f"{one.batch:,}",
+            f"{one.length:,}",
+            f"{one.microseconds:,.1f}",
+            _heat(None if one.share is None else 1 - one.share, _shown(one.share, "{:.0%}")),
+            _shown(one.faster, "{:.2f}"),
+            text(f"{one.device}, projected" if one.projected else one.device),
+        ]
+        for one in report.speeds
+    ]
+    words = (
+        "Medians of `kvcal bench`. The limit is memory: the time in which the device copies as many bytes as the "
+        "operation must move. × FP16: how many times as fast as the best FP16 attention of the same run."
+    )
+    return _section(
+        "Speed", words.replace("`kvcal bench`", "<code>kvcal bench</code>"), _table("Speed", columns, cells)
+    )

@@ -27,9 +27,7 @@ def solve(places: Sequence[Sequence[Option]], budget: int) -> list[Option]:
     A table over what may be spent, in units of the sizes' greatest common divisor. Raises UsageError where not even the
     smallest options fit.
     """
-    least = sum(min(option.size for option in options) for options in places)
-    if least > budget:
-        raise UsageError(f"--max-bits: the smallest codecs of all layers take {least:,} bytes a block, of {budget:,}")
+    check_least(places, budget)
     unit = math.gcd(*(option.size for options in places for option in options)) or 1
     room = budget // unit
     best: dict[int, float] = {0: 0.0}
@@ -51,6 +49,13 @@ def solve(places: Sequence[Sequence[Option]], budget: int) -> list[Option]:
         result.append(option)
         spent -= option.size // unit
     return result[::-1]
+
+
+def check_least(places: Sequence[Sequence[Option]], budget: int) -> None:
+    """Raises UsageError where not even the smallest options fit the budget."""
+    least = sum(min(option.size for option in options) for options in places)
+    if least > budget:
+        raise UsageError(f"--max-bits: the smallest codecs of all layers take {least:,} bytes a block, of {budget:,}")
 
 
 def _undominated(states: Mapping[int, float]) -> dict[int, float]:

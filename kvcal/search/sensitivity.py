@@ -3,7 +3,8 @@
 First each codec alone: the forward KL of the model with one layer's keys, or values, in that codec and all else exact
 (kvcal.calibrate.forecast). Then the assignment with the least sum of these under the budget (knapsack.py). The sum
 leaves out how errors add up, so the assignment is measured whole, through the cache and on held-out windows, beside
-every pair of one codec for all keys and one for all values that fits the budget: the best of all is taken.
+every pair of one codec for all keys and one for all values that fits the budget: the best of all is taken. Codecs
+need no data, or are fitted under predictors (predicted_codecs.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..evaluate.perplexity import CacheMaker, Row, evaluate
 from ..methods.data_free import Preset
 from ..report.progress import progress
 from ..report.records import is_number
-from .knapsack import Option, solve
+from .knapsack import Option, check_least, solve
 
 if TYPE_CHECKING:
     from kvcal_artifacts.cache import KVCalCache
@@ -73,6 +74,39 @@ class Assignment:
         return replace(base, key=self.key, value=self.value, per_layer=self.per_layer)
 
 
+class Schemes(Protocol):
+    """How codecs by name become schemes of a model."""
+
+    @property
+    def exact(self) -> Scheme:
+        """Every layer in float32."""
+
+    def alone(self, layer: int, role: Role, codec: str) -> Scheme:
+        """One layer's keys, or values, in that codec and all else exact."""
+
+    def whole(self, assignments: Mapping[str, Assignment]) -> dict[str, Scheme]:
+        """The scheme of each assignment, by its name."""
+
+
+@dataclass(frozen=True)
+class DataFreeSchemes:
+    """Codecs that need no data. base: windows and frame."""
+
+    model: CausalLM
+    base: Preset
+
+    @property
+    def exact(self) -> Scheme:
+        return replace(self.base, key=EXACT, value=EXACT, per_layer=()).scheme(self.model)
+
+    def alone(self, layer: int, role: Role, codec: str) -> Scheme:
+        exception = f"{layer}:{role}s={codec}"
+        return replace(self.base, key=EXACT, value=EXACT, per_layer=(exception,)).scheme(self.model)
+
+    def whole(self, assignments: Mapping[str, Assignment]) -> dict[str, Scheme]:
+        return {name: one.preset(self.base).scheme(self.model) for name, one in assignments.items()}
+
+
 def _most_frequent(names: list[str]) -> str:
     return max(dict.fromkeys(names), key=names.count)
 
@@ -88,28 +122,39 @@ def _span(layers: list[int]) -> str:
     return f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
 
 
+def budget_of(schemes: Schemes, max_bits: float) -> int:
+    """Bytes that a block of all layers may take at `max_bits` stored bits a value."""
+    values = sum(pair.key.shape.values + pair.value.shape.values for pair in schemes.exact.layers if pair is not None)
+    return int(max_bits * values / 8 + 1e-6)
+
+
+def check_budget(codecs: Sequence[str], schemes: Schemes, max_bits: float) -> None:
+    """Raises UsageError where not even the smallest codecs fit the budget; before anything is measured."""
+    uniform = schemes.whole({name: Assignment(name, name) for name in codecs}).values()
+    places = itertools.product(schemes.exact.compressed, ROLES)
+    sizes = [[Option("", _size(one, layer, role), 0.0) for one in uniform] for layer, role in places]
+    check_least(sizes, budget_of(schemes, max_bits))
+
+
 def sensitivities(
-    model: CausalLM, ids: Tensor, codecs: Sequence[str], base: Preset, store: Store
+    model: CausalLM, ids: Tensor, codecs: Sequence[str], schemes: Schemes, store: Store
 ) -> dict[Place, list[Option]]:
     """For each compressed layer and side, each codec's bytes a block and its KL on token windows ids (N, T), all else
     exact. Raises UsageError where windows are too short to pack a block.
     """
-    exact = replace(base, key=EXACT, value=EXACT, per_layer=()).scheme(model)
+    exact = schemes.exact
     if (need := least_tokens(exact)) > ids.shape[1]:
         raise UsageError(f"--length {ids.shape[1]}: packs nothing to measure; give {need} or more")
     options: dict[Place, list[Option]] = {}
     with progress("Measuring codecs", total=2 * len(exact.compressed)) as advance:
         for layer, role in itertools.product(exact.compressed, ROLES):
-            names = {
-                name: replace(base, key=EXACT, value=EXACT, per_layer=(f"{layer}:{role}s={name}",)) for name in codecs
-            }
-            schemes = {name: one.scheme(model) for name, one in names.items()}
+            alone = {name: schemes.alone(layer, role, name) for name in codecs}
             label = f"codecs-{layer}-{role}"
             kls = _stored(store.read(label), codecs)
             if kls is None:
-                kls = {name: min(result.kl, WORST) for name, result in forecasts(model, ids, schemes).items()}
+                kls = {name: min(result.kl, WORST) for name, result in forecasts(model, ids, alone).items()}
                 store.keep(label, kls)
-            options[layer, role] = [Option(name, _size(schemes[name], layer, role), kls[name]) for name in codecs]
+            options[layer, role] = [Option(name, _size(alone[name], layer, role), kls[name]) for name in codecs]
             advance()
     return options
 
@@ -143,7 +188,7 @@ def choose(
     model: CausalLM,
     holdout: Tensor,
     options: Mapping[Place, Sequence[Option]],
-    base: Preset,
+    schemes: Schemes,
     max_bits: float,
     *,
     step: int = 32,
@@ -151,12 +196,11 @@ def choose(
     say: Callable[[str], None] = lambda line: None,
 ) -> Chosen:
     """The assignment of at most `max_bits` stored bits a value that has the least KL on held-out windows (N, T)."""
-    exact = replace(base, key=EXACT, value=EXACT, per_layer=()).scheme(model)
-    values = sum(pair.key.shape.values + pair.value.shape.values for pair in exact.layers if pair is not None)
-    solved = solve(list(options.values()), int(max_bits * values / 8 + 1e-6))
+    budget = budget_of(schemes, max_bits)
+    solved = solve(list(options.values()), budget)
     tuned = Assignment.of({place: option.name for place, option in zip(options, solved, strict=True)})
-    candidates = {"tuned": tuned} | _uniform(model, options, base, max_bits)
-    makers = {name: _maker(assignment.preset(base).scheme(model), model) for name, assignment in candidates.items()}
+    candidates = {"tuned": tuned} | _uniform(options, budget)
+    makers = {name: _maker(scheme, model) for name, scheme in schemes.whole(candidates).items()}
     rows = _measured(model, holdout, makers, step, batch, say)
     if not rows:
         raise NonFiniteError("no assignment under --max-bits gives finite logits; give other --codecs")
@@ -189,19 +233,17 @@ def _maker(scheme: Scheme, model: CausalLM) -> Callable[[], KVCalCache]:
     return lambda: KVCalCache(scheme, model, remember=True)
 
 
-def _uniform(
-    model: CausalLM, options: Mapping[Place, Sequence[Option]], base: Preset, max_bits: float
-) -> dict[str, Assignment]:
-    """Of one codec for all keys and one for all values, those that fit, and of them only the ones that no other with as
-    many bits or fewer has a smaller sum of sensitivities: others are not worth a measurement.
+def _uniform(options: Mapping[Place, Sequence[Option]], budget: int) -> dict[str, Assignment]:
+    """Of one codec for all keys and one for all values, those of at most `budget` bytes, and of them only the ones that
+    no other with as many bytes or fewer has a smaller sum of sensitivities: others are not worth a measurement.
     """
     names = [option.name for option in next(iter(options.values()))]
     fitting = []
     for key, value in itertools.product(names, names):
-        bits = replace(base, key=key, value=value, per_layer=()).scheme(model).bits_per_value()
-        names_by_role = {"key": key, "value": value}
-        cost = sum(o.cost for (_, role), choices in options.items() for o in choices if o.name == names_by_role[role])
-        if bits <= max_bits + 1e-9:
-            fitting.append((bits, cost, Assignment(key, value)))
+        chosen = {"key": key, "value": value}
+        taken = [one for (_, role), choices in options.items() for one in choices if one.name == chosen[role]]
+        size, cost = sum(one.size for one in taken), sum(one.cost for one in taken)
+        if size <= budget:
+            fitting.append((size, cost, Assignment(key, value)))
     best = [one for one in fitting if not any(o[0] <= one[0] and o[1] < one[1] for o in fitting)]
     return {f"{one.key} + {one.value}": one for _, _, one in best}

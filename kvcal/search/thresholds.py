@@ -34,8 +34,10 @@ from ..methods.mixkvq import MixKVQ, TierSizes
 from ..report.drawn import as_file
 from ..report.front import front_figure
 from ..report.outputs import check_output
-from ..text.sources import Windows as TextWindows
-from .two_objectives import NAMES, Found, Point, Space, Storage, front_of, rounded, search
+from ..report.progress import tracked
+from ..text.token_windows import Windows as TextWindows
+from .study_storage import NAMES, Storage
+from .two_objectives import Found, Point, Space, front_of, rounded, search
 
 if TYPE_CHECKING:
     from ..models.weights import CausalLM
@@ -80,7 +82,7 @@ class AttentionError:
         rest = device if where == "device" else torch.device("cpu")
         self.layers: list[list[tuple[Probe, Tensor, Tensor]]] = []  # with decoded values, and exact outputs
         with Capture(WholeModel(model), ids, device=device, batch=batch) as capture, torch.no_grad():
-            for taps in capture:
+            for taps in tracked(capture, "Reading layers", len(capture)):
                 here = []
                 for taken in taps.batches({"q", "k", "v"}, "post_rope", advance=True):
                     layer_probe = probe(taken, taps.index, taps.site, self.shape, method.windows, stats)

@@ -9,23 +9,16 @@ storage makes unique.
 
 from __future__ import annotations
 
-import os
-import re
-import sqlite3
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
-from kvcal_artifacts.errors import KVCalError
-from kvcal_artifacts.files import lock, open_lock
-
-from ..calibrate.checkpoint import check_ours
 from ..report.progress import progress
+from .study_storage import Storage, directions_of, is_dead, opened_study, run_again, this_worker
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -36,11 +29,7 @@ if TYPE_CHECKING:
 
 Space = Mapping[str, tuple[float, float]]  # name -> lowest, highest; searched on a logarithmic scale
 Evaluate = Callable[[dict[str, float]], tuple[float, float]]  # parameters -> quality, cost
-Direction = Literal["minimize", "maximize"]
-FILE = "study.db"
-NAMES = re.compile(r"lock|study\.db(-journal|-wal|-shm)?")  # all that a search keeps in its folder
 DIGITS = 6  # of parameters and objectives: last bits of a sum do not decide where the search goes
-GRACE = 6  # heartbeats missed by a worker that is taken for dead
 POLL = 0.5  # seconds between looks at the storage while others finish
 
 
@@ -70,7 +59,7 @@ def suggest(points: list[Point], space: Space, seed: int, number: int, maximise:
 
     scales = {name: optuna.distributions.FloatDistribution(low, high, log=True) for name, (low, high) in space.items()}
     own_seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-    study = optuna.create_study(directions=_directions(maximise), sampler=optuna.samplers.TPESampler(seed=own_seed))
+    study = optuna.create_study(directions=directions_of(maximise), sampler=optuna.samplers.TPESampler(seed=own_seed))
     for point in points:
         study.add_trial(
             optuna.create_trial(params=point.parameters, distributions=dict(scales), values=[point.quality, point.cost])
@@ -93,19 +82,6 @@ def front_of(points: list[Point], maximise: bool) -> list[int]:
     return front
 
 
-@dataclass(frozen=True)
-class Storage:
-    """Where the study lies. url: any that Optuna's RDBStorage takes, shared with other workers; else a file in
-    `folder`, for this process alone. heartbeat: seconds between a worker's signs of life; after GRACE without one its
-    trial is run again.
-    """
-
-    name: str
-    folder: Path
-    url: str | None = None
-    heartbeat: int = 5
-
-
 def search(
     evaluate: Evaluate,
     space: Space,
@@ -122,7 +98,7 @@ def search(
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
-        with _opened(storage, maximise) as (study, engine):
+        with opened_study(storage, maximise) as (study, engine):
             work = _Worker(study, engine, storage, evaluate, space, trials, seed, maximise)
             if done := len(work.complete()):
                 say(f"resuming: {done} of {trials} trials are in the storage")
@@ -131,10 +107,6 @@ def search(
             return work.found()
     finally:
         optuna.logging.set_verbosity(before)
-
-
-def _directions(maximise: bool) -> list[Direction]:
-    return ["maximize" if maximise else "minimize", "minimize"]
 
 
 class _Surplus(Exception):
@@ -262,7 +234,7 @@ class _Worker:
         if "worker" in trial.user_attrs:
             return is_dead(str(trial.user_attrs["worker"]))
         since = self.nameless.setdefault(trial.number, time.monotonic())
-        return time.monotonic() - since > GRACE * self.storage.heartbeat
+        return time.monotonic() - since > self.storage.grace
 
     def _fail(self, trial: FrozenTrial) -> None:
         from optuna.exceptions import UpdateFinishedTrialError
@@ -279,12 +251,6 @@ class _Worker:
         done = self.complete()[: self.trials]
         earlier = [trial.user_attrs.get("known") for trial in done]
         return Found(_points(done), earlier == list(range(len(done))))
-
-
-def run_again(study: Study, trial: FrozenTrial) -> None:
-    """Put a dead worker's parameters in the queue; a trial that had none yet is simply missing, and is drawn anew."""
-    if trial.params:
-        study.enqueue_trial(trial.params, user_attrs={"known": trial.user_attrs.get("known"), "again": trial.number})
 
 
 def _points(trials: list[FrozenTrial]) -> list[Point]:
@@ -315,118 +281,3 @@ def _sampler(worker: _Worker) -> BaseSampler:
             raise AssertionError(f"{param_name} is not in the search space")
 
     return Sampler()
-
-
-# Where the study lies.
-
-
-@contextmanager
-def _opened(storage: Storage, maximise: bool) -> Iterator[tuple[Study, RDBStorage]]:
-    """The study, and its storage object."""
-    if storage.url is not None:
-        yield _study(storage.url, storage, maximise)
-        return
-    storage.folder.mkdir(exist_ok=True)
-    check_ours(storage.folder, NAMES)
-    try:
-        handle = open_lock(storage.folder / "lock")
-    except OSError as error:
-        raise KVCalError(f"{storage.folder / 'lock'}: cannot be used ({error.strerror}); move it away") from error
-    try:
-        if lock(handle, wait=False) is False:
-            raise KVCalError(
-                f"{storage.folder}: another process is at this search; wait for it, or let both share a --storage"
-            )
-        yield _study(f"sqlite:///{FILE}", storage, maximise)
-    finally:
-        os.close(handle)
-
-
-def _connection(path: Path) -> type[sqlite3.Connection]:
-    """SQLite on this file, whatever characters its path has: no URL has to hold it."""
-
-    class Connection(sqlite3.Connection):
-        def __init__(self, database: str, *args: Any, **kwargs: Any) -> None:
-            super().__init__(str(path), *args, **kwargs)
-            # Does not wait for the disk: a killed process loses nothing, and after a power cut a search begins anew.
-            self.execute("pragma synchronous = off")
-
-    return Connection
-
-
-def _study(url: str, storage: Storage, maximise: bool) -> tuple[Study, RDBStorage]:
-    """Create or join; two workers that create the tables at once disturb each other, so try again."""
-    import optuna
-
-    for attempt in range(5):
-        try:
-            engine = _rdb(url, storage)
-            directions = _directions(maximise)
-            study = optuna.create_study(
-                storage=engine, study_name=storage.name, directions=directions, load_if_exists=True
-            )
-            return study, engine
-        except Exception as error:
-            collided = any(word in str(error).lower() for word in ("exists", "unique", "duplicate", "locked"))
-            if attempt == 4 or not collided:
-                reason = str(error).splitlines()[0]
-                raise KVCalError(
-                    f"--storage {_public(url)}: cannot be used ({type(error).__name__}: {reason})"
-                ) from error
-            time.sleep(0.2 * (attempt + 1))
-    raise AssertionError
-
-
-def _rdb(url: str, storage: Storage) -> RDBStorage:
-    from optuna.storages import RDBStorage
-
-    options: dict[str, object] = {"timeout": 60} if url.startswith("sqlite") else {}
-    if storage.url is None:
-        options["factory"] = _connection(storage.folder / FILE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "experimental"
-        return RDBStorage(
-            url,
-            engine_kwargs={"connect_args": options},
-            heartbeat_interval=storage.heartbeat,
-            grace_period=GRACE * storage.heartbeat,
-            heartbeat_stale_trial_callback=run_again,
-        )
-
-
-def _public(url: str) -> str:
-    """The URL without user and password."""
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}" if rest else url
-
-
-def this_worker() -> str:
-    """Machine, boot and process-id namespace, and a process of it: which nobody else is or will be."""
-    return f"{_machine()} {os.getpid()} {_born(os.getpid())}"
-
-
-def is_dead(worker: str) -> bool:
-    """Whether that worker was of this machine and is no more; False where nobody can know."""
-    machine, _, rest = worker.partition(" ")
-    process, _, born = rest.partition(" ")
-    if not machine or machine != _machine() or not process.isdigit():
-        return False
-    return _born(int(process)) != born
-
-
-def _machine() -> str:
-    """Empty where the system does not say."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _born(process: int) -> str:
-    """When a process started, in ticks since boot; empty for one that is no more."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]

@@ -50,6 +50,7 @@ PLAIN_NAME = re.compile(r"[\w.-]+")
 WITHOUT = 1 << 18  # rows without text, one after another, at most
 LACKING = 1000  # rows at the start of a file without a column of text, at most
 
+Row = tuple[str, object]  # where it stands, for messages; the row
 Chat: TypeAlias = list[Mapping[str, object]]
 Value: TypeAlias = str | Chat | None
 Message = dict[str, object]  # role, content and what else the template may read

@@ -26,13 +26,14 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from kvcal_artifacts.errors import UnsupportedModel, UsageError
+from kvcal_artifacts.errors import KVCalError, UnsupportedModel, UsageError
 from kvcal_kernels.layout import BLOCK
 
-from .attention import Step, attend
+from .attention import Step, attend, attend_tails
 from .paging import PagedLayer
 from .plan import Plan, plan
 from .settings import HOW, Settings, settings
+from .tails import LayerTails, TailTable
 
 logger = logging.getLogger("vllm.kvcal")  # below vLLM's own, whose level and format it takes
 
@@ -59,7 +60,13 @@ def plan_of(config: VllmConfig) -> Plan:
     assert asked is not None
     _check_engine(config)
     model = config.model_config
-    return _plan(asked, str(model.model), model.revision, _Hashed(model.hf_text_config), model.dtype.itemsize)
+    served = _plan(asked, str(model.model), model.revision, _Hashed(model.hf_text_config), model.dtype.itemsize)
+    if served.tailed and config.kv_transfer_config is not None:
+        raise UsageError(
+            f"kvcal: {served.name} with a KV connector: unfinished blocks lie outside of pages, which it would not "
+            "move; serve a scheme whose tokens are packed one by one"
+        )
+    return served
 
 
 @dataclass(frozen=True)
@@ -114,10 +121,13 @@ class KVCalBackend(CPUAttentionBackend):
     @classmethod
     def get_impl_cls(cls) -> Any:
         config = get_current_vllm_config()
-        if active(config) is None:
-            cls._served = None
+        try:
+            cls._served = None if active(config) is None else plan_of(config)
+        except KVCalError as error:  # vLLM ends, with a traceback of each of its processes
+            logger.error("kvcal: %s", str(error).removeprefix("kvcal: "))
+            raise
+        if cls._served is None:
             return CPUAttentionBackend.get_impl_cls()
-        cls._served = plan_of(config)
         if cls._served.token_bytes is None:
             size_each_layer()
         return KVCalImpl
@@ -158,7 +168,7 @@ def size_each_layer() -> None:
 
 @dataclass
 class KVCalMetadata:
-    """A step, and where its tokens are stored: slots int64 (T,)."""
+    """A step, and how many tokens it has without padding."""
 
     step: Step
     tokens: int
@@ -171,6 +181,13 @@ class KVCalMetadataBuilder(AttentionMetadataBuilder[KVCalMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        context = vllm_config.compilation_config.static_forward_context
+        layers = [context[name] for name in layer_names]
+        self._tails: TailTable | None = None
+        if any(layer.impl.paged(layer).tailed for layer in layers):
+            self._tails = TailTable(2 * vllm_config.scheduler_config.max_num_seqs)
+            for layer in layers:
+                layer.impl.tails = LayerTails(self._tails)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -181,6 +198,8 @@ class KVCalMetadataBuilder(AttentionMetadataBuilder[KVCalMetadata]):
         starts = tuple(common.query_start_loc_cpu[: count + 1].tolist())
         lengths = tuple(common.seq_lens[:count].tolist())
         step = Step(starts, lengths, common.block_table_tensor[:count].long())
+        if self._tails is not None:
+            step = replace(step, tails=tuple(self._tails.begin(step.spans)))
         return KVCalMetadata(step, common.num_actual_tokens)
 
 
@@ -213,12 +232,13 @@ class KVCalImpl(AttentionImpl[KVCalMetadata]):
             if holds:
                 raise UnsupportedModel(f"kvcal: a layer with {what}: kvcal's pages hold plain causal attention only")
         self.scale, self.plan = float(scale), plan_of(get_current_vllm_config())
+        self.tails: LayerTails | None = None  # of this layer, where its plan needs them
 
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         count = len(slot_mapping)
-        self.paged(layer).store(kv_cache, slot_mapping, key[:count], value[:count])
+        self.paged(layer).store(kv_cache, slot_mapping, key[:count], value[:count], self.tails)
 
     def forward(
         self,
@@ -239,8 +259,13 @@ class KVCalImpl(AttentionImpl[KVCalMetadata]):
         if attn_metadata is None:  # vLLM measures memory
             return output
         count = attn_metadata.tokens
-        exact = None if self.plan.deterministic else (key[:count], value[:count])
-        out = attend(self.paged(layer), kv_cache, attn_metadata.step, query[:count], self.scale, exact)
+        step_tokens, paged = (key[:count], value[:count]), self.paged(layer)
+        asked = paged, kv_cache, attn_metadata.step, query[:count], self.scale
+        if paged.tailed:
+            assert self.tails is not None
+            out = attend_tails(*asked, step_tokens, self.tails, self.plan.deterministic)
+        else:
+            out = attend(*asked, None if self.plan.deterministic else step_tokens)
         output[:count] = out.to(output.dtype).view_as(output[:count])
         return output
 

@@ -17,7 +17,6 @@ from .paging import PagedLayer
 from .settings import Settings
 from .weights import key_probes
 
-CODECS = ("uniform", "higgs", "transform")  # whose numbers depend on one token each, and whose kernels read pages
 EXACT_BITS = 16  # of a number in vLLM's own cache of float16 or bfloat16
 
 
@@ -43,15 +42,23 @@ class Plan:
         sizes = {layer.token_bytes for layer in self.layers}
         return sizes.pop() if len(sizes) == 1 else None
 
+    @property
+    def tailed(self) -> bool:
+        """Whether any layer keeps unfinished blocks exact."""
+        return any(layer.tailed for layer in self.layers)
+
     def describe(self) -> str:
         """One line: bits, how many times FP16's capacity that is, and the mode."""
+        packed = "all tokens are packed"
         mode = "tokens of one step attend to each other's exact keys and values"
+        if self.tailed:
+            packed = f"blocks of {BLOCK} tokens are packed once they are full, and lie outside of pages until then"
         if self.deterministic:
-            mode = "every token attends to packed keys and values"
+            mode = "every token attends to packed keys and values" + (" of full blocks" if self.tailed else "")
         unchecked = "; the model's key weights were not compared" if self.weighed is False else ""
         return (
             f"kvcal: {self.name}: {self.bits:.2f} bits per value in pages, {EXACT_BITS / self.bits:.2f} x the tokens "
-            f"of FP16; all tokens are packed, the bundle's windows do not apply; {mode}{unchecked}"
+            f"of FP16; {packed}, the bundle's windows do not apply; {mode}{unchecked}"
         )
 
     def capacity(self, pages: int) -> str:
@@ -128,8 +135,8 @@ def _paged(where: str, pair: LayerCodecs, multiple: int) -> PagedLayer:
 def _refusal(codec: Codec) -> str | None:
     if codec.stats:
         return "what it stores depends on the request's own tokens, so requests could not share a prefix"
-    if codec.name not in CODECS:
-        return f"pages hold the codecs {', '.join(CODECS)}"
-    if getattr(codec, "rotation", "head") != "head":
+    if codec.ragged:
+        return "its blocks differ in size, and pages do not; give it fixed tiers (full and four)"
+    if getattr(codec.encoding_codec, "rotation", "head") != "head":
         return "it rotates all heads of a token together, and a page keeps each head's bytes apart"
     return None

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from kvcal_artifacts.checked import shown
 from kvcal_artifacts.codecs import Codec, Higgs, Role, Shape, Uniform
 from kvcal_artifacts.codecs.higgs import Gain, Points
+from kvcal_artifacts.codecs.uniform import Axis, Mode
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import LayerCodecs
 
 GROUP = 64  # channels of a uniform codec that share a scale: AQUA-KV section 4.1
+SHORT_GROUP = 32  # of KIVI and InnerQ, channels or tokens
 Maker = Callable[[Shape, Role], Codec]
 
 
@@ -23,11 +25,24 @@ def _turboquant(bits: int, points: Points = "exact") -> Maker:
 
 
 def _uniform(bits: int) -> Maker:
-    def make(shape: Shape, role: Role) -> Codec:
-        group = next(size for size in range(min(GROUP, shape.dim), 0, -1) if shape.dim % size == 0)
-        return Uniform(shape, role, bits, group, "channel")
+    return lambda shape, role: Uniform(shape, role, bits, _divisor(GROUP, shape.dim), "channel")
 
-    return make
+
+def _kivi(bits: int, axis: Axis) -> Maker:
+    return lambda shape, role: Uniform(shape, role, bits, _group(shape, axis), axis)
+
+
+def _innerq(bits: int, axis: Axis, mode: Mode) -> Maker:
+    return lambda shape, role: Uniform(shape, role, bits, _group(shape, axis), axis, mode, search=True)
+
+
+def _group(shape: Shape, axis: Axis) -> int:
+    return _divisor(SHORT_GROUP, shape.dim if axis == "channel" else shape.block)
+
+
+def _divisor(limit: int, length: int) -> int:
+    """The largest size up to `limit` that divides `length`."""
+    return next(size for size in range(min(limit, length), 0, -1) if length % size == 0)
 
 
 def _table() -> dict[str, tuple[Maker, Maker]]:
@@ -46,6 +61,11 @@ def _table() -> dict[str, tuple[Maker, Maker]]:
     table["turboquant-k4v3"] = table["turboquant-4-3"]
     for bits in (2, 3, 4, 8):
         table[f"uniform-{bits}"] = (_uniform(bits),) * 2
+    for bits in (2, 4):
+        table[f"kivi-{bits}"] = _kivi(bits, "token"), _kivi(bits, "channel")
+    values: tuple[tuple[str, int, Mode], ...] = (("base", 3, "symmetric"), ("hybrid", 2, "hybrid"))
+    for name, bits, mode in (*values, ("small", 2, "symmetric")):
+        table[f"innerq-{name}-plain"] = _innerq(3, "channel", "symmetric"), _innerq(bits, "token", mode)
     return table
 
 

@@ -18,7 +18,8 @@ import pytest
 
 from kvcal.bundles import card
 from kvcal.bundles.diff import compared, phrase
-from kvcal.bundles.provenance import HUB_TEXT, recorded
+from kvcal.bundles.provenance import recorded
+from kvcal.bundles.record_checks import HUB_TEXT
 from kvcal.commands import reproduce
 from kvcal.evaluate.layers import recorded_rows, worst_layer
 from kvcal.evaluate.tasks import check_installed
@@ -412,6 +413,14 @@ def commanded(path: Path, given: list[Any], number: int) -> str:
         assert done.code in (0, 1, 2, 4, 7), done
         assert len(done.err.splitlines()) <= 3, done.err
     return "good"
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / f"x{SUFFIX}"
+    os.mkfifo(pipe)
+    for path, problem in ((pipe, "a pipe, not a"), (tmp_path, "a folder, not a"), (tmp_path / "y", "no such")):
+        with pytest.raises(KVCalError, match=f"^{path}: {problem} bundle file$"):
+            load_bundle(path)
 
 
 def attempted(call: Callable[[], object]) -> str:

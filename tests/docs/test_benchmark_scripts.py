@@ -20,8 +20,11 @@ ON_A_CPU = {
     "higgs_rotation.py",
     "evaluation.py",
     "old_and_new.py",
+    "results.py",
     "startup.py",
-}  # errors of grids; times of kvcal eval on a CPU; a reader of files; CPU time of commands
+    "served_quality.py",
+    "tasks.py",
+}  # errors of grids; times of kvcal eval; a reader of files; KL of rows; CPU time of commands; vLLM on a CPU; scores
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in ON_A_CPU)
 
 

@@ -13,9 +13,10 @@ from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.mixkvq import MixKVQ
 from kvcal.methods.registry import backbone
-from kvcal.models.catalogue import Geometry
 from kvcal.models.configuration import geometry
+from kvcal.models.geometry import Geometry
 from kvcal.models.names import resolve
+from kvcal.report.quantities import significant
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import UsageError
 from tests.support.pages import ROOT
@@ -120,11 +121,11 @@ def test_the_tables_are_found() -> None:
 
 def test_the_demo_states_the_bits_of_its_rows() -> None:
     demo = (ROOT / "README.md").read_text("utf-8").partition("What `kvcal demo` printed here")[2]
-    stated = {row[0]: row[1] for row in map(str.split, demo.splitlines()) if len(row) == 6 and "/" in row[5]}
+    stated = {row[0]: row[1] for row in map(str.split, demo.splitlines()) if len(row) == 7 and "/" in row[6]}
     default = AquaKV()
     aqua = under_aqua(default.backbone, default.first_layer, TINY.layers)
     own = {name: reported(name) for name in DEMO_PRESETS} | {"tiny-aqua-kv": aqua}
-    assert {name: stated[name] for name in own} == {name: f"{bits:.3f}" for name, bits in own.items()}
+    assert {name: stated[name] for name in own} == {name: significant(bits) for name, bits in own.items()}
 
 
 def test_no_row_of_other_codecs_is_called_the_default() -> None:

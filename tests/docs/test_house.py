@@ -19,7 +19,7 @@ import torch
 import typer
 
 from kvcal.cli import failure
-from kvcal.report.progress import progress
+from kvcal.report.progress import Items, progress, tracked
 from kvcal_artifacts import errors
 from tests.support import house
 from tests.support.house import ROOT, SOURCE_ROOTS, Import, Size, imports, imports_of, modules
@@ -280,8 +280,15 @@ def test_slow_packages_are_imported_where_used() -> None:
 
 
 def test_commands_import_the_heavy_parts_where_used() -> None:
-    options = ("kvcal.pipeline.spec", "kvcal.pipeline.options", "kvcal.commands.options")  # declarations alone
+    # declarations alone
+    options = (
+        "kvcal.pipeline.spec",
+        "kvcal.pipeline.shared_options",
+        "kvcal.pipeline.options",
+        "kvcal.commands.options",
+    )
     light = ("typer", "kvcal.cli", "kvcal.__version__", "kvcal_artifacts.errors", "kvcal_artifacts.shown", *options)
+    light += ("kvcal.report.quantities", "kvcal.pipeline.names")
     for module, target, top in foreign_to_cli():
         assert not top or within(target, *light), f"{module} imports {target} at module level"
 
@@ -470,15 +477,52 @@ def test_documentation_agrees_with_the_program() -> None:
 def test_progress_in_a_log_is_a_line_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter([0.0, 1.0, 31.0, 32.0, 65.0])
+    clock = iter([0.0, 1.0, 31.0, 32.0, 65.0, 70.0, 71.0])
     monkeypatch.setattr("kvcal.report.progress.time.monotonic", lambda: next(clock))
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
     with progress("Fitting layers", total=8) as advance:
-        for steps in (1, 1, 2, 4):
+        for steps in (1, 1, 2, 3, 1):
             advance(steps)
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == "Fitting layers: 2/8 after 31 s\nFitting layers: 8/8 after 65 s\n"
+    assert printed.err.splitlines() == [
+        "Fitting layers: 2/8 after 31 s, about 1 min 33 s left",
+        "Fitting layers: 7/8 after 1 min 5 s, about 9.3 s left",
+        "Fitting layers: 8/8 after 1 min 11 s",
+    ]
+
+
+def test_a_total_may_come_later(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 40.0, 80.0, 81.0])
+    monkeypatch.setattr("kvcal.report.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    with progress("Reading") as advance:
+        advance(1000)
+        advance(1000, total=4000)
+    assert capsys.readouterr().err.splitlines() == [
+        "Reading: 1,000 after 40 s",
+        "Reading: 2,000/4,000 after 1 min 20 s, about 1 min 20 s left",
+    ]
+
+
+def test_items_are_tracked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 31.0, 62.0, 62.0])
+    monkeypatch.setattr("kvcal.report.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    assert list(tracked("ab", "Layers", 2)) == ["a", "b"]
+    assert capsys.readouterr().err.splitlines() == [
+        "Layers: 1/2 after 31 s, about 31 s left",
+        "Layers: 2/2 after 1 min 2 s",
+    ]
+
+
+def test_items_say_how_long_the_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, said = iter([0.0, 0.0, 90.0, 100.0]), list[str]()
+    monkeypatch.setattr("kvcal.report.progress.time.monotonic", lambda: next(clock))
+    items = Items(said.append, 3)
+    for name in ("kivi-2", "kivi-4", "higgs-2"):
+        items.begin(name)
+    assert said == ["1/3 kivi-2", "2/3 kivi-4, about 3 min 0 s left", "3/3 higgs-2, about 50 s left"]
 
 
 def test_progress_is_silent_on_request(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

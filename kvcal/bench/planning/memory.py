@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...models.catalogue import Geometry
+from ...models.geometry import Geometry
 
 # The CUDA context, code of kernels and the libraries' workspaces: what the driver said was in use besides weights and
 # an FP16 cache whose tensors fill the allocator's pieces exactly (docs/benchmarks/generation-steps-2246769.json, H200).

@@ -11,7 +11,7 @@ from typing import Literal
 
 from kvcal_artifacts.errors import UsageError
 
-from ...models.catalogue import Geometry
+from ...models.geometry import Geometry
 from ...report.suggest import allowed
 from . import formats, quality
 from .formats import Codec, Shape

@@ -12,7 +12,7 @@ from kvcal.calibrate.forecast import forecasts
 from kvcal.evaluate.outliers import outlier_twin
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.text import sources
+from kvcal.text import token_windows
 from kvcal_artifacts import hf, load_cache
 from kvcal_artifacts.auto_names import AUTO_BITS
 from kvcal_artifacts.cache.auto import EXCESS, auto_scheme, channel_excess
@@ -59,7 +59,7 @@ def test_one_layer_with_outliers_is_stored_otherwise_alone(tiny: nn.Module, twin
 
 def test_the_choice_is_better_than_higgs_on_a_model_with_outliers(twin: nn.Module) -> None:
     tokenizer = load_model(resolve("tiny"), dtype="float32", device="cpu").tokenizer
-    ids = sources.evaluation_windows(tokenizer, "embedded:evaluation", windows=1, length=400).ids
+    ids = token_windows.evaluation_windows(tokenizer, "embedded:evaluation", windows=1, length=400).ids
     from kvcal.methods.data_free import preset
 
     schemes = {"auto": auto_scheme("auto-3", twin)[0], "higgs": preset("higgs-3").scheme(twin)}

@@ -53,7 +53,8 @@ from kvcal.bench.timing import Clock
 from kvcal.commands import bench as command
 from kvcal.commands import bench_measured, bench_options, bench_projected, doctor
 from kvcal.commands.options import BenchOptions
-from kvcal.models.catalogue import CATALOGUE, Geometry
+from kvcal.models.catalogue import CATALOGUE
+from kvcal.models.geometry import Geometry
 from kvcal.report import bench as report
 from kvcal.report import checkout
 from kvcal_artifacts.cache import KVCalCache
@@ -315,7 +316,7 @@ def test_layers_that_do_not_fit_the_device_have_no_projection(
 
 
 def test_a_projection_that_does_not_fit_is_shown() -> None:
-    done = kvcal("bench", "--device", "jetson-orin-nano", "--length", "4096k", "-p", "higgs-2")
+    done = kvcal("bench", "--device", "jetson-orin-nano", "--length", "4096k", "-p", "higgs-2", "--wide")
     line = next(line for line in done.out.splitlines() if line.startswith("decode-attention"))
     assert done.code == 0 and "the device has 8" in line
 
@@ -1553,7 +1554,7 @@ def test_a_footprint_is_what_the_cache_holds() -> None:
 
 @pytest.fixture(scope="module")
 def projected() -> Done:
-    return kvcal("bench", "--device", "jetson")
+    return kvcal("bench", "--device", "jetson", "--wide")
 
 
 def test_jetson_elsewhere_projects_and_every_line_says_so(projected: Done) -> None:
@@ -1566,6 +1567,13 @@ def test_jetson_elsewhere_projects_and_every_line_says_so(projected: Done) -> No
     assert all("projected" in line for line in lines)
     assert "4638 | 4638" in projected.out
     assert "jetson-orin-nano" in projected.out
+
+
+def test_without_wide_a_heading_says_that_times_are_projected() -> None:
+    narrow = kvcal("bench", "--device", "jetson-orin-nano", "--length", "1k").out
+    assert "jetson-orin-nano, projected; limit: bytes" in narrow
+    [heading] = [line for line in narrow.splitlines() if "projected" in line.split()[:1] and "bits/" in line]
+    assert heading.split()[0] == "projected"
 
 
 def test_the_projection_needs_no_device_and_is_the_same_every_time() -> None:
@@ -1679,7 +1687,7 @@ def test_files_without_a_row_in_common_are_said_to_be(tmp_path: Path) -> None:
         (line,) = (line for line in other.err.splitlines() if "--compare" in line)
         assert "no row in common" in line and "of h200, these of jetson-orin-nano" in line
     assert other.json["compared"] == []
-    same = kvcal(*options, "h200")
+    same = kvcal(*options, "h200", "--wide")
     assert "no row in common" not in same.err and "times as fast" in same.out
     earlier.write_text('{"rows": []}')
     assert "its rows are of no device, these of h200" in kvcal(*options, "h200").err

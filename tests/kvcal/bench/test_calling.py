@@ -16,7 +16,7 @@ from kvcal.bench import caches, calling, generation, layer, schemes
 from kvcal.bench.calling import Called
 from kvcal.bench.decoding import CHECKED, Stepper
 from kvcal.bench.rows import Row
-from kvcal.models.catalogue import Geometry
+from kvcal.models.geometry import Geometry
 from tests.kvcal.bench.test_generation import LENGTH, geometry, kind, model, plain, script
 from tests.support.architectures import build
 from tests.support.models_fixture import kvcal

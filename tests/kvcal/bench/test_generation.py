@@ -24,7 +24,7 @@ from kvcal.bench.decoding import CHECKED, Ran, Stepper
 from kvcal.bench.generation import Search
 from kvcal.bench.rows import Row
 from kvcal.models import configuration, names
-from kvcal.models.catalogue import Geometry
+from kvcal.models.geometry import Geometry
 from kvcal.report import bench as bench_report
 from kvcal_artifacts.cache.static.layer import StaticLayer
 from kvcal_artifacts.scheme import HeavyHitters, Scheme, Windows

@@ -33,7 +33,8 @@ from kvcal.commands.plan import PlanOptions, run_plan
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.registry import BACKBONES, backbone
 from kvcal.models import configuration, plain_config
-from kvcal.models.catalogue import CATALOGUE, Geometry
+from kvcal.models.catalogue import CATALOGUE
+from kvcal.models.geometry import Geometry
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts.cache import KVCalCache

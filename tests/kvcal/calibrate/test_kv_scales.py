@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from kvcal.calibrate.kv_scales import LARGEST, ScaleSettings, kv_scales
+from kvcal.calibrate.kv_scales import LARGEST, ScaleSettings, check_exportable, kv_scales
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts.errors import UsageError
+from tests.support.architectures import HYBRID
 from tests.support.models_fixture import kvcal, write_model, write_text
 
 PACKAGE = importlib.util.find_spec("compressed_tensors") is not None
@@ -61,6 +62,30 @@ def test_scales_are_the_largest_states(base: Path) -> None:
                 assert found.flatten() * LARGEST[to] == pytest.approx(largest, rel=1e-5)
                 assert found.shape == ((len(largest), 1, 1) if per_head else (1,))
     assert ScaleSettings().scale(torch.zeros(2)).tolist() == [1.0]
+
+
+@pytest.mark.skipif(not PACKAGE, reason="compressed-tensors is not installed")
+def test_layers_of_sliding_windows_have_scales(tmp_path: Path) -> None:
+    """Each layer's scale is of all tokens, not of those that a window still holds at the end."""
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    model = HYBRID["gemma3"]().eval()
+    ids = torch.randint(0, 200, (1, 40), generator=torch.Generator().manual_seed(0))
+    scales = kv_scales(model, ids, ScaleSettings("fp8"))
+    assert len(scales) == 2 * model.config.num_hidden_layers
+    first = model.model.layers[0].self_attn  # sliding, 16 tokens
+    given: dict[str, torch.Tensor] = {}
+    first.v_proj.register_forward_hook(lambda module, args, output: given.update(v=output))
+    with torch.no_grad():
+        model(ids)
+    assert float(scales["model.layers.0.self_attn.v_scale"]) * 448 == pytest.approx(float(given["v"].abs().max()))
+    apply_quantization_config(model, QuantizationConfig.model_validate(ScaleSettings("fp8").config))
+    parameters = dict(model.named_parameters())
+    assert {name for name in parameters if name.endswith(("k_scale", "v_scale"))} == scales.keys()
+    assert all(parameters[name].shape == scale.shape for name, scale in scales.items())
+    model.config.num_kv_shared_layers = 1
+    with pytest.raises(UsageError, match="export: layer 4 has no scale: shares the keys and values"):
+        check_exportable(model.config)
 
 
 @pytest.mark.skipif(not PACKAGE, reason="compressed-tensors is not installed")

@@ -32,7 +32,7 @@ from kvcal.methods.vqkv import VQKV
 from kvcal.models.layerwise import open_layerwise
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.text import sources
+from kvcal.text import token_windows
 from kvcal_artifacts.bundle import load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Predicted, Shape, Uniform
@@ -68,7 +68,7 @@ def tiny() -> Any:
 
 @pytest.fixture(scope="module")
 def windows(tiny: Any) -> torch.Tensor:
-    return sources.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=2, length=512).ids
+    return token_windows.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=2, length=512).ids
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,7 @@ def test_what_the_first_layer_packs_is_what_a_cache_packs(
 
 @pytest.fixture(scope="module")
 def fitted(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    text = sources.token_windows(tiny.tokenizer, "embedded:calibration", windows=6, holdout=2, length=256)
+    text = token_windows.token_windows(tiny.tokenizer, "embedded:calibration", windows=6, holdout=2, length=256)
     return fit(AquaKV(), WholeModel(tiny.model), text, tmp_path_factory.mktemp("aqua") / "x", model_record={},
                revision=None, device=torch.device("cpu"), say=lambda line: None).bundle  # fmt: skip
 
@@ -315,7 +315,7 @@ def test_short_windows_are_joined(tiny: Any, windows: torch.Tensor) -> None:
     wide = Preset("uniform-2", "uniform-2", recent=512).scheme(tiny.model)
 
     def read(count: int, length: int) -> torch.Tensor:
-        return sources.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=count, length=length).ids
+        return token_windows.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=count, length=length).ids
 
     scheme = preset("uniform-2").scheme(tiny.model)
     assert torch.equal(window_of(read(9, 128), [scheme]), windows)
@@ -352,7 +352,7 @@ def test_a_fit_on_short_windows_says_so_too(tiny: Any, twin: Any, tmp_path: Path
     """Windows of which a cache packs nothing, as none is older than `recent`: they are joined, or it is said."""
     lines: dict[int, list[str]] = {}
     for count in (9, 2):
-        text = sources.token_windows(tiny.tokenizer, "embedded:calibration", windows=count, holdout=1, length=64)
+        text = token_windows.token_windows(tiny.tokenizer, "embedded:calibration", windows=count, holdout=1, length=64)
         method = AquaKV(backbone="higgs-2", first_layer="", rope="post_rope", key_inputs=(), value_inputs=())
         fit(method, WholeModel(twin), text, tmp_path / f"x{count}", model_record={}, revision=None,
             device=torch.device("cpu"), say=lines.setdefault(count, []).append)  # fmt: skip
@@ -367,7 +367,7 @@ def test_codebooks_of_a_scan_are_forecast(tiny: Any, tmp_path: Path, monkeypatch
     monkeypatch.setattr(
         "kvcal.calibrate.outlier_guard.advice", lambda model, ids, schemes, device: dict.fromkeys(schemes, Advice(""))
     )
-    text = sources.token_windows(tiny.tokenizer, "embedded:calibration", windows=3, holdout=1, length=256)
+    text = token_windows.token_windows(tiny.tokenizer, "embedded:calibration", windows=3, holdout=1, length=256)
     training = Training(tolerance=0.5)
     vqkv = VQKV(stages=(1, 1, 1), sizes=(16, 16, 16), high=0, vectors=2000, recent=32, block=32, training=training)
     said: list[str] = []
@@ -406,7 +406,7 @@ def test_ratio_by_hand() -> None:
 
 
 def test_a_fit_says_so_too(tiny: Any, twin: Any, tmp_path: Path) -> None:
-    text = sources.token_windows(tiny.tokenizer, "embedded:calibration", windows=6, holdout=2, length=256)
+    text = token_windows.token_windows(tiny.tokenizer, "embedded:calibration", windows=6, holdout=2, length=256)
     said: dict[str, list[str]] = {}
     for name, model, codec in (
         ("plain", tiny.model, "higgs-2"),

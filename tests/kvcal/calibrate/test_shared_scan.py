@@ -18,7 +18,7 @@ from kvcal.methods import VQKV, AquaKV, InnerQ, KVTuner, MixKVQ, Squat
 from kvcal.methods.codebooks import Training
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.text import sources
+from kvcal.text import token_windows
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.hf import decoder_of
 from tests.support.models_fixture import SUFFIX, write_model
@@ -44,8 +44,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def text() -> sources.Windows:
-    return sources.random_windows(256, windows=6, length=60, holdout=2, seed=0)
+def text() -> token_windows.Windows:
+    return token_windows.random_windows(256, windows=6, length=60, holdout=2, seed=0)
 
 
 def keywords(model: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def jobs(folder: Path) -> list[FitJob]:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Any, text: sources.Windows, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def alone(model: Any, text: token_windows.Windows, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("alone")
     return {
         job.output.name: fit(job.method, WholeModel(model), text, job.output, **keywords(model)).sha256
@@ -76,7 +76,7 @@ def alone(model: Any, text: sources.Windows, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_shared_scan_gives_the_bytes_of_separate_runs(
-    model: Any, text: sources.Windows, alone: dict[str, str], tmp_path: Path, turned: bool
+    model: Any, text: token_windows.Windows, alone: dict[str, str], tmp_path: Path, turned: bool
 ) -> None:
     """Whichever comes last, whose last pass is the layer's own advance."""
     wanted = jobs(tmp_path)[:: -1 if turned else 1]
@@ -85,7 +85,7 @@ def test_a_shared_scan_gives_the_bytes_of_separate_runs(
     assert {path.name: sha256(path) for path in tmp_path.iterdir()} == alone  # and no checkpoint is left
 
 
-def test_each_layer_runs_whole_once_for_all(model: Any, text: sources.Windows, tmp_path: Path) -> None:
+def test_each_layer_runs_whole_once_for_all(model: Any, text: token_windows.Windows, tmp_path: Path) -> None:
     """All windows in the fit, and the held-out ones, joined, in the forecast: exact, and with what each scheme packs."""
     layer: nn.Module = decoder_of(model).layers[0]
     calls = []
@@ -108,7 +108,7 @@ class LoadCounter(WholeModel):
 
 
 def test_one_forecast_serves_all_bundles(
-    model: Any, text: sources.Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any, text: token_windows.Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each layer is loaded for the fit, for the forecast, and for that of codebooks, which are trained after the scan;
     bundles of one name are told apart.
@@ -127,7 +127,7 @@ def test_one_forecast_serves_all_bundles(
 
 
 def test_the_forecast_is_of_held_out_text(
-    model: Any, text: sources.Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any, text: token_windows.Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(
@@ -138,7 +138,7 @@ def test_the_forecast_is_of_held_out_text(
 
 
 def test_each_bundle_goes_on_from_its_own_checkpoint(
-    model: Any, text: sources.Windows, alone: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any, text: token_windows.Windows, alone: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Broken off in the second method's second layer: one has two layers done, the other one."""
     wanted = jobs(tmp_path)[:3]
@@ -160,7 +160,7 @@ def test_each_bundle_goes_on_from_its_own_checkpoint(
     assert all(result.sha256 == alone[result.path.name] for result in results)
 
 
-def test_taps_of_another_reader_end_with_their_turn(model: Any, text: sources.Windows) -> None:
+def test_taps_of_another_reader_end_with_their_turn(model: Any, text: token_windows.Windows) -> None:
     from kvcal.capture.scan import Capture
 
     with Capture(WholeModel(model), text.train, device="cpu") as capture:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcal.bundles.provenance import MadeFor, made_for
+from kvcal.bundles.made_for import MadeFor, made_for
 from kvcal.commands.made_for import with_model_of
 from kvcal.pipeline.options import EvalOptions
 from kvcal_artifacts import load_bundle

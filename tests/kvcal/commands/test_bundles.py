@@ -66,7 +66,7 @@ def test_inspect_shows_errors_by_layer_and_head(bundle: Path) -> None:
     stored = load_bundle(bundle).metrics["layers"]
     assert found["key"] == [row["key_head_errors"] for row in stored]
     assert found["from"] == "held-out windows of the fit"
-    table = kvcal("inspect", bundle).out
+    table = kvcal("inspect", bundle, "--wide").out
     assert f"{stored[2]['value_head_errors'][1]:.5f}" in table and "values 1" in table
 
 
@@ -236,7 +236,9 @@ def test_a_card_reads_as_a_model_card(bundle: Path, evaluation: Path, tmp_path: 
     place = tmp_path / "README.md"
     options = ["--repo", "lab/fitted", "--license", "mit", "--eval", evaluation, "--output", place]
     done = kvcal("card", bundle, *options)
-    assert done.code == 0 and done.out.split() == [str(place), str(tmp_path / "fitted.errors.png")]
+    assert done.code == 0 and done.out.splitlines() == [
+        str(place), str(tmp_path / "fitted.errors.png"), f"next: kvcal push {bundle} lab/fitted",
+    ]  # fmt: skip
     data = ModelCard(place.read_text()).data
     assert (data.library_name, data.base_model, data.license) == ("kvcal", None, "mit")
     assert data.datasets is None and data.metrics == ["perplexity", "kl_divergence"]

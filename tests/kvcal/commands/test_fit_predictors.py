@@ -21,7 +21,7 @@ from kvcal.cli.failure import explain
 from kvcal.methods.aqua_kv import PREDICTOR_KINDS, AquaKV
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.text import sources
+from kvcal.text import token_windows
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context, Predicted
@@ -257,7 +257,7 @@ def test_no_resume_starts_anew(given: Given, usual: dict[str, Any], broken_off: 
 def holdout(given: Given, count: int) -> Tensor:
     """The held-out windows of a fit of 8."""
     tokenizer = load_model(resolve(str(given.folder)), dtype="float32", device="cpu").tokenizer
-    return sources.token_windows(tokenizer, str(given.text), windows=8, holdout=count, length=68, seed=0).holdout
+    return token_windows.token_windows(tokenizer, str(given.text), windows=8, holdout=count, length=68, seed=0).holdout
 
 
 def served(scheme: Scheme, model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -61,8 +61,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (
         "kvcal.models.loading.load_model",
         "kvcal.models.layerwise.LayerwiseWeights.load_outer",
-        "kvcal.text.sources.token_windows",
-        "kvcal.text.sources.evaluation_windows",
+        "kvcal.text.token_windows.token_windows",
+        "kvcal.text.token_windows.evaluation_windows",
     ):
         monkeypatch.setattr(place, fails)
 

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcal.bundles.provenance import FITS, recorded
+from kvcal.bundles.provenance import recorded
+from kvcal.bundles.recorded_settings import FITS
 from kvcal.cli.app import COMMANDS
 from kvcal.cli.defaults import defaults_of
 from kvcal.commands.reproduce import RUNS

@@ -24,7 +24,7 @@ def began(*given: Any, **options: Any) -> None:
 
 
 # What a command does when its options are good: it reads its text, then the model.
-WORK = ("text.sources.token_windows", "text.sources.evaluation_windows", "models.loading.load_model")
+WORK = ("text.token_windows.token_windows", "text.token_windows.evaluation_windows", "models.loading.load_model")
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ CASES: list[tuple[str, list[str], list[str], list[str], str]] = [
     ("inspect", [KIVI], SEED, [*SEED, *OWN, RANDOM], "a measurement"),
     ("verify", [KIVI], ["--device", "cpu"], ["--device", "cpu", *OWN], "a comparison with a model"),
     ("verify", [KIVI], [RANDOM], [RANDOM, *OWN], "a comparison with a model"),
-    ("names", ["device"], ["--model", "tiny"], [], "names with bits a value"),
-    ("names", ["operation"], ["--model", "tiny"], [], "names with bits a value"),
+    ("names", ["device"], ["--model", "tiny"], [], "names with bits/value"),
+    ("names", ["operation"], ["--model", "tiny"], [], "names with bits/value"),
     # the outlier guard of preset
     ("preset", ["kivi-2", *OWN, "--no-check"], ["--device", "cpu"], [], GUARD),
     ("preset", ["kivi-2", *OWN, "--config-only"], ["--check"], ["--no-check"], GUARD),

@@ -19,7 +19,7 @@ from kvcal.commands.common import tokenizer_for
 from kvcal.models.files import load_tokenizer
 from kvcal.models.folding import write_folded
 from kvcal.models.names import resolve
-from kvcal.pipeline.options import RunOptions
+from kvcal.pipeline.shared_options import RunOptions
 from kvcal.text.files import read_file
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.bundle import Bundle

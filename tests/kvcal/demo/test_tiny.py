@@ -19,7 +19,7 @@ from kvcal.evaluate.agreement import agreement
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.text import sources
+from kvcal.text import token_windows
 from kvcal_artifacts.errors import UsageError
 from tests.support.models_fixture import kvcal
 from tests.support.pages import ROOT
@@ -77,7 +77,7 @@ def test_demo_fits_into_the_wheel() -> None:
 
 @pytest.mark.slow
 def test_bits_per_byte(tiny: Any, card: str) -> None:
-    text = sources.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=None, length=1024)
+    text = token_windows.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=None, length=1024)
     assert bool((text.ids[:, 0] == tiny.tokenizer.bos_token_id).all())
     full = evaluate(tiny.model, text.ids, {}, step=1024)[0]
     # a character of a byte-level token stands for one byte
@@ -92,7 +92,7 @@ def test_bits_per_byte(tiny: Any, card: str) -> None:
 @pytest.mark.slow
 def test_debiasing_brings_a_trained_model_closer_to_itself(tiny: Any) -> None:
     """Same codes, another factor a layer: 0.0096 against 0.0075 nats over 16 windows, measured with `kvcal eval`."""
-    text = sources.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=4, length=1024)
+    text = token_windows.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=4, length=1024)
     rows = evaluate(tiny.model, text.ids, cache_makers(tiny.model, rows_named(["higgs-2", "higgs-2-debiased"], [])))
     kl = {row.name: row.kl for row in rows}
     assert 0 < kl["higgs-2-debiased"] < 0.9 * kl["higgs-2"]
@@ -135,7 +135,7 @@ def as_checkpoint(tiny: Any, folder: Path) -> Path:
 
 def test_agreement_counts_equal_next_tokens(tiny: Any) -> None:
     """An exact cache agrees in every step and has 16-bit bytes; a coarse one does not; bytes are those of the cache."""
-    text = sources.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=2, length=260)
+    text = token_windows.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=2, length=260)
     makers = cache_makers(tiny.model, rows_named(["exact", "uniform-2"], []))
     full, exact, coarse = agreement(tiny.model, text.ids, makers, steps=8)
     assert (full.same, full.of, exact.same, exact.kl) == (16, 16, 16, pytest.approx(0, abs=1e-6))

@@ -9,9 +9,10 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache
 
+from kvcal.evaluate import perplexity
 from kvcal.evaluate.calls import calls, longest_call, segments
 from kvcal.evaluate.divergence import Reference, Spread, Tokens, apart, buckets, ties
-from kvcal.evaluate.perplexity import evaluate
+from kvcal.evaluate.perplexity import FullRuns, evaluate
 from kvcal.methods.data_free import Preset
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
@@ -156,3 +157,26 @@ def test_kl_by_hand() -> None:
     expected = 0.25 * torch.tensor(0.5).log() + 0.75 * torch.tensor(1.5).log()
     assert float(reference.divergence(other)) == pytest.approx(float(expected))
     assert bool(reference.part(0, 1).agrees(torch.tensor([[[-1.0, -0.5]]])))
+
+
+def test_full_precision_runs_once_for_several_evaluations(
+    model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are the same; an evaluation that was broken off within a batch leaves nothing half read."""
+    ran: list[bool] = []
+    inner = perplexity._log_probabilities
+
+    def counted(model: Any, chunk: Any, cache: Any, count: int) -> torch.Tensor:
+        ran.append(not isinstance(cache, KVCalCache))
+        return inner(model, chunk, cache, count)
+
+    monkeypatch.setattr(perplexity, "_log_probabilities", counted)
+    chosen, kept = scheme(model), FullRuns()
+    makers = {"x": lambda: KVCalCache(chosen, model, remember=True)}
+    rows = evaluate(model, ids[:, :200], makers, batch=1)
+    kept.log_probabilities[0, 0] = torch.zeros(1)  # of a batch that did not end
+    assert evaluate(model, ids[:, :200], makers, batch=1, full=kept) == rows
+    assert len(kept.numbers) == 2
+    ran.clear()
+    assert evaluate(model, ids[:, :200], makers, batch=1, full=kept) == rows
+    assert ran and not any(ran)

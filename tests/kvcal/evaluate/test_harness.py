@@ -13,7 +13,7 @@ import torch
 from kvcal.commands import evaluation
 from kvcal.commands.tasks import Answered, judged, lengths_of
 from kvcal.evaluate.contexts import Haystack, agreed, agreement, by_length, context_once, needle
-from kvcal.evaluate.harness import TaskOptions, by_question, forced_logits, language_model
+from kvcal.evaluate.harness import TaskOptions, by_question, forced_logits, in_one_line, language_model
 from kvcal.evaluate.paired import Paired
 from kvcal.methods.data_free import Preset
 from kvcal.models.loading import load_model
@@ -73,6 +73,12 @@ def test_lengths() -> None:
     for wrong in ("4x", "k", "0", "-1", "1.5k"):
         with pytest.raises(UsageError, match="--lengths"):
             lengths_of(wrong)
+
+
+def test_what_lm_eval_prints_stays_out_of_the_result(capsys: pytest.CaptureFixture[str]) -> None:
+    with in_one_line(["ruler_vt"]):
+        print("Max length 4096 | Current length 511")
+    assert capsys.readouterr() == ("", "Max length 4096 | Current length 511\n")
 
 
 def test_forced_logits_are_the_models_own(loaded: Any) -> None:

@@ -17,7 +17,7 @@ from kvcal.methods.regression import Gram, SharedGram
 from kvcal.models.files import load_tokenizer
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.text import sources
+from kvcal.text import token_windows
 from kvcal_artifacts.errors import UsageError
 from tests.support.models_fixture import Done, kvcal, write_model, write_text
 
@@ -59,7 +59,7 @@ def cached(given: Given, frame: str) -> dict[str, list[Tensor]]:
     """Role -> of each layer (windows, tokens, C) float64: Transformers' cache, keys before RoPE from the projection."""
     source = resolve(str(given.folder))
     model = load_model(source, dtype=torch.float32, device="cpu").model
-    text = sources.token_windows(
+    text = token_windows.token_windows(
         load_tokenizer(source), str(given.text), windows=TRAIN + HELD, holdout=HELD, length=LENGTH, seed=0
     )
     raw: list[Tensor] = []

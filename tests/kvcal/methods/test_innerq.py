@@ -27,7 +27,7 @@ from kvcal.models import folding
 from kvcal.models.folding import fold_in_place, write_folded
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.text.sources import evaluation_windows
+from kvcal.text.token_windows import evaluation_windows
 from kvcal_artifacts import hf, load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Higgs, Predicted, Scaled, Shape, Uniform, build

@@ -18,8 +18,9 @@ from kvcal.capture.scan import TapBatch
 from kvcal.methods.attention import probe
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
+from kvcal.search.study_storage import Storage, this_worker
 from kvcal.search.thresholds import choose
-from kvcal.search.two_objectives import Found, Point, Storage, front_of, search, suggest, this_worker
+from kvcal.search.two_objectives import Found, Point, front_of, search, suggest
 from kvcal_artifacts import hf, load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape
@@ -287,7 +288,7 @@ def test_trials_of_the_dead_are_run_again(worker: str | None, tmp_path: Path, mo
     """Of this machine: at once, by their process. Of others: by Optuna's heartbeat, which here has none to find and
     says nothing, so it takes the worker's silence. Without a name: when it has been silent for long enough.
     """
-    monkeypatch.setattr("kvcal.search.two_objectives.GRACE", 1)
+    monkeypatch.setattr("kvcal.search.study_storage.GRACE", 1)
     url = f"sqlite:///{tmp_path}/s.db"
     machine = this_worker().split(" ")[0]
     name = {"here": f"{machine} {2**22 - 1} 1", "elsewhere": None, None: None}[worker]

@@ -22,7 +22,7 @@ from kvcal.methods.squat import Squat as Method
 from kvcal.models.catalogue import CATALOGUE
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.text import sources
+from kvcal.text import token_windows
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.cache.statistics import statistic
@@ -448,7 +448,9 @@ def test_measured_errors_are_those_of_the_cache(given_model: Given, output: Path
     found = good(given_model.run(output, *options))
     scheme = load_bundle(output).scheme
     model: Any = load_model(resolve(str(given_model.folder)), dtype="float32", device="cpu").model
-    text = sources.token_windows(tokenizer(given_model), str(given_model.text), windows=6, holdout=2, length=96, seed=0)
+    text = token_windows.token_windows(
+        tokenizer(given_model), str(given_model.text), windows=6, holdout=2, length=96, seed=0
+    )
     with KVCalCache(scheme, model) as cache, torch.no_grad():
         model(text.holdout, past_key_values=cache)
         made, values = cache.layers[0].decode_all()

@@ -16,7 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvcal.calibrate.codebooks import Run, StageCheckpoint, collect
+from kvcal.calibrate.codebooks import Run
+from kvcal.calibrate.sampled_vectors import collect
+from kvcal.calibrate.stage_checkpoint import StageCheckpoint
 from kvcal.capture.scan import Capture, WholeModel
 from kvcal.methods import METHODS, codebooks
 from kvcal.methods.codebooks import (
@@ -31,15 +33,7 @@ from kvcal.methods.codebooks import (
     train_stage,
 )
 from kvcal.methods.hashing import hashed_normal, spread
-from kvcal.methods.vqkv import (
-    SIZES,
-    VQKV,
-    band_split,
-    default_sizes,
-    head_scale,
-    quantisers,
-    reconstruction_errors,
-)
+from kvcal.methods.vqkv import SIZES, VQKV, band_split, default_sizes, head_scale, quantisers, reconstruction_errors
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle
@@ -388,10 +382,10 @@ def test_codebooks_are_shared_in_the_file_and_in_memory(usual: dict[str, Any]) -
 
 def test_the_stated_error_is_what_the_codec_does(given: list[object], usual: dict[str, Any], model: Any) -> None:
     """All keys and values of the held-out windows, through encode and decode; the sample holds all of them here."""
-    from kvcal.text import sources
+    from kvcal.text import token_windows
 
     tokenizer = load_model(resolve(str(given[1])), dtype="float32", device="cpu").tokenizer
-    ids = sources.token_windows(tokenizer, str(given[3]), windows=8, holdout=1, length=68, seed=0).holdout
+    ids = token_windows.token_windows(tokenizer, str(given[3]), windows=8, holdout=1, length=68, seed=0).holdout
     scheme = load_bundle(usual["bundle"]).scheme
     lost, whole = {"key": 0.0, "value": 0.0}, {"key": 0.0, "value": 0.0}
     with Capture(WholeModel(model), ids, device="cpu") as capture:
@@ -595,7 +589,9 @@ def test_errors_are_one_line(given: list[object], output: Path, options: list[ob
 def test_too_few_vectors_are_noticed_before_the_model_runs(
     given: list[object], output: Path, options: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcal.calibrate.codebooks.collect", lambda *args: pytest.fail("vectors were collected"))
+    monkeypatch.setattr(
+        "kvcal.calibrate.sampled_vectors.Collection.add", lambda *args: pytest.fail("vectors were collected")
+    )
     assert train(given, output, *options).code == 2
 
 
@@ -620,10 +616,10 @@ def test_sample_is_of_the_tokens_behind_the_sink(model: Any) -> None:
 
 def test_fit_takes_it_as_any_method(given: list[object], usual: dict[str, Any], model: Any, output: Path) -> None:
     from kvcal.calibrate.driver import fit
-    from kvcal.text import sources
+    from kvcal.text import token_windows
 
     loaded = load_model(resolve(str(given[1])), dtype="float32", device="cpu")
-    text = sources.token_windows(loaded.tokenizer, str(given[3]), windows=8, holdout=1, length=68, seed=0)
+    text = token_windows.token_windows(loaded.tokenizer, str(given[3]), windows=8, holdout=1, length=68, seed=0)
     method = METHODS["vqkv"](stages=(3, 2, 2), sizes=(32, 16, 8), high=6, vectors=1500, recent=16, block=8)
     found = fit(
         method, WholeModel(model), text, output, model_record={}, revision=None, device=torch.device("cpu"), seed=0

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from kvcal.models import configuration, files, hub, layerwise, loading, names
-from kvcal.models.catalogue import ALIASES, CATALOGUE, TINY, Geometry, models_table
+from kvcal.models.catalogue import ALIASES, CATALOGUE, TINY, models_table
 from kvcal.models.configuration import catalogue_config, load_config
 from kvcal.models.files import load_tokenizer
+from kvcal.models.geometry import Geometry
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.models.weights import RandomWeights, empty_model
@@ -292,11 +293,10 @@ def test_folder_loads_silently_and_changes_with_its_weights(tmp_path: Path, capf
 
 
 def test_sampled_revision_of_large_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcal.models import weights
 
     source = folder_with(MODELS["llama"](), tmp_path, max_shard_size="60KB")
     whole = files.weights_revision(source, random_weights=False, seed=0)
-    monkeypatch.setattr(weights, "FULL_HASH_BYTES", 1000)
+    monkeypatch.setattr("kvcal.models.file_hashes.FULL_HASH_BYTES", 1000)
     sampled = files.weights_revision(source, random_weights=False, seed=0)
     assert whole.startswith("sha256:")
     assert sampled.startswith("sampled-sha256:")

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from kvcal.commands.build import KINDS, RECORDS
+from kvcal.commands.build_plan import KINDS, RECORDS
 from kvcal.methods import METHODS
-from kvcal.pipeline.build import COMMANDS
+from kvcal.pipeline.names import COMMANDS
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.errors import UsageError
 from tests.kvcal.pipeline.test_gates import failures, harm
@@ -340,7 +340,7 @@ def test_only_what_changed_is_built_again(built: Path, usual: dict[str, str]) ->
 
 
 def test_another_version_builds_all_again(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcal.pipeline.build.__version__", "99")
+    monkeypatch.setattr("kvcal.pipeline.identity.__version__", "99")
     for why in actions(build(built, "--dry-run")).values():
         assert why is not None and why.startswith("kvcal ") and why.endswith(" -> 99")
 
@@ -353,7 +353,7 @@ def test_another_cpu_builds_again_what_it_decides(
     from kvcal.calibrate.provenance import cpu_record
 
     own = cpu_record()
-    monkeypatch.setattr("kvcal.commands.build.cpu_record", lambda: own | {name: other})
+    monkeypatch.setattr("kvcal.commands.build_plan.cpu_record", lambda: own | {name: other})
     why = f"the CPU's {name}: {own[name]} -> {other}"
     assert actions(build(built, "--dry-run")) == dict.fromkeys(NAMES[:3], why) | {"small-plain": None}
 
@@ -425,9 +425,7 @@ def test_gates_of_a_recipe_and_of_one_bundle(base: Path) -> None:
     recipe(base, text)
     done = kvcal("build", base / "r.toml", "--json", "--junit", base / "j.xml", "--summary", base / "s.md")
     assert done.code == 3
-    assert (
-        "kvcal: gate failed: small-plain: max-bits 8, at most 1 (layer 0 stores the most: 8 bits a value)" in done.err
-    )
+    assert "kvcal: gate failed: small-plain: max-bits 8, at most 1 (layer 0 stores the most: 8 bits/value)" in done.err
     seen = {(check["name"], check["gate"]): check["passed"] for check in done.json["gates"]}
     assert [pair for pair, passed in seen.items() if not passed] == [("small-plain", "max-bits")]
     assert ("small-squat", "max-layer-drift") in seen
@@ -716,7 +714,7 @@ def test_the_blocks_of_the_page_run(tmp_path: Path) -> None:
     assert [one.block.heading for one in ran] == ["Recipe", "Build", "Gates"]
     assert ran[0].out.count("it is new") == 5
     assert ran[1].out.count("built") == 5
-    assert "max-bits 2.375, at most 2 (layer 0 stores the most: 4.125 bits a value)" in ran[2].err
+    assert "max-bits 2.375, at most 2 (layer 0 stores the most: 4.125 bits/value)" in ran[2].err
     assert [gate for gate, _ in failures(tmp_path / "gates.xml")] == ["max-bits"]
     assert (tmp_path / "gates.md").read_text().startswith("### kvcal: 1 of 6 gates failed")
 

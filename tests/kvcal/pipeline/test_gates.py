@@ -161,7 +161,7 @@ def test_every_gate_can_fail_and_names_a_layer(base: Path, tmp_path: Path, optio
 def test_a_preset_is_held_to_gates_too(base: Path) -> None:
     done = kvcal("eval", *named(base), "--preset", "uniform-2", "--length", 260, "--windows", 1, "--max-bits", 2.4)
     assert done.code == 3
-    assert "uniform-2: max-bits 4, at most 2.4 (layer 0 stores the most: 4 bits a value)" in done.err
+    assert "uniform-2: max-bits 4, at most 2.4 (layer 0 stores the most: 4 bits/value)" in done.err
 
 
 def test_summary_is_appended_where_a_workflow_wants_it(

@@ -22,6 +22,13 @@ def row(name: str, bits: float | None, kl: float, **more: Any) -> dict[str, Any]
     return {"name": name, "bits_per_value": bits, "kl": kl, "perplexity": 12.5, **sizes, **more}
 
 
+def speed(**other: Any) -> dict[str, Any]:
+    """A row of `kvcal bench --json`."""
+    words = {"operation": "attention", "scheme": "kivi-2", "model": "big", "device": "H100", "projected": False}
+    numbers = {"batch": 1, "length": 4096, "microseconds": 12.34, "fraction_of_copy": 0.87, "ratio_to_fp16": 2.5}
+    return words | numbers | other
+
+
 def result(*rows: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"model": "m", "text": "t", "windows": 2, "length": 64, "rows": [row("full", 16.0, 0.0), *rows], **more}
 
@@ -70,13 +77,19 @@ def test_a_page_has_every_section(tmp_path: Path) -> None:
         row("a", 2.0, 0.1, positions=[POSITION], tasks={"gsm8k": PAIR}, needles=needles),
         row("b", 3.0, 0.2, positions=[POSITION]),
     ]
-    page = made(tmp_path, result(*rows, layers={"a": [layer, {}, layer]}))
+    times = [
+        speed(),
+        speed(fraction_of_copy=None, ratio_to_fp16=None, projected=True),
+        speed(scheme="none", microseconds=None),
+    ]
+    page = made(tmp_path, result(*rows, layers={"a": [layer, {}, layer]}), {"model": "other", "rows": times})
     headings = "".join(page.words)
     for title in (
         "Figures", "Quality against bits", "KL by position", "Error by layer and head", "Needle map", "Tasks",
-        "Memory against length",
+        "Memory against length", "Speed", "87%", "H100, projected",
     ):  # fmt: skip
         assert title in headings
+    assert "none" not in page.words
     assert [tag for tag, _ in page.tags].count("svg") == 4
     assert all(attributes.get("aria-label") for tag, attributes in page.tags if tag == "svg")
 
@@ -121,13 +134,16 @@ def test_files_of_other_texts_do_not_compare(tmp_path: Path) -> None:
         json.dumps(result(row("a", 2.0, 0.1, needles={"needle@x/0": 1}))),
         json.dumps(result(row("a", 2.0, 0.1), layers=[])),
         json.dumps(result(row("a", float("nan"), 0.1))),
+        json.dumps({"rows": [speed(length="x")]}),
+        json.dumps({"rows": [speed(projected=3)]}),
+        json.dumps({"rows": [{"operation": "attention"}]}),
     ],
 )  # fmt: skip
 def test_what_is_no_result_is_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
     done = kvcal("report", tmp_path / "a.json", "--output", tmp_path / "x.html")
     assert done.code == 1
-    assert "a.json: is no result of `kvcal eval --json` or `kvcal compare`" in done.complaint
+    assert "a.json: is no result of `kvcal eval --json`, `kvcal compare` or `kvcal bench --json`" in done.complaint
 
 
 def test_a_page_is_an_html_file(tmp_path: Path) -> None:

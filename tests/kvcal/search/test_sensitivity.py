@@ -17,7 +17,7 @@ from kvcal.methods.data_free import Preset
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.search.knapsack import Option, solve
-from kvcal.search.sensitivity import Assignment, choose, sensitivities
+from kvcal.search.sensitivity import Assignment, DataFreeSchemes, choose, sensitivities
 from kvcal_artifacts.bundle import load_bundle
 from kvcal_artifacts.errors import UsageError
 from tests.support.models_fixture import SUFFIX, kvcal
@@ -88,7 +88,7 @@ def test_a_sensitivity_is_the_kl_of_one_codec_alone(
 ) -> None:
     """Layers below, which are exact, are not run again for it; the figures are those of running them all."""
     kept = Kept()
-    found = sensitivities(model, ids, CODECS, BASE, kept)
+    found = sensitivities(model, ids, CODECS, DataFreeSchemes(model, BASE), kept)
     layers = model.config.num_hidden_layers
     assert set(found) == {(layer, role) for layer in range(layers) for role in ("key", "value")}
     coarse, fine = found[3, "key"]
@@ -97,17 +97,17 @@ def test_a_sensitivity_is_the_kl_of_one_codec_alone(
     monkeypatch.setattr(forecast._Run, "is_exact", lambda self, index: False)
     scheme = Preset("exact-32", "exact-32", sink=4, recent=32, per_layer=("3:keys=uniform-2",)).scheme(model)
     assert forecasts(model, ids, {"x": scheme})["x"].kl == pytest.approx(coarse.cost, rel=1e-3)
-    assert sensitivities(model, ids, CODECS, BASE, kept) == found
+    assert sensitivities(model, ids, CODECS, DataFreeSchemes(model, BASE), kept) == found
     assert len(kept.reads) == 2 * layers  # nothing is measured twice
     with pytest.raises(UsageError, match="--length 60: packs nothing"):
-        sensitivities(model, ids[:, :60], CODECS, BASE, Kept())
+        sensitivities(model, ids[:, :60], CODECS, DataFreeSchemes(model, BASE), Kept())
 
 
 def test_the_best_measured_is_taken(model: Any, ids: torch.Tensor) -> None:
     """Every candidate fits the budget; a table of sensitivities that misleads costs nothing beyond the uniform ones."""
-    found = sensitivities(model, ids, CODECS, BASE, Kept())
+    found = sensitivities(model, ids, CODECS, DataFreeSchemes(model, BASE), Kept())
     for options in (found, {place: [Option(o.name, o.size, 0.0) for o in these] for place, these in found.items()}):
-        chosen = choose(model, ids, options, BASE, 6.0)
+        chosen = choose(model, ids, options, DataFreeSchemes(model, BASE), 6.0)
         assert "tuned" in chosen.rows and len(chosen.rows) >= 2
         assert chosen.rows[chosen.name].kl == min(row.kl for row in chosen.rows.values())
         assert chosen.assignment.preset(BASE).scheme(model).bits_per_value() <= 6.0
@@ -147,11 +147,30 @@ def test_the_command_writes_what_it_chose(tmp_path: Path) -> None:
     assert len(bundle.metrics["sensitivity"]) == 2 * len(bundle.scheme.layers)
 
 
+def test_codecs_under_predictors_are_searched_too(tmp_path: Path) -> None:
+    """One is learned from what the predictors leave; the bundle is what `fit-predictors` fits with these codecs."""
+    output = tmp_path / f"x{SUFFIX}"
+    sizes = ["--windows", 3, "--holdout", 1, "--length", 96, "--sink", 0, "--recent", 8, "--block", 32]
+    codecs = ["--codecs", "transform-2,uniform-4", "--predict", "--max-bits", 3]
+    done = kvcal("tune-bits", "--objective", "kl", *codecs, *sizes, "--output", output, "--json")
+    assert done.code == 0, done.err
+    bundle = load_bundle(output)
+    assert bundle.scheme.bits_per_value() == pytest.approx(done.json["bits_per_value"], abs=1e-3)
+    assert done.json["bits_per_value"] <= 3
+    assert done.json["holdout_kl"] <= done.json["best_uniform_kl"]
+    assert bundle.provenance["method"] == "aqua-kv"
+    costs = done.json["sensitivity"]
+    assert len(costs) == 2 * len(bundle.scheme.layers)
+    assert all(0 < cost < 1e6 for row in costs.values() for cost in row.values())
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--objective", "perplexity"], "--objective perplexity: allowed are attention, kl"),
         (["--codecs", "higgs-2,higgs-3"], "--codecs applies only to --objective kl"),
+        (["--predict"], "--predict applies only to --objective kl"),
+        (["--objective", "kl", "--codecs", "higgs-2,transform-2"], "--residual transform-2"),
         (["--objective", "kl", "--bits", "2,4"], "--bits applies only to --objective attention"),
         (["--objective", "kl", "--codecs", "higgs-2"], "--codecs higgs-2: needs two or more"),
         (["--objective", "kl", "--codecs", "higgs-2,nope"], "nope"),

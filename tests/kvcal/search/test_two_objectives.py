@@ -25,7 +25,8 @@ from optuna.study import MaxTrialsCallback
 from optuna.trial import TrialState
 
 from kvcal.search import two_objectives
-from kvcal.search.two_objectives import Storage, search
+from kvcal.search.study_storage import Storage
+from kvcal.search.two_objectives import search
 
 DIRECTIONS = ["minimize", "minimize"]
 SPACE = {"a": (1.0, 2.0)}

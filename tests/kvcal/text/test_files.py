@@ -25,14 +25,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcal.models import layerwise, loading
-from kvcal.text import files as textfiles
-from kvcal.text import parquet_pages, sources
-from kvcal.text.files import ALLOWED, SECOND, folder_files, read_file
+from kvcal.text import csv_rows, json_rows, parquet_rows, unpacked
+from kvcal.text.documents import check_local
+from kvcal.text.file_kinds import ALLOWED, SECOND, folder_files, kind_of
+from kvcal.text.files import read_file
 from kvcal.text.rows import WITHOUT, Picker
-from kvcal.text.sources import token_windows
+from kvcal.text.token_stream import chat_renderer
+from kvcal.text.token_windows import evaluation_windows, token_windows
 from kvcal_artifacts.errors import TextError
-from tests.kvcal.text.test_sources import PLAIN, WITH_BOS, byte_tokenizer, numbered, write
 from tests.support.models_fixture import SMALL, kvcal, write_model, write_text
+from tests.support.texts import PLAIN, WITH_BOS, byte_tokenizer, numbered, write
 
 ROWS = [{"text": f'It is é number {i},\n"so" it is\tsaid.\n', "n": i} for i in range(5)]
 TEXTS = [str(row["text"]) for row in ROWS]
@@ -112,7 +114,7 @@ def test_plain_text_unpacked(pack: str, tmp_path: Path) -> None:
 def test_json_in_parts_of_any_size(rows: list[Any], size: int, indent: int | None, lines: bool) -> None:
     """Against json.loads of the whole."""
     text = "\n".join(json.dumps(row, indent=indent) for row in rows) if lines else json.dumps(rows, indent=indent)
-    values = textfiles._Values(iter([text[at : at + size] for at in range(0, len(text), size)]), Path("a.json"))
+    values = json_rows._Values(iter([text[at : at + size] for at in range(0, len(text), size)]), Path("a.json"))
     found = values.of_array() if values.peek() == "[" else values.to_end()
     assert list(found) == rows
 
@@ -335,16 +337,16 @@ def test_chats_go_through_the_template(row: dict[str, Any], tmp_path: Path) -> N
     path = write(tmp_path / "a.jsonl", "\n".join([json.dumps(row)] * 2))
     once = tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert once == "<bos><user>Hello?</><assistant>Good day.</>"
-    made = sources.evaluation_windows(tokenizer, path, windows=1, length=40)
+    made = evaluation_windows(tokenizer, path, windows=1, length=40)
     assert tokenizer.decode(made.ids[0]) == f"{once}\n\n{once}"[: len("<bos>") + 39]
     if row.get("messages") is not PARTS:  # Arrow has no type for text or a list
         pq.write_table(pa.Table.from_pylist([row, row]), tmp_path / "a.parquet")
-        assert documents(tmp_path / "a.parquet", render=sources.chat_renderer(tokenizer)) == [once, once]
+        assert documents(tmp_path / "a.parquet", render=chat_renderer(tokenizer)) == [once, once]
 
 
 def test_a_window_begins_with_one_bos(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", json.dumps({"messages": CHAT}))
-    ids = sources.evaluation_windows(chatty(), path, windows=1, length=20).ids[0].tolist()
+    ids = evaluation_windows(chatty(), path, windows=1, length=20).ids[0].tolist()
     assert ids.count(0) == 1
     assert ids[0] == 0
 
@@ -352,7 +354,7 @@ def test_a_window_begins_with_one_bos(tmp_path: Path) -> None:
 def test_what_a_message_has_besides_reaches_the_template(tmp_path: Path) -> None:
     call = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [{"name": "look_up"}]}]
     path = write(tmp_path / "a.jsonl", json.dumps({"messages": call}))
-    assert documents(path, render=sources.chat_renderer(chatty(False)))[0].endswith("<assistant>look_up</>")
+    assert documents(path, render=chat_renderer(chatty(False)))[0].endswith("<assistant>look_up</>")
     empty = write(tmp_path / "b.jsonl", json.dumps({"messages": []}))
     assert documents(empty) == [""]
 
@@ -378,7 +380,7 @@ def test_a_template_that_refuses_names_the_row(tmp_path: Path) -> None:
     rows = [{"messages": CHAT}, {"messages": [{"role": "system", "content": "y"}]}]
     path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
     assert "line 2: the tokenizer's chat template refuses this chat (No system here)" in refused(
-        path, render=sources.chat_renderer(tokenizer)
+        path, render=chat_renderer(tokenizer)
     )
 
 
@@ -402,13 +404,13 @@ def test_what_is_no_file_is_refused_without_waiting(name: str, tmp_path: Path) -
     said = f"{pipe}: a pipe, not a file; write its text to a file and give that"
     assert refused(pipe) == said
     with pytest.raises(TextError) as caught:
-        sources.check_local(str(pipe))
+        check_local(str(pipe))
     assert str(caught.value) == said
     link = tmp_path / f"link-{name}"
     link.symlink_to(pipe)
     assert refused(link) == f"{link}: a pipe, not a file; write its text to a file and give that"
     write(tmp_path / "a.txt", "words")
-    files, others = textfiles.folder_files(tmp_path)
+    files, others = folder_files(tmp_path)
     assert [path.name for path in files] == ["a.txt"]
     assert {path.name for path in others} == {name, link.name}
 
@@ -417,7 +419,7 @@ def test_what_is_no_file_is_refused_without_waiting(name: str, tmp_path: Path) -
 def test_devices_are_refused(name: str) -> None:
     if Path(name).exists():
         with pytest.raises(TextError, match=f"{name}: a device, not a file; write its text to a file and give that"):
-            sources.check_local(name)
+            check_local(name)
 
 
 def test_sockets_and_standard_input_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,9 +427,9 @@ def test_sockets_and_standard_input_are_refused(tmp_path: Path, monkeypatch: pyt
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("s.txt")
         with pytest.raises(TextError, match=r"s\.txt: a socket, not a file"):
-            sources.check_local("s.txt")
+            check_local("s.txt")
     with pytest.raises(TextError, match="text '-': standard input is not read; write the text to a file"):
-        sources.check_local("-")
+        check_local("-")
 
 
 @pytest.mark.parametrize(
@@ -490,10 +492,11 @@ def test_a_folder_says_what_it_leaves_out(tmp_path: Path) -> None:
     write(folder / "a.txt", numbered(20))
     for name in ("b.json", "c.csv", "sub/d.jsonl.gz", "e.pdf", ".hidden"):
         write(folder / name, "[]")
+    (folder / "f.txt").symlink_to("nowhere.txt")
     told: list[str] = []
     made = token_windows(PLAIN, str(folder), windows=1, length=8, say=told.append)
     assert told == [
-        "note: folder:texts: 4 files left out (b.json, c.csv, e.pdf, ...), 1 read (a.txt); a text that is left out can "
+        "note: folder:texts: 5 files left out (b.json, c.csv, e.pdf, ...), 1 read (a.txt); a text that is left out can "
         "be "
         "given by its name, or in a folder of its own"
     ]
@@ -502,9 +505,9 @@ def test_a_folder_says_what_it_leaves_out(tmp_path: Path) -> None:
     write(folder / "b.json", '["first"]')
     write(folder / "c.csv", "text\nsecond\n")
     write(folder / "sub" / "d.jsonl.gz", gzip.compress(b'{"text": "third"}', mtime=0))
-    made_of_rows = sources.evaluation_windows(PLAIN, str(folder), windows=1, length=20, say=told.append)
+    made_of_rows = evaluation_windows(PLAIN, str(folder), windows=1, length=20, say=told.append)
     assert PLAIN.decode(made_of_rows.ids[0]) == "first\n\nsecond\n\nthird"[:20]
-    assert "1 file left out (e.pdf), 3 read" in told[-1]
+    assert "2 files left out (e.pdf, f.txt), 3 read" in told[-1]
 
 
 def test_a_folder_reads_every_kind_that_a_file_may_be(tmp_path: Path) -> None:
@@ -513,7 +516,7 @@ def test_a_folder_reads_every_kind_that_a_file_may_be(tmp_path: Path) -> None:
         folder.mkdir()
         write(folder / f"a{name}", "")
         assert folder_files(folder) == ([folder / f"a{name}"], [])
-        assert textfiles.kind_of(folder / f"a{name}")
+        assert kind_of(folder / f"a{name}")
 
 
 # far too much
@@ -553,7 +556,8 @@ def far_too_much(folder: Path, name: str) -> str:
     ],
 )  # fmt: skip
 def test_far_too_much_is_refused(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(textfiles, "ROW", 1 << 22)
+    for module in (unpacked, json_rows, csv_rows):
+        monkeypatch.setattr(module, "ROW", 1 << 22)
     path, read = far_too_much(tmp_path, name), 0
 
     def all_of_it() -> None:
@@ -581,8 +585,8 @@ def test_a_long_line_is_read_in_linear_time(tmp_path: Path, monkeypatch: pytest.
         def split(self, *given: Any, **options: Any) -> list[Any]:
             return [Counting(part) for part in str(self).split(*given, **options)]
 
-    whole = textfiles.decoded
-    monkeypatch.setattr(textfiles, "decoded", lambda file: map(Counting, whole(file)))
+    whole = unpacked.decoded
+    monkeypatch.setattr(unpacked, "decoded", lambda file: map(Counting, whole(file)))
     assert len(documents(path)[0]) == 12 << 20
     assert copied < 24 << 20
 
@@ -594,13 +598,14 @@ def test_parquet_pages_are_looked_at_before_they_are_unpacked(tmp_path: Path, mo
     sizes = []
     with pq.ParquetFile(path) as file, open(path, "rb") as raw:
         chunk = file.metadata.row_group(0).column(0)
-        sizes = list(parquet_pages._pages(path, raw, chunk))
+        sizes = list(parquet_rows._pages(path, raw, chunk))
         assert sum(sizes) < chunk.total_uncompressed_size < sum(sizes) + 1000  # which counts headers, too
     assert max(sizes) > 3_000_000
     assert documents(path) == texts
-    monkeypatch.setattr(textfiles, "ROW", 1 << 20)
+    for module in (unpacked, parquet_rows):
+        monkeypatch.setattr(module, "ROW", 1 << 20)
     assert "row 1001: one row of more than 1,048,576 bytes" in refused(path)
-    monkeypatch.setattr(parquet_pages, "PAGE", 1 << 20)
+    monkeypatch.setattr(parquet_rows, "PAGE", 1 << 20)
     assert "a page of column text unpacks to 3,000,0" in refused(path)
 
 
@@ -616,7 +621,7 @@ def test_page_headers_of_every_writer(codec: str, version: str, tmp_path: Path) 
         for group in range(3):
             for column in range(2):
                 chunk = metadata.row_group(group).column(column)
-                sizes = list(parquet_pages._pages(path, raw, chunk))
+                sizes = list(parquet_rows._pages(path, raw, chunk))
                 assert 0 <= chunk.total_uncompressed_size - sum(sizes) < 500 * len(sizes)
     assert len(documents(path, render=json.dumps)) == 3000
 

@@ -1,7 +1,7 @@
-"""How large the pages of a Parquet file are unpacked, from their headers, before a reader unpacks one whole.
+"""Rows of a Parquet file, and how large its pages are unpacked, from their headers, before a reader unpacks one whole.
 
-A header is a Thrift struct in the compact protocol: field 1 the page's type, 2 its size unpacked, 3 its size in the
-file.
+A page's header is a Thrift struct in the compact protocol: field 1 the page's type, 2 its size unpacked, 3 its size in
+the file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from kvcal_artifacts.errors import TextError
+
+from ..models.hub import one_line
+from ..report.extras import require
+from .file_kinds import check_file
+from .rows import Picker, Row
+from .unpacked import CHUNK, ROW, too_long
 
 PAGE = 1 << 27  # bytes unpacked, at most; writers aim at 1 MiB, and make 100 MiB of 1024 rows of 100 kB
 HEADER = 1 << 16  # bytes of a header, at most
@@ -38,6 +44,27 @@ class Metadata(Protocol):
     num_row_groups: int
 
     def row_group(self, index: int, /) -> RowGroup: ...
+
+
+def parquet_rows(path: Path, picker: Picker) -> Iterator[Row]:
+    """The rows of a file and where each stands. Raises TextError for what is none, and for a row longer than ROW."""
+    require("pyarrow", str(path), "give the text in another form, as .jsonl")
+    import pyarrow
+    import pyarrow.parquet
+
+    check_file(path)
+    try:
+        with pyarrow.parquet.ParquetFile(path, buffer_size=CHUNK) as file:
+            names = picker.choose(file.schema_arrow.names)
+            check_pages(path, file.metadata, names)
+            # One row at a time: a dictionary makes many large rows of few bytes
+            for number, batch in enumerate(file.iter_batches(batch_size=1, columns=names), 1):
+                where = f"{path} row {number}"
+                if batch.nbytes > ROW:
+                    raise TextError(f"{where}: {too_long('bytes')}")
+                yield where, batch.to_pylist()[0]
+    except pyarrow.ArrowException as error:
+        raise TextError(f"{path}: not a parquet file ({one_line(error)})") from error
 
 
 def check_pages(path: Path, metadata: Metadata, names: Collection[str]) -> None:

@@ -1,58 +1,40 @@
-"""A build recipe: which bundles, of which models, by which methods and settings, and the gates they must pass. And the
-lock file beside them: what each was made of, so that only what changed is made again. docs/pipeline.md has the schema.
+"""The recipe of `kvcal build`, read and checked: which bundles, of which models, by which methods and settings, and the
+gates they must pass. docs/pipeline.md has the schema.
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import itertools
-import json
-import platform
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvcal_artifacts.bundle import SUFFIX
-from kvcal_artifacts.bundle.canonical import canonical, sha256_text
-from kvcal_artifacts.errors import KVCalError, UsageError
-from kvcal_artifacts.files import read_text, write_atomically
+from kvcal_artifacts.errors import UsageError
 
-from .. import __version__
-from ..models import hub
-from ..models.files import weights_revision
-from ..models.names import resolve
-from ..models.weights import file_sha256
-from ..text import sources
-from .gates import Check, Limits
-from .names import COMMANDS as COMMANDS
+from .gates import Limits
+from .names import COMMANDS
 from .options import (
+    FROM_MODEL,
+    MAYBE_PATHS,
+    NOT_GIVEN,
+    PATHS,
     BuiltOptions,
     EvalOptions,
     FitPredictorsOptions,
     PresetOptions,
-    TuneThresholdsOptions,
-    WeightsOptions,
 )
 from .scheme_file import GOVERNED, check_fields, read_toml, refuse_unknown, table_of, with_recipe
-from .spec import Options
+from .spec import DefaultsOf, Options, OptionsOf
 
 TOP = {"output": str, "defaults": dict, "models": dict, "bundles": dict, "gates": dict, "evaluation": dict}
 OWN = ("method", "models", "matrix", "gates")  # keys of a bundle that are no options of its command
-FROM_MODEL = ("model", "revision")
-NOT_GIVEN = ("output", "json", "plot", "resume", "storage", "heartbeat", "name")  # the build's own affair
-HOW = ("spill", "spill_dir", "layerwise")  # changes no byte
-IN_IDENTITY = ("text", "other_text", "recipe", "device", "tasks_path", "random_weights")  # stated by content instead
-PATHS = ("recipe", "tasks_path", "spill_dir")
-MAYBE_PATHS = ("model", "text", "other_text")  # or a name: a path if there is one
 EVALUATION = {"text": str, "column": str, "length": int, "windows": int, "step": int, "batch": int}
 NAME = re.compile(r"[\w.+-]+")
 
 Fields = Mapping[str, object]  # a table of a recipe, or a record of one: names and values
-OptionsOf = Callable[[str, Fields], Options]  # kvcal.cli.defaults.options_of
-DefaultsOf = Callable[[str], Mapping[str, object]]
 
 
 @dataclass(frozen=True)
@@ -284,208 +266,4 @@ def _slug(option: str, value: object) -> str:
 # What a bundle is made of.
 
 
-def model_identity(o: WeightsOptions) -> dict[str, object]:
-    """The weights' revision and, of a folder, a hash of its other files: config and tokenizer decide bytes too."""
-    source = resolve(o.model, o.revision)
-    identity: dict[str, object] = {
-        "name": source.stem,
-        "revision": weights_revision(source, random_weights=o.random_weights, seed=o.seed),
-    }
-    if source.folder is not None:
-        names = [*hub.TOKENIZER_FILES, "config.json"]
-        files = [source.folder / name for name in dict.fromkeys(names) if (source.folder / name).is_file()]
-        identity["files"] = files_sha256(files)
-    return identity
-
-
-def files_sha256(files: Iterable[Path]) -> str:
-    """Over the names and hashes of files."""
-    listed = [[path.name, file_sha256(path)] for path in files]
-    return sha256_text(canonical(listed))
-
-
-def text_identity(origin: str, column: str | None, earlier: Mapping[str, object] | None = None) -> dict[str, object]:
-    """Where a text comes from and its content's hash; of a hub data set its commit, or, offline, the `earlier` one."""
-    source = sources.resolve_text(origin, column=column)
-    if source.dataset is not None:
-        if not hub.reachable() and earlier is not None and earlier.get("source") == source.label:
-            return dict(earlier)
-        return {"source": source.label, "commit": sources.dataset_commit(source)}
-    assert source.path is not None
-    return {"source": source.label, "sha256": files_sha256(sources.source_files(source))}
-
-
-def code_identity() -> dict[str, str]:
-    """Versions, and a hash of the sources that can decide a byte: not of the command line, nor of reports."""
-    import torch
-    import transformers
-
-    import kvcal
-    import kvcal_artifacts
-    import kvcal_kernels
-
-    digest = hashlib.sha256()
-    for package in (kvcal, kvcal_artifacts, kvcal_kernels):
-        root = Path(str(package.__file__)).parent
-        for path in sorted(root.rglob("*.py")):
-            name = path.relative_to(root).as_posix()
-            if not name.startswith(("cli/", "report/", "demo/")):
-                digest.update(f"{package.__name__}/{name}\0{file_sha256(path)}\n".encode())
-    return {
-        "kvcal": __version__,
-        "source": digest.hexdigest(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": ".".join(platform.python_version_tuple()[:2]),
-    }
-
-
-def settings_identity(o: BuiltOptions) -> dict[str, object]:
-    """Every option that may decide a byte and is not stated by content elsewhere."""
-    left_out = {*FROM_MODEL, *NOT_GIVEN, *HOW, *IN_IDENTITY}
-    settings: dict[str, object] = {name: value for name, value in o.by_name().items() if name not in left_out}
-    if isinstance(o, TuneThresholdsOptions) and o.tasks_path is not None:
-        settings["tasks"] = files_sha256(sorted(path for path in o.tasks_path.rglob("*") if path.is_file()))
-    return dict(json.loads(json.dumps(settings, default=list)))
-
-
-def differences(old: Mapping[str, object], new: Mapping[str, object]) -> str:
-    """Why inputs that differ differ, in a few words."""
-    lines = [
-        f"the {name.replace('_', ' ')} changed" for name in ("model", "text", "other_text") if _changed(old, new, name)
-    ]
-    settings = (_inputs(old, "settings"), _inputs(new, "settings"))
-    lines += [
-        f"{name}: {settings[0].get(name)} -> {settings[1].get(name)}"
-        for name in sorted({*settings[0], *settings[1]})
-        if settings[0].get(name) != settings[1].get(name)
-    ]
-    code = (_inputs(old, "code"), _inputs(new, "code"))
-    versions = [name for name in code[1] if name != "source" and code[0].get(name) != code[1][name]]
-    lines += [f"{name} {code[0].get(name)} -> {code[1][name]}" for name in versions]
-    if not versions and code[0] != code[1]:
-        lines.append("kvcal's code changed")
-    if _changed(old, new, "device"):
-        lines.append(f"device {old.get('device')} -> {new.get('device')}")
-    cpu = (_inputs(old, "cpu"), _inputs(new, "cpu"))
-    lines += [
-        f"the CPU's {name}: {cpu[0].get(name)} -> {cpu[1].get(name)}"
-        for name in sorted({*cpu[0], *cpu[1]})
-        if cpu[0].get(name) != cpu[1].get(name)
-    ]
-    lines += [f"the {name} part changed" for name in ("keys", "values") if _changed(old, new, name)]
-    return "; ".join(lines) or "what it is made of changed"
-
-
-def _inputs(fields: Mapping[str, object], name: str) -> dict[str, object]:
-    """Inputs that are a table themselves; an empty one where there is none."""
-    inputs = fields.get(name)
-    return inputs if isinstance(inputs, dict) else {}
-
-
-def _changed(old: Mapping[str, object], new: Mapping[str, object], name: str) -> bool:
-    return bool(old.get(name) != new.get(name))
-
-
 # The lock file.
-
-
-@dataclass
-class Lock:
-    """bundles: name -> file, sha256, bytes, inputs, and key, a hash of the inputs. gates: name -> key, checks."""
-
-    path: Path
-    bundles: dict[str, dict[str, Any]] = field(default_factory=dict)
-    gates: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    FORMAT = "kvcal build 1"
-
-    @classmethod
-    def read(cls, path: Path) -> Lock:
-        try:
-            content: object = json.loads(read_text(path))
-            if not isinstance(content, dict):
-                raise ValueError("no table")
-            if content["format"] != cls.FORMAT:
-                raise ValueError(f"format {content['format']!r}, not {cls.FORMAT!r}")
-            _check_lock(content["bundles"], content["gates"])
-            return cls(path, content["bundles"], content["gates"])
-        except FileNotFoundError:
-            return cls(path)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            raise KVCalError(
-                f"{path}: not a lock file of `kvcal build` ({why}); delete it to build all again"
-            ) from error
-
-    def write(self) -> None:
-        content = {"format": self.FORMAT, "bundles": self.bundles, "gates": self.gates}
-        text = json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-        if not self.path.exists() or read_text(self.path) != text:
-            write_atomically(self.path, text.encode())
-
-    def keep_only(self, names: Collection[str]) -> list[str]:
-        """Forget all others; returns their names."""
-        gone = sorted({*self.bundles, *self.gates} - set(names))
-        for name in gone:
-            self.bundles.pop(name, None)
-            self.gates.pop(name, None)
-        return gone
-
-
-ROW: dict[str, type] = {"file": str, "sha256": str, "bytes": int, "key": str, "inputs": dict}
-GATED: dict[str, type] = {"key": str, "checks": list}
-TABLES = ("model", "settings", "code", "text", "other_text", "cpu")  # inputs that are tables themselves
-
-
-def _check_lock(bundles: object, gates: object) -> None:
-    """Raise ValueError unless both hold what `Lock` says: people edit such files, and merges damage them."""
-    built, gated = _rows("bundles", bundles, ROW), _rows("gates", gates, GATED)
-    for name, row in built.items():
-        inputs = table_of(row, "inputs")
-        if wrong := [key for key in TABLES if not isinstance(inputs.get(key, {}), dict)]:
-            raise ValueError(f"bundles.{name}.inputs.{wrong[0]} is no table")
-    for name, row in gated.items():
-        checks = row["checks"]
-        for check in checks if isinstance(checks, list) else ():
-            try:
-                Check.of(check)
-            except ValueError as error:
-                raise ValueError(f"gates.{name}: {error}") from error
-
-
-def _rows(part: str, rows: object, fields: Mapping[str, type]) -> dict[str, dict[str, object]]:
-    """The tables of a part of the lock file, whose fields have these types. Raises ValueError."""
-    if not isinstance(rows, dict):
-        raise ValueError(f"{part} is no table")
-    for name, row in rows.items():
-        if not isinstance(row, dict):
-            raise ValueError(f"{part}.{name} is no table")
-        if wrong := [key for key, kind in fields.items() if not isinstance(row.get(key), kind)]:
-            raise ValueError(f"{part}.{name}.{wrong[0]} is {row.get(wrong[0])!r}")
-    return rows
-
-
-@dataclass(frozen=True)
-class Planned:
-    """why: it must be built; None: it is up to date."""
-
-    entry: Entry
-    path: Path
-    inputs: dict[str, object]
-    key: str
-    why: str | None
-
-
-def planned(entry: Entry, folder: Path, inputs: dict[str, object], lock: Lock) -> Planned:
-    path, row = folder / entry.file, lock.bundles.get(entry.name)
-    key = sha256_text(canonical(inputs))
-    if row is None:
-        why: str | None = "it is new" if not path.exists() else "the lock file does not know it"
-    elif row["key"] != key:
-        why = differences(row["inputs"], inputs)
-    elif not path.is_file():
-        why = "its file is missing"
-    else:
-        why = None if file_sha256(path) == row["sha256"] else "its file was changed"
-    return Planned(entry, path, inputs, key, why)

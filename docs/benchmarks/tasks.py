@@ -1,0 +1,284 @@
+"""Tasks through the default scheme, the best 2.25-bit scheme and full precision: HumanEval, GSM8K, RULER, needles.
+
+    python docs/benchmarks/tasks.py --qwen ./qwen2.5-coder-0.5b --smollm2 ./smollm2-135m --calibration books.txt \
+        --data ../shared/data/eval --output tasks --jobs 4
+
+Every task is one `kvcal eval --task …` in a process of its own, with all schemes in it; it writes OUTPUT/NAME.json when
+it ends, to a temporary name first, and its progress to OUTPUT/NAME.log. Nothing is fetched: HumanEval and GSM8K are read
+from --data (`humaneval/HumanEval.jsonl`, `gsm8k/test.jsonl`), RULER's contexts are generated. Can be cut at any second:
+the same command leaves out what is there, and `kvcal eval` goes on behind the last task and row that were answered
+(in KVCAL_CACHE_DIR or HF_HOME, so leave these as they were). `--task-seconds` ends one task, `--budget-seconds` all.
+
+Needs lm-eval; `--packages` prints what a machine lacks of it, for pip. GSM8K is lm-eval's gsm8k_cot, whose eight examples
+stand in its task file. `--table` prints Markdown from what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RULER = {  # those that need no essays -> lm-eval's task file, and the function that makes its contexts
+    "niah_single_1": ("niah_single_1", "niah_utils.niah_single_1"),
+    "niah_multikey_2": ("niah_multikey_2", "niah_utils.niah_multikey_2"),
+    "niah_multikey_3": ("niah_multikey_3", "niah_utils.niah_multikey_3"),
+    "ruler_vt": ("vt", "vt_utils.get_vt_dataset"),
+    "ruler_cwe": ("cwe", "cwe_utils.get_cw_dataset"),
+    "ruler_fwe": ("fwe", "fwe_utils.fwe_download"),
+}
+FEW = """\
+# lm-eval makes 500 contexts for each task and length, which takes minutes at 32k: here {samples}
+import functools
+
+from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, vt_utils
+
+
+def few(module, name):
+    inner = getattr(module, name)
+
+    @functools.wraps(inner)
+    def made(*args, **kwargs):
+        kwargs["num_samples"] = min(kwargs.get("num_samples", 500), {samples})
+        return inner(*args, **kwargs)
+
+    setattr(module, name, made)
+
+
+few(niah_utils, "generate_samples")
+few(vt_utils, "sys_vartrack_w_noise_random")
+few(cwe_utils, "sys_word_pair_random")
+few(fwe_utils, "sys_kwext")
+"""
+PACKAGES = {  # what lm-eval and kvcal import beside torch and Transformers -> what pip calls it
+    "lm_eval": "lm-eval", "datasets": "datasets", "dill": "dill", "multiprocess": "multiprocess", "pyarrow": "pyarrow",
+    "pandas": "pandas", "dateutil": "python-dateutil", "pytz": "pytz", "xxhash": "xxhash", "sacrebleu": "sacrebleu",
+    "portalocker": "portalocker", "colorama": "colorama", "lxml": "lxml", "tabulate": "tabulate", "chardet": "chardet",
+    "nltk": "nltk", "wonderwords": "wonderwords", "defusedxml": "defusedxml", "joblib": "joblib",
+    "threadpoolctl": "threadpoolctl", "sklearn": "scikit-learn", "scipy": "scipy", "narwhals": "narwhals",
+    "fsspec": "fsspec", "requests": "requests", "rich": "rich", "jinja2": "jinja2", "yaml": "pyyaml", "tqdm": "tqdm",
+    "typer": "typer", "click": "click", "shellingham": "shellingham", "accelerate": "accelerate", "psutil": "psutil",
+}  # fmt: skip
+BEST = "--keys transform-2.25 --values transform-2 --key-inputs k1,v1 --value-inputs v1,k1,k0"  # 2.19 to 2.25 bits
+BEST_FIT = [*BEST.split(), "--first-layer", ""]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run of `kvcal eval`. options: of the task."""
+
+    name: str
+    model: str
+    options: tuple[str, ...]
+
+
+def tasks(args: argparse.Namespace, folder: Path) -> list[Task]:
+    """In the order in which they are begun: those that take longest first."""
+    limit = ("--limit", str(args.limit)) if args.limit else ()
+
+    def at_most(questions: int) -> tuple[str, str]:
+        return ("--limit", str(min(questions, args.limit or questions)))
+
+    long, short = args.qwen_lengths, args.smollm2_lengths
+    path, ruler = ("--tasks-path", str(folder)), ",".join(f"{name}_few" for name in RULER)
+    batch = ("--batch", str(args.batch))
+    every = [
+        Task("humaneval", args.qwen, ("--task", "humaneval", "--allow-code", *path, *limit, *batch)),
+        Task("gsm8k", args.qwen, ("--task", "gsm8k_offline", *path, *at_most(args.gsm8k), *batch)),
+        Task("ruler-qwen", args.qwen, ("--task", ruler, "--lengths", long, *path, *at_most(args.ruler))),
+        Task("needle-qwen", args.qwen, ("--task", "needle,agreement", "--lengths", long, *at_most(args.needles))),
+        Task("ruler-smollm2", args.smollm2, ("--task", ruler, "--lengths", short, *path, *at_most(args.ruler))),
+        Task(
+            "needle-smollm2", args.smollm2, ("--task", "needle,agreement", "--lengths", short, *at_most(args.needles))
+        ),
+    ]
+    chosen = args.tasks.split(",") if args.tasks else [task.name for task in every]
+    if strange := set(chosen) - {task.name for task in every}:
+        raise SystemExit(f"--tasks {sorted(strange)[0]}: allowed are {', '.join(task.name for task in every)}")
+    return [task for task in every if task.name in chosen]
+
+
+def write_tasks(data: Path, folder: Path, samples: int) -> None:
+    """The task files that --tasks-path names: HumanEval's problems, GSM8K with lm-eval's own examples and filters, RULER
+    with so many contexts of each task and length.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(data / "humaneval" / "HumanEval.jsonl", folder / "humaneval.jsonl")
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or spec.origin is None:
+        raise SystemExit("tasks.py: needs lm-eval, which is not installed; --packages prints what to install")
+    theirs = Path(spec.origin).parent / "tasks"
+    problems = (data / "gsm8k" / "test.jsonl").resolve()
+    (folder / "gsm8k_offline.yaml").write_text(
+        f"include: {theirs}/gsm8k/gsm8k-cot.yaml\ntask: gsm8k_offline\ndataset_path: json\ndataset_name: null\n"
+        f"dataset_kwargs:\n  data_files:\n    test: {problems}\ntest_split: test\ntag: []\n"
+    )
+    (folder / "ruler_few.py").write_text(FEW.format(samples=samples) + "".join(exposed()))
+    for name, (file, function) in RULER.items():
+        (folder / f"{name}_few.yaml").write_text(
+            f"include: {theirs}/ruler/{file}.yaml\ntask: {name}_few\ntag: []\n"
+            f"custom_dataset: !function ruler_few.{function.partition('.')[2]}\n"
+        )
+
+
+def exposed() -> list[str]:
+    """Lines that name the functions which task files call."""
+    return [f"{function.partition('.')[2]} = {function}\n" for _, function in RULER.values()]
+
+
+def fitted(args: argparse.Namespace, model: str) -> list[Path]:
+    """The bundles of a model, fitted where they are not there: AQUA-KV's default, and predictors over the transform."""
+    paths = []
+    for label, options in (("default", []), ("best", BEST_FIT)):
+        path = args.output / "bundles" / f"{Path(model).name}-{label}.kvcal.safetensors"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = ["--text", args.calibration, "--windows", str(args.fit_windows), "--length", str(args.fit_length)]
+            kvcal(["fit-predictors", "-m", model, *text, *options, "--device", args.device, "--output", str(path)])
+        paths.append(path)
+    return paths
+
+
+def command(words: list[str]) -> list[str]:
+    return [sys.executable, "-m", "kvcal", *words]
+
+
+def environment() -> dict[str, str]:
+    path = [
+        *(str(ROOT / part) for part in (".", "kernels", "artifacts")),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **offline, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def kvcal(words: list[str]) -> None:
+    subprocess.run(command(words), env=environment(), check=True)
+
+
+class Running:
+    """A task in a process of its own."""
+
+    def __init__(self, task: Task, bundles: list[Path], args: argparse.Namespace) -> None:
+        self.task, self._output, self._started = task, args.output / f"{task.name}.json", time.monotonic()
+        self._partial = self._output.with_suffix(".partial")
+        shown = [word for path in bundles for word in ("--bundle", str(path))]
+        text = ["--text", args.text, "--windows", "1", "--length", "1024"]  # the figures beside the tasks
+        words = ["eval", "-m", task.model, *shown, *text, *task.options, "--device", args.device, "--json"]
+        with self._partial.open("wb") as out, self._output.with_suffix(".log").open("ab") as log:
+            self._process = subprocess.Popen(command(words), stdout=out, stderr=log, env=environment())
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def ended(self) -> bool:
+        if self._process.poll() is None:
+            return False
+        if self._process.returncode == 0:
+            json.loads(self._partial.read_text())
+            self._partial.replace(self._output)
+        word = "done" if self._process.returncode == 0 else f"exit code {self._process.returncode}, see the log"
+        print(f"{self.task.name}: {word} after {self.seconds:.0f} s", flush=True)
+        return True
+
+    def stop(self) -> None:
+        """Its finished tasks and rows are kept, and a later run goes on from there."""
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        print(f"{self.task.name}: stopped after {self.seconds:.0f} s; the same command goes on", flush=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code: 0 where every task has its file."""
+    end = time.monotonic() + args.budget_seconds
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_tasks(args.data, args.output / "task-files", args.ruler)
+    chosen = tasks(args, args.output / "task-files")
+    waiting = [task for task in chosen if not (args.output / f"{task.name}.json").exists()]
+    bundles = {model: fitted(args, model) for model in dict.fromkeys(task.model for task in waiting)}
+    running: list[Running] = []
+    while (waiting or running) and time.monotonic() < end:
+        while waiting and len(running) < args.jobs:
+            task = waiting.pop(0)
+            print(f"{task.name}: begun", flush=True)
+            running.append(Running(task, bundles[task.model], args))
+        time.sleep(0.5)
+        running = [one for one in running if not one.ended()]
+        for one in [one for one in running if one.seconds > args.task_seconds]:
+            one.stop()
+            running.remove(one)
+    for one in running:
+        one.stop()
+    return int(any(not (args.output / f"{task.name}.json").exists() for task in chosen))
+
+
+def table(folder: Path) -> str:
+    """Scores of every scheme beside full precision, with the interval of the difference."""
+    lines = ["| model | task | scheme | bits | score | full precision | difference | 95 % | questions | McNemar's p |"]
+    lines.append("|---" * 10 + "|")
+    for path in sorted(folder.glob("*.json")):
+        result: dict[str, Any] = json.loads(path.read_text())
+        for row in result["rows"]:
+            for name, one in row.get("tasks", {}).items():
+                p = "–" if one.get("mcnemar") is None else f"{one['mcnemar']:.3f}"
+                lines.append(
+                    f"| {result['model']} | {name} | {row['name']} | {row['bits_per_value']:.3f} | {one['score']:.4f} | "
+                    f"{one['full']:.4f} | {one['difference']:+.4f} | {one['low']:+.4f} to {one['high']:+.4f} | {one['n']} "
+                    f"| {p} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
+def lacking() -> list[str]:
+    """Names for pip of the packages that are not installed here."""
+    return [name for module, name in PACKAGES.items() if importlib.util.find_spec(module) is None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--qwen", default="./qwen2.5-coder-0.5b", help="a folder")
+    parser.add_argument("--smollm2", default="./smollm2-135m", help="a folder")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "eval")
+    parser.add_argument("--calibration", default="embedded:calibration")
+    parser.add_argument("--text", default="embedded:evaluation")
+    parser.add_argument("--fit-windows", type=int, default=24)
+    parser.add_argument("--fit-length", type=int, default=1024)
+    parser.add_argument("--qwen-lengths", default="4k,8k,16k,32k")
+    parser.add_argument("--smollm2-lengths", default="4k,8k")
+    parser.add_argument("--gsm8k", type=int, default=200, help="questions of GSM8K, from the first")
+    parser.add_argument("--ruler", type=int, default=10, help="questions of each RULER task and length")
+    parser.add_argument("--needles", type=int, default=4, help="questions of each length and depth")
+    parser.add_argument("--limit", type=int, help="questions of every task, at most")
+    parser.add_argument("--batch", type=int, default=16, help="questions at a time, of HumanEval and GSM8K")
+    parser.add_argument("--tasks", help="names, separated by commas")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--jobs", type=int, default=1, help="tasks at a time")
+    parser.add_argument("--task-seconds", type=float, default=1200.0)
+    parser.add_argument("--budget-seconds", type=float, default=3600.0)
+    parser.add_argument("--output", type=Path, default=Path("tasks"), help="a folder")
+    parser.add_argument("--packages", action="store_true", help="print the packages that lm-eval needs and are absent")
+    parser.add_argument("--table", action="store_true", help="print Markdown of the files that are there")
+    args = parser.parse_args()
+    if args.packages:
+        print("\n".join(lacking()))
+    elif args.table:
+        print(table(args.output), end="")
+    else:
+        sys.exit(run(args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""The vectors that codebooks are trained on: a seeded sample of every layer's keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..capture.scan import Capture, LayerTaps
+from ..methods.hashing import spread
+from ..methods.vqkv import VQKV, band_split, two_scales
+from ..report.progress import tracked
+
+# Held-out vectors: a 32nd of the training ones within these bounds.
+HELD_PART, HELD_LEAST, HELD_MOST = 32, 4096, 1 << 17
+Say = Callable[[str], None]
+
+
+@dataclass
+class Vectors:
+    """Sampled vectors of all layers, layer after layer. keys, values (n, D) in the working dtype, bfloat16 on a GPU and
+    float32 elsewhere; held_* (m, D) float32; all divided by their layer's scales. layer_of, head_of: of each held-out
+    vector.
+    """
+
+    keys: Tensor
+    values: Tensor
+    held_keys: Tensor
+    held_values: Tensor
+    held_layer: Tensor
+    held_head: Tensor
+    train_of: list[slice]
+    held_of: list[slice]
+    rotary: int
+    scales: list[dict[str, Tensor | None]] = field(default_factory=list)
+    probe: tuple[float, ...] = ()
+
+
+def collect(method: VQKV, capture: Capture, train: int, heads: int, say: Say = lambda line: None) -> Vectors:
+    """A Collection of all layers of a capture that serves nothing else."""
+    collection = Collection(method, train, heads, len(capture))
+    for taps in tracked(capture, "Reading layers", len(capture)):
+        collection.add(taps)
+    return collection.vectors(say)
+
+
+class Collection:
+    """A seeded sample of method.vectors keys and as many values from the first `train` windows, fewer if there are
+    fewer, and a held-out one from the others; the sink's tokens are never taken.
+    """
+
+    def __init__(self, method: VQKV, train: int, heads: int, layers: int) -> None:
+        self.method, self.train, self.heads, self.layers = method, train, heads, layers
+        self.parts: list[Sample] = []
+        self.holdout = max(HELD_LEAST, min(HELD_MOST, method.vectors // HELD_PART))
+
+    @property
+    def rotary(self) -> int:
+        """The rotary dimensions of the first layer with RoPE; 0 without one."""
+        return next((part.rotary for part in self.parts if part.rotary), 0)
+
+    @property
+    def probe(self) -> tuple[float, ...]:
+        """The fingerprint's, of what was collected."""
+        return tuple(number for part in self.parts for number in part.probe)
+
+    def add(self, taps: LayerTaps) -> None:
+        before = self.rotary
+        sample = LayerSample(self.method, taps, self.train, self.heads, self.layers, self.holdout).gather()
+        self.parts.append(sample)
+        if sample.rotary and not before:
+            none = torch.zeros(taps.site.head_dim)
+            # Refuses what does not fit its pairs.
+            band_split(none, none, self.method.high, sample.rotary, self.method.split)
+        sample.probe = taps.probe
+
+    def vectors(self, say: Say) -> Vectors:
+        """What was sampled; the parts are given back."""
+        rotary, probe = self.rotary, self.probe
+        parts, self.parts = self.parts, []
+        vectors = Vectors(
+            keys=torch.cat([p.keys for p in parts]),
+            values=torch.cat([p.values for p in parts]),
+            held_keys=torch.cat([p.held_keys for p in parts]),
+            held_values=torch.cat([p.held_values for p in parts]),
+            held_layer=torch.cat([torch.full_like(p.held_head, layer) for layer, p in enumerate(parts)]),
+            held_head=torch.cat([p.held_head for p in parts]),
+            train_of=list(_runs([len(p.keys) for p in parts])),
+            held_of=list(_runs([len(p.held_keys) for p in parts])),
+            rotary=rotary,
+            scales=[p.scales for p in parts],
+            probe=probe,
+        )
+        if len(vectors.keys) < self.method.vectors:
+            say(f"note: {len(vectors.keys)} vectors, all that these windows have, not {self.method.vectors}")
+        return vectors
+
+
+def _runs(counts: list[int]) -> Iterator[slice]:
+    at = 0
+    for count in counts:
+        yield slice(at, at + count)
+        at += count
+
+
+@dataclass
+class Picked:
+    """keys, values (n, D) and the head of each (n,), on the device."""
+
+    keys: Tensor
+    values: Tensor
+    head: Tensor
+
+
+@dataclass
+class Sample:
+    """One layer's part of Vectors, with their dtypes. scales (H, D) or None, on the CPU; rotary: dimensions that RoPE
+    turns, 0 without it; probe: of the layer's key weights, empty where the fingerprint does not look at it.
+    """
+
+    keys: Tensor
+    values: Tensor
+    held_keys: Tensor
+    held_values: Tensor
+    held_head: Tensor
+    scales: dict[str, Tensor | None]
+    rotary: int = 0
+    probe: tuple[float, ...] = ()
+
+    VECTORS = ("keys", "values", "held_keys", "held_values", "held_head")
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The sample's tensors by name, scales as scales.ROLE."""
+        scales = {f"scales.{role}": scale for role, scale in self.scales.items() if scale is not None}
+        return {name: getattr(self, name) for name in self.VECTORS} | scales
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class LayerSample:
+    """One layer's sample, in one pass over the windows."""
+
+    def __init__(self, method: VQKV, taps: LayerTaps, train: int, heads: int, layers: int, holdout: int) -> None:
+        self.method, self.taps, self.windows, self.heads = method, taps, train, heads
+        self.tokens = taps.length - method.sink
+        self.places = {
+            "train": self._places("train", 0, train, _share(method.vectors, layers, taps.place)),
+            "held": self._places("held", train, taps.windows, _share(holdout, layers, taps.place)),
+        }
+
+    def gather(self) -> Sample:
+        """Run the layer once; what was picked, divided by its scales."""
+        taken: dict[str, list[Picked]] = {"train": [], "held": []}
+        squares: dict[str, Tensor] = {}
+        cuda = False
+        for batch in self.taps.batches(self.method.taps, self.method.frame, advance=True):
+            assert batch.k is not None and batch.v is not None
+            for name, places in self.places.items():
+                taken[name].append(self._pick(batch.k, batch.v, places, batch.rows))
+            cuda = batch.k.is_cuda
+            fitted = max(0, self.windows - batch.rows.start)
+            for tap, x in (("k", batch.k), ("v", batch.v), ("q", batch.q)):
+                if x is not None and fitted:
+                    square = self._squares(x[:fitted])
+                    squares[tap] = squares[tap] + square if tap in squares else square
+        mean = {name: total / (self.windows * self.tokens) for name, total in squares.items()}
+        self.scales = two_scales(self.method, mean["k"], mean["v"], mean.get("q"))
+        fitted = self._scaled(taken["train"], torch.bfloat16 if cuda else torch.float32)
+        holdout = self._scaled(taken["held"], torch.float32)
+        scales = {name: None if s is None else s.cpu() for name, s in self.scales.items()}
+        rotary = 0 if self.taps.rope is None else self.taps.rope[0].shape[-1]
+        return Sample(fitted.keys, fitted.values, holdout.keys, holdout.values, holdout.head, scales, rotary)
+
+    def _places(self, name: str, first: int, stop: int, count: int) -> Tensor:
+        """Sorted numbers of (window, head, token) among all, windows counted from the first of the text."""
+        whole = (stop - first) * self.heads * self.tokens
+        label = f"{self.method.training.seed}:{name}:{self.taps.index}"
+        return spread(whole, min(count, whole), label).sort().values + first * self.heads * self.tokens
+
+    def _pick(self, keys: Tensor, values: Tensor, places: Tensor, rows: slice) -> Picked:
+        unit = self.heads * self.tokens
+        low, high = torch.searchsorted(places, torch.tensor([rows.start * unit, rows.stop * unit]))
+        here = (places[low:high] - rows.start * unit).to(keys.device)
+        window, head, token = here // unit, here // self.tokens % self.heads, here % self.tokens + self.method.sink
+        return Picked(keys[window, head, token], values[window, head, token], head)
+
+    def _squares(self, x: Tensor) -> Tensor:
+        """Sum of squares over windows and coded tokens, the mean over query heads that share a kv head: float64 (H,
+        D).
+        """
+        grouped = x[:, :, self.method.sink :].unflatten(1, (self.heads, -1))
+        total: Tensor = grouped.float().square().sum(3).double().sum(0).mean(1)
+        return total
+
+    def _scaled(self, parts: list[Picked], dtype: torch.dtype) -> Picked:
+        head = torch.cat([p.head for p in parts])
+        scaled = {}
+        for role, pieces in (("key", [p.keys for p in parts]), ("value", [p.values for p in parts])):
+            x, scale = torch.cat(pieces).float(), self.scales[role]
+            scaled[role] = (x if scale is None else x / scale.to(x.device).float()[head]).to(dtype)
+        return Picked(scaled["key"], scaled["value"], head)
+
+
+def _share(total: int, parts: int, index: int) -> int:
+    """How many of `total` fall to one of so many parts: they differ by at most one."""
+    return total // parts + (index < total % parts)

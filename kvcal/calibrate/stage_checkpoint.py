@@ -1,0 +1,102 @@
+"""The checkpoint of `kvcal train-codebooks`: sampled vectors layer by layer, trained codebooks stage by stage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from kvcal_artifacts.bundle.canonical import canonical, tensor_bytes
+from kvcal_artifacts.checked import Json
+from kvcal_artifacts.files import check_regular, write_atomically
+
+from ..methods.codebooks import StageReport
+from .checkpoint import LayerCheckpoint
+from .sampled_vectors import Sample
+
+Made = TypeVar("Made")
+
+
+class StageCheckpoint(LayerCheckpoint):
+    """Beside the output: one file a layer's vectors and one a trained stage, with its report; each with a hash."""
+
+    VERSION = 2  # of a report: 1 had no errors by iteration
+
+    def __init__(self, output: Path, record: Mapping[str, Json], resume: bool) -> None:
+        super().__init__(output, {**record, "stage_report": self.VERSION}, resume)
+
+    def count(self) -> int:
+        return sum(1 for _ in self.folder.glob("*-*.safetensors"))
+
+    def load(self, job: str, stage: int) -> tuple[Tensor, StageReport] | None:
+        """A stage as it was kept; a damaged one is removed, and trained again."""
+        return self._read(
+            self._stage(job, stage), lambda tensors, record: (tensors["codewords"], StageReport(**record["report"]))
+        )
+
+    def keep(self, job: str, book: Tensor, report: StageReport) -> None:
+        self._write(self._stage(job, report.stage), {"codewords": book}, {"report": vars(report)})
+
+    def samples(self, layers: int, device: torch.device) -> list[Sample]:
+        """Vectors of all layers as they were kept; none if one is missing or damaged: they come from one run."""
+        if not all(self._sample(layer).exists() for layer in range(layers)):
+            return []
+
+        def made(tensors: dict[str, Tensor], record: dict[str, Any]) -> Sample:
+            vectors = {name: tensors[name].to(device) for name in Sample.VECTORS}
+            scales = {role: tensors.get(f"scales.{role}") for role in record["roles"]}
+            return Sample(**vectors, scales=scales, rotary=record["rotary"], probe=tuple(record["probe"]))
+
+        samples: list[Sample] = []
+        for layer in range(layers):
+            if (sample := self._read(self._sample(layer), made)) is None:
+                return []
+            samples.append(sample)
+        return samples
+
+    def keep_sample(self, layer: int, sample: Sample) -> None:
+        record: dict[str, Json] = {"roles": list(sample.scales), "rotary": sample.rotary, "probe": sample.probe}
+        self._write(self._sample(layer), sample.tensors, record)
+
+    def drop_samples(self) -> None:
+        for path in self.folder.glob(self._sample(0).name.replace("0", "[0-9]")):
+            path.unlink(missing_ok=True)
+
+    def _write(self, path: Path, tensors: dict[str, Tensor], record: Mapping[str, Json]) -> None:
+        on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        signed = {**record, "sha256": _digest(on_host)}
+        write_atomically(self.place(path.name), save(on_host, metadata={"stage": canonical(signed)}))
+
+    def _read(self, path: Path, make: Callable[[dict[str, Tensor], dict[str, Any]], Made]) -> Made | None:
+        """What `make` makes of the file; None where there is none, or a damaged one, which is removed."""
+        try:
+            check_regular(path, path.stat().st_mode)  # a pipe would be waited for
+            with safe_open(path, framework="pt") as file:
+                names, record = file.keys(), json.loads(file.metadata()["stage"])
+                tensors = {name: file.get_tensor(name) for name in names}
+            if _digest(tensors) != record["sha256"]:
+                raise ValueError("damaged")
+            return make(tensors, record)
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+            path.unlink(missing_ok=True)
+            return None
+
+    def _stage(self, job: str, stage: int) -> Path:
+        return self.folder / f"{job}-{stage:03d}.safetensors"
+
+    def _sample(self, layer: int) -> Path:
+        return self.folder / f"vectors.{layer:04d}.safetensors"
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for _, tensor in sorted(tensors.items()):
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()

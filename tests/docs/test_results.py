@@ -1,0 +1,98 @@
+"""docs/benchmarks/results.py and tasks.py: rows are measured once and written one by one, tables and verdicts follow."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.support.pages import ROOT
+
+RECIPE = """
+[[table]]
+name = "2.25 bits"
+row = [
+  {label = "two", target = 2.25, keys = "uniform-2", values = "uniform-1"},
+  {label = "wide", target = 2.25, preset = "uniform-4"},
+  {label = "wrong", target = 2.25, keys = "uniform-2", values = "uniform-2", options = {block = 0}},
+]
+[[table]]
+name = "More"
+row = [{label = "four", preset = "uniform-4", options = {sink = 4}}]
+[[claim]]
+text = "four over the best"
+better = "four"
+worse = {tables = ["2.25 bits"], without = []}
+[[claim]]
+text = "by scores"
+better = "More.four"
+worse = "two"
+by = "logit_error"
+"""
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", ROOT / "docs" / "benchmarks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_rows_go_on_and_become_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A second run measures what the first did not; a row that is refused is said, and tried again."""
+    from kvcal.commands import calibration
+    from kvcal.models import loading
+
+    results = script("results")
+    for module, name in ((loading, "load_model"), (calibration, "calibration_windows")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # put back behind the test
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    sizes = ["--windows", "2", "--length", "224", "--output", str(tmp_path), "--recipe", str(tmp_path / "recipe.toml")]
+
+    def measure(*options: str) -> tuple[object, dict[str, Any]]:
+        monkeypatch.setattr(sys, "argv", ["results.py", "measure", *sizes, *options])
+        with pytest.raises(SystemExit) as ended:
+            results.main()
+        return ended.value.code, json.loads((tmp_path / "tiny.json").read_text())
+
+    code, first = measure("--rows", "two|wrong")
+    assert (code, len(first["rows"])) == (1, 2)
+    assert capsys.readouterr().out.count("block") == 1
+    code, second = measure()
+    key = next(iter(first["rows"]))
+    assert (code, len(second["rows"]), second["rows"][key]) == (1, 4, first["rows"][key])
+    assert {"kl_se", "kl_median", "kl_p99", "same_top", "logit_error", "command"} <= second["rows"][key].keys()
+    assert "tiny.json: was measured with {'length': 224}" in str(measure("--length", "192")[0])
+    results.STATE.clear()
+    text = results.tables(results.read_recipe(tmp_path / "recipe.toml"), [second])
+    assert "| wide | 4.500 | more bits than the table's |" in text
+    assert "(the other: two) |" in text and "**holds**: logit error" in text and "by the sign alone |" in text
+
+
+def test_every_row_and_claim_of_the_recipe_can_be_read() -> None:
+    """Options exist in the commands, and claims name rows that are there."""
+    from dataclasses import fields
+
+    import kvcal.cli.app
+    from kvcal.cli.signature import options_class
+
+    results = script("results")
+    recipe = results.read_recipe()
+    names = dict(results.labelled(recipe))
+    labels = [row["label"] for row in names.values()]
+    for row in names.values():
+        if "command" in (what := row["what"]):
+            known = {one.name for one in fields(options_class(kvcal.cli.app.COMMANDS[what["command"]]))}
+            assert what["options"].keys() <= known
+        assert results.command_of(what).startswith("kvcal ")
+    for claim in recipe["claim"]:
+        for side in ("better", "worse"):
+            name = claim[side]
+            assert not isinstance(name, str) or name in names or labels.count(name) == 1
