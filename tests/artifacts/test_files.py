@@ -24,7 +24,7 @@ from kvcal_artifacts import files
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.paths.preflight import verdicts
-from tests.support.models_fixture import SMALL, SUFFIX, Done, finished, kvcal, started, write_model, write_text
+from tests.support.models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
 
 
 @pytest.fixture(scope="module")
@@ -381,8 +381,7 @@ def test_verdicts_of_kernels_that_are_no_file(
 def test_pipes_among_what_a_killed_run_left(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fitted layers and figures are made again."""
     output = tmp_path / f"x{SUFFIX}"
-    done = finished(started(*fitting(base, output, "--text", base / "missing"), folder=tmp_path))
-    assert done.code == 1  # nothing kept yet
+    assert kvcal(*fitting(base, output, "--text", base / "missing")).code == 1  # nothing kept yet
     folder = partial_folder(output)
     folder.mkdir()
     os.mkfifo(folder / "layer-0000.safetensors")

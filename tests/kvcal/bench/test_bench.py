@@ -84,6 +84,7 @@ from kvcal_kernels import quantise as quantise_kernels
 from kvcal_kernels.quantise import Layer, reference
 from kvcal_kernels.residual_vq import append as vq_append
 from tests.artifacts.paths.test_fused import Card
+from tests.support import quick_clock
 from tests.support.architectures import TINY
 from tests.support.interpreted import interpreted, needs_triton
 from tests.support.models_fixture import Done, kvcal
@@ -101,9 +102,7 @@ STABLE = [
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ceilings from small buffers, and nothing kept from one test to the next."""
-    monkeypatch.setitem(timing.COPY_BYTES, "cpu", 1 << 20)
-    monkeypatch.setitem(timing.MATMUL_SIZE, "cpu", 512)
-    monkeypatch.setattr(timing, "last_cache", lambda device: 1 << 16)
+    quick_clock.quicken(monkeypatch)
     yield
     layer.fill.cache_clear()
 
