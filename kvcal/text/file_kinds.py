@@ -57,8 +57,9 @@ def check_file(path: Path) -> None:
 
 
 def folder_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Files of a folder's first tier that has any, and those left out, both in order; hidden ones are in neither. Pipes,
-    devices and links that lead nowhere are left out, and so are files without a suffix: a folder of data holds many.
+    """Files of a folder's first tier that has any, and those left out, both in order; hidden ones are in neither.
+    Pipes, devices and links that lead nowhere are left out, and so are files without a suffix: a folder of data
+    holds many.
     """
     inside = ((path, path.relative_to(folder).parts) for path in folder.rglob("*") if not path.is_dir())
     files = sorted(path for path, parts in inside if not any(part.startswith(".") for part in parts))
