@@ -63,6 +63,7 @@ def install_check(session: nox.Session) -> None:
     wheel = max(box.glob("kvcal-*.whl"), key=lambda path: path.stat().st_mtime)
     _check_wheel(session, wheel)
     session.install("--no-compile", "-c", CONSTRAINTS, str(wheel))
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""  # as in _pytest
     session.chdir(box)
     session.run("python", "-m", "pip", "check")
     session.run("kvcal", "--help")

@@ -72,6 +72,18 @@ def test_permissions_are_those_of_a_new_file(mask: int, base: Path, tmp_path: Pa
     assert len(found) >= 5 and set(found.values()) == {0o666 & ~mask}
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+def test_a_file_that_is_replaced_keeps_its_permissions(mode: int, tmp_path: Path) -> None:
+    place = tmp_path / "x"
+    place.write_bytes(b"secret")
+    place.chmod(mode)
+    (tmp_path / "mode").touch(0o600)  # of another file: not what new ones get
+    found = modes_under(0o022, tmp_path, lambda: files.write_together({place: b"new", tmp_path / "y": b"new"}))
+    assert found["x"] == mode and found["y"] == 0o644 and place.read_bytes() == b"new"
+    place.unlink()
+    assert modes_under(0o027, tmp_path, lambda: (tmp_path / "z").touch(files.new_file_mode(tmp_path)))["z"] == 0o640
+
+
 def test_no_umask_is_changed_while_a_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It belongs to the whole process: files that other threads make meanwhile would be writable by all."""
     monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask was changed"))

@@ -91,7 +91,7 @@ def run_cases(main: Callable[[list[Any]], None], **named: Callable[[], Iterable[
     from tests import conftest
 
     torch.set_num_threads(1)
-    conftest.poison_memory()
+    conftest.fill_uninitialised()
     try:
         main(list(named[sys.argv[1]]()))
     finally:

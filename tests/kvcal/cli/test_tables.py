@@ -234,6 +234,18 @@ def test_wide_has_all_columns_and_digits(folder: Path, monkeypatch: pytest.Monke
     assert "…" not in out_of(f"diff {made(folder, 'higgs-2')} {made(folder, 'kivi-2')} --wide", 7)
 
 
+def test_guard_and_canary_say_how_long_they_took(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a log; in a terminal their bars stay."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("kvcal.report.progress.LEAST_SECONDS_TOLD", 0.0)
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    guarded = kvcal("preset", "kivi-2", "--model", "model", "--output", f"guarded{SUFFIX}")
+    assert "\nOutlier guard, passes: 1/1 after " in f"\n{guarded.err}"
+    text = shlex.split("--model model --text words.txt --windows 1 --length 164")
+    measured = kvcal("eval", *text, "--preset", "kivi-2", "--json")
+    assert "\nCanary: 1/1 after " in f"\n{measured.err}" and measured.out.startswith("{")
+
+
 def made(folder: Path, preset: str) -> str:
     name = f"wide-{preset}{SUFFIX}"
     assert kvcal("preset", preset, "--config-only", "--output", folder / name).code == 0
