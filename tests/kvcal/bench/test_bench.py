@@ -245,7 +245,7 @@ def test_projections_say_of_which_shape_instructions_were_counted(
     note = f"instructions counted at {' and '.join(said)}" if said else None
     assert row.microseconds is not None and row.more.get("note") == note
     assert full.more.get("note") == (None if dim == 128 else f"instructions counted at {AT_128}")
-    [table] = report.tables({"rows": [full.as_dict(), row.as_dict()]})
+    [table] = report.tables({"rows": [full.as_dict(), row.as_dict()]}, wide=True)
     assert (note or "limit: ") in table.rows[1][-1]
 
 
@@ -1780,7 +1780,7 @@ def test_memory_is_asked_for_before_anything_is_measured(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["cpu", "jetson-agx-orin"])
 def test_table_4_is_shown_on_every_device_as_projected(name: str, projected: Done) -> None:
-    done = kvcal("bench", "--device", name, "-o", "innerq-table-4")
+    done = kvcal("bench", "--device", name, "-o", "innerq-table-4", "--wide")
     assert done.code == 0, done.err
     assert done.out.splitlines()[1:20] == projected.out.splitlines()[1:20] and "4638 | 4638" in done.out
     assert "projected: " in done.err
