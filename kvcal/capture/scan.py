@@ -33,6 +33,7 @@ from kvcal_artifacts.hf import (
     decoder_of,
     key_probe,
     layer_kind,
+    layer_probe,
     unsupported_layers,
 )
 from kvcal_artifacts.hf.protocols import attribute
@@ -195,7 +196,7 @@ class Capture:
             if index in self.skipped:
                 with self.timer("load"):
                     self.source.load_layer(index)
-                probes[index] = key_probe(attention_site(self.decoder, index))
+                probes[index] = layer_probe(self.decoder, index)
                 self.source.free_layer(index)
         return probes
 

@@ -27,6 +27,7 @@ from kvcal.models.layerwise import open_layerwise
 from kvcal.models.names import resolve
 from kvcal.models.weights import empty_model
 from kvcal_artifacts import hf, load_bundle, load_cache
+from kvcal_artifacts.bundle.fingerprint import Fingerprint
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, UnsupportedModel
@@ -80,8 +81,10 @@ def test_sites_are_found_without_weights(name: str, rotation: str, source: str) 
 
 def test_full_attention_without_rope_is_seen() -> None:
     """Cohere2 rotates in its sliding layers alone."""
-    sites = hf.attention_sites(made("cohere2"))
+    decoder = hf.decoder_of(made("cohere2"))
+    sites = [hf.attention_site(decoder, index) for index in range(len(SLIDES))]
     assert [site.rope for site in sites] == [kind == "sliding_attention" for kind in SLIDES]
+    assert [site.index for site in hf.attention_sites(made("cohere2"))] == FULL
 
 
 @torch.no_grad()
@@ -128,7 +131,39 @@ REFUSED: dict[str, tuple[Any, str]] = {
         ),
         "positions in three dimensions",
     ),
+    "gemma3n_text": (
+        lambda: gemma3n(num_kv_shared_layers=2),
+        r"layer 1 \(Gemma3nTextDecoderLayer\) takes per_layer_input and shared_kv_states besides hidden states",
+    ),
+    "granitemoehybrid": (
+        lambda: transformers.GraniteMoeHybridConfig(
+            **SMALLEST, num_local_experts=0, layer_types=["attention"] * 2, position_embedding_type="nope",
+            shared_intermediate_size=64,
+        ),
+        "its GraniteMoeHybridModel has no `rotary_emb`",
+    ),
 }  # fmt: skip
+
+
+def gemma3n(num_kv_shared_layers: int) -> Any:
+    slides = ["sliding_attention", "full_attention"] * 2
+    return transformers.Gemma3nTextConfig(
+        **SMALLEST | {"num_hidden_layers": 4}, num_key_value_heads=2, head_dim=16, sliding_window=16,
+        layer_types=slides, num_kv_shared_layers=num_kv_shared_layers, intermediate_size=[64] * 4, laurel_rank=8,
+        activation_sparsity_pattern=[0.0] * 4, vocab_size_per_layer_input=258, hidden_size_per_layer_input=8,
+    )  # fmt: skip
+
+
+def test_layers_with_inputs_of_their_own_are_refused_without_shared_ones_too() -> None:
+    model = empty_model(gemma3n(num_kv_shared_layers=0), torch.float32)
+    assert "takes per_layer_input and shared_kv_states" in (hf.unsupported(model) or "")
+
+
+def test_layers_that_keep_their_own_cache_are_not_tried() -> None:
+    """The last two layers of this one have no keys that a trial could find; a fingerprint needs none of them."""
+    model = empty_model(gemma3n(num_kv_shared_layers=2), torch.float32)
+    assert [site.index for site in hf.attention_sites(model)] == [1]
+    assert Fingerprint.of(model).probe == ()
 
 
 @pytest.mark.parametrize("name", REFUSED)
