@@ -162,7 +162,7 @@ def check_frame(sites: Iterable[AttentionSite], frame: str) -> None:
         if frame == "pre_rope" and site.odd is not None:
             raise UnsupportedModel(
                 f"{site.config.model_type}: layer {site.index}: {site.odd}, so that keys cannot be stored before "
-                "RoPE; store them after it (--frame post_rope)"
+                "RoPE; store them after it (`preset` and `probe` with --frame post_rope)"
             )
 
 

@@ -100,8 +100,23 @@ def test_a_norm_behind_rope_leaves_keys_after_it() -> None:
         preset("squat-pre-2").scheme(model)
     with pytest.raises(UnsupportedModel, match=said):  # its queries are wanted after RoPE
         KVCalCache(preset("squat-2").scheme(model), model)
-    with pytest.raises(UnsupportedModel, match=said):
+    with pytest.raises(UnsupportedModel, match=said + r".*`probe` with --frame post_rope"):
         [next(taps.batches({"k"})) for taps in Capture(model, token_ids(1, 20), device="cpu")]
+    with pytest.raises(UnsupportedModel, match=said + r".*calibration cannot have its queries; take a preset"):
+        [next(taps.batches({"q"}, "post_rope")) for taps in Capture(model, token_ids(1, 20), device="cpu")]
+
+
+@pytest.mark.parametrize(("family", "options"), [("HunYuanDenseV1", {"head_dim": 16}), ("Olmo", {"clip_qkv": 1.0})])
+def test_keys_made_behind_projections_are_captured_after_rope(family: str, options: Any) -> None:
+    """Two windows: the trial's shape of one is not what the projection's output was read in."""
+    model, ids = build(family, **options), token_ids(2, 20)
+    plain = DynamicCache()
+    with torch.no_grad():
+        model(ids, past_key_values=plain)
+    with Capture(model, ids, device="cpu", batch=2) as capture:
+        for taps in capture:
+            batch = next(iter(taps.batches({"k", "v"}, "post_rope")))
+            assert torch.equal(batch.k, plain.layers[taps.index].keys)
 
 
 # Refused, by every command alike.
