@@ -30,9 +30,11 @@ from kvcal_artifacts.hf import (
     AttentionSite,
     attention_site,
     check_frame,
+    check_queries,
     decoder_of,
     key_probe,
     layer_kind,
+    layer_probe,
     unsupported_layers,
 )
 from kvcal_artifacts.hf.protocols import attribute
@@ -195,7 +197,7 @@ class Capture:
             if index in self.skipped:
                 with self.timer("load"):
                     self.source.load_layer(index)
-                probes[index] = key_probe(attention_site(self.decoder, index))
+                probes[index] = layer_probe(self.decoder, index)
                 self.source.free_layer(index)
         return probes
 
@@ -328,8 +330,10 @@ class LayerTaps:
         self._check_order()
         if not set(want) <= TAPS:
             raise ValueError(f"taps {sorted(want)}: allowed are q, k and v")
-        if (frame == "pre_rope" and "k" in want) or "q" in want:
-            check_frame([self.site], "pre_rope")
+        if frame == "pre_rope" and "k" in want:
+            check_frame([self.site], frame)
+        if "q" in want:
+            check_queries(self.site, "calibration")
         if advance and rows is not None:
             raise ValueError("a layer advances over all windows: advance=True goes without rows")
         return self._pass(frozenset(want), frame, rows, advance)
@@ -379,7 +383,8 @@ class LayerTaps:
     def _run(self, rows: slice, x: Tensor, want: frozenset[str], frame: Frame, whole: bool) -> TapBatch:
         """One batch through the layer; x (B, T, hidden size) is its input."""
         with self._capture.timer("forward"):
-            called = call_layer(self._layer, x, self._capture.kwargs_of(self.index), self.site, want, stop=not whole)
+            tapped = want if self.site.odd is None else want - {"k"}  # whose projection says nothing of them
+            called = call_layer(self._layer, x, self._capture.kwargs_of(self.index), self.site, tapped, stop=not whole)
             if not self._checked:
                 check_rotation(self.site, self.rope, called)
                 check_finite(called.keys, f"layer {self.index}, key head", rows)

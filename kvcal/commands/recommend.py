@@ -184,8 +184,7 @@ def _fitting(model: Any, length: int) -> tuple[dict[str, Rung], dict[str, Scheme
     others are left out.
     """
     hf.check_supported(model)
-    skipped = hf.unsupported_layers(hf.config_of(model))
-    sites = [site for site in hf.attention_sites(model) if site.index not in skipped]
+    sites = hf.attention_sites(model)
     rungs: dict[str, Rung] = {}
     schemes: dict[str, Scheme] = {}
     left_out: dict[str, str] = {}

@@ -176,4 +176,4 @@ def _probe(model: Any) -> tuple[float, ...]:
 
     decoder = hf.decoder_of(model)
     layers = probed_layers(len(decoder.layers))
-    return tuple(number for layer in layers for number in hf.key_probe(hf.attention_site(decoder, layer)))
+    return tuple(number for layer in layers for number in hf.layer_probe(decoder, layer))

@@ -110,7 +110,7 @@ def key_probe(parts: LayerwiseWeights) -> tuple[float, ...]:
     probe: tuple[float, ...] = ()
     for layer in probed_layers(len(parts)):
         parts.load_layer(layer)
-        probe += hf.key_probe(hf.attention_site(hf.decoder_of(parts.model), layer))
+        probe += hf.layer_probe(hf.decoder_of(parts.model), layer)
         parts.free_layer(layer)
     return probe
 
@@ -173,8 +173,7 @@ def check_selection(source: names.ModelSource, selection: HeavyHitters | None, *
 
 def _check_sites(model: Any, selection: HeavyHitters | None, frame: Frame = "post_rope") -> None:
     """Raises UnsupportedModel where layers that can be compressed cannot give keys in `frame`, or select tokens."""
-    skipped = hf.unsupported_layers(hf.config_of(model))
-    sites = [site for site in hf.attention_sites(model) if site.index not in skipped]
+    sites = hf.attention_sites(model)
     hf.check_frame(sites, frame)
     for site in sites if selection is not None else []:
         hf.check_selectable(site)

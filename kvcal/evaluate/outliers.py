@@ -49,7 +49,8 @@ def _factors(model: nn.Module, scale: float, share: float, seed: int) -> dict[in
     """Layer -> (H, D): 1 / scale on both channels of the chosen pairs, else 1."""
     width, generator = hf.rotary_width(model), torch.Generator().manual_seed(seed)
     factors: dict[int, Tensor] = {}
-    for site in hf.attention_sites(model):
+    decoder = hf.decoder_of(model)
+    for site in (hf.attention_site(decoder, index) for index in range(len(decoder.layers))):
         partners = hf.rope_partners(site, width)
         channels = torch.arange(site.head_dim)
         first = channels[channels <= partners]  # one of each pair, and channels that are not turned

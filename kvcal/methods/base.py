@@ -121,7 +121,7 @@ def layer_by_layer(
     hf.check_supported(model)
     config = hf.config_of(model)
     skipped = hf.unsupported_layers(config)
-    hf.check_frame([site for site in hf.attention_sites(model) if site.index not in skipped], frame)
+    hf.check_frame(hf.attention_sites(model), frame)
     shape = hf.layer_shape(config, windows.block)
     layers = tuple(None if i in skipped else pair(i, shape) for i in range(config.num_hidden_layers))
     return Scheme(windows, frame, layers, skipped)

@@ -9,8 +9,9 @@ rules.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,6 +84,21 @@ class Origins:
     def __getitem__(self, name: str) -> Origin:
         return self._of[name]
 
+    def check_names(self, label: str) -> None:
+        """Raises ModelUnavailable, naming the first, where tensors that the model asks for are missing, or there are
+        layers that it does not have. What Transformers excuses on load is excused here.
+        """
+        expected = self._model.state_dict().keys()
+        tied: Mapping[str, str] = getattr(self._model, "all_tied_weights_keys", None) or {}
+        held = tied.keys() | {first for name, first in tied.items() if name in self}
+        found: Any = SimpleNamespace(  # what Transformers' own method reads of its report
+            missing_keys=expected - self._of.keys() - held, unexpected_keys=self._of.keys() - expected
+        )
+        self._model._adjust_missing_and_unexpected_keys(found)
+        check_complete(
+            label, found.missing_keys, [n for target in found.unexpected_keys for n in self._of[target].names]
+        )
+
     def check(self, label: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         """Raises ModelUnavailable for a parameter that these tensors do not make, or not in its shape.
 
@@ -113,6 +129,21 @@ class Origins:
         return (
             f"{label}: {file}: {odd} has shape {shape}, which does not fit the others that make {origin.first} "
             f"({len(origin.parts)} tensors; {why})"
+        )
+
+
+def check_complete(label: str, missing: Collection[str], surplus: Collection[str]) -> None:
+    """Raises ModelUnavailable for parameters that no tensor makes, or tensors of layers that make no parameter.
+
+    Transformers fills what is missing with random numbers and prints a table.
+    """
+    if missing:
+        raise ModelUnavailable(
+            f"{label}: its weights lack {min(missing)} ({len(missing)} in all), which its config.json asks for"
+        )
+    if layers := sorted(name for name in surplus if ".layers." in name):
+        raise ModelUnavailable(
+            f"{label}: its weights hold {layers[0]} ({len(layers)} in all), which its config.json does not ask for"
         )
 
 

@@ -140,11 +140,12 @@ def fold_in_place(model: nn.Module, factors: Mapping[int, Tensor]) -> None:
 
 
 def _all_rows(model: nn.Module, factors: Mapping[int, Tensor]) -> list[tuple[nn.Module, Tensor]]:
-    width, sites = hf.rotary_width(model), hf.attention_sites(model)
+    width, decoder = hf.rotary_width(model), hf.decoder_of(model)
     return [
         pair
         for layer, factor in sorted(factors.items())
-        for pair in row_factors(sites[layer], factor.cpu(), hf.rope_partners(sites[layer], width))
+        for site in [hf.attention_site(decoder, layer)]
+        for pair in row_factors(site, factor.cpu(), hf.rope_partners(site, width))
     ]
 
 

@@ -119,16 +119,11 @@ def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device) -
 
 
 def _check_complete(source: ModelSource, report: LoadingReport) -> None:
-    """Transformers fills what is missing with random numbers and prints a table; here it is an error."""
-    missing = sorted(map(str, report.get("missing_keys") or ()))
-    if missing:
-        raise ModelUnavailable(f"{source.label}: its weights lack {missing[0]} ({len(missing)} in all)")
-    surplus = sorted(str(name) for name in report.get("unexpected_keys") or () if ".layers." in str(name))
-    if surplus:
-        raise ModelUnavailable(
-            f"{source.label}: its weights hold {surplus[0]} ({len(surplus)} in all), "
-            "which its config.json does not ask for"
-        )
+    """Of quantised weights, whose tensors are not compared with the model beforehand."""
+    from .conversion import check_complete
+
+    missing, surplus = report.get("missing_keys") or (), report.get("unexpected_keys") or ()
+    check_complete(source.label, list(map(str, missing)), list(map(str, surplus)))
 
 
 @contextmanager

@@ -49,7 +49,8 @@ class Weights(Protocol):
 class FileWeights:
     """Parameters in safetensors files. `locate` gives a shard's path, downloading it if need be.
 
-    model: whose parameters these are, on the meta device: names and shapes in the files may be older (see checkpoint).
+    model: whose parameters these are, on the meta device: names and shapes in the files may be older (see conversion).
+    Raises ModelUnavailable where the files lack one, or hold layers that the model does not have.
     """
 
     def __init__(self, label: str, index: Path, locate: Callable[[str], Path], model: PreTrainedModel) -> None:
@@ -57,6 +58,7 @@ class FileWeights:
         self.locate = locate
         self.shard_of = shard_map(label, index)
         self._model, self._origins = model, Origins(model, self.shard_of)
+        self._origins.check_names(label)
         self._ready: dict[str, Tensor] = {}  # made together with what was asked for
         self._open: dict[tuple[str, str], safe_open] = {}
 

@@ -109,8 +109,9 @@ class Fingerprint:
 
 
 def _probe(model: nn.Module) -> tuple[float, ...]:
-    sites = hf.attention_sites(model)
-    return tuple(number for index in probed_layers(len(sites)) for number in hf.key_probe(sites[index]))
+    decoder = hf.decoder_of(model)
+    layers = probed_layers(decoder.config.num_hidden_layers)
+    return tuple(number for index in layers for number in hf.layer_probe(decoder, index))
 
 
 def probed_layers(count: int) -> tuple[int, ...]:

@@ -81,14 +81,13 @@ class KVCalCache(Cache):
             self.caveats = [*self.caveats, *device_steps.caveats(scheme)]
         self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
         self.model, self.max_length, self.kernels, self.require_kernels = model, max_length, kernels, require_kernels
-        self._sites = hf.attention_sites(model)
+        sites = {site.index: site for site in hf.attention_sites(model)}
         before = scheme.frame == "pre_rope"
         self.stored_rope = StoredRope(model, hf.rotary_width(model) if before and kernels != "off" else 0)
         plain = DynamicCache(config=config).layers
         kind = KVCalLayer if scheme.selection is None else EvictingLayer
         layers: list[AnyLayer] = [
-            kind(self, i, pair, self._sites[i]) if pair is not None else plain[i]
-            for i, pair in enumerate(scheme.layers)
+            kind(self, i, pair, sites[i]) if pair is not None else plain[i] for i, pair in enumerate(scheme.layers)
         ]
         self.growing: str | None = "without max_length, storage grows on the host"
         if max_length is not None:

@@ -32,7 +32,7 @@ def checked_config(model: nn.Module, scheme: Scheme) -> Any:
     for index, reason in hf.unsupported_layers(config).items():
         if scheme.layers[index] is not None:
             raise KVCalError(f"layer {index} cannot be compressed: {reason}; leave it out of the scheme")
-    sites = hf.attention_sites(model)
+    sites = {site.index: site for site in hf.attention_sites(model)}
     hf.check_frame([sites[index] for index in scheme.compressed], scheme.frame)
     for index, pair in enumerate(scheme.layers):
         if pair is None:

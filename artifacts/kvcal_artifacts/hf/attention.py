@@ -39,7 +39,7 @@ def check_queries(site: AttentionSite, reader: str) -> None:
     if site.odd is not None:
         raise UnsupportedModel(
             f"{site.config.model_type}: layer {site.index}: {site.odd}, so that {reader} cannot have its queries; take "
-            "another codec"
+            "a preset that needs none, such as kivi-2 or higgs-2"
         )
 
 

@@ -38,7 +38,7 @@ def why_no_decoder(model: nn.Module, decoder: nn.Module) -> str | None:
     """Why a model's decoder cannot be compressed, as far as its config and its parts say; None where it may be."""
     if (config := getattr(model, "config", None)) is not None and (why := unsupported_config(config)) is not None:
         return why
-    missing = [name for name in ("layers", "rotary_emb") if not hasattr(decoder, name)]
+    missing = [name for name in ("layers", "rotary_emb") if getattr(decoder, name, None) is None]
     if not missing:
         return None
     return f"its {type(decoder).__name__} has no `{missing[0]}`; {SUPPORTED}"

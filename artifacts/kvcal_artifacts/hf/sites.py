@@ -6,6 +6,7 @@ or the middle of `qkv_proj`; which one, and how RoPE is applied to it, `trial` f
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -107,6 +108,11 @@ def unsupported(model: nn.Module) -> str | None:
         layer = decoder.layers[index]
         if not isinstance(getattr(layer, "self_attn", None), nn.Module):
             return f"layer {index} ({type(layer).__name__}) has no self_attn; {SUPPORTED}"
+        if extra := _further_inputs(layer):
+            return (
+                f"layer {index} ({type(layer).__name__}) takes {' and '.join(extra)} besides hidden states; kvcal "
+                "calibrates layers that get hidden states, a mask and positions alone"
+            )
         trial = _trial(decoder, index)
         if isinstance(trial, str):
             return f"layer {index}: {trial}; {SUPPORTED}"
@@ -123,6 +129,27 @@ def unsupported(model: nn.Module) -> str | None:
     return None
 
 
+LAYER_INPUTS = (  # of a decoder layer that can be run by itself, on the output of the layer below
+    "self",
+    "hidden_states",
+    "attention_mask",
+    "position_embeddings",
+    "position_ids",
+    "cache_position",
+    "past_key_values",
+    "use_cache",
+    "output_attentions",
+    "output_router_logits",
+)
+
+
+def _further_inputs(layer: nn.Module) -> list[str]:
+    """What a layer's forward may be given that LAYER_INPUTS does not name: a tensor of its own, or of other layers."""
+    parameters = inspect.signature(type(layer).forward).parameters.values()
+    named = [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    return [name for name in named if name not in LAYER_INPUTS]
+
+
 def check_supported(model: nn.Module) -> None:
     """Raises UnsupportedModel, with the one reason that all commands give, for a model that cannot be compressed."""
     if (why := unsupported(model)) is not None:
@@ -135,14 +162,18 @@ def check_frame(sites: Iterable[AttentionSite], frame: str) -> None:
         if frame == "pre_rope" and site.odd is not None:
             raise UnsupportedModel(
                 f"{site.config.model_type}: layer {site.index}: {site.odd}, so that keys cannot be stored before "
-                "RoPE; store them after it (--frame post_rope)"
+                "RoPE; store them after it (`preset` and `probe` with --frame post_rope)"
             )
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """A site for each layer. Raises UnsupportedModel, naming the layer, for one that is not understood."""
+    """A site for each layer that can be compressed; layers that keep a cache of their own are left out, untried.
+
+    Raises UnsupportedModel, naming the layer, for one that is not understood.
+    """
     decoder = decoder_of(model)
-    return [attention_site(decoder, index) for index in range(decoder.config.num_hidden_layers)]
+    skipped = unsupported_layers(decoder.config)
+    return [attention_site(decoder, index) for index in range(decoder.config.num_hidden_layers) if index not in skipped]
 
 
 def attention_site(decoder: Decoder, index: int) -> AttentionSite:
@@ -209,6 +240,16 @@ def key_probe(site: AttentionSite) -> tuple[float, ...]:
         return ()
     row = weight.detach()[-1 if site.key_slice is None else site.key_slice.start, :8]
     return tuple(float(f"{v:.6g}") for v in row.float().tolist())
+
+
+def layer_probe(decoder: Decoder, index: int) -> tuple[float, ...]:
+    """The key_probe of one layer by its number; empty for one that keeps a cache of its own and is not understood."""
+    try:
+        return key_probe(attention_site(decoder, index))
+    except UnsupportedModel:
+        if index in unsupported_layers(decoder.config):
+            return ()
+        raise
 
 
 def by_halves(site: AttentionSite, width: int) -> bool:

@@ -27,6 +27,7 @@ from kvcal.models.layerwise import open_layerwise
 from kvcal.models.names import resolve
 from kvcal.models.weights import empty_model
 from kvcal_artifacts import hf, load_bundle, load_cache
+from kvcal_artifacts.bundle.fingerprint import Fingerprint
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, UnsupportedModel
@@ -80,8 +81,10 @@ def test_sites_are_found_without_weights(name: str, rotation: str, source: str) 
 
 def test_full_attention_without_rope_is_seen() -> None:
     """Cohere2 rotates in its sliding layers alone."""
-    sites = hf.attention_sites(made("cohere2"))
+    decoder = hf.decoder_of(made("cohere2"))
+    sites = [hf.attention_site(decoder, index) for index in range(len(SLIDES))]
     assert [site.rope for site in sites] == [kind == "sliding_attention" for kind in SLIDES]
+    assert [site.index for site in hf.attention_sites(made("cohere2"))] == FULL
 
 
 @torch.no_grad()
@@ -97,8 +100,23 @@ def test_a_norm_behind_rope_leaves_keys_after_it() -> None:
         preset("squat-pre-2").scheme(model)
     with pytest.raises(UnsupportedModel, match=said):  # its queries are wanted after RoPE
         KVCalCache(preset("squat-2").scheme(model), model)
-    with pytest.raises(UnsupportedModel, match=said):
+    with pytest.raises(UnsupportedModel, match=said + r".*`probe` with --frame post_rope"):
         [next(taps.batches({"k"})) for taps in Capture(model, token_ids(1, 20), device="cpu")]
+    with pytest.raises(UnsupportedModel, match=said + r".*calibration cannot have its queries; take a preset"):
+        [next(taps.batches({"q"}, "post_rope")) for taps in Capture(model, token_ids(1, 20), device="cpu")]
+
+
+@pytest.mark.parametrize(("family", "options"), [("HunYuanDenseV1", {"head_dim": 16}), ("Olmo", {"clip_qkv": 1.0})])
+def test_keys_made_behind_projections_are_captured_after_rope(family: str, options: Any) -> None:
+    """Two windows: the trial's shape of one is not what the projection's output was read in."""
+    model, ids = build(family, **options), token_ids(2, 20)
+    plain = DynamicCache()
+    with torch.no_grad():
+        model(ids, past_key_values=plain)
+    with Capture(model, ids, device="cpu", batch=2) as capture:
+        for taps in capture:
+            batch = next(iter(taps.batches({"k", "v"}, "post_rope")))
+            assert torch.equal(batch.k, plain.layers[taps.index].keys)
 
 
 # Refused, by every command alike.
@@ -128,7 +146,39 @@ REFUSED: dict[str, tuple[Any, str]] = {
         ),
         "positions in three dimensions",
     ),
+    "gemma3n_text": (
+        lambda: gemma3n(num_kv_shared_layers=2),
+        r"layer 1 \(Gemma3nTextDecoderLayer\) takes per_layer_input and shared_kv_states besides hidden states",
+    ),
+    "granitemoehybrid": (
+        lambda: transformers.GraniteMoeHybridConfig(
+            **SMALLEST, num_local_experts=0, layer_types=["attention"] * 2, position_embedding_type="nope",
+            shared_intermediate_size=64,
+        ),
+        "its GraniteMoeHybridModel has no `rotary_emb`",
+    ),
 }  # fmt: skip
+
+
+def gemma3n(num_kv_shared_layers: int) -> Any:
+    slides = ["sliding_attention", "full_attention"] * 2
+    return transformers.Gemma3nTextConfig(
+        **SMALLEST | {"num_hidden_layers": 4}, num_key_value_heads=2, head_dim=16, sliding_window=16,
+        layer_types=slides, num_kv_shared_layers=num_kv_shared_layers, intermediate_size=[64] * 4, laurel_rank=8,
+        activation_sparsity_pattern=[0.0] * 4, vocab_size_per_layer_input=258, hidden_size_per_layer_input=8,
+    )  # fmt: skip
+
+
+def test_layers_with_inputs_of_their_own_are_refused_without_shared_ones_too() -> None:
+    model = empty_model(gemma3n(num_kv_shared_layers=0), torch.float32)
+    assert "takes per_layer_input and shared_kv_states" in (hf.unsupported(model) or "")
+
+
+def test_layers_that_keep_their_own_cache_are_not_tried() -> None:
+    """The last two layers of this one have no keys that a trial could find; a fingerprint needs none of them."""
+    model = empty_model(gemma3n(num_kv_shared_layers=2), torch.float32)
+    assert [site.index for site in hf.attention_sites(model)] == [1]
+    assert Fingerprint.of(model).probe == ()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ from transformers import AutoModelForCausalLM
 from kvcal.models.files import weights_revision
 from kvcal.models.layerwise import LayerwiseWeights, open_layerwise
 from kvcal.models.loading import load_model
-from kvcal.models.names import resolve
+from kvcal.models.names import ModelSource, resolve
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
-from tests.support.architectures import TINY, VARIANTS
+from tests.support.architectures import MIXTURES, TINY, VARIANTS
+from tests.support.models_fixture import write_tokenizer
 
 pytestmark = pytest.mark.transformers
 
@@ -102,15 +105,40 @@ def test_no_such_layer(tmp_path: Path) -> None:
 def test_a_tensor_that_is_missing_or_of_another_shape(tmp_path: Path) -> None:
     source = resolve(save(TINY["llama"](), tmp_path, "1GB"))
     tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
     tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(3, 4)
     save_file(tensors, tmp_path / "model.safetensors")
     parts = open_layerwise(source, dtype="float32", device="cpu")
     parts.load_layer(0)
-    with pytest.raises(ModelUnavailable, match=r"its weights lack model\.layers\.1\.mlp\.up_proj\.weight"):
-        parts.load_layer(1)
     with pytest.raises(ModelUnavailable, match=r"has shape \(3, 4\), its config.json asks for \(128, 64\)"):
         parts.load_layer(2)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    said = refusals(source)
+    assert len(said) == 1
+    assert re.search(r"its weights lack model\.layers\.1\.mlp\.up_proj\.weight \(1 in all\), which its", said.pop())
+
+
+def refusals(source: ModelSource) -> set[str]:
+    """What the whole load and opening layer by layer say."""
+    said = set()
+    for load in (load_model, open_layerwise):
+        with pytest.raises(ModelUnavailable) as caught:
+            load(source, dtype="float32", device="cpu")
+        said.add(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_layers_beyond_the_config_are_refused_alike(name: str, tmp_path: Path) -> None:
+    source = resolve(save({**TINY, **MIXTURES}[name](), tmp_path, "1GB"))
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 1}))
+    write_tokenizer(tmp_path)
+    said = refusals(source)
+    assert len(said) == 1
+    assert re.search(
+        r"its weights hold model\.layers\.1\..* in all\), which its config\.json does not ask for", said.pop()
+    )
 
 
 def test_missing_shard(tmp_path: Path) -> None:
