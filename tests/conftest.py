@@ -37,6 +37,11 @@ _patches = pytest.MonkeyPatch()
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         gc.enable()  # xdist's own process collects no tests
+    fill_uninitialised()
+
+
+def fill_uninitialised() -> None:
+    """From now on `torch.empty` and its like are full of NaN, or of the largest integer; `pytest_unconfigure` undoes it."""
     # torch's own switch, fill_uninitialized_memory, needs deterministic mode, which also swaps kernels.
     torch.utils._device._device_constructors()  # cached by torch: else a meta context would not know the patched ones
     for owner, name in UNINITIALISED:

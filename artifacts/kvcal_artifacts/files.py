@@ -44,6 +44,14 @@ def kind_of(mode: int) -> str:
     return KINDS.get(stat.S_IFMT(mode), "a file")
 
 
+def no_bundle_at(path: Path) -> str:
+    """What there is instead of a bundle, for messages: "no such bundle file", or "a pipe, not a bundle file"."""
+    try:
+        return f"{kind_of(os.stat(path).st_mode)}, not a bundle file"
+    except OSError:
+        return "no such bundle file"
+
+
 def check_regular(path: str | os.PathLike[str], mode: int) -> None:
     """Raise OSError where st_mode is not a regular file's; its strerror says what there is instead."""
     if stat.S_ISDIR(mode):
@@ -126,16 +134,26 @@ def is_temporary(name: str) -> bool:
 def temporary_file(place: Path) -> tuple[int, Path]:
     """The descriptor and path of a new, empty, locked file next to `place`, to be renamed to it.
 
-    It has the permissions that new files get: the kernel applies the umask. Close the descriptor after the rename. What
-    killed writers of the same place left is removed first. Raises OSError.
+    It has the permissions of the file that it will replace; where there is none, those that new files get: the kernel
+    applies the umask. Close the descriptor after the rename. What killed writers of the same place left is removed
+    first. Raises OSError.
     """
     _sweep(place)
     for _ in range(TRIES):
         path = _new(place)
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK, 0o666)
         if _is_locked(handle, path):
+            _keep_mode(path, place)
             return handle, path
     raise OSError(errno.EEXIST, os.strerror(errno.EEXIST), str(place))
+
+
+def _keep_mode(path: Path, place: Path) -> None:
+    """Give a new file the permissions of the regular file at `place`, if one is there."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        mode = os.lstat(place).st_mode
+        if stat.S_ISREG(mode):
+            os.chmod(path, stat.S_IMODE(mode) & 0o777)
 
 
 @contextmanager
@@ -216,7 +234,7 @@ def _remove_dead(path: str) -> None:
 
 def new_file_mode(folder: Path) -> int:
     """The permissions that a new file gets in `folder`, as the kernel gives them. Raises OSError."""
-    handle, path = temporary_file(folder / "mode")
+    handle, path = temporary_file(folder / f"mode.{secrets.token_hex(4)}")  # a file of no name that is there
     try:
         return stat.S_IMODE(os.fstat(handle).st_mode)
     finally:

@@ -10,7 +10,9 @@ alone. Each line has measured, planned and their ratio; the last one says how ma
 (tokens a second). Prefill has no limit: its plan rests on no measurement yet.
 
 The file is written anew after each row; the same command goes on behind the rows that it has. No row begins after
---seconds. `--device cpu --model tiny --lengths 256,512` tries the script: times and memory of a CPU are not planned.
+--seconds, and one that still runs LATEST later is given up: 235 s in all by default. The exit code is 1 where a row was
+refused or is not measured. `--device cpu --model tiny --lengths 512,1024` tries the script: times and memory of a CPU
+are not planned.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import argparse
 import gc
 import json
 import os
+import signal
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -49,6 +53,7 @@ LIBRARIES = ("torch", "triton", "transformers")
 GIB = 2**30
 MEMORY, TIME = 0.05, 0.15  # of what was measured, that a plan may be off
 SPARE = 64  # columns of a prefilled cache behind the prompt
+LATEST = 35  # seconds behind --seconds at which a row is given up
 
 
 @dataclass(frozen=True)
@@ -187,11 +192,29 @@ MEASURES: dict[str, Callable[[Run, Job], dict[str, Any]]] = {
 }
 
 
-def measure(run: Run, job: Job) -> dict[str, Any]:
+@contextmanager
+def given_up(seconds: float) -> Iterator[None]:
+    """TimeoutError after so many seconds, as soon as Python has its turn: not within a call that waits for the GPU."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done {LATEST} s behind --seconds")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, max(0.1, seconds))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def measure(run: Run, job: Job, most: float) -> dict[str, Any]:
+    """A row; refused, with the reason, where anything fails or it takes more than `most` seconds."""
     cleared(run)
     began = time.time()
     try:
-        row = MEASURES[job.what](run, job)
+        with given_up(most):
+            row = MEASURES[job.what](run, job)
     except Exception as error:  # of this row alone: the others go on
         row = {"refused": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
     return {**asdict(job), **row, "seconds": time.time() - began}
@@ -210,18 +233,23 @@ def show(row: dict[str, Any]) -> str:
             ratio = f", x {ratios[name]:.3f}" if name in ratios else ""
             plan = f", planned {planned[name] / form:.2f}" if planned.get(name) else ""
             parts.append(f"{measured[name] / form:.2f} {unit}{plan}{ratio}")
+    if measured.get("no_graph"):
+        parts.append(f"eager steps, no CUDA graph: {measured['no_graph']}")
     return f"{head}: {'; '.join(parts)} ({row['seconds']:.0f} s)"
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """How many figures of decode steps are as near as they are to be."""
+    """How many figures of decode steps are as near as they are to be, and how far those of prefill are off."""
     ratios = [row["planned_to_measured"] for row in rows if row["what"] == "decode" and "refused" not in row]
+    prefill = [row["planned_to_measured"] for row in rows if row["what"] != "decode" and "refused" not in row]
     parts = []
     for name, limit in (("device_bytes", MEMORY), ("tokens_per_second", TIME)):
         off = [abs(ratio[name] - 1) for ratio in ratios if name in ratio]
         within = sum(one <= limit for one in off)
         worst = f", worst {max(off):.1%}" if off else ""
         parts.append(f"{name} within {limit:.0%}: {within} of {len(off)}{worst}")
+    if off := [ratio["device_bytes"] - 1 for ratio in prefill if "device_bytes" in ratio]:
+        parts.append(f"prefill's device_bytes, without a limit: {min(off):+.1%} to {max(off):+.1%}")
     return "; ".join(parts)
 
 
@@ -265,7 +293,8 @@ def earlier(file: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in before["rows"] if "refused" not in row]
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, and print; 1 where a row is missing."""
     began, chosen = time.time(), parsed(words)
     source = resolve(chosen.model)
     geometry = configuration.geometry(source)
@@ -288,22 +317,26 @@ def main(words: Sequence[str] | None = None) -> None:
     rows = earlier(chosen.file, about)
     print(", ".join(f"{name} {value}" for name, value in about.items()), f"- model made in {time.time() - began:.0f} s")
     there = {(row["what"], row["scheme"], row["length"]) for row in rows}
-    for job in jobs_of(chosen.schemes, chosen.lengths):
+    jobs = jobs_of(chosen.schemes, chosen.lengths)
+    for job in jobs:
         if (job.what, job.scheme, job.length) in there:
             continue
         if time.time() - began > chosen.seconds:
             print(f"{job.what} {job.scheme} 1 x {job.length}: not measured, {chosen.seconds:g} s are over")
             continue
-        rows.append(measure(run, job))
+        rows.append(measure(run, job, chosen.seconds + LATEST - (time.time() - began)))
         print(show(rows[-1]), flush=True)
         partial = chosen.file.with_name(f".{chosen.file.name}.partial")
-        partial.write_text(json.dumps({**about, "rows": rows}, indent=1))
+        partial.write_text(json.dumps({**about, "verdict": verdict(rows), "rows": rows}, indent=1))
         os.replace(partial, chosen.file)
     print()
     for row in rows:
         print(show(row))
     print(verdict(rows))
+    missing = [row for row in rows if "refused" in row]
+    print(f"{len(rows) - len(missing)} of {len(jobs)} rows measured, {len(missing)} refused")
+    return 1 if missing or len(rows) < len(jobs) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

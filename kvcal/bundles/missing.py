@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvcal_artifacts.errors import CorruptBundle
-from kvcal_artifacts.files import kind_of
+from kvcal_artifacts.files import no_bundle_at
 
 from ..pipeline.names import COMMANDS, SUFFIX, names_of
 
@@ -17,8 +17,7 @@ def refuse_missing(path: Path, *, presets: bool = False) -> None:
     """
     refuse_name(path, presets=presets)
     if not path.is_file():
-        problem = f"{kind_of(path.stat().st_mode)}, not a bundle" if path.exists() else "no such bundle"
-        raise CorruptBundle(f"{path}: {problem} file")
+        raise CorruptBundle(f"{path}: {no_bundle_at(path)}")
 
 
 def refuse_name(path: Path, *, presets: bool = False) -> None:

@@ -14,7 +14,7 @@ from kvcal_artifacts.bundle import SUFFIX, Bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
 
 from ..methods.data_free import COMPOSED, PRESETS
-from ..pipeline.build_recipe import HOW, MAYBE_PATHS, NOT_GIVEN, PATHS
+from ..pipeline.options import HOW, MAYBE_PATHS, NOT_GIVEN, PATHS
 from ..pipeline.spec import DefaultsOf, OptionsOf
 from ..pipeline.spec import Options as CommandOptions
 from ..report.escape import shell

@@ -82,8 +82,8 @@ def _needs(method: object, shape: Shape, group: int, tokens: int) -> Iterator[Ne
     elif isinstance(method, InnerQ) and method.factors != "none":
         yield Need("a factor for each key channel", tokens, "tokens", shape.dim, "channels a head")
     elif isinstance(method, Squat) and method.subspace != "prompt":
-        rank = max(rank or shape.dim for rank, _ in method.grid)
-        yield Need("subspaces of queries", tokens * group, "queries a head", rank, "directions")
+        # the directions that matter most, of however few, are found among all
+        yield Need("subspaces of queries", tokens * group, "queries a head", shape.dim, "channels a head")
 
 
 def _codec_needs(name: str, roles: Collection[Role], shape: Shape, group: int, tokens: int) -> Iterator[Need]:
@@ -130,6 +130,21 @@ def worse_than_none(what: str, scores: Sequence[float | None]) -> str | None:
         f"{min(score for _, score in below):.3g}): worse than no prediction; give more text, or predict from other "
         "inputs"
     )
+
+
+def probes_worse_than_none(probes: Mapping[str, Sequence[float | None]]) -> str | None:
+    """`worse_than_none` of the probe with the lowest score, after how many there are with one below 0; None where no
+    probe has. probes: scores by layer, by name.
+    """
+    lowest = {
+        name: min([score for score in scores if score is not None], default=0.0) for name, scores in probes.items()
+    }
+    below = sorted((score, name) for name, score in lowest.items() if score < 0)
+    if not below:
+        return None
+    worst = below[0][1]
+    what = f"probe {worst}" if len(below) == 1 else f"{len(below)} of {len(probes)} probes, most of all {worst}"
+    return worse_than_none(what, probes[worst])
 
 
 def _number(value: Json) -> float | None:

@@ -42,13 +42,25 @@ ONLY_WIDE = ("paper_bits", "kl_se", "kl_median", "kl_p99", "kl_max", "logit_erro
 
 def print_compared(result: dict[str, Any], wide: bool = False) -> None:
     """Rows of a comparison as a table, full precision first, and the best of them."""
-    rows = [row | {"name": f"{'*' if row['front'] else ' '} {row['name']}"} for row in result["rows"]]
-    print_rows(COLUMNS, [_full(result), *rows], only_wide=ONLY_WIDE, wide=wide)
-    wrapped(f"*: on the Pareto front of KL and size; size: one sequence of {result['at_length']:,} tokens", wide=wide)
+    full = _full(result)
+    rows = [
+        row | _sizes(row, full) | {"name": f"{'*' if row['front'] else ' '} {row['name']}"} for row in result["rows"]
+    ]
+    print_rows(COLUMNS, [full, *rows], only_wide=ONLY_WIDE, wide=wide)
+    length = f"{result['at_length']:,} tokens, exact ones at 16 bits"
+    wrapped(f"*: on the Pareto front of KL and size; size: one sequence of {length}", wide=wide)
     if result["max_bits"] is not None:
         wrapped(f"best at no more than {result['max_bits']:g} bits/value: {result['best'] or 'none'}", wide=wide)
         if result["ties"]:
             wrapped(f"within the spread over windows of it: {', '.join(result['ties'])}", wide=wide)
+
+
+def _sizes(row: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
+    """Size and ratio with exact tokens at 16 bits a number, as full precision's; a result file of before has no such
+    size.
+    """
+    size = row.get("bytes_at_length_16_bit", row["bytes_at_length"])
+    return {"bytes_at_length": size, "smaller": full["bytes_at_length"] / size if size else row["smaller"]}
 
 
 def _full(result: dict[str, Any]) -> dict[str, Any]:

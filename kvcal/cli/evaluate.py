@@ -67,8 +67,8 @@ FULL = "fp16"  # what full precision, `full` in --json, is called in tables: its
 
 
 def print_evaluation(rows: list[dict[str, Any]], wide: bool = False) -> None:
-    """Rows of an evaluation as a table; sizes are of one window's end."""
-    shown = [row | {"name": _name(row), "bytes": row["cache_bytes"] + row["window_bytes"]} for row in rows]
+    """Rows of an evaluation as a table; sizes are of one window's end, exact tokens at 16 bits a number."""
+    shown = [row | {"name": _name(row), "bytes": round(row["bytes_at_16_bit"] / row["smaller"])} for row in rows]
     print_rows(COLUMNS, shown, only_wide=ONLY_WIDE, wide=wide)
     compressed = [row for row in rows if row["positions"]]
     if compressed:

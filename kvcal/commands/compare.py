@@ -367,8 +367,12 @@ def measure(
         quality, item = row.as_dict(), loaded.model.dtype.itemsize
         with make() as cache:
             size = bytes_at(cache.scheme, quality, ids.shape[1], settings["at_length"], item)
+            # what the table compares with a cache of 16 bits, whatever dtype the model ran in
+            halves = quality | {"window_bytes": quality["window_bytes"] * 2 // item}
+            size_16 = bytes_at(cache.scheme, halves, ids.shape[1], settings["at_length"], 2)
         by = {"logit_error": None, "output_error": None} if errors is None else errors.as_dict()
-        figures[name] = quality | by | {"bytes_at_length": size, "full_perplexity": full.perplexity}
+        sizes = {"bytes_at_length": size, "bytes_at_length_16_bit": size_16}
+        figures[name] = quality | by | sizes | {"full_perplexity": full.perplexity}
     return figures
 
 

@@ -15,7 +15,7 @@ from kvcal_artifacts.scheme import FRAMES, Frame
 
 from .. import __version__
 from ..calibrate.checkpoint import CommandCheckpoint
-from ..calibrate.needs import few_tokens, worse_than_none
+from ..calibrate.needs import few_tokens, probes_worse_than_none
 from ..capture.scan import Capture, default_batch
 from ..capture.spill import SpillStore
 from ..evaluate.probe import Probe, Settings, measure, paper_probes, table
@@ -88,10 +88,9 @@ def run_probe(o: ProbeOptions, say: Say) -> dict[str, Any]:
     ledger.done(ledger.rows)
     layers = {row["layer"]: row["explained_variance"] for row in ledger.rows.values()}
     rows = table(settings, layers)
-    for probe in settings.probes:
-        scores = [layers[layer].get(probe.name) for layer in sorted(layers)]
-        if (worse := worse_than_none(f"probe {probe.name}", scores)) is not None:
-            say(worse)
+    scores = {probe.name: [layers[layer].get(probe.name) for layer in sorted(layers)] for probe in settings.probes}
+    if (worse := probes_worse_than_none(scores)) is not None:
+        say(worse)
     result = {
         **ledger.settings,
         "rows": rows,

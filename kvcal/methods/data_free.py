@@ -68,12 +68,13 @@ PRESETS: dict[str, DataFree] = {
     **{f"kivi-{bits}": Preset(f"kivi-{bits}", f"kivi-{bits}", sink=0, recent=32) for bits in (2, 4)},  # R = 32
     "kivi-sink-2": Preset("kivi-2", "kivi-2", sink=32, recent=96),  # InnerQ section 5.1
     **{f"turboquant-{k}": Preset(f"turboquant-{k}", f"turboquant-{k}", sink=0) for k in (2, 3, 4)},
-    # InnerQ section 5.1
+    # as InnerQ section 5.1 compares it
     **dict.fromkeys(("turboquant-4-3", "turboquant-k4v3"), Preset("turboquant-4", "turboquant-3", sink=0)),
     # grids whose points are bytes, which attention reads faster; ours (docs/lab/methods.md)
     **{f"higgs-2-bytes{gain}": Preset(f"higgs-2-bytes{gain}", f"higgs-2-bytes{gain}") for gain in ("", "-debiased")},
     **{f"turboquant-{k}-bytes": Preset(f"turboquant-{k}-bytes", f"turboquant-{k}-bytes", sink=0) for k in (2, 3, 4)},
     "turboquant-4-3-bytes": Preset("turboquant-4-bytes", "turboquant-3-bytes", sink=0),
+    # innerq-base, innerq-hybrid, innerq-small
     **{f"innerq-{name}": Preset(f"innerq-{name}", f"innerq-{name}", sink=32, recent=96) for name in INNERQ_VALUES},
     **{
         f"innerq-{name}-plain": Preset(f"innerq-{name}-plain", f"innerq-{name}-plain", sink=32, recent=96)

@@ -90,13 +90,13 @@ class Origins:
         """
         expected = self._model.state_dict().keys()
         tied: Mapping[str, str] = getattr(self._model, "all_tied_weights_keys", None) or {}
-        held = tied.keys() | {first for name, first in tied.items() if name in self}
-        found: Any = SimpleNamespace(  # what Transformers' own method reads of its report
-            missing_keys=expected - self._of.keys() - held, unexpected_keys=self._of.keys() - expected
+        tied_names = tied.keys() | {first for name, first in tied.items() if name in self}
+        report: Any = SimpleNamespace(  # what Transformers' own method reads of its report
+            missing_keys=expected - self._of.keys() - tied_names, unexpected_keys=self._of.keys() - expected
         )
-        self._model._adjust_missing_and_unexpected_keys(found)
+        self._model._adjust_missing_and_unexpected_keys(report)
         check_complete(
-            label, found.missing_keys, [n for target in found.unexpected_keys for n in self._of[target].names]
+            label, report.missing_keys, [n for target in report.unexpected_keys for n in self._of[target].names]
         )
 
     def check(self, label: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:

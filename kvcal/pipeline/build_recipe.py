@@ -16,17 +16,21 @@ from kvcal_artifacts.errors import UsageError
 
 from .gates import Limits
 from .names import COMMANDS
-from .options import BuiltOptions, EvalOptions, FitPredictorsOptions, PresetOptions
+from .options import (
+    FROM_MODEL,
+    MAYBE_PATHS,
+    NOT_GIVEN,
+    PATHS,
+    BuiltOptions,
+    EvalOptions,
+    FitPredictorsOptions,
+    PresetOptions,
+)
 from .scheme_file import GOVERNED, check_fields, read_toml, refuse_unknown, table_of, with_recipe
 from .spec import DefaultsOf, Options, OptionsOf
 
 TOP = {"output": str, "defaults": dict, "models": dict, "bundles": dict, "gates": dict, "evaluation": dict}
 OWN = ("method", "models", "matrix", "gates")  # keys of a bundle that are no options of its command
-FROM_MODEL = ("model", "revision")
-NOT_GIVEN = ("output", "json", "wide", "plot", "resume", "storage", "heartbeat", "name")  # the build's own affair
-HOW = ("spill", "spill_dir", "layerwise")  # changes no byte
-PATHS = ("recipe", "tasks_path", "spill_dir")
-MAYBE_PATHS = ("model", "text", "other_text")  # or a name: a path if there is one
 EVALUATION = {"text": str, "column": str, "length": int, "windows": int, "step": int, "batch": int}
 NAME = re.compile(r"[\w.+-]+")
 

@@ -16,8 +16,7 @@ from ..models.file_hashes import file_sha256
 from ..models.files import weights_revision
 from ..models.names import resolve
 from ..text import documents, hub_datasets, sources
-from .build_recipe import FROM_MODEL, HOW, NOT_GIVEN
-from .options import BuiltOptions, TuneThresholdsOptions
+from .options import FROM_MODEL, HOW, NOT_GIVEN, BuiltOptions, TuneThresholdsOptions
 from .shared_options import WeightsOptions
 
 IN_IDENTITY = ("text", "other_text", "recipe", "device", "tasks_path", "random_weights")  # stated by content instead

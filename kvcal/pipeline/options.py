@@ -31,6 +31,13 @@ from .shared_options import (
 )
 from .spec import argument, flag, option
 
+# Options of one kind, by their names.
+FROM_MODEL = ("model", "revision")
+NOT_GIVEN = ("output", "json", "wide", "plot", "resume", "storage", "heartbeat", "name")  # the build's own affair
+HOW = ("spill", "spill_dir", "layerwise")  # changes no byte
+PATHS = ("recipe", "tasks_path", "spill_dir")
+MAYBE_PATHS = ("model", "text", "other_text")  # or a name: a path if there is one
+
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationOptions(WeightsOptions, CalibrationText, Batched, Resumable):

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvcal_artifacts.errors import TextError
 
 from ..models.hub import one_line
-from .file_kinds import ALLOWED, check_file, folder_files, kind_of
+from .file_kinds import ALLOWED_IN_FOLDER, check_file, folder_files, kind_of
 from .files import Document, read_file
 from .hub_datasets import check_datasets, stream
 from .rows import Picker
@@ -33,7 +33,7 @@ def source_files(source: TextSource) -> list[Path]:
     files, others = folder_files(source.path)
     if not files:
         among = f" among {len(others)} files ({_first(others)})" if others else ""
-        raise TextError(f"folder {source.path} holds no text{among}: looked for {ALLOWED}")
+        raise TextError(f"folder {source.path} holds no text{among}: looked for {ALLOWED_IN_FOLDER}")
     return files
 
 

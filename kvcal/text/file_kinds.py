@@ -16,10 +16,9 @@ SOURCE = (
 )
 ROWS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 PACKED = (".gz", ".xz", ".bz2", ".zst")
-ALLOWED = (
-    f"plain text ({', '.join(PLAIN[:5])}, source code, or no suffix), {', '.join(ROWS)}, and all but .parquet also as "
-    f"{', '.join(PACKED[:-1])} and {PACKED[-1]}"
-)
+_ROWS_AND_PACKED = f"{', '.join(ROWS)}, and all but .parquet also as {', '.join(PACKED[:-1])} and {PACKED[-1]}"
+ALLOWED = f"plain text ({', '.join(PLAIN[:5])}, source code, or no suffix), {_ROWS_AND_PACKED}"
+ALLOWED_IN_FOLDER = f"plain text ({', '.join(PLAIN[:5])}, or source code), {_ROWS_AND_PACKED}"
 # A folder is read by the first of these that it holds: bundles name folders, so what was read of one stays the same.
 FIRST = (".txt", ".raw", ".jsonl", ".parquet", ".txt.xz", ".raw.xz", ".jsonl.xz")
 SECOND = (*ROWS, *(kind + pack for kind in (".txt", ".raw", *ROWS[:-1]) for pack in PACKED))
@@ -58,12 +57,11 @@ def check_file(path: Path) -> None:
 
 
 def folder_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Files of a folder's first tier that has any, and those left out, both in order; hidden ones are in neither. Pipes
-    and devices are left out.
+    """Files of a folder's first tier that has any, and those left out, both in order; hidden ones are in neither.
+    Pipes, devices and links that lead nowhere are left out, and so are files without a suffix: a folder of data holds
+    many.
     """
-    inside = (
-        (path, path.relative_to(folder).parts) for path in folder.rglob("*") if path.exists() and not path.is_dir()
-    )
+    inside = ((path, path.relative_to(folder).parts) for path in folder.rglob("*") if not path.is_dir())
     files = sorted(path for path, parts in inside if not any(part.startswith(".") for part in parts))
     for tier in TIERS:
         if taken := [path for path in files if path.name.lower().endswith(tier) and path.is_file()]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +22,6 @@ DEFAULTS = {
 }
 SPLITS = ("train", "test", "validation", "dev")
 DATASET = re.compile(r"[\w.-]+/[\w.-]+(:[\w.+-]*){0,2}(@[0-9a-f]{40})?")
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

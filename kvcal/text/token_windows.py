@@ -9,13 +9,14 @@ tokens of text follow.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcal_artifacts.errors import TextError, UsageError
 
 from .documents import left_out
-from .sources import Say, TextSource, resolve_text
+from .sources import TextSource, resolve_text
 from .token_stream import PIECE, Progress, TokenReader
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 # up to this size (WikiText-2's test set has 1.3 M characters) there is one piece and no seam.
 WHOLE = 1 << 21
 POOL = 2  # slots read for each window wanted, so that the seed has a choice
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from kvcal_artifacts import files
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.paths.preflight import verdicts
-from tests.support.models_fixture import SMALL, SUFFIX, Done, finished, kvcal, started, write_model, write_text
+from tests.support.models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,18 @@ def test_permissions_are_those_of_a_new_file(mask: int, base: Path, tmp_path: Pa
     found = modes_under(mask, tmp_path, write)
     assert found.pop("folder") == found.pop("model") == 0o777 & ~mask
     assert len(found) >= 5 and set(found.values()) == {0o666 & ~mask}
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+def test_a_file_that_is_replaced_keeps_its_permissions(mode: int, tmp_path: Path) -> None:
+    place = tmp_path / "x"
+    place.write_bytes(b"secret")
+    place.chmod(mode)
+    (tmp_path / "mode").touch(0o600)  # of another file: not what new ones get
+    found = modes_under(0o022, tmp_path, lambda: files.write_together({place: b"new", tmp_path / "y": b"new"}))
+    assert found["x"] == mode and found["y"] == 0o644 and place.read_bytes() == b"new"
+    place.unlink()
+    assert modes_under(0o027, tmp_path, lambda: (tmp_path / "z").touch(files.new_file_mode(tmp_path)))["z"] == 0o640
 
 
 def test_no_umask_is_changed_while_a_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,8 +381,7 @@ def test_verdicts_of_kernels_that_are_no_file(
 def test_pipes_among_what_a_killed_run_left(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fitted layers and figures are made again."""
     output = tmp_path / f"x{SUFFIX}"
-    done = finished(started(*fitting(base, output, "--text", base / "missing"), folder=tmp_path))
-    assert done.code == 1  # nothing kept yet
+    assert kvcal(*fitting(base, output, "--text", base / "missing")).code == 1  # nothing kept yet
     folder = partial_folder(output)
     folder.mkdir()
     os.mkfifo(folder / "layer-0000.safetensors")

@@ -415,6 +415,14 @@ def commanded(path: Path, given: list[Any], number: int) -> str:
     return "good"
 
 
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / f"x{SUFFIX}"
+    os.mkfifo(pipe)
+    for path, problem in ((pipe, "a pipe, not a"), (tmp_path, "a folder, not a"), (tmp_path / "y", "no such")):
+        with pytest.raises(KVCalError, match=f"^{path}: {problem} bundle file$"):
+            load_bundle(path)
+
+
 def attempted(call: Callable[[], object]) -> str:
     try:
         call()

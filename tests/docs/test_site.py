@@ -26,6 +26,11 @@ QUICK = ["index", *(f"guides/{name}" for name in GUIDES), "reference/python"]
 METHODS = sorted(f"methods/{page.stem}" for page in (DOCS / "methods").glob("*.md") if page.stem != "index")
 HELD = ["benchmarks/index"]  # `kvcal bench` and doctor: by tests/kvcal/bench
 BOTH = ("bash", "python")
+WRITES = {  # what a walk ends with
+    "guides/engineer": ["tiny-tq.kvcal.safetensors"],
+    "guides/researcher": ["six.json", "six.png", "bits.kvcal.safetensors", "norms.kvcal.safetensors", "kivi-2.json"],
+    "guides/pipeline": ["bundles/tiny-aqua.kvcal.safetensors", "gates.xml", "gates.md", "card/README.md"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +46,11 @@ def test_commands_of_a_page_run(page: str, tmp_path: Path, tools: Path) -> None:
     """In order, in one folder, on the model that comes with kvcal."""
     done = run_page(DOCS / f"{page}.md", tmp_path, seconds=600, languages=BOTH, tools=tools)
     assert done and all(ran.out or ran.err for ran in done)
+    for name in WRITES.get(page, []):
+        assert (tmp_path / name).stat().st_size, name
+    if page == "guides/researcher":
+        rows = json.loads((tmp_path / "six.json").read_text())["rows"]
+        assert len({row["name"] for row in rows} - {"fp32"}) >= 6, rows
 
 
 def test_every_page_with_commands_is_run() -> None:

@@ -83,6 +83,7 @@ def misplaced_tests(tests: Path) -> Iterator[str]:
                 yield f"{place / name}: a helper outside of tests/{' and tests/'.join(sorted(HELPERS))}"
 
 
+@cache
 def imports(package: str) -> list[Import]:
     """What the modules of a package import, inside functions and for types alone too."""
     return [one for name, path in modules(package) for one in imports_of(name, path)]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
+from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +25,42 @@ def interpreted(*arguments: str) -> list[str]:
     """What `python ARGUMENTS` prints, line by line. With KVCAL_EMULATE=90 in the environment kernels run as compiled."""
     if "KVCAL_EMULATE" in os.environ:
         return _printed("tests.emulator", arguments)
-    return _printed("tests.emulator.quick_interpreter", arguments, TRITON_INTERPRET="1")
+    with tempfile.TemporaryDirectory() as folder:
+        out, errors = (Path(folder, name) for name in ("out", "errors"))
+        out.touch()
+        errors.touch()
+        code = _ask([arguments, _environment(**INTERPRET), str(out), str(errors)])
+        assert code == 0, errors.read_text()
+        return out.read_text().splitlines()
+
+
+INTERPRET = {"TRITON_INTERPRET": "1"}
+
+
+def _ask(request: list[Any]) -> int:
+    """The exit code of a program in a fork of the server."""
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    try:
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        return int(server.stdout.readline())
+    except BaseException:  # as where the test took too long: the next one starts another server
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        _server.cache_clear()
+        raise
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    """One for all tests of this process: what each program would import takes it 4 s."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.emulator.quick_interpreter"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, env=_environment(**INTERPRET), start_new_session=True,
+    )  # fmt: skip
+    atexit.register(server.communicate)  # which ends it
+    return server
 
 
 def emulated(*arguments: str, capability: int = 90, more: str = "") -> list[str]:
@@ -30,12 +71,19 @@ def emulated(*arguments: str, capability: int = 90, more: str = "") -> list[str]
 
 
 def _printed(module: str, arguments: tuple[str, ...], **more: str) -> list[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **more}
     done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        env=_environment(**more),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def _environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **more}
 
 
 def run_cases(main: Callable[[list[Any]], None], **named: Callable[[], Iterable[Any]]) -> None:
@@ -43,7 +91,7 @@ def run_cases(main: Callable[[list[Any]], None], **named: Callable[[], Iterable[
     from tests import conftest
 
     torch.set_num_threads(1)
-    conftest.pytest_configure()  # torch.empty is full of NaN
+    conftest.fill_uninitialised()
     try:
         main(list(named[sys.argv[1]]()))
     finally:

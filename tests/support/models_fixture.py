@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fnmatch
 import json
 import os
 import random
@@ -11,18 +12,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
+from kvcal.cli import main
 from kvcal.cli.app import app
 from tests.support.architectures import TINY, initialise
 
@@ -105,46 +109,80 @@ def _hears_control_c() -> None:
 
 
 def started(*arguments: object, folder: Path) -> subprocess.Popen[str]:
-    """A command in a process of its own, with as many threads as this one: sums then have the same last bits."""
-    return _process("-m", "kvcal.cli", *arguments, folder=folder)
-
-
-def _process(*arguments: object, folder: Path) -> subprocess.Popen[str]:
-    path = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "artifacts"), os.environ.get("PYTHONPATH", "")]
-    threads = str(torch.get_num_threads())
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": threads}
+    """A command in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment,
+        [sys.executable, "-m", "kvcal.cli", *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=_environment(),
         preexec_fn=_hears_control_c,
     )  # fmt: skip
 
 
-_ENDS_ITSELF = """
-import fnmatch, os, runpy, signal, sys
-
-pattern, number, *rest = sys.argv[1:]
-left, rename = int(number), os.replace
-
-def replace(source, place):
-    global left
-    rename(source, place)
-    left -= fnmatch.fnmatch(str(place), pattern)
-    if not left:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-os.replace, sys.argv = replace, ["kvcal", *rest]
-runpy.run_module("kvcal.cli", run_name="__main__")
-"""
+def _environment() -> dict[str, str]:
+    """For as many threads as this process has: sums then have the same last bits."""
+    path = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "artifacts"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
 def killed_at(pattern: str, *arguments: object, folder: Path, number: int = 1) -> None:
     """A command in a process of its own, ended by SIGKILL as soon as that many files of such paths are whole.
 
-    It does that to itself: who watches from outside sees a file too late on a busy machine.
+    It does that to itself: who watches from outside sees a file too late on a busy machine. The process is a fork of
+    this one, with its settings: a fresh one imports for 5 s. CUDA works in no fork.
     """
-    done = finished(_process("-c", _ENDS_ITSELF, pattern, number, *arguments, folder=folder))
-    assert done.code == -signal.SIGKILL, done
+    words = [str(a) for a in arguments]
+    with tempfile.TemporaryFile() as said:
+        if torch.cuda.is_available():
+            given = f"{pattern!r}, {number}, {words!r}, {str(folder)!r}, 1"
+            script = f"from tests.support import models_fixture; models_fixture._run_until({given})"
+            command = [sys.executable, "-c", script]
+            code = subprocess.run(command, stdout=said, stderr=said, env=_environment(), check=False).returncode
+        else:
+            child = os.fork()
+            if not child:
+                _run_until(pattern, number, words, str(folder), said.fileno())
+            code = _ended(child)
+        said.seek(0)
+        assert code == -signal.SIGKILL, said.read().decode()
+
+
+def _ended(child: int) -> int:
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except BaseException:  # as where the test took too long
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+
+
+def _run_until(pattern: str, number: int, arguments: list[str], folder: str, said: int) -> NoReturn:
+    """The command in this process, which ends with it in whichever way; said: the file of its output."""
+    left, rename = number, os.replace
+
+    def replace(source: Any, place: Any) -> None:
+        nonlocal left
+        rename(source, place)
+        left -= fnmatch.fnmatch(str(place), pattern)
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    code = 99
+    try:
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        sys.stdout, sys.stderr = (os.fdopen(file, "w") for file in (1, 2))
+        os.chdir(folder)
+        pytest.MonkeyPatch().setattr(os, "replace", replace)
+        sys.argv = ["kvcal", *arguments]
+        main()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # not into pytest
 
 
 def finished(process: subprocess.Popen[str]) -> Done:

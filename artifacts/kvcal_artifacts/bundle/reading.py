@@ -12,6 +12,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from ..errors import CorruptBundle, KVCalError
+from ..files import no_bundle_at
 from .bundle import Bundle
 from .canonical import dtype_name, tensor_bytes
 from .content import described
@@ -30,7 +31,7 @@ def load_bundle(path: str | os.PathLike[str], *, whole: bool = True) -> Bundle:
     """
     path = Path(path)
     if not path.is_file():
-        raise CorruptBundle(f"{path}: {'a folder, not a bundle' if path.is_dir() else 'no such bundle'} file")
+        raise CorruptBundle(f"{path}: {no_bundle_at(path)}")
     bundle = parse(path, whole_file(path), whole=whole)
     bundle.path = path
     return bundle

@@ -84,6 +84,7 @@ from kvcal_kernels import quantise as quantise_kernels
 from kvcal_kernels.quantise import Layer, reference
 from kvcal_kernels.residual_vq import append as vq_append
 from tests.artifacts.paths.test_fused import Card
+from tests.support import quick_clock
 from tests.support.architectures import TINY
 from tests.support.interpreted import interpreted, needs_triton
 from tests.support.models_fixture import Done, kvcal
@@ -101,9 +102,7 @@ STABLE = [
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ceilings from small buffers, and nothing kept from one test to the next."""
-    monkeypatch.setitem(timing.COPY_BYTES, "cpu", 1 << 20)
-    monkeypatch.setitem(timing.MATMUL_SIZE, "cpu", 512)
-    monkeypatch.setattr(timing, "last_cache", lambda device: 1 << 16)
+    quick_clock.quicken(monkeypatch)
     yield
     layer.fill.cache_clear()
 
@@ -246,7 +245,7 @@ def test_projections_say_of_which_shape_instructions_were_counted(
     note = f"instructions counted at {' and '.join(said)}" if said else None
     assert row.microseconds is not None and row.more.get("note") == note
     assert full.more.get("note") == (None if dim == 128 else f"instructions counted at {AT_128}")
-    [table] = report.tables({"rows": [full.as_dict(), row.as_dict()]})
+    [table] = report.tables({"rows": [full.as_dict(), row.as_dict()]}, wide=True)
     assert (note or "limit: ") in table.rows[1][-1]
 
 
@@ -1781,7 +1780,7 @@ def test_memory_is_asked_for_before_anything_is_measured(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["cpu", "jetson-agx-orin"])
 def test_table_4_is_shown_on_every_device_as_projected(name: str, projected: Done) -> None:
-    done = kvcal("bench", "--device", name, "-o", "innerq-table-4")
+    done = kvcal("bench", "--device", name, "-o", "innerq-table-4", "--wide")
     assert done.code == 0, done.err
     assert done.out.splitlines()[1:20] == projected.out.splitlines()[1:20] and "4638 | 4638" in done.out
     assert "projected: " in done.err

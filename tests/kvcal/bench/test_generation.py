@@ -377,7 +377,7 @@ def test_a_mistake_is_no_longest_generation(monkeypatch: pytest.MonkeyPatch) -> 
     every = [replace(plain("full"), path=path) for path in ("a", "b")]
     found = generation.longest_rows("m", model(), every, 1, 40, "x")
     assert [(row.refused, row.more["longest_length"]) for row in found] == [("ValueError: a mistake", 0), (None, 1792)]
-    assert "a mistake" in str(bench_report._longest([row.as_dict() for row in found]).rows[0])
+    assert "a mistake" in str(bench_report._longest([row.as_dict() for row in found], wide=False).rows[0])
 
 
 def test_another_attention_is_put_back() -> None:

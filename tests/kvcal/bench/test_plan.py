@@ -13,6 +13,7 @@ import runpy
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -492,7 +493,7 @@ def test_the_script_measures_row_by_row_and_goes_on(
     monkeypatch.syspath_prepend(str(RECORDED))
     script = importlib.import_module("plan")
     words = ["--device", "cpu", "--dtype", "float32", "--model", "tiny", "--out", str(tmp_path), "--lengths", "256,512"]
-    script.main([*words, "--schemes", "kivi-4,higgs-2", "--seconds", "1000"])
+    assert script.main([*words, "--schemes", "kivi-4,higgs-2", "--seconds", "1000"]) == 0
     saved = json.loads((tmp_path / "plan.json").read_text())
     rows = saved["rows"]
     jobs = [(row["what"], row["scheme"], row["length"]) for row in rows]
@@ -503,9 +504,13 @@ def test_the_script_measures_row_by_row_and_goes_on(
     saved["rows"] = [*rows[:4], {**rows[4], "refused": "a mistake"}]
     (tmp_path / "plan.json").write_text(json.dumps(saved))
     capsys.readouterr()
-    script.main([*words, "--schemes", "kivi-4,higgs-2", "--seconds", "-1"])
+    assert script.main([*words, "--schemes", "kivi-4,higgs-2", "--seconds", "-1"]) == 1
     assert json.loads((tmp_path / "plan.json").read_text())["rows"] == saved["rows"]  # nothing began
     assert capsys.readouterr().out.count("not measured, -1 s are over") == 5
+    monkeypatch.setitem(script.MEASURES, "decode", lambda run, job: time.sleep(60))
+    monkeypatch.setattr(script, "cleared", lambda run: None)
+    late = script.measure(None, script.Job("decode", "kivi-4", 256), 0)
+    assert late["refused"] == "TimeoutError: not done 35 s behind --seconds"
 
 
 def test_the_script_compares_with_limits() -> None:
@@ -513,7 +518,9 @@ def test_the_script_compares_with_limits() -> None:
     ratios = [{"device_bytes": 0.96, "tokens_per_second": 1.2}, {"device_bytes": 1.02, "tokens_per_second": 0.9}]
     rows = [{"what": "decode", "planned_to_measured": ratio} for ratio in ratios]
     said = "device_bytes within 5%: 2 of 2, worst 4.0%; tokens_per_second within 15%: 1 of 2, worst 20.0%"
-    assert script["verdict"]([*rows, {"what": "prefill", "planned_to_measured": {"device_bytes": 9.0}}]) == said
+    assert script["verdict"](rows) == said
+    more = "; prefill's device_bytes, without a limit: +800.0% to +800.0%"
+    assert script["verdict"]([*rows, {"what": "prefill", "planned_to_measured": {"device_bytes": 9.0}}]) == said + more
 
 
 # The plan.

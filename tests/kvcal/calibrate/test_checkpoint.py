@@ -20,6 +20,7 @@ from kvcal.calibrate.checkpoint import CommandCheckpoint, partial_folder
 from kvcal.commands import bench
 from kvcal.evaluate.perplexity import _Sums
 from kvcal_artifacts.errors import KVCalError
+from tests.support import quick_clock
 from tests.support.models_fixture import ROOT_COMMAND, SUFFIX, Done, denied, killed_at, kvcal, write_model, write_text
 
 WINDOWS = 6  # one at a time
@@ -55,7 +56,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own; processes that it starts have it too."""
+    """A cache folder of the test's own, and quick clocks; processes that it starts have them too."""
+    quick_clock.quicken(monkeypatch)
     monkeypatch.setenv("KVCAL_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 

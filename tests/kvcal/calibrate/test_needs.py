@@ -45,8 +45,8 @@ def unpredicted(**codecs: Any) -> AquaKV:
         (unpredicted(values="transform-2"), 16, "codec transform-2: {n} tokens for 16 channels"),
         (unpredicted(first_layer="higgs-4-wide-balanced"), 16, "codec higgs-4-wide-balanced: {n} tokens"),
         (InnerQ(), 16, "a factor for each key channel: {n} tokens for 16 channels a head, advised are 64"),
-        (Squat(rank=5), 5 / GROUP, "subspaces of queries: {3n} queries a head for 5 directions, advised are 20"),
-        (Squat(search_ranks=(2, 0)), 16 / GROUP, "{3n} queries a head for 16 directions"),
+        (Squat(rank=5), 16 / GROUP, "subspaces of queries: {3n} queries a head for 16 channels a head, advised are 64"),
+        (Squat(search_ranks=(2, 0)), 16 / GROUP, "{3n} queries a head for 16 channels a head"),
     ],
 )  # fmt: skip
 def test_what_is_fitted_on_too_little_says_so(method: Any, least: float, said: str) -> None:
@@ -101,6 +101,15 @@ def test_worse_than_no_prediction() -> None:
     assert "predicted keys: held-out explained variance is below 0 in layers 1, 3 (lowest -3.7)" in line
     assert "in layer 2 (" in str(worse_than_none("x", [None, 0.1, -1.0]))
     assert ", ... (lowest" in str(worse_than_none("x", [-1.0] * 40))
+
+
+def test_probes_worse_than_no_prediction_are_one_line() -> None:
+    assert needs.probes_worse_than_none({"a": [0.1, None], "b": [None]}) is None
+    assert "warning: probe b: held-out" in str(needs.probes_worse_than_none({"a": [0.1], "b": [0.2, -1.0]}))
+    line = str(needs.probes_worse_than_none({"a": [-0.5, 0.1], "b": [0.2, -2.0], "c": [0.9, 0.9]}))
+    assert (
+        "warning: 2 of 3 probes, most of all b: held-out explained variance is below 0 in layer 1 (lowest -2)" in line
+    )
 
 
 def test_the_advice_is_where_least_squares_settles() -> None:

@@ -53,13 +53,13 @@ NOT_HERE = {"generate": "prints the text of a model, whatever it is"}
 FULL = {
     "name": "full", "perplexity": 62.75519, "kl": 0.0, "kl_se": 0.0, "kl_median": 0.0, "kl_p99": 0.0, "kl_max": 0.0,
     "bits_per_value": 16.0, "paper_bits": 16.0, "cache_bytes": 23_592_960, "window_bytes": 0, "same_top": 1.0,
-    "smaller": 1.0, "positions": [],
+    "smaller": 1.0, "positions": [], "bytes_at_16_bit": 23_592_960,
 }  # fmt: skip
 PAIRED = {"score": 0.51, "full": 0.525, "difference": -0.015, "low": -0.04, "high": 0.011, "mcnemar": 0.4, "n": 1319}
 ROW = FULL | {
     "name": LONG, "perplexity": 64.07013, "kl": 0.0077723, "kl_se": 0.0003412, "kl_median": 0.00293, "kl_p99": 0.0811321,
     "kl_max": 0.4948312, "bits_per_value": 2.375, "same_top": 0.9598712, "smaller": 6.7234567, "logit_error": 0.12345,
-    "cache_bytes": 4_123_456, "output_error": None, "bytes_at_16_bit": 23_592_960, "bytes_at_length": 4_123_456, "front": True,
+    "cache_bytes": 4_123_456, "output_error": None, "bytes_at_length": 4_123_456, "front": True,
     "positions": [{"first": at, "last": at + 127, "kl": 0.00123 + at / 1e7} for at in range(0, 2048, 128)],
     "tasks": {"gsm8k_cot_zeroshot": PAIRED},
 }  # fmt: skip
@@ -227,11 +227,23 @@ def test_wide_has_all_columns_and_digits(folder: Path, monkeypatch: pytest.Monke
         assert head in out["eval"] and head in out["compare"]
     for head in ("paper's bits/value", "logit error", "output error", "±"):
         assert head in out["compare"]
-    assert "0.0077723" in out["eval"] and "4,123,456 B" in out["eval"] and HASH in out["pull"]
+    assert "0.0077723" in out["eval"] and "3,509,052 B" in out["eval"] and HASH in out["pull"]
     assert "hub id" in out_of("models --wide") and "hidden" in out_of("models --wide")
     assert "how" in out_of("bench --device jetson-orin-nano --length 512 --wide").splitlines()[2].split()
     assert "longest, prompt whole" in out_of("plan --model llama-3.1-8b --gpu rtx-4090 --wide")
     assert "…" not in out_of(f"diff {made(folder, 'higgs-2')} {made(folder, 'kivi-2')} --wide", 7)
+
+
+def test_guard_and_canary_say_how_long_they_took(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a log; in a terminal their bars stay."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("kvcal.report.progress.LEAST_SECONDS_TOLD", 0.0)
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    guarded = kvcal("preset", "kivi-2", "--model", "model", "--output", f"guarded{SUFFIX}")
+    assert "\nOutlier guard, passes: 1/1 after " in f"\n{guarded.err}"
+    text = shlex.split("--model model --text words.txt --windows 1 --length 164")
+    measured = kvcal("eval", *text, "--preset", "kivi-2", "--json")
+    assert "\nCanary: 1/1 after " in f"\n{measured.err}" and measured.out.startswith("{")
 
 
 def made(folder: Path, preset: str) -> str:

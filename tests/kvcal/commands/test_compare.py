@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,17 @@ def test_an_interrupted_comparison_goes_on(base: Path, tmp_path: Path, monkeypat
     assert [row["name"] for row in json.loads(output.read_text())["rows"]] == ["fp8"]
 
 
+def test_sizes_of_the_tables_are_those_that_they_are_divided_into(base: Path) -> None:
+    """The model runs in float32; full precision and exact tokens are counted at 16 bits, in every column."""
+    for name in ("compare", "eval"):
+        lines = kvcal(name, *named(base), "--preset", "kivi-4", "--wide").out.splitlines()
+        start = next(at for at, line in enumerate(lines) if line.startswith("───"))
+        assert lines[start - 1].split()[-4:] == ["size", "×", "smaller", "perplexity"]
+        full, row = (re.split(r" {2,}", line.strip())[-3:] for line in lines[start + 1 : start + 3])
+        sizes = [int(cells[0].removesuffix(" B").replace(",", "")) for cells in (full, row)]
+        assert float(full[1]) == 1 and sizes[0] / sizes[1] == pytest.approx(float(row[1]), rel=0.001) != 1
+
+
 def test_errors_bytes_csv_and_plot(base: Path, tmp_path: Path) -> None:
     files = {"--csv": tmp_path / "rows.csv", "--plot": tmp_path / "front.png"}
     presets = ["--preset", "kivi-2", "--preset", "kivi-4", "--preset", "fp8"]
@@ -120,6 +132,7 @@ def test_errors_bytes_csv_and_plot(base: Path, tmp_path: Path) -> None:
     for row in rows.values():
         here = row["cache_bytes"] + row["window_bytes"] + row["resident_bytes"]
         assert row["bytes_at_length"] == round(here + (1000 - LENGTH) * values * row["bits_per_value"] / 8)
+        assert row["bytes_at_length"] - row["bytes_at_length_16_bit"] == row["window_bytes"] // 2  # float32 ran
     with files["--csv"].open() as file:
         read = list(csv.DictReader(file))
     assert [row["name"] for row in read] == [row["name"] for row in found["rows"]]

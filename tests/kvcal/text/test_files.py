@@ -33,8 +33,8 @@ from kvcal.text.rows import WITHOUT, Picker
 from kvcal.text.token_stream import chat_renderer
 from kvcal.text.token_windows import evaluation_windows, token_windows
 from kvcal_artifacts.errors import TextError
-from tests.kvcal.text.test_sources import PLAIN, WITH_BOS, byte_tokenizer, numbered, write
 from tests.support.models_fixture import SMALL, kvcal, write_model, write_text
+from tests.support.texts import PLAIN, WITH_BOS, byte_tokenizer, numbered, write
 
 ROWS = [{"text": f'It is é number {i},\n"so" it is\tsaid.\n', "n": i} for i in range(5)]
 TEXTS = [str(row["text"]) for row in ROWS]
@@ -492,10 +492,11 @@ def test_a_folder_says_what_it_leaves_out(tmp_path: Path) -> None:
     write(folder / "a.txt", numbered(20))
     for name in ("b.json", "c.csv", "sub/d.jsonl.gz", "e.pdf", ".hidden"):
         write(folder / name, "[]")
+    (folder / "f.txt").symlink_to("nowhere.txt")
     told: list[str] = []
     made = token_windows(PLAIN, str(folder), windows=1, length=8, say=told.append)
     assert told == [
-        "note: folder:texts: 4 files left out (b.json, c.csv, e.pdf, ...), 1 read (a.txt); a text that is left out can "
+        "note: folder:texts: 5 files left out (b.json, c.csv, e.pdf, ...), 1 read (a.txt); a text that is left out can "
         "be "
         "given by its name, or in a folder of its own"
     ]
@@ -506,7 +507,7 @@ def test_a_folder_says_what_it_leaves_out(tmp_path: Path) -> None:
     write(folder / "sub" / "d.jsonl.gz", gzip.compress(b'{"text": "third"}', mtime=0))
     made_of_rows = evaluation_windows(PLAIN, str(folder), windows=1, length=20, say=told.append)
     assert PLAIN.decode(made_of_rows.ids[0]) == "first\n\nsecond\n\nthird"[:20]
-    assert "1 file left out (e.pdf), 3 read" in told[-1]
+    assert "2 files left out (e.pdf, f.txt), 3 read" in told[-1]
 
 
 def test_a_folder_reads_every_kind_that_a_file_may_be(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The online softmax of a warp: maxima that rise (`raised`), and probabilities as second operands. The exponentials
-themselves are in `kernel._step`, of exact tokens in `exact`, their sums over programs in `merge`.
+themselves are in `kernel._step`, of integer keys and values in `int8/step`, of exact tokens in `exact`; their sums over
+programs in `merge`.
 """
 
 from __future__ import annotations
