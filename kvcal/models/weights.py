@@ -255,8 +255,7 @@ def place_buffers(module: nn.Module, device: torch.device, model: nn.Module) -> 
     for child in module.modules():
         waiting = {name: one for name, one in child._buffers.items() if one is not None and one.is_meta}
         waiting = {name: one for name, one in waiting.items() if name in child._non_persistent_buffers_set}
-        start = getattr(model, "_init_weights", None)
-        if not waiting or start is None:
+        if not waiting or (start := getattr(_class_of(child, model), "_init_weights", None)) is None:
             continue
         for name, one in waiting.items():
             child._buffers[name] = torch.full_like(one, UNSET if one.is_floating_point() else 0, device=device)
@@ -265,6 +264,14 @@ def place_buffers(module: nn.Module, device: torch.device, model: nn.Module) -> 
         for name, one in waiting.items():
             if one.is_floating_point() and bool(child._buffers[name].isnan().any()):  # type: ignore[union-attr]
                 child._buffers[name] = one
+
+
+def _class_of(child: nn.Module, model: nn.Module) -> nn.Module:
+    """The innermost of Transformers' models around a module: that of the text tower knows what that of both does not."""
+    around = [
+        one for one in model.modules() if hasattr(one, "_init_weights") and any(m is child for m in one.modules())
+    ]
+    return around[-1] if around else model
 
 
 UNSET = float("nan")

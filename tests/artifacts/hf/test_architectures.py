@@ -157,6 +157,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
         ),
         "its GraniteMoeHybridModel has no `rotary_emb`",
     ),
+    "llama4_text": (
+        lambda: transformers.Llama4TextConfig(
+            **SMALLEST | {"num_hidden_layers": 4}, num_key_value_heads=2, head_dim=16, num_local_experts=2,
+            intermediate_size=64, intermediate_size_mlp=64,
+        ),
+        "layer 3: its rotary module does not give cos and sin",
+    ),
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PaliGemmaConfig
 
 from kvcal.models.files import weights_revision
 from kvcal.models.layerwise import LayerwiseWeights, open_layerwise
@@ -147,3 +147,18 @@ def test_missing_shard(tmp_path: Path) -> None:
         shard.unlink()
     with pytest.raises(ModelUnavailable, match="is missing"):
         open_layerwise(source, dtype="float32", device="cpu")
+
+
+def test_buffers_of_a_text_tower_are_made_by_its_own_class(tmp_path: Path) -> None:
+    """PaliGemma's class does not know how Gemma scales its embedding."""
+    text = {"model_type": "gemma", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
+    counts = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    eyes = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = PaliGemmaConfig(
+        text_config=text | counts,
+        vision_config=eyes | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+        projection_dim=64,
+    )
+    model = AutoModelForImageTextToText.from_config(config)
+    outer = open_layerwise(resolve(save(model, tmp_path)), dtype="float32", device="cpu").load_outer()
+    assert float(outer.embed_tokens.get_buffer("embed_scale")) == 8.0
