@@ -255,9 +255,15 @@ def _kls(
 def _log_probabilities(capture: Capture, ids: Tensor, x: Tensor) -> Tensor:
     """Log probabilities (N, Q, vocabulary) float32 of the last layer's output x (N, Q, hidden). The model's own
     forward, whose layers give x whatever they are given, applies its norm, head and what lies between.
+
+    The text tower of a model for pictures is given embeddings, of which nothing is used: it would move those of ids to
+    where the other tower is, which may not be loaded.
     """
+    model = capture.source.model
+    alone = capture.decoder.config is getattr(model, "config", None)
+    inputs = {"input_ids": ids} if alone else {"inputs_embeds": x}
     with _layers_give(capture.decoder, x):
-        logits: Tensor = capture.source.model(input_ids=ids, use_cache=False).logits
+        logits: Tensor = model(**inputs, use_cache=False).logits
     return functional.log_softmax(logits.float(), -1)
 
 

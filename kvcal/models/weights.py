@@ -262,7 +262,8 @@ def place_buffers(module: nn.Module, device: torch.device, model: nn.Module) -> 
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             start(child)
         for name, one in waiting.items():
-            if one.is_floating_point() and bool(child._buffers[name].isnan().any()):  # type: ignore[union-attr]
+            buffer = child._buffers[name]
+            if one.is_floating_point() and buffer is not None and bool(buffer.isnan().any()):
                 child._buffers[name] = one
 
 

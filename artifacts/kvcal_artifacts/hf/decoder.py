@@ -26,7 +26,9 @@ def find_decoder(model: nn.Module) -> nn.Module:
     """The module that should be the decoder of a model: `why_no_decoder` says whether it is."""
     decoder: nn.Module = attribute(model, "get_decoder")() if hasattr(model, "get_decoder") else model
     inner = getattr(decoder, "model", None)  # some causal LMs name themselves, as Llama-4 and Mllama
-    return inner if not hasattr(decoder, "layers") and hasattr(inner, "layers") else decoder
+    if isinstance(inner, nn.Module) and not hasattr(decoder, "layers") and hasattr(inner, "layers"):
+        return inner
+    return decoder
 
 
 def model_type_of(model: nn.Module) -> str:

@@ -419,6 +419,23 @@ def test_text_towers(kind: str, frame: str, tmp_path: Path) -> None:
 # Mixtures of experts, and names that Transformers changes on load.
 
 
+def test_a_text_tower_is_forecast_without_the_other(tmp_path: Path) -> None:
+    """Idefics-3 moves embeddings of ids to where the pictures' tower is, which no command loads."""
+    text = {
+        "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    eyes = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
+    config = transformers.Idefics3Config(text_config=text, vision_config=eyes, scale_factor=1, image_token_id=5)
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    done = kvcal("preset", "kivi-2", "--model", tmp_path / "model", "--output", tmp_path / "x.kvcal.safetensors")
+    assert done.code == 0 and "KVCAL_DEBUG" not in done.err, done.err
+
+
 def assert_layerwise(folder: Path, model: Any) -> None:
     """Whole and layer by layer, every parameter of the language model is the saved one."""
     source = resolve(str(folder))
