@@ -268,7 +268,7 @@ def place_buffers(module: nn.Module, device: torch.device, model: nn.Module) -> 
 
 
 def _class_of(child: nn.Module, model: nn.Module) -> nn.Module:
-    """The innermost of Transformers' models around a module: that of the text tower knows what that of both does not."""
+    """The innermost of Transformers' models around a module: a text tower's class knows what that of both does not."""
     around = [
         one for one in model.modules() if hasattr(one, "_init_weights") and any(m is child for m in one.modules())
     ]
