@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvcal.cli.evaluate import FULL
-from kvcal.cli.output import note, print_json, print_next, print_open, print_rows, wrapped
+from kvcal.cli.output import Result, note, print_json, print_next, print_open, print_rows, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import CompareOptions
 
@@ -40,7 +38,7 @@ COLUMNS = (
 ONLY_WIDE = ("paper_bits", "kl_se", "kl_median", "kl_p99", "kl_max", "logit_error", "output_error")
 
 
-def print_compared(result: dict[str, Any], wide: bool = False) -> None:
+def print_compared(result: Result, wide: bool = False) -> None:
     """Rows of a comparison as a table, full precision first, and the best of them."""
     full = _full(result)
     rows = [
@@ -55,7 +53,7 @@ def print_compared(result: dict[str, Any], wide: bool = False) -> None:
             wrapped(f"within the spread over windows of it: {', '.join(result['ties'])}", wide=wide)
 
 
-def _sizes(row: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
+def _sizes(row: Result, full: Result) -> Result:
     """Size and ratio with exact tokens at 16 bits a number, as full precision's; a result file of before has no such
     size.
     """
@@ -63,7 +61,7 @@ def _sizes(row: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
     return {"bytes_at_length": size, "smaller": full["bytes_at_length"] / size if size else row["smaller"]}
 
 
-def _full(result: dict[str, Any]) -> dict[str, Any]:
+def _full(result: Result) -> Result:
     """The row of full precision, whose cache is counted at 16 bits per value."""
     first = result["rows"][0]
     return {

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvcal.cli.evaluate import FULL
-from kvcal.cli.output import line, note, print_json, print_rows, prose, wrapped
+from kvcal.cli.output import Result, line, note, print_json, print_rows, prose, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import DemoOptions
 from kvcal.report.quantities import size
@@ -16,7 +14,7 @@ def demo(o: DemoOptions, typed: Typed) -> None:
     """The whole way in a minute: calibrate the embedded model, write a bundle, load it elsewhere, generate, compare."""
     from kvcal.commands.demo import run_demo
 
-    result: dict[str, Any] = run_demo(o.output, note)
+    result: Result = run_demo(o.output, note)
     if o.json:
         print_json(result)
         return
@@ -38,7 +36,7 @@ def demo(o: DemoOptions, typed: Typed) -> None:
     line(f"next: {result['next']}")
 
 
-def _row(row: dict[str, Any], full: int) -> dict[str, Any]:
+def _row(row: Result, full: int) -> Result:
     name, bits = (FULL, 16.0) if row["name"] == "full" else (row["name"], row["bits_per_value"])
     same = f"{row['same']}/{row['of']}"
     return row | {"cache": name, "bits_per_value": bits, "smaller": full / row["nbytes"], "same": same}

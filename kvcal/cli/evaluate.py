@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from kvcal.cli.output import line, note, print_json, print_open, print_rows, print_table, prose
+from kvcal.cli.output import Result, line, note, print_json, print_open, print_rows, print_table, prose
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import GenerateOptions
 from kvcal.pipeline.options import EvalOptions
@@ -66,7 +66,7 @@ ONLY_WIDE = ("kl_median", "kl_p99", "kl_max")
 FULL = "fp16"  # what full precision, `full` in --json, is called in tables: its cache is counted at 16 bits per value
 
 
-def print_evaluation(rows: list[dict[str, Any]], wide: bool = False) -> None:
+def print_evaluation(rows: list[Result], wide: bool = False) -> None:
     """Rows of an evaluation as a table; sizes are of one window's end, exact tokens at 16 bits a number."""
     shown = [row | {"name": _name(row), "bytes": round(row["bytes_at_16_bit"] / row["smaller"])} for row in rows]
     print_rows(COLUMNS, shown, only_wide=ONLY_WIDE, wide=wide)
@@ -81,7 +81,7 @@ def print_evaluation(rows: list[dict[str, Any]], wide: bool = False) -> None:
         )
 
 
-def _name(row: dict[str, Any]) -> str:
+def _name(row: Result) -> str:
     return FULL if row["name"] == "full" else str(row["name"])
 
 
@@ -89,7 +89,7 @@ def kl(value: float, wide: bool) -> str | None:
     return written("kl", value, whole=wide)
 
 
-def print_tasks(rows: list[dict[str, Any]], wide: bool = False) -> None:
+def print_tasks(rows: list[Result], wide: bool = False) -> None:
     """A line a task and row: scores, their difference with its interval, McNemar's p-value; nothing without tasks."""
     lines = [(row["name"], name, paired) for row in rows for name, paired in row.get("tasks", {}).items()]
     if lines:
@@ -98,7 +98,7 @@ def print_tasks(rows: list[dict[str, Any]], wide: bool = False) -> None:
         print_table(columns, [[name, row, *_task_cells(paired)] for row, name, paired in lines], keys=2, wide=wide)
 
 
-def _task_cells(paired: dict[str, Any]) -> list[str]:
+def _task_cells(paired: Result) -> list[str]:
     p_value = paired["mcnemar"]
     figures = [f"{paired[name]:.4f}" for name in ("score", "full", "difference", "low", "high")]
     return [*figures, "-" if p_value is None else f"{p_value:.3f}", f"{paired['n']:,}"]

@@ -23,6 +23,8 @@ from typing import Any, Literal
 from kvcal.cli.failure import NO_STDOUT
 from kvcal_artifacts.shown import COMMANDS, message, shown
 
+Result = dict[str, Any]  # what a command returns, or a row of it, as --json prints it
+
 ANY_WIDTH = 10_000  # of --wide: whole cells can be read, copied and cut
 USUAL_WIDTH, LEAST_WIDTH = 80, 40
 GAP = 2  # between columns
@@ -45,7 +47,7 @@ def on_stdout() -> Iterator[None]:
         raise KVCalError(NO_STDOUT.format(error.strerror)) from error
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """One JSON document. A number that JSON does not have (NaN, infinity) is null. All control characters are escaped,
     as JSON can, so that the value read from it is the same. Raises KVCalError, as `on_stdout`.
     """
@@ -116,7 +118,7 @@ def prose(text: str) -> None:
 
 def print_table(
     columns: Sequence[str],
-    rows: Iterable[Sequence[Any]],
+    rows: Iterable[Sequence[object]],
     *,
     title: str | None = None,
     keys: int = 1,
@@ -145,7 +147,7 @@ def print_table(
 
 def print_rows(
     columns: Sequence[str],
-    rows: Iterable[Mapping[str, Any]],
+    rows: Iterable[Mapping[str, object]],
     *,
     only_wide: Collection[str] = (),
     names: Mapping[str, str] | None = None,
@@ -171,7 +173,7 @@ def print_rows(
     print_table(heads, cells, title=title, keys=keys, wide=wide)
 
 
-def print_facts(facts: Mapping[str, Any], *, wide: bool = False) -> None:
+def print_facts(facts: Mapping[str, object], *, wide: bool = False) -> None:
     """A line a fact by key of --json, with its name and form. DETAILS, and those without a value, are there with --wide
     alone.
 
@@ -270,7 +272,7 @@ def note(text: str) -> None:
     print(message(text), file=sys.stderr)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         return _plain({field.metadata.get("key", field.name): getattr(value, field.name) for field in fields})

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from typing import Any
 
-from kvcal.cli.output import command_line, line, note, on_stdout, print_json, print_rows, wrapped
+from kvcal.cli.output import Result, command_line, line, note, on_stdout, print_json, print_rows, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import RecommendOptions
 from kvcal.report.quantities import duration, significant
@@ -37,12 +36,12 @@ def recommend(o: RecommendOptions, typed: Typed) -> None:
         line(f"next: {result['next']}")
 
 
-def _chosen(result: dict[str, Any]) -> dict[str, Any]:
-    row: dict[str, Any] = next(row for row in result["rows"] if row["scheme"] == result["chosen"])
+def _chosen(result: Result) -> Result:
+    row: Result = next(row for row in result["rows"] if row["scheme"] == result["chosen"])
     return row
 
 
-def _rows(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _rows(result: Result) -> Iterator[Result]:
     """Full precision, and the ladder with the first two marked."""
     yield {"scheme": "fp16", "bits_per_value": 16.0, "times_smaller": 1.0, "kl": 0.0}
     marks = {result["runner_up"]: "2nd ", result["chosen"]: "1st "}
@@ -50,7 +49,7 @@ def _rows(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield row | {"scheme": marks.get(row["scheme"], "") + row["scheme"]}
 
 
-def _foot(result: dict[str, Any]) -> Iterator[str]:
+def _foot(result: Result) -> Iterator[str]:
     """What was chosen and why, what it was measured on, where it is."""
     rows = {row["scheme"]: row for row in result["rows"]}
     chosen, second, naive = (rows.get(result[name]) for name in ("chosen", "runner_up", "instead_of"))
@@ -74,14 +73,14 @@ def _foot(result: dict[str, Any]) -> Iterator[str]:
     yield f"written: {result['bundle']}"
 
 
-def _outliers(rows: list[dict[str, Any]]) -> Iterator[str]:
+def _outliers(rows: list[Result]) -> Iterator[str]:
     worst = max(rows, key=lambda row: row["ratio"])
     many = sum(row["ratio"] >= 10 for row in rows)
     yield f"key outliers: {many} of {len(rows)} heads have a channel 10 times the median or more;"
     yield f"  the largest: {worst['ratio']:.0f} times, layer {worst['layer']}, head {worst['head']}"
 
 
-def _worst(rows: list[dict[str, Any]] | None) -> Iterator[str]:
+def _worst(rows: list[Result] | None) -> Iterator[str]:
     """The head whose attention outputs err most."""
     heads = [(error, row["layer"], head) for row in rows or [] for head, error in enumerate(row["output_head_errors"])]
     if heads:
