@@ -77,6 +77,14 @@ def serve(place: str) -> None:
             connection.sendall(bytes([_run(connection, main)]))
 
 
+def exit_code(ended: SystemExit) -> int:
+    """As Python exits: a message is printed and counts as a failure."""
+    if ended.code is None or isinstance(ended.code, int):
+        return ended.code or 0
+    print(ended.code, file=sys.stderr)
+    return 1
+
+
 def _run(connection: socket.socket, main: object) -> int:
     """One command in a child; its exit code."""
     size, files, _, _ = socket.recv_fds(connection, 4, 3)
@@ -104,7 +112,7 @@ def _run(connection: socket.socket, main: object) -> int:
             main()
         code = 0
     except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 0
+        code = exit_code(ended)
     except Exception:
         traceback.print_exc()
     finally:

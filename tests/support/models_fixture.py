@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 from kvcal.cli import main
 from kvcal.cli.app import app
 from tests.support.architectures import TINY, initialise
+from tests.support.fork_server import exit_code
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOT_COMMAND: Any = typer.main.get_command(app)  # once: CliRunner.invoke makes it anew for each command, in 70 ms
@@ -176,7 +177,7 @@ def _run_until(pattern: str, number: int, arguments: list[str], folder: str, sai
         main()
         code = 0
     except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
+        code = exit_code(ended)
     except BaseException:
         traceback.print_exc()
     finally:
