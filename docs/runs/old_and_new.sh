@@ -6,7 +6,8 @@
 # OLD_TREE and NEW_TREE are two checkouts. Compiled kernels are kept apart, so the first turn of each compiles.
 # docs/benchmarks/old_and_new.py OUT prints the cells. Eight minutes on an H100 without quantise, which alone takes as long:
 # each of its turns first compares every kernel with the CPU's reference, one thread a process. SCHEMES: parts of the names
-# that quantise measures.
+# that quantise measures. STEPS: seconds after which generation begins no row; GENERATION: more of its options, such as
+# "--model llama-3.2-1b --schemes inner-4,kivi-2-g128,higgs-2".
 set -o pipefail
 export OMP_NUM_THREADS=1
 SCHEMES=${SCHEMES:-"uniform 4/4,InnerQ Hybrid,KIVI 2/2 G=32,HIGGS 2,TurboQuant,SQuat,MixKVQ"}
@@ -31,7 +32,7 @@ for what in "$@"; do
             case $what in
                 attention) run "$tree" "$turn" decode_attention --passes 3 --cell-seconds 4 --seconds 100 ;;
                 quantise) run "$tree" "$turn" quantise --seconds 135 --schemes "$SCHEMES" ;;
-                steps) run "$tree" "$turn" generation --only steps --seconds ${STEPS:-60} ;;
+                steps) run "$tree" "$turn" generation --only steps --seconds ${STEPS:-60} ${GENERATION} ;;
                 eager) run "$tree" "$turn" eager --model llama-3.2-1b --schemes innerq-base,higgs-2 ;;
                 *) echo "$what: must be attention, quantise, steps or eager" >&2 && exit 2 ;;
             esac
