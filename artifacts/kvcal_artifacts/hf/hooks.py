@@ -77,6 +77,12 @@ class _Owner:
     around: set[int]
 
 
+NO_TOKEN = (
+    "the call has no new token: the cache holds as many as the prompt has; for another prompt call cache.reset() or make "
+    "a new cache, for a further turn give the whole conversation"
+)
+
+
 class _Board:
     """The hooks of one decoder, for all its caches: they tell the cache that a forward was given, and no other."""
 
@@ -149,6 +155,9 @@ class _Board:
             arguments = {**bound, **bound.get("kwargs", {})}
         if (change := owner.places.changed()) is not None:
             raise KVCalError(CHANGED.format(change))
+        tokens = arguments["inputs_embeds"] if arguments.get("input_ids") is None else arguments["input_ids"]
+        if tokens.shape[1] == 0:
+            raise KVCalError(NO_TOKEN)
         weights = weights_wanted(getattr(module, "config", None), arguments)
         listener.on_forward(_mask_of(arguments.get("attention_mask")), weights)
 
