@@ -12,7 +12,6 @@ from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
 from kvcal_artifacts.bundle.fingerprint import Fingerprint, probed_layers
 from kvcal_artifacts.errors import UsageError
 
-from .. import __version__
 from ..calibrate.checkpoint import CommandCheckpoint, short
 from ..calibrate.driver import fit_together
 from ..calibrate.job import FitJob, FitOptions
@@ -23,6 +22,7 @@ from ..methods.composition import Composition, DataFreeComposition
 from ..methods.data_free import Preset
 from ..models import names
 from ..pipeline.options import TuneBitsOptions
+from ..report.version import __version__
 from ..search.predicted_codecs import PredictedSchemes
 from ..search.sensitivity import DataFreeSchemes, check_budget, choose, sensitivities
 from .common import (
