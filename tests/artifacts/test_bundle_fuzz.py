@@ -34,7 +34,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from kvcal.methods.registry import backbone
+from kvcal.methods.registry import codec_maker
 from kvcal.methods.transform import allocate
 from kvcal_artifacts import bundle as format_of
 from kvcal_artifacts import checked, load_bundle
@@ -99,7 +99,7 @@ def predicted(kind: str, role: Any, inputs: tuple[str, ...], seed: int) -> Predi
     else:
         weights = {n: (numbers(*s, seed=seed + i) / wide**0.5).half() for i, (n, s) in enumerate(sizes[kind].items())}
         made = PREDICTORS[kind.removesuffix("-norm")](weights)
-    return Predicted(backbone("higgs-2-wide")(SMALL, role), made, inputs)
+    return Predicted(codec_maker("higgs-2-wide")(SMALL, role), made, inputs)
 
 
 def two_below(kind: str, deep: bool = False) -> tuple[LayerCodecs, ...]:
@@ -109,7 +109,7 @@ def two_below(kind: str, deep: bool = False) -> tuple[LayerCodecs, ...]:
 
 
 def named(name: str, shape: Shape = SMALL) -> LayerCodecs:
-    return LayerCodecs(backbone(name)(shape, "key"), backbone(name)(shape, "value"))
+    return LayerCodecs(codec_maker(name)(shape, "key"), codec_maker(name)(shape, "value"))
 
 
 def books(role: Any, bands: list[list[int]], scaled: bool) -> ResidualVQ:

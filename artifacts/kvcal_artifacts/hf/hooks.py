@@ -18,7 +18,7 @@ from typing import Protocol, TypeAlias
 from torch import Tensor, nn
 
 from ..errors import KVCalError
-from .attention import weights_wanted
+from .attention import asks_for_weights
 from .decoder import decoder_of, find_decoder
 from .protocols import Decoder, Mask
 from .seam import FORWARD
@@ -158,7 +158,7 @@ class _Board:
         tokens = arguments["inputs_embeds"] if arguments.get("input_ids") is None else arguments["input_ids"]
         if tokens.shape[1] == 0:
             raise KVCalError(NO_TOKEN)
-        weights = weights_wanted(getattr(module, "config", None), arguments)
+        weights = asks_for_weights(getattr(module, "config", None), arguments)
         listener.on_forward(_mask_of(arguments.get("attention_mask")), weights)
 
     def _after(self, module: nn.Module, args: Arguments, output: object) -> None:
