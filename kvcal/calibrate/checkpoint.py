@@ -107,11 +107,11 @@ def _stored(folder: Path) -> dict[str, object]:
 def _difference(before: object, now: object, name: str = "") -> str | None:
     """The first setting of two that differs, with both values, as `cpu.threads was 2, is 1`; None where none does."""
     if isinstance(before, dict) and isinstance(now, dict):
-        differing = (
+        differences = (
             _difference(before.get(key), now.get(key), f"{name}.{key}" if name else str(key))
             for key in dict.fromkeys((*now, *before))
         )
-        return next((one for one in differing if one is not None), None)
+        return next(filter(None, differences), None)
     return None if before == now else f"{name} was {before!s:.60}, is {now!s:.60}"
 
 

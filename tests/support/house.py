@@ -43,8 +43,40 @@ VAGUE = frozenset(
     )
 )
 PREPOSITIONS = frozenset(
-    "about above across after against along among around as at before behind below beside between beyond by during for "
-    "from in into of on over through to under until with within without".split()
+    (
+        "about",
+        "above",
+        "across",
+        "after",
+        "against",
+        "along",
+        "among",
+        "around",
+        "as",
+        "at",
+        "before",
+        "behind",
+        "below",
+        "beside",
+        "between",
+        "beyond",
+        "by",
+        "during",
+        "for",
+        "from",
+        "in",
+        "into",
+        "of",
+        "on",
+        "over",
+        "through",
+        "to",
+        "under",
+        "until",
+        "with",
+        "within",
+        "without",
+    )
 )
 # Terms of the field that contain one of VAGUE: held-out data, padding and the margin of a plot on the left.
 FIELD_TERMS = ("held_out", "left_padded", "margin_left")
@@ -303,7 +335,8 @@ def unreadable_docstrings(module: str, source: str) -> Iterator[str]:
         text = ast.get_docstring(node) or ""
         names = re.match(r"([\w*]+(?:, [\w*]+)*)( \([^)]*\))?:", text)
         words = re.match(r"\w+", text)
-        if words and words[0].lower() in PREPOSITIONS or names and parameters_of(node).issuperset(names[1].split(", ")):
+        starts_with_preposition = words is not None and words[0].lower() in PREPOSITIONS
+        if starts_with_preposition or (names and parameters_of(node).issuperset(names[1].split(", "))):
             yield name
 
 

@@ -193,11 +193,12 @@ def _next(one: Candidate, model: str) -> str | None:
 
 
 def recommended(planned_rows: Sequence[Row], budget: float | None) -> str | None:
-    """The scheme with the smallest cache among those within EVEN of the fastest. Compared are schemes that fit, and
-    whose KL with its spread is below `budget` (without one the lowest class's end). A scheme that held on every
-    measured model goes before one that held on this architecture's alone: outliers differ between models of one
-    architecture. Where speeds are not known, one that a kernel attends to goes before one that is decoded at each step.
-    None where none is left.
+    """The smallest cache of the schemes that fit, whose KL with its spread is below `budget` (without one the lowest
+    class's end), and that are within EVEN of the fastest of these.
+
+    A scheme that held on every measured model goes before one that held on this architecture's alone: outliers differ
+    between models of one architecture. Where speeds are not known, one that a kernel attends to goes before one that is
+    decoded at each step. None where none is left.
     """
     limit = quality.CLASSES[0] if budget is None else budget
     good = [row for row in planned_rows[1:] if row["fits"] != NO and _below(row["kl_upper"], limit)]
