@@ -118,7 +118,7 @@ def promised(codec: Codec, x: Tensor, context: Context) -> tuple[Tensor, Tensor 
         case MixKVQ():
             return _of_tiers(codec, x), None
         case ByHead():
-            return torch.cat([promised(part, x[:, heads], own)[0] for part, heads, own in codec.cut(context)], 1), None
+            return torch.cat([promised(part, x[:, heads], cut)[0] for part, heads, cut in codec.cut(context)], 1), None
         case Predicted():
             guess = codec.predict(context, codec.predictor.working()).double()
             error, again = promised(codec.inner, x - guess, context)

@@ -87,8 +87,8 @@ def group_sensitivities(
             shape = shapes[layer, role]
             alone = {name: schemes.alone(layer, role, _alone(name, group, shape.heads)) for name in codecs}
             kls = kls_alone(model, ids, alone, f"codecs-{layer}-{role}-{first}-{last}", store)
-            own = replace(shape, heads=last - first + 1)
-            options[group] = [Option(name, _bytes(name, own, role), kls[name]) for name in codecs]
+            part = replace(shape, heads=last - first + 1)
+            options[group] = [Option(name, _bytes(name, part, role), kls[name]) for name in codecs]
             advance()
     return options
 

@@ -88,22 +88,21 @@ class ByHead(Codec):
         start = 0
         for part in self.parts:
             heads = slice(start, start + part.shape.heads)
-            own = {name: x[:, heads] for name, x in context.stats.items() if name in part.stats}
-            yield part, heads, Context(context.layer, stats=own)
+            stats = {name: x[:, heads] for name, x in context.stats.items() if name in part.stats}
+            yield part, heads, Context(context.layer, stats=stats)
             start = heads.stop
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         self.shape.blocks(x)  # refuses a wrong shape
-        return _numbered([part.encode(x[:, heads], own) for part, heads, own in self.cut(context)])
+        return _numbered([part.encode(x[:, heads], cut) for part, heads, cut in self.cut(context)])
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
-        parts = _apart(packed, len(self.parts))
-        cut = zip(parts, self.cut(context), strict=True)
-        return torch.cat([part.decode(own_packed, own) for own_packed, (part, _, own) in cut], 1)
+        pairs = zip(_apart(packed, len(self.parts)), self.cut(context), strict=True)
+        return torch.cat([part.decode(stored, cut) for stored, (part, _, cut) in pairs], 1)
 
     def encode_decode(self, x: Tensor, context: Context = EMPTY) -> tuple[Packed, Tensor]:
         self.shape.blocks(x)
-        coded = [part.encode_decode(x[:, heads], own) for part, heads, own in self.cut(context)]
+        coded = [part.encode_decode(x[:, heads], cut) for part, heads, cut in self.cut(context)]
         return _numbered([packed for packed, _ in coded]), torch.cat([decoded for _, decoded in coded], 1)
 
     def config(self) -> ByHeadSettings:
@@ -118,15 +117,15 @@ class ByHead(Codec):
         parts = BY_HEAD.read(config, "by-head codec")["parts"]
         if (heads := sum(part["heads"] for part in parts)) != shape.heads:
             raise KVCalError(f"by-head codec, parts of {heads} heads in all: must be those of the layer, {shape.heads}")
-        *own, others = split(tensors, *(f"{number}." for number in range(len(parts))))
+        *below, others = split(tensors, *(f"{number}." for number in range(len(parts))))
         constants(others, {}, "by-head codec")
         for number, part in enumerate(parts):
             if part["codec"] == cls.name:  # before any is built: nothing is nested
                 raise KVCalError(f"by-head codec, part {number} of {cls.name!r}: list all parts in one by-head codec")
         return cls(
             [
-                build(replace(shape, heads=part["heads"]), role, part, below)
-                for part, below in zip(parts, own, strict=True)
+                build(replace(shape, heads=part["heads"]), role, part, constants_of)
+                for part, constants_of in zip(parts, below, strict=True)
             ]
         )
 
@@ -174,6 +173,6 @@ def _apart(packed: Packed, count: int) -> list[Packed]:
     """The packed tensors of each part by their own names."""
     parts: list[Packed] = [{} for _ in range(count)]
     for name, stored in packed.items():
-        number, _, own = name.partition(".")
-        parts[int(number)][own] = stored
+        number, _, local = name.partition(".")
+        parts[int(number)][local] = stored
     return parts
