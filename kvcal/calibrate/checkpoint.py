@@ -86,16 +86,33 @@ def stored_key(folder: Path) -> str | None:
 
     Raises KVCalError where the settings are a pipe or a device, say.
     """
+    key = _stored(folder).get("key")
+    return key if isinstance(key, str) and KEY.fullmatch(key) else None
+
+
+def _stored(folder: Path) -> dict[str, object]:
+    """What a run wrote of its settings; empty where it wrote none, or where they are damaged."""
     place = folder / SETTINGS
     try:
-        key = json.loads(read_text(place))["key"]
+        stored = json.loads(read_text(place))
     except FileNotFoundError:
-        return None
+        return {}
     except OSError as error:
         raise KVCalError(f"{place}: cannot be read ({error.strerror or error}): move it away") from error
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return key if isinstance(key, str) and KEY.fullmatch(key) else None
+    except (ValueError, RecursionError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
+
+
+def _difference(before: object, now: object, name: str = "") -> str | None:
+    """The first setting of two that differs, with both values, as `cpu.threads was 2, is 1`; None where none does."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        differences = (
+            _difference(before.get(key), now.get(key), f"{name}.{key}" if name else str(key))
+            for key in dict.fromkeys((*now, *before))
+        )
+        return next(filter(None, differences), None)
+    return None if before == now else f"{name} was {before!s:.60}, is {now!s:.60}"
 
 
 class CheckpointFolder:
@@ -105,10 +122,15 @@ class CheckpointFolder:
     """
 
     def __init__(self, folder: Path, record: object, resume: bool) -> None:
-        self.folder, self.key = folder, sha256_text(canonical(record))
+        self.folder, text = folder, canonical(record)
+        self.key = sha256_text(text)
+        self._settings = {"key": self.key, "record": json.loads(text)}
         check_ours(self.folder)
         if self.folder.exists() and (not resume or stored_key(self.folder) != self.key):
             why = "is of other settings" if resume else "is not wanted"
+            before = _stored(self.folder).get("record")
+            if resume and before is not None and (named := _difference(before, self._settings["record"])):
+                why += f" ({named})"
             print(message(f"kvcal: {self.folder} {why}; starting anew"), file=sys.stderr)
             shutil.rmtree(self.folder)
 
@@ -117,7 +139,7 @@ class CheckpointFolder:
         there can be none.
         """
         self.folder.mkdir(exist_ok=True)
-        write_atomically(self.folder / SETTINGS, json.dumps({"key": self.key}).encode())
+        write_atomically(self.folder / SETTINGS, json.dumps(self._settings).encode())
         return self.folder / name
 
     def remove(self) -> None:

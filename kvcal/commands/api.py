@@ -82,7 +82,9 @@ def _bundle_of(model: nn.Module, scheme: SchemeLike) -> Bundle | str:
     if isinstance(scheme, os.PathLike):
         return load_bundle(scheme)
     if isinstance(scheme, str):
-        if scheme not in PRESETS and (scheme.endswith(SUFFIX) or os.path.sep in scheme or Path(scheme).exists()):
+        if scheme not in PRESETS and (
+            scheme.endswith((SUFFIX, ".safetensors")) or os.path.sep in scheme or Path(scheme).exists()
+        ):
             return load_bundle(scheme)
         scheme = preset(scheme)
     return Bundle(Fingerprint.of(model), scheme if isinstance(scheme, Scheme) else scheme.scheme(model))

@@ -38,7 +38,7 @@ from ..pipeline.scheme_file import Recipe, read_recipe
 from ..report.drawn import made_on
 from ..report.outputs import check_output
 from ..report.progress import Items
-from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results, within
+from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results, token_bytes, within
 from ..text.token_windows import EvaluationWindows
 from .common import (
     Say,
@@ -67,7 +67,8 @@ from .workbench import cache_makers, check_rows, named_error, open_given, raise_
 PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
 PREDICTED = ("first_layer", "key_inputs", "value_inputs")
 FITTED = ("calibration", "fit_windows", "fit_length")
-FIGURES = 2  # which figures a row has; rows of result files that have others are measured again
+MEASURED = ("cache_bytes", "window_bytes", "resident_bytes")
+FIGURES = 3  # which figures a row has; rows of result files that have others are measured again
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     texts = _texts(o, rows, say)
     loaded = open_given(o)
     say_coverage(loaded.model, say)
-    settings = _settings(o, texts, loaded, selection)
+    settings, sized = _settings(o, texts, loaded, selection), {"at_length": o.at_length or texts.length}
     ready = {row.name: row.what for row in rows if not isinstance(row.what, AquaKV)}  # a fit says it itself
     cache_makers(loaded.model, ready, loaded.revision, selection, require)  # refuses rows before any work
     hashes = [texts.evaluation.ids_sha256, *([texts.fitting["text"].ids_sha256] if texts.fitting else [])]
@@ -205,7 +206,7 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     def makers(name: str, method: DataFree | Bundle) -> dict[str, CacheMaker]:
         return cache_makers(loaded.model, {name: method}, loaded.revision, selection, require)
 
-    failed = _measure_rows(rows, ledger, work, loaded, texts, makers, settings, o.batch, say)
+    failed = _measure_rows(rows, ledger, work, loaded, texts, makers, settings | sized, o.batch, say)
     if len(failed) == len(rows):
         raise_first(failed)
     rows = [row for row in rows if row.name not in failed]
@@ -213,8 +214,9 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     ready = {name: what for name, what in ready.items() if name in behind}
     for line in measured_warnings(o.model, ready, behind):
         say(line)
-    judged = _judged(o, rows, ledger, texts.evaluation.source, machine(loaded.model.device), resumed)
-    return settings | judged | {"failed": failed}
+    measured = [at_length(ledger.rows[row.key] | {"name": row.name}, sized["at_length"]) for row in rows]
+    judged = _judged(o, measured, texts.evaluation.source, machine(loaded.model.device), resumed)
+    return settings | sized | judged | {"failed": failed}
 
 
 def _check_files(o: CompareOptions) -> None:
@@ -272,7 +274,6 @@ def _settings(o: CompareOptions, texts: Texts, loaded: LoadedModel, selection: H
         "length": length,
         "step": o.step,
         "attention_windows": min(o.attention_windows, len(text.ids)),
-        "at_length": o.at_length or length,
         "version": __version__,
         "figures": FIGURES,
     }
@@ -316,11 +317,8 @@ def _measure_rows(
     return failed
 
 
-def _judged(
-    o: CompareOptions, rows: list[Candidate], ledger: Ledger, text: str, called: str, resumed: int
-) -> dict[str, Any]:
+def _judged(o: CompareOptions, measured: list[dict[str, Any]], text: str, called: str, resumed: int) -> dict[str, Any]:
     """All rows by bits, which are on the front, which is best; the files asked for are written."""
-    measured = [ledger.rows[row.key] | {"name": row.name} for row in rows]
     on_front = front(measured)
     chosen = best(measured, o.max_bits) if o.max_bits is not None else None
     ordered = [row | {"front": row["name"] in on_front} for row in sorted(measured, key=_order)]
@@ -366,14 +364,23 @@ def measure(
         errors = attention_errors(loaded.model, part, make, step=settings["step"], batch=batch)
         quality, item = row.as_dict(), loaded.model.dtype.itemsize
         with make() as cache:
-            size = bytes_at(cache.scheme, quality, ids.shape[1], settings["at_length"], item)
             # what the table compares with a cache of 16 bits, whatever dtype the model ran in
             halves = quality | {"window_bytes": quality["window_bytes"] * 2 // item}
-            size_16 = bytes_at(cache.scheme, halves, ids.shape[1], settings["at_length"], 2)
+            windows = cache.scheme.windows
+            sizes: dict[str, float] = {"sink": windows.sink, "recent": windows.recent, "block": windows.block}
+            sizes["window_tokens"] = ids.shape[1]
+            for kind, counted, width in (("", quality, item), ("_16_bit", halves, 2)):
+                sizes[f"window_end_bytes{kind}"] = sum(counted[name] for name in MEASURED)
+                sizes[f"token_bytes{kind}"] = token_bytes(cache.scheme, counted, width)
         by = {"logit_error": None, "output_error": None} if errors is None else errors.as_dict()
-        sizes = {"bytes_at_length": size, "bytes_at_length_16_bit": size_16}
-        figures[name] = quality | by | sizes | {"full_perplexity": full.perplexity}
+        figures[name] = at_length(quality | by | sizes, settings["at_length"]) | {"full_perplexity": full.perplexity}
     return figures
+
+
+def at_length(row: dict[str, Any], length: int) -> dict[str, Any]:
+    """The row with its bytes of one sequence of so many tokens."""
+    sizes = {"bytes_at_length": bytes_at(row, length), "bytes_at_length_16_bit": bytes_at(row, length, at_16_bit=True)}
+    return row | sizes
 
 
 def _order(row: dict[str, Any]) -> tuple[float, float]:

@@ -55,7 +55,7 @@ def run_plan(options: PlanOptions, say: Say) -> dict[str, Any]:
         "context": context,
         "batch": options.batch,
         "budget_kl": options.budget_kl,
-        "recommended": projection.recommended(rows),
+        "recommended": projection.recommended(rows, options.budget_kl),
         "assumed": _assumed(card),
         "rows": rows,
     }

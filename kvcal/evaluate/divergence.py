@@ -136,13 +136,13 @@ def standard_error(numbers: Sequence[float]) -> float:
 
 
 def apart(first: Mapping[str, object], second: Mapping[str, object]) -> bool | None:
-    """Whether the KL of two rows of the same windows differs by more than the standard error of the difference over
+    """Whether the KL of two rows of the same windows differs by more than two standard errors of the difference over
     windows. None of one window, which has no spread. Raises KVCalError where a row has no `kl_windows`.
     """
     differences = [a - b for a, b in zip(kl_windows(first), kl_windows(second), strict=True)]
     if len(differences) < 2:
         return None
-    return abs(statistics.fmean(differences)) > standard_error(differences)
+    return abs(statistics.fmean(differences)) > 2 * standard_error(differences)
 
 
 def kl_windows(row: Mapping[str, object]) -> list[float]:

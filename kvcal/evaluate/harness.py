@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.errors import KVCalError, TextUnavailable, UsageError
 
 from .calls import calls
 from .perplexity import CacheMaker
@@ -163,6 +163,11 @@ def in_one_line(names: Sequence[str]) -> Iterator[None]:
     except KVCalError:
         raise
     except Exception as error:  # task files, data sets, metrics
+        if isinstance(error, ConnectionError):  # the hub's client is offline, or the data set's address is not reached
+            raise TextUnavailable(
+                f"--task {','.join(names)}: its data are on the hub, which cannot be reached; connect, or give a "
+                "task of your own that reads local data, in --tasks-path FOLDER"
+            ) from error
         message = " ".join(str(error).split())[:300]
         raise KVCalError(f"--task {','.join(names)}: lm-eval failed: {type(error).__name__}: {message}") from error
 

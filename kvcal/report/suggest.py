@@ -35,13 +35,15 @@ def refuse_auto(name: str) -> None:
 
 def nearest(name: str, among: Collection[str], most: int = SAID) -> list[str]:
     """The nearest names, most alike first, at most so many; where none is alike, of those that begin with the same
-    word.
+    word, or that contain the name.
     """
     lowered, names = name.lower(), list(among)
     if near := difflib.get_close_matches(lowered, names, most, 0.7):
         return near
     word = _word(lowered)
-    return difflib.get_close_matches(lowered, [one for one in names if word and _word(one) == word], most, 0.0)
+    if near := difflib.get_close_matches(lowered, [one for one in names if word and _word(one) == word], most, 0.0):
+        return near
+    return [one for one in names if len(lowered) > 2 and lowered in one.lower()][:most]
 
 
 def _word(name: str) -> str:

@@ -77,6 +77,13 @@ class _Owner:
     around: set[int]
 
 
+TOKENS = ("input_ids", "inputs_embeds")  # arguments of a decoder, of which a call has one
+NO_TOKEN = (
+    "the call has no new token; for another prompt call cache.reset() or make a new cache, for a further turn give the "
+    "whole conversation"
+)
+
+
 class _Board:
     """The hooks of one decoder, for all its caches: they tell the cache that a forward was given, and no other."""
 
@@ -149,6 +156,9 @@ class _Board:
             arguments = {**bound, **bound.get("kwargs", {})}
         if (change := owner.places.changed()) is not None:
             raise KVCalError(CHANGED.format(change))
+        tokens = next((arguments[name] for name in TOKENS if arguments.get(name) is not None), None)
+        if tokens is not None and tokens.shape[1] == 0:
+            raise KVCalError(NO_TOKEN)
         weights = weights_wanted(getattr(module, "config", None), arguments)
         listener.on_forward(_mask_of(arguments.get("attention_mask")), weights)
 

@@ -650,6 +650,17 @@ def test_reset_and_used_again_is_fresh(name: str, frame: str) -> None:
     assert same(schemes.snapshot(made), schemes.snapshot(fed_cache_of([50, 31, 9], name, frame)))
 
 
+def test_another_prompt_on_a_full_cache_says_what_to_do() -> None:
+    """generate() takes what the cache holds off the prompt: of a much shorter one nothing is left."""
+    model = schemes.tiny("llama")
+    with schemes.make(model) as made:
+        model.generate(token_ids(1, 60), past_key_values=made, max_new_tokens=2, do_sample=False)
+        with pytest.raises(KVCalError, match=r"no new token; .* cache\.reset\(\)"):
+            model.generate(token_ids(1, 20), past_key_values=made, max_new_tokens=2, do_sample=False)
+        made.reset()
+        model.generate(token_ids(1, 20), past_key_values=made, max_new_tokens=2, do_sample=False)
+
+
 @pytest.mark.parametrize("way", [pickle.dumps, copy.copy], ids=["pickle", "copy"])
 def test_a_cache_is_copied_deeply_or_not_at_all(way: Callable[[Any], Any]) -> None:
     made = fed_cache()
