@@ -72,8 +72,8 @@ def divided(heads: int, count: int) -> list[tuple[int, int]]:
 def group_sensitivities(
     model: CausalLM, ids: Tensor, codecs: Sequence[str], schemes: Schemes, store: Store, count: int
 ) -> dict[HeadGroup, list[Option]]:
-    """Each codec's bytes a block and its KL on token windows ids (N, T), all else exact, for each of `count` head groups
-    of each compressed layer and side. Raises UsageError where windows are too short to pack a block, and for more
+    """Each codec's bytes a block and its KL on token windows ids (N, T), all else exact, for each of `count` groups of
+    heads of each compressed layer and side. Raises UsageError where windows are too short to pack a block, and for more
     groups than heads.
     """
     exact = schemes.exact
