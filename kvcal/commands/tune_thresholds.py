@@ -159,7 +159,7 @@ def run_tune_thresholds(o: TuneThresholdsOptions, say: Say, typed: Collection[st
         causal_lm(opened.source.model),
         text,
         output,
-        o.plot or _beside(output),
+        o.plot or _plot_path(output),
         opened.device,
         opened.record,
         opened.revision,
@@ -167,7 +167,7 @@ def run_tune_thresholds(o: TuneThresholdsOptions, say: Say, typed: Collection[st
         say,
     )
     tuned = tune(method, job, settings, _objective(o, name, method, opened, text), o.storage, o.heartbeat)
-    return _told(tuned, job, name) | {"seconds": round(time.monotonic() - started, 1)}
+    return _summary(tuned, job, name) | {"seconds": round(time.monotonic() - started, 1)}
 
 
 def with_windows(o: Searched) -> Searched:
@@ -175,12 +175,12 @@ def with_windows(o: Searched) -> Searched:
     return replace(o, windows=o.windows or WINDOWS, holdout=o.holdout or (None if o.windows else HOLDOUT))
 
 
-def _beside(output: Path) -> Path:
+def _plot_path(output: Path) -> Path:
     name = output.name.removesuffix(SUFFIX).removesuffix(".safetensors")
     return output.with_name(f"{name}.front.png")
 
 
-def _told(tuned: Tuned, job: Job, objective: str) -> dict[str, Any]:
+def _summary(tuned: Tuned, job: Job, objective: str) -> dict[str, Any]:
     result, metrics = tuned.result, tuned.result.bundle.metrics
     summary: dict[str, Any] = {
         "bundle": str(result.path),

@@ -16,7 +16,7 @@ from ..models.files import weights_revision
 from ..models.names import resolve
 from ..report.version import __version__
 from ..text import documents, hub_datasets, sources
-from .options import FROM_MODEL, HOW, NOT_GIVEN, BuiltOptions, TuneThresholdsOptions
+from .options import FROM_MODEL, HOW, NOT_IN_RECIPE, BuiltOptions, TuneThresholdsOptions
 from .shared_options import WeightsOptions
 
 IN_IDENTITY = ("text", "other_text", "recipe", "device", "tasks_path", "random_weights")  # stated by content instead
@@ -37,7 +37,7 @@ def model_identity(o: WeightsOptions) -> dict[str, object]:
 
 
 def files_sha256(files: Iterable[Path]) -> str:
-    """Over the names and hashes of files."""
+    """The SHA-256 over the names and hashes of files."""
     listed = [[path.name, file_sha256(path)] for path in files]
     return sha256_text(canonical(listed))
 
@@ -80,8 +80,8 @@ def code_identity() -> dict[str, str]:
 
 def settings_identity(o: BuiltOptions) -> dict[str, object]:
     """Every option that may decide a byte and is not stated by content elsewhere."""
-    left_out = {*FROM_MODEL, *NOT_GIVEN, *HOW, *IN_IDENTITY}
-    settings: dict[str, object] = {name: value for name, value in o.by_name().items() if name not in left_out}
+    excluded = {*FROM_MODEL, *NOT_IN_RECIPE, *HOW, *IN_IDENTITY}
+    settings: dict[str, object] = {name: value for name, value in o.by_name().items() if name not in excluded}
     if isinstance(o, TuneThresholdsOptions) and o.tasks_path is not None:
         settings["tasks"] = files_sha256(sorted(path for path in o.tasks_path.rglob("*") if path.is_file()))
     return dict(json.loads(json.dumps(settings, default=list)))

@@ -112,7 +112,7 @@ def plot_probes(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 def _probe_panels(bars: Axes, lines: Axes, role: str, rows: list[dict[str, Any]]) -> None:
     common = all(row["mean_common"] is not None for row in rows)
     values = [row["mean_common"] if common else row["mean"] or 0.0 for row in rows]
-    names = [" + ".join(_told(name) for name in row["inputs"]) for row in rows]
+    names = [" + ".join(_input_label(name) for name in row["inputs"]) for row in rows]
     bars.barh(range(len(rows)), values, color="#1f5fa8")
     for place, value in enumerate(values):
         bars.text(max(value, 0) + 0.01, place, f"{value:.2f}", va="center", fontsize=8)
@@ -133,7 +133,7 @@ def _probe_panels(bars: Axes, lines: Axes, role: str, rows: list[dict[str, Any]]
     lines.grid(alpha=0.25)
 
 
-def _told(name: str) -> str:
+def _input_label(name: str) -> str:
     """An input of a probe as the paper writes it: k1 -> K L−1, v0 -> V, k0t2 -> K T−2."""
     role, below, before = name[0].upper(), name[1], name[3:]
     return role + (f" L−{below}" if below != "0" else "") + (f" T−{before}" if before else "")

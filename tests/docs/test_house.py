@@ -226,6 +226,24 @@ def test_names_say_what_they_hold(package: str) -> None:
     assert house.vague_names(package) == {}
 
 
+def test_vague_names_are_seen_in_compounds() -> None:
+    source = "class MadeFor:\n    def f(self, held_out, own_row, OWN, shown):\n        self.left, self.theft = 1, 2"
+    names = [name for name in house.names_bound(ast.parse(source)) if house.is_vague(name)]
+    assert sorted(names) == ["MadeFor", "OWN", "left", "own_row"]
+
+
+@pytest.mark.parametrize("package", SOURCE_ROOTS)
+def test_docstrings_can_be_read_alone(package: str) -> None:
+    assert house.docstrings_in_need(package) == []
+
+
+def test_docstrings_that_need_a_context_are_seen() -> None:
+    texts = ("Of a row.", "n: how many.", "n (B, T): rows.", "None: no rows.", "Rows: n of them.", "Sort n rows.")
+    source = "\n".join(f"def f{i}(n, m):\n    '{text}'" for i, text in enumerate(texts))
+    source += "\nclass A:\n    'x, y: numbers.'\n    x: int\n    y: int"
+    assert list(house.unreadable_docstrings("m", source)) == ["m.f0", "m.f1", "m.f2", "m.f3", "m.A"]
+
+
 CASES = """
 class A:
     def f(self, a, *b, c=1, **d):

@@ -176,7 +176,7 @@ class Higgs(Codec):
 
     @property
     def _order(self) -> int:
-        """Of the Hadamard matrix that mixes the odd factor; 0 where there is none."""
+        """The order of the Hadamard matrix that mixes the odd factor; 0 where there is none."""
         return paley_order(self.rotation_width, self.rotation_factor)
 
     def _make_rotation(self) -> None:

@@ -372,7 +372,7 @@ class StaticLayer(KVCalLayer):
         """
         if self.index == steps.last:
             steps.length.add_(k.shape[2])
-            layers = [layer for layer in self.cache.own_layers if isinstance(layer, StaticLayer)]
+            layers = [layer for layer in self.cache.compressed_layers if isinstance(layer, StaticLayer)]
             ours = [one.allocation for one in layers if one.allocation is not None and one.device == self.device]
             lost = torch.cat([memory.flags for memory in ours]).any()
             wrong = lost | (steps.length > (self.cache.max_length or 0))
