@@ -40,7 +40,7 @@ from .rows import Settings
 from .schemes import Benched
 
 if TYPE_CHECKING:
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
 
 FLUSH_AT = 1  # the step, from 0, in which a filled cache packs its next block: early, so that few steps cover it
 GROWS = "its storage grows on the host"

@@ -34,7 +34,7 @@ from .decoding import CHECKED, Stepper, peak_bytes, typical, wait
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
 
 WARM_UP = 4  # tokens: a block is packed; a compiled forward is compiled, recorded and replayed
 TOKENS = 17  # 16 times

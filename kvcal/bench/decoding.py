@@ -28,7 +28,7 @@ from .layer import fill, some_rows
 from .peers import first_line
 
 if TYPE_CHECKING:
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
 
 WARM_UP = FLUSH_AT + 2  # steps nobody times: kernels are compiled, a block is packed
 CHECKED = FLUSH_AT + 3  # steps of which logits are compared

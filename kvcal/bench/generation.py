@@ -25,7 +25,7 @@ from .rows import Row
 if TYPE_CHECKING:
     from kvcal_artifacts.checked import Json
 
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
 
 LARGEST = 1 << 24  # where a search for a length or a batch ends
 TRIALS = 8  # of a largest batch, each some seconds of a GPU

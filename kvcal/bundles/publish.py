@@ -22,6 +22,7 @@ from kvcal_artifacts.files import read_bytes, refuse_dash, temporary_folder, wri
 
 from ..models import hub
 from ..models.names import HUB_ID
+from ..models.quiet import quiet
 from ..report.outputs import check_output
 from .card import Card
 
@@ -258,7 +259,7 @@ def _check(repo: str, path: Path) -> None:
 def _explained(repo: str, revision: str | None, doing: str, what: str = "its list of files") -> Iterator[None]:
     """Errors of huggingface_hub as one line; its log lines and warnings are left out."""
     try:
-        with hub.quiet(), warnings.catch_warnings():
+        with quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except KVCalError:

@@ -23,7 +23,7 @@ from ..capture.scan import default_batch
 from ..report.progress import progress
 
 if TYPE_CHECKING:
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}  # e4m3; symmetric integers
 

@@ -108,6 +108,6 @@ def _warnings(source: names.ModelSource, schemes: dict[str, Scheme], device: str
 
 def _from_config(source: names.ModelSource) -> tuple[Any, str | None, tuple[float, ...]]:
     """Nothing but config.json is read."""
-    from ..models.weights import empty_model
+    from ..models.structure import empty_model
 
     return empty_model(configuration.load_config(source), torch.float32), None, ()

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..models.loading import LoadedModel
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
     from ..text.token_windows import Windows
 
 METHOD = "tuned-kl"

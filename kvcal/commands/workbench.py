@@ -62,7 +62,7 @@ def open_for_fit(
 
 
 def _tokenizer(source: names.ModelSource, random_weights: bool) -> Any:
-    return None if random_weights and source.kind == "hub" else files.load_tokenizer(source)
+    return None if random_weights and source.kind == "hub" else files.read_tokenizer(source)
 
 
 def open_model(

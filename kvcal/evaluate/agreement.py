@@ -19,7 +19,7 @@ from .perplexity import CacheMaker, numbers_in
 if TYPE_CHECKING:
     from transformers import Cache
 
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ..report.progress import progress
 from .layers import Figure
 
 if TYPE_CHECKING:
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
 
 Update = Callable[..., tuple[Tensor, Tensor]]  # a layer's: new keys and values -> all that attention gets
 

@@ -27,7 +27,7 @@ from .layers import ROLES, Figure
 from .perplexity import CacheMaker
 
 if TYPE_CHECKING:
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
 
 Pair = tuple[Tensor, Tensor]  # keys and values (B, H, T, D)
 SAME = 1e-9  # |received - decoded|^2 over |decoded|^2: the same computation twice, and no 8-bit codec comes near

@@ -27,7 +27,7 @@ from .perplexity import CacheMaker
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedTokenizerBase
 
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
 
 AnyCache = TypeVar("AnyCache", bound="Cache")
 

@@ -17,7 +17,7 @@ from ..report.records import is_number, kind_of, mistyped
 from .layers import LayerErrors
 
 if TYPE_CHECKING:
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
 
 Rows = list[list[float] | None]  # a row a layer, a number a kv head; None: a layer that is not compressed
 

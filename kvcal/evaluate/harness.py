@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
     from transformers import PreTrainedTokenizerBase
 
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
 
 SEED = 1234  # of few-shot examples, lm-eval's own default
 Scores = dict[str, list[float]]  # by name of a task, question by question

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvcal_artifacts.cache import KVCalCache
 
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
 
 CacheMaker: TypeAlias = Callable[[], "KVCalCache"]
 TOKENS_PER_BATCH = {"cuda": 1 << 18, "cpu": 1 << 13}

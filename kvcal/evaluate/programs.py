@@ -19,7 +19,7 @@ from .perplexity import CacheMaker
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
 
 NAME, DATA_SET = "humaneval", "openai/openai_humaneval"
 STOPS = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]  # as in lm-eval's task

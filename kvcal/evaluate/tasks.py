@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..methods.mixkvq import MixKVQ
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
 
 Settings = Mapping[str, Any]  # of generation, as a task's YAML has them
 MAX_NEW_TOKENS = 256  # where a task does not say, as in lm-eval

@@ -15,13 +15,14 @@ from .catalogue import ModelEntry, paper_presets
 from .geometry import Geometry
 from .hub import one_line
 from .names import ModelSource
+from .quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from kvcal_artifacts.checked import Json
 
-    from .weights import CausalLM
+    from .structure import CausalLM
 
 
 def geometry(source: ModelSource, *, download: bool = True) -> Geometry:
@@ -74,7 +75,7 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     folder = config_path(source).parent
     _object(source, folder / "config.json")
     try:
-        with hub.quiet():
+        with quiet():
             config: PreTrainedConfig = AutoConfig.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
@@ -136,7 +137,7 @@ def _unsupported(config: PreTrainedConfig) -> str | None:
 
     from kvcal_artifacts import hf
 
-    from .weights import empty_model
+    from .structure import empty_model
 
     why = hf.unsupported_config(config)
     return hf.unsupported(empty_model(config, torch.float32)) if why is None else why
@@ -146,7 +147,7 @@ def structure(source: ModelSource, *, random_weights: bool = False) -> CausalLM:
     """The model without its weights, on the meta device: reads config.json at most. Raises as `check_config`."""
     import torch
 
-    from .weights import empty_model
+    from .structure import empty_model
 
     return empty_model(geometry_config(source) if random_weights else load_config(source), torch.float32)
 

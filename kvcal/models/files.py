@@ -11,6 +11,7 @@ from . import hub
 from .configuration import check_config, config_path
 from .hub import INDEX, SAFETENSORS, one_line
 from .names import ModelSource
+from .quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,9 +21,14 @@ PACKED = "packed.safetensors"
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """The model's tokenizer. Raises ModelUnavailable, for a config.json that cannot be used first."""
+    check_config(source)
+    return read_tokenizer(source)
+
+
+def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """As `load_tokenizer`, of a model whose config.json has been loaded already."""
     from transformers import AutoTokenizer
 
-    check_config(source)
     if source.kind == "hub":
         assert source.hub_id is not None
         sha = hub.revision_of(config_path(source))
@@ -33,16 +39,19 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in hub.TOKENIZER_FILES):
         raise ModelUnavailable(f"{source.label}: neither tokenizer.json nor tokenizer.model in {folder}")
     try:
-        with hub.quiet():
+        with quiet():
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # damaged JSON, unknown class, a missing optional package
         raise ModelUnavailable(f"{source.label}: its tokenizer cannot be read ({one_line(error)})") from error
 
 
 def local_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
-    """The tokenizer where it lies on this machine for certain; with random weights no model needs one."""
+    """The tokenizer where it lies on this machine for certain; with random weights no model needs one.
+
+    For a model whose config.json has been loaded already, as `read_tokenizer`.
+    """
     has = source.folder is not None and any((source.folder / name).is_file() for name in hub.TOKENIZER_FILES)
-    return load_tokenizer(source) if has else None
+    return read_tokenizer(source) if has else None
 
 
 def embedded_weights(source: ModelSource) -> Path:

@@ -6,7 +6,6 @@ probe with a hard limit decides first whether the hub is reachable; if not, only
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from urllib.parse import urlsplit, urlunsplit
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable
 
 from .catalogue import BY_HUB_ID
+from .quiet import quiet
 
 if TYPE_CHECKING:
     from huggingface_hub import DatasetInfo
@@ -36,27 +36,12 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-NOISY = ("huggingface_hub", "transformers", "datasets", "httpx", "httpx2", "filelock", "fsspec")
 
 
 def one_line(error: object, limit: int = 200) -> str:
     """An error as one line of at most `limit` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No log lines of the Hugging Face libraries inside; their levels are put back afterwards."""
-    loggers = [logging.getLogger(name) for name in NOISY]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 @contextmanager

@@ -19,13 +19,14 @@ from kvcal_artifacts.errors import ModelUnavailable, UsageError
 from kvcal_artifacts.hf import decoder_of
 
 from . import configuration, devices, files, hub, loading
-from .weights import FileWeights, Weights, empty_model, fill, head_of, release, tie, tied
+from .structure import empty_model, head_of, tied
+from .weights import FileWeights, Weights, fill, release, tie
 
 if TYPE_CHECKING:
     import torch
 
     from .names import ModelSource
-    from .weights import CausalLM
+    from .structure import CausalLM
 
 
 NORMS = ("norm", "final_layernorm")  # what architectures call the last one

@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, OutOfMemory
 
-from . import hub
 from .configuration import geometry, geometry_config, load_config
 from .devices import to_device, to_dtype
-from .files import embedded_weights, load_tokenizer, local_tokenizer, weights_folder, weights_index, weights_revision
+from .files import embedded_weights, local_tokenizer, read_tokenizer, weights_folder, weights_index, weights_revision
 from .hub import one_line
 from .memory import is_oom
 from .names import ModelSource
+from .quiet import quiet
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-    from .weights import CausalLM, LoadingReport, Weights
+    from .structure import CausalLM
+    from .weights import LoadingReport, Weights
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,15 @@ def load_model(
         load = _embedded if source.kind == "embedded" else _pretrained
         model = load(source, kind, target)
     revision = weights_revision(source, random_weights=False, seed=seed)
-    return LoadedModel(model, load_tokenizer(source), source, revision, random_weights=False)
+    return LoadedModel(model, read_tokenizer(source), source, revision, random_weights=False)
 
 
 def _random(source: ModelSource, dtype: torch.dtype, device: torch.device, seed: int) -> LoadedModel:
-    from . import weights
+    from . import structure, weights
     from .memory import check_fits
 
     config = geometry_config(source)
-    model = weights.empty_model(config, dtype)
+    model = structure.empty_model(config, dtype)
     check_fits(source.label, sum(one.numel() * one.element_size() for one in model.parameters()), dtype, device)
     weights.fill(model, "", random_source(config, seed), device)
     weights.tie(model)
@@ -79,26 +80,26 @@ def random_source(config: PreTrainedConfig, seed: int) -> Weights:
 
 
 def _embedded(source: ModelSource, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from . import weights
+    from . import structure, weights
     from .embedded import EmbeddedWeights
 
-    model = weights.empty_model(load_config(source), dtype)
+    model = structure.empty_model(load_config(source), dtype)
     weights.fill(model, "", EmbeddedWeights(embedded_weights(source)), device)
     weights.tie(model)
     return model
 
 
 def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from . import weights
+    from . import structure, weights
 
     config = load_config(source)
     folder = weights_folder(source)
     quantised = getattr(config, "quantization_config", None) is not None
     if not quantised:  # whose tensors have shapes of their own
-        weights.check_shapes(source.label, folder / weights_index(source).name, weights.empty_model(config, dtype))
+        weights.check_shapes(source.label, folder / weights_index(source).name, structure.empty_model(config, dtype))
     try:
         with _silent_loading():
-            loaded: Any = weights.model_class(config).from_pretrained(
+            loaded: Any = structure.model_class(config).from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
@@ -136,7 +137,7 @@ def _silent_loading() -> Iterator[None]:
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with hub.quiet():
+        with quiet():
             yield
     finally:
         if bars:

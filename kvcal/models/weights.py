@@ -22,18 +22,12 @@ from kvcal_artifacts.files import read_text
 
 from .conversion import Origin, Origins, check_shape
 from .hub import INDEX, one_line
+from .structure import head_of, tied
 
 if TYPE_CHECKING:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
-    class CausalLM(PreTrainedModel):
-        """What Transformers' auto classes for text make: a PreTrainedModel that is a GenerationMixin, too."""
-
-        def generate(self, inputs: Tensor, **options: object) -> Tensor:
-            """Token ids (B, T): those of `inputs` and the new ones behind them."""
-            ...
-
-        def get_output_embeddings(self) -> nn.Module | None: ...
+    from .structure import CausalLM
 
 
 GOLDEN = -1640531527  # 2^32 / golden ratio, as int32
@@ -184,17 +178,6 @@ class LoadingReport(TypedDict, total=False):
     unexpected_keys: Collection[str]
 
 
-def model_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    """Transformers' auto class for models of this config that generate text: causal LMs, else those that also read
-    images.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
-
-
 def causal_lm(model: nn.Module) -> CausalLM:
     """The model, known as one of Transformers' that generates text. Raises ModelUnavailable for any other."""
     if not _generates(model):
@@ -206,17 +189,6 @@ def _generates(model: nn.Module) -> TypeGuard[CausalLM]:
     from transformers import GenerationMixin, PreTrainedModel
 
     return isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)
-
-
-def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> CausalLM:
-    """The model of that config, a causal LM or one that also reads images, on the meta device: no memory is taken."""
-    try:
-        with torch.device("meta"):
-            model: CausalLM = model_class(config).from_config(config, dtype=dtype)
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, ImportError, RuntimeError) as error:
-        raise ModelUnavailable(f"model type {config.model_type!r}: {one_line(error)}") from error
-    model.eval().requires_grad_(False)
-    return model
 
 
 def fill(
@@ -282,21 +254,6 @@ def tie(model: CausalLM) -> None:
     """Share the embedding with the head where the config says so."""
     if tied(model):
         head_of(model).weight = model.get_input_embeddings().weight
-
-
-def head_of(model: CausalLM) -> nn.Module:
-    """The layer that makes logits. Raises ModelUnavailable where there is none."""
-    head = model.get_output_embeddings()
-    if head is None:
-        raise ModelUnavailable(f"{type(model).__name__} has no output embeddings; load a causal language model")
-    return head
-
-
-def tied(model: PreTrainedModel) -> bool:
-    """Whether the head is the embedding; a model that also reads images may say so in its text part alone."""
-    config = model.config
-    outer = getattr(config, "tie_word_embeddings", None)
-    return bool(config.get_text_config().tie_word_embeddings if outer is None else outer)
 
 
 def release(module: nn.Module) -> None:

@@ -24,7 +24,7 @@ from .knapsack import Option
 from .sensitivity import EXACT, ROLES, Place, Schemes, Store, check_length, kls_alone
 
 if TYPE_CHECKING:
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
 
 
 class HeadGroup(NamedTuple):

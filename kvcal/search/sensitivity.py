@@ -30,7 +30,7 @@ from .knapsack import Option, check_least, solve
 if TYPE_CHECKING:
     from kvcal_artifacts.cache import KVCalCache
 
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
 
 EXACT = "exact-32"
 TUNED, BY_LAYER = "tuned", "tuned by layer"  # by head group, where there are any; one codec for all heads of a side

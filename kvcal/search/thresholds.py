@@ -40,7 +40,7 @@ from .study_storage import NAMES, Storage
 from .two_objectives import Point, SearchResult, Space, front_of, rounded, search
 
 if TYPE_CHECKING:
-    from ..models.weights import CausalLM
+    from ..models.structure import CausalLM
 
 Record = dict[str, Json]
 LOW, HIGH = (0.5, 8.0), (1.0, 32.0)  # times the layer's median salience

@@ -8,6 +8,7 @@ from kvcal_artifacts.errors import KVCalError, TextUnavailable
 
 from ..models import hub
 from ..models.hub import one_line
+from ..models.quiet import quiet
 from ..report.extras import require
 from .files import Document
 from .rows import Picker
@@ -23,7 +24,7 @@ def stream(source: TextSource, picker: Picker) -> tuple[Iterator[Document], str]
     check_datasets(source)
     sha = dataset_commit(source)
     try:
-        with hub.quiet():
+        with quiet():
             rows = _rows(source, sha)
     except KVCalError:
         raise
@@ -42,7 +43,7 @@ def dataset_commit(source: TextSource) -> str | None:
             "connect, or give a local text, or one that comes with kvcal: embedded:calibration, embedded:evaluation"
         )
     try:
-        with hub.quiet():
+        with quiet():
             sha: str | None = source.commit or hub.dataset_info(name).sha
     except Exception as error:
         raise _unavailable(source, error) from error

@@ -1,5 +1,5 @@
-"""The journeys of docs/architecture.md: their stations are files, none comes twice, and a running program comes to them
-in that order.
+"""The journeys of docs/architecture.md: their stations are files, none comes twice unless the page says `again`, and a
+running program enters the modules that the page names in exactly that order.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,23 +22,37 @@ from kvcal.methods.data_free import preset
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts.cache import KVCalCache
+from tests.support import house as support
 from tests.support.house import ROOT, SOURCE_ROOTS
 from tests.support.models_fixture import write_model
 
 MOST_STATIONS = 8
 
 
-def journeys() -> dict[int, list[Path]]:
-    """The files of each journey by its number, as docs/architecture.md names them: the first of a package in full."""
+@dataclass(frozen=True)
+class Journey:
+    """stations: the text between two arrows. modules: all that are named, in order, with whether the page says `again`."""
+
+    stations: list[str]
+    modules: list[tuple[Path, bool]]
+
+    @property
+    def files(self) -> list[Path]:
+        return [file for file, _ in self.modules]
+
+
+def journeys() -> dict[int, Journey]:
+    """The journeys by their numbers, as docs/architecture.md has them: the first file of a package is named in full."""
     page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    files: dict[int, list[Path]] = {}
+    found: dict[int, Journey] = {}
     for number, text in re.findall(r"^\*\*(\d)\. .*?\*\* (.*)$", page, re.M):
-        package, files[int(number)] = "", []
-        for station in re.findall(r"`([\w/]+\.py)`", text):
+        package, modules = "", []
+        for station, again in re.findall(r"`([\w/]+\.py)`( again)?", text):
             first, _, rest = station.partition("/")
             package, inside = (first, rest) if first in SOURCE_ROOTS else (package, station)
-            files[int(number)].append(SOURCE_ROOTS[package] / package / inside)
-    return files
+            modules.append((SOURCE_ROOTS[package] / package / inside, bool(again)))
+        found[int(number)] = Journey(text.split("→"), modules)
+    return found
 
 
 JOURNEYS = journeys()
@@ -47,70 +63,135 @@ def test_there_are_five() -> None:
 
 
 @pytest.mark.parametrize("number", JOURNEYS)
-def test_a_journey_visits_few_files_and_none_twice(number: int) -> None:
-    files = JOURNEYS[number]
-    assert [str(file) for file in files if not file.is_file()] == []
-    assert len(set(files)) == len(files)
-    assert 2 <= len(files) <= MOST_STATIONS
+def test_a_journey_visits_few_files_and_says_which_it_comes_back_to(number: int) -> None:
+    journey = JOURNEYS[number]
+    assert [str(file) for file in journey.files if not file.is_file()] == []
+    for place, (file, again) in enumerate(journey.modules):
+        assert again == (file in journey.files[:place]), file
+    assert 2 <= len(journey.stations) <= MOST_STATIONS
+    assert sum(again for _, again in journey.modules) <= 1
+
+
+class Visits:
+    """Which of some files' functions a running program enters, one after the other.
+
+    A call from a file to itself is none, nor by way of files that are not listed; nor is the attribute of a class that
+    a property computes. A file left and entered again is listed twice.
+    """
+
+    def __init__(self, files: list[Path]) -> None:
+        self._files, self.order = {str(file): file for file in files}, list[Path]()
+        self._names: dict[str, Path | None] = {}
+
+    def _station(self, frame: FrameType) -> Path | None:
+        name = frame.f_code.co_filename
+        if name not in self._names:
+            self._names[name] = self._files.get(str(Path(name).resolve()))
+        return self._names[name]
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or (station := self._station(frame)) is None or _is_property(frame):
+            return
+        caller = frame.f_back
+        while caller is not None and self._station(caller) is None:
+            caller = caller.f_back
+        inside = caller is not None and self._station(caller) == station
+        if not inside and self.order[-1:] != [station]:
+            self.order.append(station)
+
+    def begin(self) -> None:
+        sys.setprofile(self._note)
+
+    def end(self) -> None:
+        sys.setprofile(None)
+
+
+def _is_property(frame: FrameType) -> bool:
+    """Whether a frame computes or sets an attribute: a property of the first argument's class."""
+    code = frame.f_code
+    owner = type(frame.f_locals.get(code.co_varnames[0])) if code.co_argcount else object
+    return isinstance(getattr(owner, code.co_name, None), property | cached_property)
 
 
 @contextmanager
-def entered() -> Iterator[list[Path]]:
-    """The files of functions that are called, each at its first call."""
-    files: dict[str, None] = {}
-    order: list[Path] = []
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            files.setdefault(frame.f_code.co_filename)
-
-    before = sys.getprofile()
-    sys.setprofile(note)
+def visits(files: list[Path]) -> Iterator[Visits]:
+    """The visits of the whole block."""
+    seen = Visits(files)
+    seen.begin()
     try:
-        yield order
+        yield seen
     finally:
-        sys.setprofile(before)
-        order += [Path(name).resolve() for name in files]
+        seen.end()
 
 
-def opened(folder: Path) -> None:
-    """A whole model of a folder. weights.py is left out: it also makes the empty model that a config is tried on."""
-    write_model(folder)
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_model_of_a_folder_is_opened_as_the_page_says(layerwise: bool, tmp_path: Path) -> None:
+    write_model(tmp_path)
     options = {"dtype": "float32", "device": "cpu", "random_weights": False, "seed": 0}
-    with entered() as order:
-        workbench.open_for_fit(str(folder), None, layerwise=False, **options)  # type: ignore[arg-type]
-    _check(order, [file for file in JOURNEYS[1] if file.name not in ("layerwise.py", "weights.py")])
+    files = JOURNEYS[1].files
+    with visits(files) as seen:
+        workbench.open_for_fit(str(tmp_path), None, layerwise=layerwise, **options)  # type: ignore[arg-type]
+    absent = ("hub.py", "loading.py" if layerwise else "layerwise.py")  # a folder needs no hub, and one way is taken
+    assert seen.order == [file for file in files if file.name not in absent]
 
 
-def decoded(folder: Path) -> None:
-    """Steps on the CPU, by the kernel's reference in torch, up to one that packs a block."""
+def test_a_layer_of_a_decode_step_goes_as_the_page_says() -> None:
+    """On the CPU, by the kernel's reference in torch, the first layer of the step that packs a block."""
     model: Any = load_model(resolve("tiny"), dtype="float32", device="cpu").model
     scheme = preset("kivi-4").scheme(model)
-    windows = scheme.windows
+    windows, files = scheme.windows, JOURNEYS[5].files
     ids = torch.zeros(1, windows.sink + windows.recent + 3 * windows.block, dtype=torch.long)
+    attention = model.model.layers[0].self_attn
     with KVCalCache(scheme, model, kernels="torch") as cache, torch.no_grad():
         model(ids[:, : -windows.block], past_key_values=cache)
         for start in range(windows.block):
-            blocks = cache.compressed_layers[0].block_slots
-            with entered() as order:
+            blocks, seen = cache.compressed_layers[0].block_slots, Visits(files)
+            hooks = [
+                attention.register_forward_pre_hook(lambda *_, seen=seen: seen.begin()),
+                attention.register_forward_hook(lambda *_, seen=seen: seen.end()),
+            ]
+            try:
                 model(ids[:, start : start + 1], past_key_values=cache)
+            finally:
+                seen.end()
+                for hook in hooks:
+                    hook.remove()
             if cache.compressed_layers[0].block_slots > blocks:
-                return _check(order, JOURNEYS[5])
+                assert seen.order == files
+                return
     raise AssertionError("no step packed a block")
 
 
-def _check(order: list[Path], stations: list[Path]) -> None:
-    assert [file for file in order if file in stations] == stations
+def test_a_return_is_seen() -> None:
+    """A module that is left and entered again, a call that stays inside, and a property."""
+    house, here = Path(str(support.__file__)), Path(__file__).resolve()
+
+    class Station:
+        @property
+        def attribute(self) -> None:
+            return None
+
+    def back(node: Any) -> None:
+        back_again(node)
+
+    def back_again(node: Any) -> None:
+        _ = Station().attribute
+
+    with visits([house, here]) as seen:
+        support.circles(Called({"a": set()}, back))
+    assert seen.order == [house, here]
+    with visits([house, here]) as seen:
+        support.circles(Called({"a": set(), "b": set()}, lambda _: support.rooms("kvcal")))
+    assert seen.order[:3] == [house, here, house]
 
 
-@pytest.mark.parametrize("travel", [opened, decoded])
-def test_a_program_comes_to_the_stations_in_their_order(travel: Callable[[Path], None], tmp_path: Path) -> None:
-    travel(tmp_path)
+class Called(dict[str, set[str]]):
+    """Arrows that call a function when one is asked for."""
 
+    def __init__(self, arrows: dict[str, set[str]], function: Callable[[Any], object]) -> None:
+        super().__init__(arrows)
+        self._function = function
 
-def test_a_wrong_order_is_seen() -> None:
-    with entered() as order:
-        journeys()
-    assert Path(__file__).resolve() in order
-    with pytest.raises(AssertionError):
-        _check(JOURNEYS[5], JOURNEYS[5][::-1])
+    def __getitem__(self, module: str) -> set[str]:
+        self._function(module)
+        return super().__getitem__(module)

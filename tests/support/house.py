@@ -419,8 +419,15 @@ def parameters_of(node: Documented) -> set[str]:
 
 def spread(values: list[int]) -> str:
     """Median, ninth decile and largest."""
-    values = sorted(values)
-    return f"{statistics.median_low(values)} / {values[int(0.9 * (len(values) - 1))]} / {values[-1]}"
+    return f"{statistics.median_low(values)} / {ninth_decile(values)} / {max(values)}"
+
+
+def ninth_decile(values: list[int]) -> int:
+    return sorted(values)[int(0.9 * (len(values) - 1))]
+
+
+def lines_of_modules(package: str) -> list[int]:
+    return [size.lines for size in sizes(package) if size.kind == "module"]
 
 
 def table() -> list[list[str]]:

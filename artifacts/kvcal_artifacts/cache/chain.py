@@ -21,6 +21,8 @@ class Chain:
 
     def context(self, which: str, layer: int, device: torch.device) -> Context:
         """What the layers below left for this one, on its device: a model may be spread over several."""
+        if not self._scheme.chained:
+            return Context(layer)
         chain = self._decoded[which]
         (k1, v1), (k2, v2) = (chain.get(self._scheme.below(layer, back), (None, None)) for back in (1, 2))
         k1, v1, k2, v2 = (None if x is None else x.to(device) for x in (k1, v1, k2, v2))

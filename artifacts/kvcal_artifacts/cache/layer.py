@@ -156,12 +156,13 @@ class KVCalLayer(CacheLayerMixin):
             return self._update(key_states, value_states)
 
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        plan = self.cache.plan_for(self, key_states)
+        cache = self.cache
+        plan = cache.plan_for(self, key_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._move(key_states.device)
         stored = [observing.frame_keys(self, key_states), value_states]
-        if self._is_for_kernel(plan, key_states, value_states):
+        if self._is_for_kernel(cache, plan, key_states, value_states):
             self._due = plan, stored
             hf.hand_off_of(self.site).leave(self.handle, key_states, value_states)
             return key_states, value_states
@@ -178,9 +179,8 @@ class KVCalLayer(CacheLayerMixin):
         if self.cache.offloading_layers:
             self.offload()
 
-    def _is_for_kernel(self, plan: Plan, keys: Tensor, values: Tensor) -> bool:
+    def _is_for_kernel(self, cache: CacheProtocol, plan: Plan, keys: Tensor, values: Tensor) -> bool:
         """Whether the kernel computes this call's attention: a few new tokens, all real, over packed blocks."""
-        cache = self.cache
         forward, tokens = cache.forward, self.block_slots * cache.scheme.windows.block
         if self.paths.refused is not None or plan.query > self.paths.most_queries or tokens <= self.paths.least_tokens:
             return False
@@ -229,7 +229,11 @@ class KVCalLayer(CacheLayerMixin):
         due, self._due = self._due, None
         if due is None:
             raise KVCalError(f"layer {self.index}: attention was called without update(); call reset() and start again")
-        return attention.attend(self, *due, q, scaling)
+        packed = None if self.paths.vector else self.as_blocks(self.storage.packed)
+        with without_autocast(q.device.type):
+            out, extended = attention.attend(self, packed, *due, q, scaling)
+            self.finish(*due, extended)
+        return out.to(q.dtype)
 
     def as_blocks(self, packed: list[Packed]) -> tuple[AnyBlocks, AnyBlocks]:
         """Keys and values as the kernel takes them, made once for tensors that stay."""
@@ -238,24 +242,22 @@ class KVCalLayer(CacheLayerMixin):
             self._shown = packed, (keys, values)
         return self._shown[1]
 
-    def query_factor(self) -> Tensor | None:
-        """The factor of query heads that packed keys were divided by; None where they were not."""
-        return self.key_factor.of(self)[1]
-
     is_verified = False
 
     @torch.no_grad()
     def decode_all(self) -> tuple[Tensor, Tensor]:
         """Keys and values (B, H, tokens, D) float32 of all packed blocks."""
+        cache = self.cache
+        chain = cache.forward.chain
         if not self.block_slots:
             nothing = self.window[0][:, :, :0].float()
-            self.cache.forward.chain.leave("old", self.index, nothing, nothing)
+            chain.leave("old", self.index, nothing, nothing)
             return nothing, nothing
-        context = self.cache.forward.chain.context("old", self.index, self.device)
-        keys, values = reading.remembering(self, context) if self.cache.remember else self.decode(self.packed, context)
-        self.cache.forward.chain.leave("old", self.index, keys, values)
-        if self.cache.watch is not None:
-            self.cache.watch.read(self.index, self.block_slots * keys.shape[0])
+        context = chain.context("old", self.index, self.device)
+        keys, values = reading.remembering(self, context) if cache.remember else self.decode(self.packed, context)
+        chain.leave("old", self.index, keys, values)
+        if cache.watch is not None:
+            cache.watch.read(self.index, self.block_slots * keys.shape[0])
         return keys, values
 
     def decode(self, packed: list[Packed], context: Context) -> tuple[Tensor, Tensor]:
@@ -272,7 +274,7 @@ class KVCalLayer(CacheLayerMixin):
     @property
     def block_slots(self) -> int:
         """The block slots that the fullest row needs."""
-        return int(next(iter(self.packed[0].values())).shape[2])
+        return int(next(iter(self.storage.packed[0].values())).shape[2])
 
     @property
     def tail(self) -> int | None:
@@ -293,7 +295,7 @@ class KVCalLayer(CacheLayerMixin):
                 tracker.select(rows)
 
     def _move(self, device: torch.device | str) -> None:
-        if self.window[0].device == torch.device(device):
+        if self.storage.window[0].device == torch.device(device):
             return
         self.sink, self.window = ([t.to(device, non_blocking=True) for t in part] for part in (self.sink, self.window))
         self.packed = [{name: block_store.move(t, device) for name, t in packed.items()} for packed in self.packed]

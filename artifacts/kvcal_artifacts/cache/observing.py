@@ -15,9 +15,10 @@ from .statistics.key_scale import KeyScale
 
 def frame_keys(layer: LayerProtocol, rotated_keys: Tensor) -> Tensor:
     """The current call's keys in the frame they are stored in, from those that attention gets."""
-    if layer.cache.scheme.frame == "post_rope":
+    cache = layer.cache
+    if cache.scheme.frame == "post_rope":
         return rotated_keys
-    before = layer.cache.forward.keys_before.pop(layer.index, None)
+    before = cache.forward.keys_before.pop(layer.index, None)
     if before is None:
         raise KVCalError(f"layer {layer.index}: keys before RoPE were not seen; call the model the cache was made for")
     if not layer.is_verified:

@@ -8,8 +8,6 @@ from typing import Any, Protocol, TypeAlias, TypedDict
 import torch
 from torch import Tensor, nn
 
-from kvcal_kernels.layout import AnyBlocks
-
 from .. import hf
 from ..codecs import Codec, Context, Packed
 from ..paths.choose import LayerPaths
@@ -49,6 +47,20 @@ class Watch(Protocol):
         """Called when a call's attention gets so many blocks, all rows together."""
 
 
+class Storage(Protocol):
+    """Where a layer's tokens lie: HostStorage, or StaticStorage, which explains more."""
+
+    sink: list[Tensor]
+    window: list[Tensor]
+    packed: list[Packed]
+
+
+class KeyFactorProtocol(Protocol):
+    """The factor that packed keys were divided by; KeyFactor is it."""
+
+    def of(self, layer: LayerProtocol) -> tuple[Tensor | None, Tensor | None]: ...
+
+
 class LayerProtocol(Protocol):
     """A compressed layer of a cache; KVCalLayer is one, and explains its attributes."""
 
@@ -60,6 +72,8 @@ class LayerProtocol(Protocol):
     paths: LayerPaths
     statistics: dict[str, Statistic]
     remembered: tuple[list[Packed], list[Tensor]] | None
+    storage: Storage
+    key_factor: KeyFactorProtocol
     sink: list[Tensor]
     window: list[Tensor]
     packed: list[Packed]
@@ -78,9 +92,6 @@ class LayerProtocol(Protocol):
     def rotates(self) -> bool: ...
     @property
     def block_slots(self) -> int: ...
-    def finish(self, plan: Plan, stored: list[Tensor], extended: list[Tensor] | None = None) -> None: ...
-    def as_blocks(self, packed: list[Packed]) -> tuple[AnyBlocks, AnyBlocks]: ...
-    def query_factor(self) -> Tensor | None: ...
     def learns(self, keys: Tensor, values: Tensor) -> bool: ...
     def current_statistics(self) -> dict[str, Tensor]: ...
     def decode(self, packed: list[Packed], context: Context) -> tuple[Tensor, Tensor]: ...

@@ -29,7 +29,7 @@ def materialise(layer: LayerProtocol, plan: Plan, new_keys: Tensor, new_values: 
         return _dequantise(layer, layer.paths.dequantiser, plan, new_keys, new_values)
     keys, values = layer.decode_all()
     whole = [
-        ordered(plan, torch.cat([layer.sink[role], x.to(layer.dtype), layer.window[role]], 2))
+        ordered(plan, torch.cat([layer.storage.sink[role], x.to(layer.dtype), layer.storage.window[role]], 2))
         for role, x in enumerate((keys, values))
     ]
     if layer.rotates:

@@ -21,14 +21,14 @@ def store(
 
     stats: of the blocks that are packed. extended: windows with the new tokens behind them, if attention has made them.
     """
-    forward = layer.cache.forward
+    forward, storage = layer.cache.forward, layer.storage
     if not plan.flush and forward.rolls and (extended is not None or not plan.ragged):  # most steps
-        layer.window = extended or [torch.cat([before, x], 2) for before, x in zip(layer.window, new, strict=True)]
+        storage.window = extended or [torch.cat([before, x], 2) for before, x in zip(storage.window, new, strict=True)]
         forward.chain.leave("new", layer.index, None, None)
         return
     leaving: list[Tensor] = []
     for role in (0, 1):
-        fresh = torch.cat([layer.sink[role], layer.window[role], new[role]], 2)
+        fresh = torch.cat([storage.sink[role], storage.window[role], new[role]], 2)
         if plan.sink_index is None:
             wide = plan.flush * layer.cache.scheme.windows.block
             sink, rest = fresh[:, :, : plan.sink], fresh[:, :, plan.sink :]
@@ -40,7 +40,7 @@ def store(
             if plan.flush:
                 assert plan.flush_index is not None and plan.idle is not None
                 leaving.append(fill_slots(take_slots(fresh, plan.flush_index), plan.idle))
-        layer.sink[role], layer.window[role] = compact_copy(sink), compact_copy(window)
+        storage.sink[role], storage.window[role] = compact_copy(sink), compact_copy(window)
     if plan.flush:
         _pack(layer, plan, leaving, stats, by_kernel=extended is not None)
     else:

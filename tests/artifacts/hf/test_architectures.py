@@ -25,7 +25,7 @@ from kvcal.models import loading
 from kvcal.models.conversion import Origins
 from kvcal.models.layerwise import open_layerwise
 from kvcal.models.names import resolve
-from kvcal.models.weights import empty_model
+from kvcal.models.structure import empty_model
 from kvcal_artifacts import hf, load_bundle, load_cache
 from kvcal_artifacts.bundle.fingerprint import Fingerprint
 from kvcal_artifacts.cache import KVCalCache

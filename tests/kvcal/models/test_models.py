@@ -24,7 +24,8 @@ from kvcal.models.files import load_tokenizer
 from kvcal.models.geometry import Geometry
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.models.weights import RandomWeights, empty_model
+from kvcal.models.structure import empty_model
+from kvcal.models.weights import RandomWeights
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, OutOfMemory, UsageError
 from tests.support.architectures import TINY as MODELS
 

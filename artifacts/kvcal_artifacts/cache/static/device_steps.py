@@ -188,9 +188,13 @@ def read(layers: Sequence[StaticLayer]) -> tuple[int, list[tuple[Steps, Tensor]]
     """
     per_device: list[tuple[Steps, Tensor]] = []
     lengths: set[int] = set()
-    for steps in {id(layer.steps): layer.steps for layer in layers}.values():
-        ours = [(layer.index, layer.allocation) for layer in layers if layer.steps is steps]
-        flags = [(index, memory.flags) for index, memory in ours if memory is not None]
+    groups: dict[int, list[StaticLayer]] = {}
+    for layer in layers:
+        groups.setdefault(id(layer.steps), []).append(layer)
+    for ours in groups.values():
+        steps = ours[0].steps
+        memories = ((layer.index, layer.storage.allocation) for layer in ours)
+        flags = [(index, memory.flags) for index, memory in memories if memory is not None]
         flagged = torch.cat([one for _, one in flags]).any()
         counts = [getattr(steps.counts, name) for name in STORED]
         gap = torch.zeros_like(flagged) if steps.rope is None else steps.rope.gap

@@ -89,14 +89,15 @@ class StaticLayer(KVCalLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """All keys and values, as KVCalLayer.update; of a decode step only the new ones, as the operator takes them."""
+        cache = self.cache
         if not torch.compiler.is_compiling():
-            if not self.cache.steps_on_device(key_states):
+            if not cache.steps_on_device(key_states):
                 return super().update(key_states, value_states)
             self._uncompiled = True
         else:
             self._in_place.check(self.title)
-        if not self.ready or key_states.shape[2] > self.cache.most_queries:
-            raise KVCalError(f"{self.title}: {self.cache.why_not_compiled(key_states.shape[2])}")
+        if not self.ready or key_states.shape[2] > cache.most_queries:
+            raise KVCalError(f"{self.title}: {cache.why_not_compiled(key_states.shape[2])}")
         hand_off = hf.hand_off_of(self.site)
         hand_off.leave(self.handle, key_states, value_states, self._keys_before(hand_off, key_states))
         return key_states, value_states
@@ -114,9 +115,9 @@ class StaticLayer(KVCalLayer):
             )
         return hand_off.shown
 
-    def _is_for_kernel(self, plan: Plan, keys: Tensor, values: Tensor) -> bool:
-        possible = super()._is_for_kernel(plan, keys, values)  # which tells the cache why not
-        return possible and not self.cache.is_compileable  # update() has asked
+    def _is_for_kernel(self, cache: CacheProtocol, plan: Plan, keys: Tensor, values: Tensor) -> bool:
+        possible = super()._is_for_kernel(cache, plan, keys, values)  # which tells the cache why not
+        return possible and not cache.is_compileable  # update() has asked
 
     def drop_hand_off(self) -> None:
         self._due = None
@@ -328,20 +329,21 @@ class StaticLayer(KVCalLayer):
         uncompiled, self._uncompiled = self._uncompiled, False
         if self._due is not None:  # of a cache that grows
             return super().attend(q, k, v, scaling)
-        memory, steps, dtype = self.allocation, self.steps, self.dtype
+        cache, memory, dtype = self.cache, self.storage.allocation, self.dtype
         assert memory is not None
-        counts, by = steps.counts, fused.steps_by(self.cache.kernels)
+        steps = cache.steps[self.device]
+        counts, by = steps.counts, fused.steps_by(cache.kernels)
         with without_autocast(q.device.type):
             if self.index == steps.first:
                 if not uncompiled:
-                    self.cache.check_use()
+                    cache.check_use()
                 new = torch.full_like(counts.new, k.shape[2])
                 (by or quantise).advance(counts, new)
                 if steps.rope is not None and positions is not None:  # else the host has compared them
                     steps.rope.note(counts, positions)
             if self.paths.vector:
                 return self._leave(steps, self._attend_codes(memory, counts, q, k, v, scaling), q, k)
-            settled = not hf.capturing() and self.cache.opened  # a graph serves other prompts, too
+            settled = not hf.capturing() and cache.opened  # a graph serves other prompts, too
             observed, k, v = None, k.to(dtype), v.to(dtype)
             if not settled:
                 observed = self._observed_factors(counts, k, by or quantise)
@@ -357,7 +359,7 @@ class StaticLayer(KVCalLayer):
                 append(self, memory, counts, [k, v], due)
             sink, ring = (memory.sink[0], memory.sink[1], counts.sink), (memory.ring[0], memory.ring[1], counts.seen)
             angles = steps.rope.angles if steps.rope and self.rotary else None
-            kernels, space, query = self.cache.kernels, self.cache.memory.workspace(q.device), q.to(dtype).contiguous()
+            kernels, space, query = cache.kernels, cache.memory.workspace(q.device), q.to(dtype).contiguous()
             blocks = counts.blocks_before
             out = fused.attention(
                 kernels, query, keys, values, blocks, sink, ring, scaling, wide, space, ring=True, rotation=angles
@@ -373,8 +375,8 @@ class StaticLayer(KVCalLayer):
         if self.index == steps.last:
             steps.length.add_(k.shape[2])
             layers = [layer for layer in self.cache.compressed_layers if isinstance(layer, StaticLayer)]
-            ours = [one.allocation for one in layers if one.allocation is not None and one.device == self.device]
-            lost = torch.cat([memory.flags for memory in ours]).any()
+            ours = [one.storage.allocation for one in layers if one.device == self.device]
+            lost = torch.cat([memory.flags for memory in ours if memory is not None]).any()
             wrong = lost | (steps.length > (self.cache.max_length or 0))
             if steps.rope is not None:
                 wrong = wrong | steps.rope.gap
