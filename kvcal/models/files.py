@@ -26,7 +26,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 
 def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """As `load_tokenizer`, of a model whose config.json has been loaded already."""
+    """The tokenizer of a model whose config.json has been checked. Raises ModelUnavailable."""
     from transformers import AutoTokenizer
 
     if source.kind == "hub":
@@ -48,7 +48,7 @@ def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 def local_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
     """The tokenizer where it lies on this machine for certain; with random weights no model needs one.
 
-    For a model whose config.json has been loaded already, as `read_tokenizer`.
+    The model's config.json must have been checked, as for `read_tokenizer`.
     """
     has = source.folder is not None and any((source.folder / name).is_file() for name in hub.TOKENIZER_FILES)
     return read_tokenizer(source) if has else None

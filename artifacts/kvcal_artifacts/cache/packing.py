@@ -10,7 +10,7 @@ from ..codecs import Context
 from ..codecs.base import Packed
 from ..codecs.refusals import check_finite, collecting
 from ..errors import NonFiniteError
-from ..paths import fused
+from ..paths import packing_rules
 from ..paths.packing_rules import Rules
 from .protocols import LayerProtocol
 
@@ -26,9 +26,9 @@ def encode_by(layer: LayerProtocol, rules: Rules, leaving: list[Tensor], stats: 
     keys, values = (x.to(layer.dtype) for x in leaving)
     with collecting(layer.cache.record.refusals, layer.index):
         keys, factor = layer.codecs.key.before_rounding(keys, context), layer.codecs.key.key_factor(context)
-    blocks, flags = fused.quantise_by(rules, [keys, values], factor)
+    blocks, flags = packing_rules.quantise_by(rules, [keys, values], factor)
     layer.cache.record.refusals.note(
-        layer.index, ~flags.any(), lambda: NonFiniteError(fused.refused_by(flags, layer.index))
+        layer.index, ~flags.any(), lambda: NonFiniteError(packing_rules.refused_by(flags, layer.index))
     )
     packed = [codec.from_blocks(x, leaving[0].shape[2] // block) for codec, x in zip(layer.pair, blocks, strict=True)]
     layer.cache.forward.chain.leave("new", layer.index, None, None)

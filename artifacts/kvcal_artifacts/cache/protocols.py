@@ -13,9 +13,10 @@ from ..codecs import Codec, Context, Packed
 from ..paths.choose import LayerPaths
 from ..scheme import LayerCodecs, Scheme
 from ..storage.eviction import EvictingLedger
+from ..storage.host_storage import HostStorage
 from ..storage.ledger import Ledger
 from ..storage.plan import Plan
-from ..storage.static_storage import Contents, Steps
+from ..storage.static_storage import Contents, StaticStorage, Steps
 from .forward import Forward
 from .record import Record
 from .rope import StoredRope
@@ -47,14 +48,6 @@ class Watch(Protocol):
         """Called when a call's attention gets so many blocks, all rows together."""
 
 
-class Storage(Protocol):
-    """Where a layer's tokens lie: HostStorage, or StaticStorage, which explains more."""
-
-    sink: list[Tensor]
-    window: list[Tensor]
-    packed: list[Packed]
-
-
 class KeyFactorProtocol(Protocol):
     """The factor that packed keys were divided by; KeyFactor is it."""
 
@@ -72,8 +65,6 @@ class LayerProtocol(Protocol):
     paths: LayerPaths
     statistics: dict[str, Statistic]
     remembered: tuple[list[Packed], list[Tensor]] | None
-    storage: Storage
-    key_factor: KeyFactorProtocol
     sink: list[Tensor]
     window: list[Tensor]
     packed: list[Packed]
@@ -86,6 +77,10 @@ class LayerProtocol(Protocol):
 
     @property
     def cache(self) -> CacheProtocol: ...
+    @property
+    def storage(self) -> HostStorage | StaticStorage: ...
+    @property
+    def key_factor(self) -> KeyFactorProtocol: ...
     @property
     def pair(self) -> tuple[Codec, Codec]: ...
     @property

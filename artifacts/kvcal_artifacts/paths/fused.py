@@ -9,8 +9,7 @@ from torch import Tensor
 
 from kvcal_kernels import quantise
 from kvcal_kernels.attention import fast, reference, transform
-from kvcal_kernels.layout import BLOCK, AnyBlocks, Blocks, Form, Rope, TransformBlocks, TransformForm, rope
-from kvcal_kernels.quantise import AnyRule
+from kvcal_kernels.layout import BLOCK, AnyBlocks, Form, Rope, TransformBlocks, TransformForm, rope
 
 from ..scheme import LayerCodecs
 
@@ -76,19 +75,6 @@ def reserve(
             transform().reserve(space, keys, values, batch, heads, ratio, capacity, windows, queries)
         else:
             fast().reserve(space, keys, values, batch, heads, ratio, capacity, windows, queries, pairs)
-
-
-def quantise_by(
-    rules: tuple[AnyRule, AnyRule], x: list[Tensor], factor: Tensor | None
-) -> tuple[tuple[Blocks, Blocks], Tensor]:
-    """Keys and values (B, H, T, D) of whole blocks, packed in one launch, and flags for quantise.check."""
-    keys, values, flags = quantise.fast().quantise(*x, *rules, None if factor is None else factor.contiguous())
-    return (keys, values), flags
-
-
-def refused_by(flags: Tensor, layer: int) -> str:
-    """The error that flags of quantise.check say."""
-    return f"{quantise.check(flags, layer)}; only finite values can be compressed: check the model's dtype and weights"
 
 
 def steps_by(kernels: str) -> ModuleType | None:

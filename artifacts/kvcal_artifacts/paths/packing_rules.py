@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
+from kvcal_kernels import quantise
+from kvcal_kernels.layout import Blocks
 from kvcal_kernels.quantise import AnyRule
 
 from ..codecs import Codec
@@ -75,3 +78,16 @@ def packing(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.d
             encoder = codec
         codecs.append(encoder)
     return LayerCodecs(*codecs)
+
+
+def quantise_by(
+    rules: tuple[AnyRule, AnyRule], x: list[Tensor], factor: Tensor | None
+) -> tuple[tuple[Blocks, Blocks], Tensor]:
+    """Keys and values (B, H, T, D) of whole blocks, packed in one launch, and flags for quantise.check."""
+    keys, values, flags = quantise.fast().quantise(*x, *rules, None if factor is None else factor.contiguous())
+    return (keys, values), flags
+
+
+def refused_by(flags: Tensor, layer: int) -> str:
+    """The error that flags of quantise.check say."""
+    return f"{quantise.check(flags, layer)}; only finite values can be compressed: check the model's dtype and weights"

@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...hadamard import largest_power_of_two
+from ..plan import power_of_two
 from .grids import load_tables
 from .kernel import _output_of, _query_of, _step
 from .merge import blocks_of_split, merge_splits, store_split
@@ -14,6 +16,21 @@ from .numbers import LOW, zeros
 from .queries import powers
 from .ring import fetch_pages, open_page_ring, pages_of, wait_for_blocks
 from .softmax import declare_parities
+
+_rotation_width = triton.constexpr_function(largest_power_of_two)  # as in layout/grids.py
+_power_of_two = triton.constexpr_function(power_of_two)
+
+
+@triton.constexpr_function
+def _rows_of(rows, most):
+    """Return how many query rows a program merges, a power of two."""
+    return min(_power_of_two(rows), most)
+
+
+@triton.constexpr_function
+def _reads_private_blocks(keys, values, warps):
+    """Return whether a warp reads no blocks but those that it has fetched itself."""
+    return warps == 1 or (keys.grid and values.grid)
 
 
 @triton.jit(
@@ -26,21 +43,22 @@ def paged_kernel(
     p_q, p_out, p_pages, p_table, p_lengths, p_starts, p_partial, p_stat, p_count, p_kt, p_vt, p_k_sign, p_v_sign,
     q_stride, page_stride, head_stride, table_stride, capacity, splits, merge_width, merges, factor, k_unit, v_unit,
     HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr,
-    AT_ONCE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr,
-    STEP: tl.constexpr, WIDTH: tl.constexpr, PAIRED: tl.constexpr, SLOTS: tl.constexpr, NW: tl.constexpr,
-    N: tl.constexpr, ASM: tl.constexpr, LONG: tl.constexpr,
+    AT_ONCE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, STEP: tl.constexpr,
+    PAIRED: tl.constexpr, SLOTS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, LONG: tl.constexpr,
 ):
     """Attend with a grid (batch, HEADS * CHUNKS, splits). p_pages: uint8; page_stride, head_stride: bytes of a page,
     and of a head in it. p_table: a row's pages, `capacity` of them. QUERIES: of a row at most. The rest is as in
     `attend_kernel`.
     """
     SLICES: tl.constexpr = D // 16
+    WIDTH: tl.constexpr = _rotation_width(D)
     WIDE: tl.constexpr = D // 32 if PAIRED else SLICES
     ZEROS: tl.constexpr = D // VALUES.group if VALUES.outer else 0
     EACH: tl.constexpr = 2 if PAIRED else 1
     QUERY_ROWS: tl.constexpr = N // EACH
+    ROWS: tl.constexpr = _rows_of(RATIO * QUERIES, QUERY_ROWS)
     SLOT: tl.constexpr = KEYS.slot + VALUES.slot
-    PRIVATE_BLOCKS: tl.constexpr = NW == 1 or (KEYS.grid and VALUES.grid)
+    PRIVATE_BLOCKS: tl.constexpr = _reads_private_blocks(KEYS, VALUES, NW)
     i_split, i_batch = tl.program_id(2), tl.program_id(0)
     i_kv, i_chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
     i_head = (i_batch * HEADS + i_kv).to(tl.int64)

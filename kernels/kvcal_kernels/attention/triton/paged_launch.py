@@ -183,5 +183,6 @@ def constants_of(
     constants: dict[str, Any] = {**settings(keys, values, heads, ratio, queries, warps, same, pages=True)}
     for side in ("KEYS", "VALUES"):
         constants[side] = replace(constants[side], page=page)
-    del constants["PAIRS"]
+    for name in ("PAIRS", "ROWS", "WIDTH"):  # the kernel derives the last two
+        del constants[name]
     return constants
