@@ -30,7 +30,7 @@ VECTORS = 128  # at most, for each codeword: twice as many lower the error of vq
 ASIDE = 32  # one training vector of so many says when a stage is done, and is not trained on
 TRAINING = Training(least=3)  # 5 lower it by 2 %, for up to twice the time
 BLOCKS = 4096  # at most, whose saliences are looked at for thresholds
-FLAT = 12.0  # tau_high over tau_low: see TierBackbone
+FLAT = 12.0  # tau_high over tau_low: see CalibratedTiers
 Rule = Literal["scaled", "balanced"]
 
 
