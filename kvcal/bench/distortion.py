@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.codecs import (
+    ByHead,
     Codec,
     Context,
     Exact,
@@ -116,6 +117,8 @@ def promised(codec: Codec, x: Tensor, context: Context) -> tuple[Tensor, Tensor 
             return promised(codec.inner, x, context)[0] * _taken_back(codec), None
         case MixKVQ():
             return _of_tiers(codec, x), None
+        case ByHead():
+            return torch.cat([promised(part, x[:, heads], cut)[0] for part, heads, cut in codec.cut(context)], 1), None
         case Predicted():
             guess = codec.predict(context, codec.predictor.working()).double()
             error, again = promised(codec.inner, x - guess, context)

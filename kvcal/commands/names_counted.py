@@ -11,7 +11,7 @@ from ..bench import schemes
 from ..bench.devices import DEVICES, MEASURED
 from ..bench.operations import OPERATIONS
 from ..methods.data_free import PRESETS
-from ..methods.registry import CALIBRATED, CODEC_MAKERS, CodecMaker
+from ..methods.registry import BY_HEAD, CALIBRATED, CODEC_MAKERS, EXAMPLE, CodecMaker
 from ..models.geometry import Geometry
 from ..pipeline.names import NameRow
 from .bench_options import ALWAYS_PROJECTED, GENERATION, GROUPS
@@ -33,6 +33,7 @@ def _rows(geometry: Geometry) -> Iterator[NameRow]:
     for name, make in CODEC_MAKERS.items():
         yield _row("codec", name, "", *(_bits(make, geometry, role) for role in ROLES))
     yield _row("codec", TIERS, "keys in float16, 4 and 2 bits: so many channels a head in the first two")
+    yield _row("codec", BY_HEAD, f"so many kv heads of a layer in each codec, from head 0 on, as {EXAMPLE}")
     for name, family in CALIBRATED.items():
         yield _row("codec", name, f"learned by `kvcal fit-predictors`, as {family.example}")
     for name, operation in OPERATIONS.items():

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcal_artifacts.codecs import (
+    ByHead,
     Codec,
     Exact,
     Float8,
@@ -175,6 +176,9 @@ FITTED = {
     "aqua-kv": ("fit-predictors", "name what codes the residuals, as higgs-2-wide-debiased"),
 }
 FIXED_TIERS = re.compile(r"mixkvq-(\d+)-(\d+)")
+BY_HEAD = "NxCODEC+NxCODEC"  # as names of codecs by kv head read; NEXT joins their parts
+NEXT, EXAMPLE = "+", "1xhiggs-4+2xhiggs-2"
+PART = re.compile(r"([1-9][0-9]{0,3})x(.+)")
 
 
 def codec_maker(name: str) -> CodecMaker:
@@ -183,6 +187,8 @@ def codec_maker(name: str) -> CodecMaker:
         return CODEC_MAKERS[name]
     if tiers := FIXED_TIERS.fullmatch(name):
         return _mixkvq(int(tiers[1]), int(tiers[2]))
+    if NEXT in name:
+        return _by_head(name)
     if name in FITTED:
         command, instead = FITTED[name]
         raise UsageError(
@@ -201,11 +207,36 @@ def codec_maker(name: str) -> CodecMaker:
     raise UsageError(f"codec {name!r} is not known; {allowed(name, names, 'kvcal names codec')}")
 
 
+def _by_head(name: str) -> CodecMaker:
+    """The maker of a codec by kv head, from a name as "1xhiggs-4+2xhiggs-2". UsageError for parts that cannot be."""
+    parts: list[tuple[int, CodecMaker]] = []
+    for text in name.split(NEXT):
+        if (read := PART.fullmatch(text)) is None:
+            raise UsageError(f"codec {name!r}, part {text!r}: reads {BY_HEAD}, so many kv heads of each, as {EXAMPLE}")
+        if calibrated_name(codec := read[2]) is not None:
+            raise UsageError(
+                f"codec {name!r}: {codec} is learned from text, for all heads of a layer; heads of their own take "
+                "codecs that need no data, as higgs-2"
+            )
+        parts.append((int(read[1]), codec_maker(codec)))
+    heads = sum(count for count, _ in parts)
+
+    def make(shape: Shape, role: Role) -> Codec:
+        if heads != shape.heads:
+            raise UsageError(f"codec {name!r} is for {heads} kv heads, the model's layers have {shape.heads}")
+        return ByHead([make(Shape(count, shape.dim, shape.block), role) for count, make in parts])
+
+    return make
+
+
 def no_factors(codec: str) -> tuple[str, str] | None:
     """Why factors from text are of no use to keys of that codec, and which codec is the same without factors
     of its own, "" for none; None where they are of use. Raises UsageError for an unknown name.
     """
-    example = codec_maker(codec)(Shape(1, 256, 32), "key")
+    make = codec_maker(codec)
+    if NEXT in codec:
+        return f"{codec} has codecs of its own for groups of heads, without factors", ""
+    example = make(Shape(1, 256, 32), "key")
     if isinstance(example, Scaled):
         return f"{codec} divides keys by factors of each row's own already", f"{codec}-plain"
     if codes_apart(example):
@@ -215,6 +246,8 @@ def no_factors(codec: str) -> tuple[str, str] | None:
 
 def codes_apart(codec: Codec) -> bool:
     """Whether keys' channels do not share a scale, so that a large one costs the others nothing."""
+    if isinstance(codec, ByHead):
+        return all(codes_apart(part) for part in codec.parts)
     return isinstance(codec, Exact | Float8 | MixKVQ | Squat) or getattr(codec, "axis", "channel") == "token"
 
 
@@ -289,6 +322,8 @@ def calibrated_name(name: str) -> tuple[str, re.Match[str]] | None:
 
     Raises UsageError for one that cannot be.
     """
+    if NEXT in name:  # codecs by kv head: what their parts' names end in is not said of all
+        return None
     for kind, family in CALIBRATED.items():
         if (parts := family.pattern.fullmatch(name)) is not None:
             family.check(parts)

@@ -290,6 +290,9 @@ class TuneBitsOptions(CalibrationOptions, CacheWindows, Selection, Layerwise):
         "Of --objective kl: what keys or values of a layer may be stored in.",
     )
     predict: bool = flag("Of --objective kl: store what AQUA-KV's predictors leave, in learned codecs, too.")
+    head_groups: int = option(
+        1, "Of --objective kl: groups of a layer's kv heads that may each have a codec of their own.", at_least=1
+    )
     bits: str = option("2,4,8", "What keys and values of a layer may have.")
     group: int = option(32, "Tokens of a key channel, channels of a value, that share a scale.", at_least=1)
     block: int = 128

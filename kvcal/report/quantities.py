@@ -125,6 +125,7 @@ QUANTITIES: Mapping[str, Quantity] = {
     "forecast_kl": Quantity("forecast KL"),
     "holdout_kl": Quantity("held-out KL"),
     "tuned_kl": Quantity("KL of the tuned"),
+    "by_layer_kl": Quantity("KL of the tuned by layer"),
     "predicted_kl": Quantity("predicted KL"),
     "best_uniform_kl": Quantity("KL of the best uniform"),
     "perplexity": Quantity("perplexity", lambda value: significant(value, 4)),  # schemes differ in the fourth digit

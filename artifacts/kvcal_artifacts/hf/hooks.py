@@ -157,7 +157,7 @@ class _Board:
         if (change := owner.places.changed()) is not None:
             raise KVCalError(CHANGED.format(change))
         tokens = next((arguments[name] for name in TOKENS if arguments.get(name) is not None), None)
-        if tokens is not None and tokens.shape[1] == 0:
+        if isinstance(tokens, Tensor) and tokens.shape[1] == 0:
             raise KVCalError(NO_TOKEN)
         weights = asks_for_weights(getattr(module, "config", None), arguments)
         listener.on_forward(_mask_of(arguments.get("attention_mask")), weights)

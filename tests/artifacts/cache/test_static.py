@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.cache.static.layer import StaticLayer
-from kvcal_artifacts.codecs import Context, MixKVQ, Shape, Squat, Uniform
+from kvcal_artifacts.codecs import ByHead, Context, MixKVQ, Shape, Squat, Uniform
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.paths import choose, codebook
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
@@ -546,6 +546,8 @@ def test_caches_that_do_not_compile_say_why() -> None:
     odd = LayerCodecs(Uniform(pair.key.shape, "key", 5, 32), pair.value)
     assert "5 bits at head_dim 64" in why(scheme(odd), max_length=100)
     assert "token selection" in why(scheme(pair).keeping(HeavyHitters()), max_length=100)
+    apart = LayerCodecs(ByHead([Uniform(Shape(1, 64, 32), "key", bits, 32) for bits in (4, 8)]), pair.value)
+    assert "layer 0: keys: groups of heads in different codecs" in why(scheme(apart), max_length=100)
     searched = Squat(Uniform(SHAPE, "key", 4, 32, "token", search=True), channels=32)
     assert "layer 0: SQuat over uniform" in why(scheme(LayerCodecs(searched, pair.value)), max_length=100)
     chosen = "layer 0: MixKVQ chooses the channels of its tiers block by block"

@@ -14,6 +14,7 @@ from kvcal.methods.data_free import PRESETS, preset
 from kvcal.methods.registry import CALIBRATED, CODEC_MAKERS, codec_maker
 from kvcal.pipeline.options import PresetOptions
 from kvcal.report.suggest import allowed, nearest
+from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
 from tests.support.models_fixture import kvcal
 
@@ -29,13 +30,20 @@ def rows() -> dict[tuple[str, str], dict[str, Any]]:
 def test_all_that_options_take_is_there(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
     by_kind = {kind: {name for k, name in rows if k == kind} for kind in KINDS}
     assert by_kind["preset"] == set(PRESETS)
-    assert by_kind["codec"] == {*CODEC_MAKERS, *CALIBRATED, "mixkvq-FULL-FOUR"}
+    assert by_kind["codec"] == {*CODEC_MAKERS, *CALIBRATED, "mixkvq-FULL-FOUR", "NxCODEC+NxCODEC"}
     for name in by_kind["preset"]:
         preset(name)
     for row in rows.values():
         if row["about"].startswith("learned"):
             assert calibration_of(row["about"].split()[-1]) is not None
     codec_maker("mixkvq-8-16")
+    assert rows["codec", "NxCODEC+NxCODEC"]["about"].endswith(", as 1xhiggs-4+2xhiggs-2")
+    made = codec_maker("1xhiggs-4+2xhiggs-2")
+    assert made(Shape(3, 64, 32), "key").describe().startswith("by-head(1 x higgs(d=2, n=256, ")
+    with pytest.raises(UsageError, match="'1xhiggs-4\\+2xhiggs-2' is for 3 kv heads, the model's layers have 2"):
+        made(Shape(2, 64, 32), "key")
+    with pytest.raises(UsageError, match="'1xhiggs-4\\+2xhiggs-2-scaled': higgs-2-scaled is learned from text"):
+        codec_maker("1xhiggs-4+2xhiggs-2-scaled")
 
 
 def test_names_of_the_bench_are_taken_by_it() -> None:
