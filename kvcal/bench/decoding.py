@@ -80,7 +80,7 @@ class Stepper:
         self.place = torch.full((1, 1), start.length, dtype=torch.long, device=model.device)
         self.rows = some_rows(
             batch
-        )  # whose logits are compared: of all rows they take more than there is beside a full cache
+        )  # whose logits are compared: of all rows they take more than there is next to a full cache
 
     def step(self) -> Tensor:
         """Logits (B, vocabulary) of the next token, which is chosen."""

@@ -20,7 +20,7 @@ LONG, BEFORE = " G=128", " before RoPE"
 # Of the fused decode kernel as it is compiled and launched (triton 3.7.1, head_dim 128, four query heads a kv head), by
 # how keys are stored, values alike (of tiers: "outer 2"). They are the ceilings BUDGET of
 # tests/kernels/attention/test_attention_kernel.py, counted in SASS there, of sm_87 where it has a row, else sm_90; a
-# test beside it holds the two together. Other GPUs, head_dims and dtypes are taken to need as many; `counted_at` says
+# test next to it holds the two together. Other GPUs, head_dims and dtypes are taken to need as many; `counted_at` says
 # of a model where it has another head_dim or other query heads.
 COUNTED: dict[str, float] = {
     "symmetric 2": 1.32, "symmetric 3": 1.59, "symmetric 4": 1.33, "symmetric 8": 1.15, "asymmetric 2": 1.59,

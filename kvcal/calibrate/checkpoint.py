@@ -1,6 +1,6 @@
 """What a long command keeps while it runs, so that a killed one goes on: a folder for the settings it was made with.
 
-Beside the output, where there is one: `.OUTPUT.partial`. Else partial/COMMAND-KEY in the folder of preflight.json.
+Next to the output, where there is one: `.OUTPUT.partial`. Else partial/COMMAND-KEY in the folder of preflight.json.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class BatchCheckpoint:
 
 
 class LayerCheckpoint(CheckpointFolder):
-    """A hidden folder beside the output: one small bundle a fitted layer, for the settings it was made with."""
+    """A hidden folder next to the output: one small bundle a fitted layer, for the settings it was made with."""
 
     def __init__(self, output: Path, record: Mapping[str, Json], resume: bool) -> None:
         check_output(output)

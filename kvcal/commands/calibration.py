@@ -1,4 +1,4 @@
-"""What the calibrating commands share: a model opened layer by layer, its windows of text, what is told of a run."""
+"""What the calibrating commands share: a model opened layer by layer, windows of text, what is reported of a run."""
 
 from __future__ import annotations
 

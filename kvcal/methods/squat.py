@@ -2,7 +2,7 @@
 KIVI's.
 
 The paper needs no calibration. What is fitted here is a subspace per kv head, from queries on text, to be used instead
-of the row's own or beside it; and measured on held-out windows: how well subspaces hold queries that they have not seen
+of the row's own or next to it; and measured on held-out windows: how well subspaces hold unseen queries
 (Figures 2 and 6), and the error of attention logits, also over a grid of settings (Table 3).
 """
 

@@ -22,7 +22,7 @@ FAR = 20.0  # from where on a line leads from label to point
 
 
 def label_points(axis: Axes, points: Sequence[tuple[float, float]], texts: Sequence[str], size: float = 7) -> None:
-    """Write each text beside its point, in data units of `axis`; limits and layout of the figure are fixed by it.
+    """Write each text next to its point, in data units of `axis`; limits and layout of the figure are fixed by it.
 
     A label takes the first of STEPS at which it lies within the axes and on no point and no label before it; where
     none is free, the one with the least overlap.

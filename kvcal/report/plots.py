@@ -143,7 +143,7 @@ def plot_bench(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Times of `kvcal bench` against cached tokens, a panel an operation, a line a scheme and batch; projected ones
     dashed.
 
-    Attention has the best FP16 of the run beside it; crosses are a paper's figures. Rows without a time are not drawn.
+    Attention has the best FP16 of the run next to it; crosses are a paper's figures. Rows without a time are not drawn.
     title: names model, machine and date.
     """
     from matplotlib.figure import Figure
@@ -208,7 +208,7 @@ def head_errors_png(key: Rows, value: Rows, title: str) -> bytes:
 
 
 def head_errors_figure(key: Rows, value: Rows, title: str) -> Figure:
-    """Relative squared error by layer (down) and kv head (across), keys beside values; layers without a row are
+    """Relative squared error by layer (down) and kv head (across), keys next to values; layers without a row are
     grey."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure

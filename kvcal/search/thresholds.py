@@ -222,7 +222,7 @@ def tune(
     """Search the thresholds, then measure the chosen ones layer by layer (kvcal.calibrate.driver) and write bundle and
     plot.
 
-    objective: makes it, once it is needed. storage: an Optuna storage URL that workers share; None: a file beside the
+    objective: makes it, once it is needed. storage: an Optuna storage URL that workers share; None: a file next to the
     output, which this process alone uses, and removes. Raises UsageError, before any trial, if no point can lie under
     max_bits; KVCalError if none does.
     """
