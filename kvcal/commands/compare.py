@@ -17,7 +17,6 @@ from kvcal_artifacts.errors import CorruptBundle, KVCalError, UsageError
 from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.scheme import FRAMES, Frame, HeavyHitters
 
-from .. import __version__
 from ..bundles.paths import bundle_at
 from ..calibrate.checkpoint import BatchCheckpoint as SavedBatches
 from ..calibrate.checkpoint import CommandCheckpoint, partial_folder, short
@@ -38,6 +37,7 @@ from ..pipeline.scheme_file import Recipe, read_recipe
 from ..report.drawn import machine_and_date
 from ..report.outputs import check_output
 from ..report.progress import Items
+from ..report.version import __version__
 from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results, token_bytes, within
 from ..text.token_windows import EvaluationWindows
 from .common import (
