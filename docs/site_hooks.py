@@ -40,7 +40,7 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
         return f"]({_target(token['target'], page, config, files)})" if token["target"] else token[0]
 
     if page.file.src_uri.startswith(LOGS) and page.file.src_uri != "benchmarks/index.md":
-        page.meta.setdefault("search", {"boost": 0.3})
+        page.meta.setdefault("search", {"boost": 0.001})
     return TOKEN.sub(changed, markdown)
 
 
@@ -68,8 +68,9 @@ def _target(target: str, page: Page, config: Any, files: Files) -> str:
     folder = posixpath.dirname(page.file.src_uri)
     inside = posixpath.normpath(posixpath.join(folder, name))
     path = Path(config.docs_dir) / inside
-    if files.get_file_from_path(inside) or not path.exists():
-        return target  # mkdocs checks it
+    own = files.get_file_from_path(inside)
+    if own and own.inclusion.is_included() or not path.exists():
+        return target  # mkdocs checks it; what exclude_docs names is not on the site
     if path.is_dir():
         path = path / "__init__.py"
     copied = f"source/{path.resolve().relative_to(ROOT).as_posix()}.txt"

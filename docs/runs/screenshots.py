@@ -2,7 +2,7 @@
 
     nox -s site && python docs/runs/screenshots.py build/site --pictures build/pictures [--axe node_modules/axe-core]
 
-Needs playwright and a Chromium; axe is npm's axe-core. Pages are opened as files, and every request beyond the site is
+Needs playwright and a Chromium; axe is npm's axe-core. Pages are opened as files (404.html is for servers alone), and every request beyond the site is
 refused and reported. Reported too: messages of the console, what is wider than the page, images that failed, raw
 markup, links inside the site that lead nowhere, and what axe calls serious. Exit code 1 where there is a finding.
 """
@@ -35,7 +35,7 @@ WIDE = """() => {
   if (document.documentElement.scrollWidth > width) found.push(`page scrolls to ${document.documentElement.scrollWidth}`);
   return found.slice(0, 5);
 }"""
-# Names broken inside a word, in cells: more lines than their hyphens and spaces explain.
+# Markdown that stands in the text as it was written.
 MARKUP = """() => {
   const copy = document.querySelector('.md-content').cloneNode(true);
   copy.querySelectorAll('code, pre, math').forEach(node => node.remove());
@@ -56,7 +56,7 @@ def main() -> int:
     options.add_argument("--only", default="", help="pages whose path has this")
     asked = options.parse_args()
     site = asked.site.resolve()
-    pages = [page for page in sorted(site.rglob("*.html")) if asked.only in page.as_posix()]
+    pages = [page for page in sorted(site.rglob("*.html")) if asked.only in page.as_posix() and page.name != "404.html"]
     axe = (asked.axe / "axe.min.js").read_text("utf-8") if asked.axe else ""
     found = 0
     with sync_playwright() as playwright:
@@ -113,8 +113,7 @@ class Look:
         self.page.wait_for_load_state("networkidle")
         found = [*self.messages]
         found += [f"wide: {line}" for line in self.page.evaluate(WIDE)]
-        if name != "404.html":
-            found += [f"markup: {line!r}" for line in self.page.evaluate(MARKUP)]
+        found += [f"markup: {line!r}" for line in self.page.evaluate(MARKUP)]
         found += [f"image: {line}" for line in self.page.evaluate(IMAGES)]
         if self.axe:
             found += violations(self.page, self.axe)
@@ -138,7 +137,7 @@ class Look:
         self.page.goto((self.site / "index.html").as_uri())
         if self.width < 600:
             self.page.locator("label.md-header__button[for=__search]").click()
-        self.page.locator("input.md-search__input").fill("residual window")
+        self.page.locator("input.md-search__input").press_sequentially("residual window")
         try:
             self.page.locator(".md-search-result__item a").first.wait_for(timeout=10_000)
         except Exception as error:
