@@ -69,7 +69,7 @@ def _target(target: str, page: Page, config: Any, files: Files) -> str:
     inside = posixpath.normpath(posixpath.join(folder, name))
     path = Path(config.docs_dir) / inside
     own = files.get_file_from_path(inside)
-    if own and own.inclusion.is_included() or not path.exists():
+    if (own and own.inclusion.is_included()) or not path.exists():
         return target  # mkdocs checks it; what exclude_docs names is not on the site
     if path.is_dir():
         path = path / "__init__.py"

@@ -329,7 +329,8 @@ def _judged(
     if o.plot is not None:
         from ..report.plots import plot_quality
 
-        plot_quality(ordered, f"{o.model}, {text}; {made_on(called)}", o.plot)
+        name = resolve(o.model, o.revision).public
+        plot_quality(ordered, f"{name}, {text}; {made_on(called)}", o.plot)
     return {
         "full_perplexity": measured[0]["full_perplexity"],
         "rows": ordered,

@@ -27,6 +27,7 @@ from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
 from ..pipeline.gates import Check, Limits, broken_off, check_recorded, check_row
 from ..pipeline.options import EvalOptions
+from ..report.drawn import made_on
 from ..report.progress import progress
 from ..text.token_windows import EvaluationWindows
 from .bundles import file_sha256
@@ -39,6 +40,7 @@ from .common import (
     given_kernels,
     given_selection,
     known,
+    machine,
     refuse_idle,
     refuse_idle_seed,
     row_key,
@@ -88,7 +90,8 @@ def run_eval(
     if o.needle_plot is not None:
         from ..report.plots import plot_needle_maps
 
-        plot_needle_maps(answered.needles, f"{plan.source.public}: needles found", o.needle_plot)
+        title = f"{plan.source.public}, needles found; {made_on(machine(loaded.model.device))}"
+        plot_needle_maps(answered.needles, title, o.needle_plot)
     selection = plan.selection
     return {
         "rows": [
