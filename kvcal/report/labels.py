@@ -40,11 +40,11 @@ def label_points(axis: Axes, points: Sequence[tuple[float, float]], texts: Seque
     labels: list[Box] = []
     for place in sorted(range(len(at)), key=lambda place: (at[place][0], -at[place][1])):  # the upper one first
         (x, y), point, text = at[place], points[place], texts[place]
-        own = _grown((x, y, x, y), 3 * unit)
+        dot = _grown((x, y, x, y), 3 * unit)
         note = axis.annotate(drawable(text), point, xytext=(0, 0), textcoords="offset points", fontsize=size)
         extent = note.get_window_extent()
         boxes = [_box(x, y, step, extent.width, extent.height, unit) for step in STEPS]
-        others = [*dots[:place], own, *dots[place + 1 :], *labels]
+        others = [*dots[:place], dot, *dots[place + 1 :], *labels]
         best = min(range(len(STEPS)), key=lambda n: (_overlap(boxes[n], others, inside), n))
         step = STEPS[best]
         note.set_horizontalalignment("left" if step[0] > 1 else "right" if step[0] < -1 else "center")
