@@ -327,7 +327,8 @@ def _judged(o: CompareOptions, measured: list[dict[str, Any]], text: str, called
     if o.plot is not None:
         from ..report.plots import plot_quality
 
-        plot_quality(ordered, f"{o.model}, {text}; {machine_and_date(called)}", o.plot)
+        name = resolve(o.model, o.revision).public
+        plot_quality(ordered, f"{name}, {text}; {machine_and_date(called)}", o.plot)
     return {
         "full_perplexity": measured[0]["full_perplexity"],
         "rows": ordered,
