@@ -6,7 +6,7 @@ from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import IncompatibleBundle, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
-from .. import __version__
+from ..report.version import __version__
 
 OF_KEYS, OF_VALUES = {"k1", "k2", "k0"}, {"v1", "v2"}
 

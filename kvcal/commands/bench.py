@@ -10,13 +10,13 @@ from typing import Any
 from kvcal_artifacts.files import write_atomically
 from kvcal_kernels.device import on
 
-from .. import __version__
 from ..bench.rows import KEY, SETTINGS, compared, environment_of, read_earlier, remarks, to_csv
 from ..bench.target import target
 from ..calibrate.checkpoint import CommandCheckpoint
 from ..report.checkout import commit
 from ..report.drawn import machine_and_date
 from ..report.plots import plot_bench
+from ..report.version import __version__
 from .bench_options import GROUP_MODEL, MODEL, check_files, check_memory, check_numbers, check_taken, resolve_operations
 from .bench_projected import projected
 from .common import Say

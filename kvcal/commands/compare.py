@@ -17,7 +17,6 @@ from kvcal_artifacts.errors import CorruptBundle, KVCalError, UsageError
 from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.scheme import FRAMES, Frame, HeavyHitters
 
-from .. import __version__
 from ..bundles.paths import bundle_at
 from ..calibrate.checkpoint import BatchCheckpoint as SavedBatches
 from ..calibrate.checkpoint import CommandCheckpoint, partial_folder, short
@@ -38,6 +37,7 @@ from ..pipeline.scheme_file import Recipe, read_recipe
 from ..report.drawn import machine_and_date
 from ..report.outputs import check_output
 from ..report.progress import Items
+from ..report.version import __version__
 from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results, token_bytes, within
 from ..text.token_windows import EvaluationWindows
 from .common import (
@@ -215,7 +215,9 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     for line in measured_warnings(o.model, ready, behind):
         say(line)
     measured = [at_length(ledger.rows[row.key] | {"name": row.name}, sized["at_length"]) for row in rows]
-    judged = _judged(o, measured, texts.evaluation.source, machine(loaded.model.device), resumed)
+    count = f"{len(texts.evaluation.ids)} window{'s' * (len(texts.evaluation.ids) > 1)} of {texts.length:,} tokens"
+    text = f"{texts.evaluation.source}, {count}"
+    judged = _judged(o, measured, text, machine(loaded.model.device), resumed)
     return settings | sized | judged | {"failed": failed}
 
 
@@ -327,7 +329,8 @@ def _judged(o: CompareOptions, measured: list[dict[str, Any]], text: str, called
     if o.plot is not None:
         from ..report.plots import plot_quality
 
-        plot_quality(ordered, f"{o.model}, {text}; {machine_and_date(called)}", o.plot)
+        name = resolve(o.model, o.revision).public
+        plot_quality(ordered, f"{name}, {text}; {machine_and_date(called)}", o.plot)
     return {
         "full_perplexity": measured[0]["full_perplexity"],
         "rows": ordered,

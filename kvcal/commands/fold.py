@@ -10,11 +10,11 @@ from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import refuse_dash
 
-from .. import __version__
 from ..bundles.paths import bundle_at
 from ..models import configuration, files, layerwise, names
 from ..models.folding import key_factors, without_factors, write_folded
 from ..report.outputs import check_output
+from ..report.version import __version__
 from .bundles import file_sha256
 from .common import Say
 from .options import FoldOptions

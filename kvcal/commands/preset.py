@@ -12,13 +12,13 @@ from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
-from .. import __version__
 from ..calibrate.outlier_guard import warnings
 from ..methods.base import settings_of
 from ..methods.data_free import COMPOSED, DataFree, Preset, composed
 from ..models import configuration, files, layerwise, names
 from ..models.devices import pick_device, pick_dtype
 from ..pipeline.options import PresetOptions
+from ..report.version import __version__
 from .common import Say, output_for, refuse_idle, refuse_idle_seed, say_coverage, selection_of
 from .guard import guard_window
 from .workbench import key_probe, model_record

@@ -17,7 +17,6 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, UsageError
 from kvcal_artifacts.scheme import Scheme
 
-from .. import __version__
 from ..calibrate.checkpoint import BatchCheckpoint, CommandCheckpoint, short
 from ..calibrate.driver import fit_together
 from ..calibrate.forecast import forecasts, least_tokens
@@ -36,6 +35,7 @@ from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
 from ..pipeline.options import CalibrationOptions
 from ..report.escape import shell
+from ..report.version import __version__
 from ..search.limit import Limit
 from ..search.recommendation import LADDER, Figures, Rung, choose, reason, reference, to_fit, to_measure
 from ..text.token_windows import Windows

@@ -12,7 +12,6 @@ from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
 from kvcal_artifacts.bundle.fingerprint import Fingerprint, probed_layers
 from kvcal_artifacts.errors import UsageError
 
-from .. import __version__
 from ..calibrate.checkpoint import CommandCheckpoint, short
 from ..calibrate.driver import fit_together
 from ..calibrate.job import FitJob, FitOptions
@@ -24,6 +23,7 @@ from ..methods.data_free import Preset
 from ..methods.registry import NEXT
 from ..models import names
 from ..pipeline.options import TuneBitsOptions
+from ..report.version import __version__
 from ..search.head_groups import by_side, group_sensitivities
 from ..search.knapsack import Option
 from ..search.predicted_codecs import PredictedSchemes

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from kvcal_artifacts.bundle.canonical import canonical, sha256_text
 
-from .. import __version__
 from ..models import hub
 from ..models.file_hashes import file_sha256
 from ..models.files import weights_revision
 from ..models.names import resolve
+from ..report.version import __version__
 from ..text import documents, hub_datasets, sources
 from .options import FROM_MODEL, HOW, NOT_IN_RECIPE, BuiltOptions, TuneThresholdsOptions
 from .shared_options import WeightsOptions
@@ -58,17 +58,17 @@ def code_identity() -> dict[str, str]:
     import torch
     import transformers
 
-    import kvcal
     import kvcal_artifacts
     import kvcal_kernels
 
     digest = hashlib.sha256()
-    for package in (kvcal, kvcal_artifacts, kvcal_kernels):
-        root = Path(str(package.__file__)).parent
+    roots = {"kvcal": Path(__file__).parents[1]}
+    roots |= {package.__name__: Path(str(package.__file__)).parent for package in (kvcal_artifacts, kvcal_kernels)}
+    for package, root in roots.items():
         for path in sorted(root.rglob("*.py")):
             name = path.relative_to(root).as_posix()
             if not name.startswith(("cli/", "report/", "demo/")):
-                digest.update(f"{package.__name__}/{name}\0{file_sha256(path)}\n".encode())
+                digest.update(f"{package}/{name}\0{file_sha256(path)}\n".encode())
     return {
         "kvcal": __version__,
         "source": digest.hexdigest(),

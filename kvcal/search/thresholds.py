@@ -191,6 +191,7 @@ class Job:
     revision: str | None
     options: FitOptions = field(default_factory=FitOptions)
     say: Callable[[str], None] = lambda line: None
+    title: str | None = None  # of the plot
 
     @property
     def folder(self) -> Path:
@@ -251,7 +252,7 @@ def tune(
     metrics = _search_record(method, points, goal, front, number)
     result = _measured(best, job, settings, {"provenance": record, "metrics": metrics})
     pairs = [(point.cost, point.quality) for point in points.points]
-    picture = front_figure(pairs, front, number, settings.max_bits, goal.label, "stored bits per value")
+    picture = front_figure(pairs, front, number, settings.max_bits, goal.label, "stored bits per value", job.title)
     write_atomically(job.plot, as_file(picture, job.plot, 120), "--plot")
     shutil.rmtree(job.folder, ignore_errors=True)
     return Tuned(result, best, points, front, number)

@@ -130,6 +130,7 @@ def imports(package: str) -> list[Import]:
 
 
 def imports_of(name: str, path: Path) -> Iterator[Import]:
+    """What a module imports, by statements and by calls of import_module and __import__ with a constant name."""
     tree = ast.parse(path.read_text("utf-8"))
     home = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node, top in walk(tree, top=True):
@@ -140,6 +141,34 @@ def imports_of(name: str, path: Path) -> Iterator[Import]:
             source = ".".join([*base, *([node.module] if node.module else [])])
             # `from package import module` imports the module too
             yield from ((name, f"{source}.{alias.name}", top) for alias in node.names)
+        elif (target := imported_by_call(node)) is not None and isinstance(target, ast.Constant):
+            named = str(target.value)
+            dots = len(named) - len(named.lstrip("."))
+            base = home.split(".")[: len(home.split(".")) - dots + 1] if dots else []
+            yield name, ".".join([*base, named.lstrip(".")]), top
+
+
+IMPORTING = {"import_module", "__import__"}
+
+
+def imported_by_call(node: ast.AST) -> ast.expr | None:
+    """The first argument of a call that imports a module by its name; None for anything else."""
+    if not isinstance(node, ast.Call) or not node.args:
+        return None
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+    return node.args[0] if called in IMPORTING else None
+
+
+def computed_imports(package: str) -> Iterator[str]:
+    """Calls that import a module whose name `imports` cannot read, but for those that stay in the calling package."""
+    for name, path in modules(package):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            target = imported_by_call(node)
+            if target is None or isinstance(target, ast.Constant):
+                continue
+            inside = isinstance(target, ast.JoinedStr) and ast.unparse(target)[2:].startswith(".{")
+            if not (inside and path.name == "__init__.py"):
+                yield f"{name}: {ast.unparse(node)}"
 
 
 def walk(node: ast.AST, top: bool) -> Iterator[tuple[ast.AST, bool]]:
@@ -162,6 +191,29 @@ def arrows(package: str) -> dict[str, set[str]]:
         if exact in names and exact != module:
             targets[module].add(exact)
     return targets
+
+
+def entries(package: str, depth: int) -> dict[str, set[str]]:
+    """What `arrows` says of folders: modules count as the entry they lie in, so many names from the top.
+
+    At depth 2 kvcal_artifacts.hf stands for kvcal_artifacts.hf.seam.
+    """
+    folders: dict[str, set[str]] = {}
+    for module, targets in arrows(package).items():
+        entry = ".".join(module.split(".")[:depth])
+        folders.setdefault(entry, set()).update(".".join(target.split(".")[:depth]) for target in targets)
+        folders[entry].discard(entry)
+    return folders
+
+
+def depth(package: str) -> int:
+    """How many names the longest name of a module has."""
+    return max(len(name.split(".")) for name, _ in modules(package))
+
+
+def circles_of_folders(package: str) -> list[list[str]]:
+    """Circles of what lies in one folder, at every depth; of modules, see `arrows`."""
+    return [circle for names in range(2, depth(package)) for circle in circles(entries(package, names))]
 
 
 def circles(targets: dict[str, set[str]]) -> list[list[str]]:
@@ -399,6 +451,7 @@ def table() -> list[list[str]]:
         ["parameters of a function", *of("function", lambda size: size.parameters)],
         ["complexity of a function", *of("function", lambda size: size.complexity)],
         ["circles of modules", *count(lambda package: len(circles(arrows(package))))],
+        ["circles of folders", *count(lambda package: len(circles_of_folders(package)))],
         ["entries at the top", *count(lambda package: len(rooms(package)))],
         ["vague names", *count(lambda package: words(package).vague)],
         ["vague names per 1000", *count(lambda package: round(1000 * words(package).vague / words(package).bound, 1))],
