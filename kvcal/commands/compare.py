@@ -215,7 +215,9 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     for line in measured_warnings(o.model, ready, behind):
         say(line)
     measured = [at_length(ledger.rows[row.key] | {"name": row.name}, sized["at_length"]) for row in rows]
-    judged = _judged(o, measured, texts.evaluation.source, machine(loaded.model.device), resumed)
+    count = f"{len(texts.evaluation.ids)} window{'s' * (len(texts.evaluation.ids) > 1)} of {texts.length:,} tokens"
+    text = f"{texts.evaluation.source}, {count}"
+    judged = _judged(o, measured, text, machine(loaded.model.device), resumed)
     return settings | sized | judged | {"failed": failed}
 
 
