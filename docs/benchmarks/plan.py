@@ -1,6 +1,6 @@
 """The plan of `kvcal plan` beside what this GPU measures: memory and tokens a second of a whole model.
 
-    PYTHONPATH=.:kernels:artifacts python docs/benchmarks/plan.py [--out FOLDER or FILE.json] [--seconds 200]
+    PYTHONPATH=.:kernels:artifacts python docs/benchmarks/plan.py [--out FOLDER or FILE.json] [--seconds 300]
 
 Llama-3.1-8B's geometry, random weights made on the device, bfloat16, one row. `decode`: FP16 in a full cache (cuDNN) and
 each scheme with its own windows, at each length: caches filled with random packed data, decode steps under a CUDA graph,
@@ -9,8 +9,11 @@ allocator. `prefill` and `prefill-chunks`: a prompt of the first length in one f
 alone. Each line has measured, planned and their ratio; the last one says how many are within 5 % (memory) and 15 %
 (tokens a second). Prefill has no limit: its plan rests on no measurement yet.
 
+Kernels are compiled first, side by side: for each scheme and length a process of its own runs the same rows of a model of
+one layer, whose figures are thrown away. With one process alone an H100 had 3 of 11 rows in 180 s.
+
 The file is written anew after each row; the same command goes on behind the rows that it has. No row begins after
---seconds, and one that still runs LATEST later is given up: 235 s in all by default. The exit code is 1 where a row was
+--seconds, and one that still runs LATEST later is given up: 335 s in all by default. The exit code is 1 where a row was
 refused or is not measured. `--device cpu --model tiny --lengths 512,1024` tries the script: times and memory of a CPU
 are not planned.
 """
@@ -22,7 +25,9 @@ import gc
 import json
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -54,6 +59,7 @@ GIB = 2**30
 MEMORY, TIME = 0.05, 0.15  # of what was measured, that a plan may be off
 SPARE = 64  # columns of a prefilled cache behind the prompt
 LATEST = 35  # seconds behind --seconds at which a row is given up
+COMPILING = 120.0  # seconds that processes which compile may take
 
 
 @dataclass(frozen=True)
@@ -83,12 +89,42 @@ class Run:
         return self.device.type == "cuda"
 
 
-def jobs_of(names: Sequence[str], lengths: Sequence[int]) -> list[Job]:
+def jobs_of(names: Sequence[str], lengths: Sequence[int], what: Sequence[str]) -> list[Job]:
     """What is to hold first: schemes at both lengths."""
     decode = [Job("decode", name, length) for length in lengths for name in (*names, projection.FULL)]
     first = lengths[0]
     prefill = [Job("prefill", name, first) for name in (names[0], projection.FULL)]
-    return [*decode, *prefill, Job("prefill-chunks", names[0], first)]
+    return [job for job in (*decode, *prefill, Job("prefill-chunks", names[0], first)) if job.what in what]
+
+
+def one_layer(model: str, folder: Path) -> None:
+    """A folder with the configuration of `model`, cut to its first layer."""
+    config = configuration.geometry_config(resolve(model))
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    config.save_pretrained(folder)
+
+
+def compile_beside(chosen: Any) -> None:
+    """Every kernel that the rows start, compiled by processes side by side; what fails there fails in its row, too."""
+    with tempfile.TemporaryDirectory() as name:
+        one_layer(chosen.model, Path(name))
+        options = ["--device", chosen.device, "--dtype", chosen.dtype, "--model", name, "--compiled"]
+        options += ["--seconds", str(COMPILING), "--out"]
+        begun = []
+        for scheme in chosen.schemes:
+            for length in chosen.lengths:
+                what = chosen.what if (scheme, length) == (chosen.schemes[0], chosen.lengths[0]) else ["decode"]
+                own = [f"{name}/{scheme}-{length}.json", "--schemes", scheme, "--lengths", str(length)]
+                command = [sys.executable, __file__, *options, *own, "--what", ",".join(what)]
+                begun.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+        last = time.time() + COMPILING
+        for process in begun:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, last - time.time()))
+            process.kill()
+            process.wait()
 
 
 def benched(run: Run, name: str) -> bench_schemes.Benched:
@@ -266,17 +302,22 @@ def libraries() -> dict[str, str]:
 def parsed(words: Sequence[str] | None) -> Any:
     options = argparse.ArgumentParser()
     options.add_argument("--out", default=os.environ.get("OUT", "."), help="a folder for plan.json, or a file")
-    options.add_argument("--seconds", type=float, default=200.0)
+    options.add_argument("--seconds", type=float, default=300.0)
     options.add_argument("--device", default="cuda")
     options.add_argument("--dtype", default="bfloat16")
     options.add_argument("--model", default="llama-3.1-8b", help="whose geometry")
     options.add_argument("--lengths", default="32k,128k", help="tokens of the row")
     options.add_argument("--schemes", default=SCHEMES)
+    options.add_argument("--what", default=",".join(MEASURES), help="kinds of rows, with commas between")
+    options.add_argument("--compiled", action="store_true", help="kernels are there: start no processes that compile")
     chosen = options.parse_args(words)
     if chosen.device.startswith("cuda") and not torch.cuda.is_available():
         options.error("needs a CUDA GPU, and torch finds none here (--device cpu --model tiny tries the script)")
     chosen.lengths = numbers(chosen.lengths, "--lengths", [])
     chosen.schemes = chosen.schemes.split(",")
+    chosen.what = chosen.what.split(",")
+    if unknown := [what for what in chosen.what if what not in MEASURES]:
+        options.error(f"--what {unknown[0]}: must be of {', '.join(MEASURES)}")
     out = Path(chosen.out)
     chosen.file = out if out.suffix == ".json" else out / "plan.json"
     return chosen
@@ -296,6 +337,9 @@ def earlier(file: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, and print; 1 where a row is missing."""
     began, chosen = time.time(), parsed(words)
+    if chosen.device.startswith("cuda") and not chosen.compiled:
+        compile_beside(chosen)
+        print(f"kernels compiled in {time.time() - began:.0f} s", flush=True)
     source = resolve(chosen.model)
     geometry = configuration.geometry(source)
     model = loading.load_model(source, dtype=chosen.dtype, device=chosen.device, random_weights=True).model
@@ -317,7 +361,7 @@ def main(words: Sequence[str] | None = None) -> int:
     rows = earlier(chosen.file, about)
     print(", ".join(f"{name} {value}" for name, value in about.items()), f"- model made in {time.time() - began:.0f} s")
     there = {(row["what"], row["scheme"], row["length"]) for row in rows}
-    jobs = jobs_of(chosen.schemes, chosen.lengths)
+    jobs = jobs_of(chosen.schemes, chosen.lengths, chosen.what)
     for job in jobs:
         if (job.what, job.scheme, job.length) in there:
             continue

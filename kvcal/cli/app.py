@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal import __version__
 from kvcal.cli import (
     bench,
     build,
@@ -39,6 +38,7 @@ from kvcal.cli import (
 from kvcal.cli.defaults import register
 from kvcal.cli.failure import INTERRUPTED, guarded
 from kvcal.cli.help import METHODS, Command, Group, Methods
+from kvcal.report.version import __version__
 from kvcal_artifacts.shown import message
 
 COMMANDS: dict[str, Callable[..., Any]] = {

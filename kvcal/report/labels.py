@@ -20,7 +20,7 @@ STEPS = tuple(
 )  # points (1/72 inch) from a point to its label's nearest edge
 FAR = 20.0  # from where on a line leads from label to point
 AROUND = 7.0  # points that another label keeps from a point, so that it is not read as its name
-BESIDE = 1.0  # and from another label
+LABEL_GAP = 1.0  # and from another label
 
 
 def label_points(axis: Axes, points: Sequence[tuple[float, float]], texts: Sequence[str], size: float = 8) -> None:
@@ -55,7 +55,7 @@ def label_points(axis: Axes, points: Sequence[tuple[float, float]], texts: Seque
                 "", point, xytext=step, textcoords="offset points",
                 arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": "#9aa5b1", "shrinkA": 0, "shrinkB": 3},
             )  # fmt: skip
-        labels.append(_grown(boxes[best], BESIDE * unit))
+        labels.append(_grown(boxes[best], LABEL_GAP * unit))
 
 
 def _grown(box: Box, by: float) -> Box:

@@ -59,9 +59,10 @@ def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, p
 
 
 def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """KL against stored bits of rows as `kvcal compare` gives them, those on the front joined by a line.
+    """KL against stored bits of rows as `kvcal compare` gives them, with bars of two standard errors over windows where
+    there are several, those on the front joined by a line.
 
-    title: names model, text, machine and date.
+    title: names model, text, windows, machine and date.
     """
     from matplotlib.figure import Figure
 
@@ -72,7 +73,7 @@ def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     axis.set(xlabel="stored bits per value", ylabel="KL to full precision (nats per token)", yscale="log")
     axis.set_title(drawable(title), fontsize=9.5, wrap=True)
     points = [(row["bits_per_value"], row["kl"]) for row in drawn]
-    if front:
+    if len(front) > 1:
         axis.plot(
             *zip(*[(row["bits_per_value"], row["kl"]) for row in front], strict=True),
             linewidth=1,
@@ -80,6 +81,8 @@ def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
             label="Pareto front",
             zorder=2,
         )
+    has_bars = _draw_spread(axis, drawn)
+    if len(front) > 1 or has_bars:
         axis.legend(frameon=False)
     if points:
         axis.scatter(
@@ -90,6 +93,18 @@ def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     _plain_ticks(axis)
     label_points(axis, points, [row["name"] for row in drawn])
     write_atomically(path, as_file(figure, path), "--plot")
+
+
+def _draw_spread(axis: Axes, rows: list[dict[str, Any]]) -> bool:
+    """Draw bars of two standard errors of each row's KL; False where no row has any, being of one window."""
+    spread = [2 * (row.get("kl_se") or 0.0) for row in rows]
+    if not any(spread):
+        return False
+    bits, kl = [row["bits_per_value"] for row in rows], [row["kl"] for row in rows]
+    below = [min(bar, 0.95 * value) for bar, value in zip(spread, kl, strict=True)]  # a logarithm has no zero
+    style: dict[str, Any] = {"fmt": "none", "ecolor": "#6b7783", "elinewidth": 1, "capsize": 2, "zorder": 1}
+    axis.errorbar(bits, kl, yerr=[below, spread], label="± 2 standard errors over windows", **style)
+    return True
 
 
 def _plain_ticks(axis: Axes) -> None:
@@ -124,7 +139,7 @@ def plot_probes(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 def _probe_panels(bars: Axes, lines: Axes, role: str, rows: list[dict[str, Any]]) -> None:
     common = all(row["mean_common"] is not None for row in rows)
     values = [row["mean_common"] if common else row["mean"] or 0.0 for row in rows]
-    names = [" + ".join(_told(name) for name in row["inputs"]) for row in rows]
+    names = [" + ".join(_input_label(name) for name in row["inputs"]) for row in rows]
     bars.barh(range(len(rows)), values, color="#1f5fa8")
     for place, value in enumerate(values):
         bars.text(max(value, 0) + 0.01, place, f"{value:.2f}", va="center", fontsize=8)
@@ -145,7 +160,7 @@ def _probe_panels(bars: Axes, lines: Axes, role: str, rows: list[dict[str, Any]]
     lines.grid(alpha=0.25)
 
 
-def _told(name: str) -> str:
+def _input_label(name: str) -> str:
     """An input of a probe as the paper writes it: k1 -> K L−1, v0 -> V, k0t2 -> K T−2."""
     role, below, before = name[0].upper(), name[1], name[3:]
     return role + (f" L−{below}" if below != "0" else "") + (f" T−{before}" if before else "")

@@ -170,12 +170,14 @@ def test_bytes_hold_no_nan(path: Path) -> None:
 
 
 def test_case_and_parity_flips_anywhere_in_the_header_are_noticed(path: Path) -> None:
-    """Bit 5 turns e into E: 1E-05 is the same number as 1e-05, and still not the same file."""
+    """Bit 5 turns e into E: 1E-05 is the same number as 1e-05, and still not the same file.
+
+    Each bit at every third byte; `test_every_flipped_bit_is_noticed` draws from all bits of all bytes."""
     data = content()
     path.write_bytes(data)
-    with path.open("r+b") as file:  # in place: 14,000 files cut and written again wait for the disk
+    with path.open("r+b") as file:  # in place: 5,000 files cut and written again wait for the disk
         for bit in (0, 5):
-            for offset in range(header_end(data)):
+            for offset in range(bit % 3, header_end(data), 3):
                 os.pwrite(file.fileno(), bytes([data[offset] ^ 1 << bit]), offset)
                 with pytest.raises(KVCalError):
                     load_bundle(path)
