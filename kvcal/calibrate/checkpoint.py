@@ -160,10 +160,10 @@ class CommandCheckpoint(CheckpointFolder):
         if output is None:
             _forget(folder.parent)
         super().__init__(folder, key, resume)
-        self._say, self._able, self.own = say, True, set[str]()  # own: names that this run has kept
+        self._say, self._able, self.written = say, True, set[str]()  # written: names of this run's values
 
     def read(self, name: str) -> Any:
-        """None: there is no such value, or a damaged one."""
+        """The value of that name; None where there is none, or a damaged one."""
         try:
             saved = json.loads(read_text(self.folder / f"{name}.json"))
             return saved["value"] if saved["sha256"] == _hash(saved["value"]) else None
@@ -178,7 +178,7 @@ class CommandCheckpoint(CheckpointFolder):
     def keep(self, name: str, value: object) -> None:
         if (path := self.file(f"{name}.json")) is None:
             return
-        self.own.add(name)
+        self.written.add(name)
         saved = {"value": value, "sha256": _hash(value)}
         self._tried(lambda: write_atomically(path, json.dumps(saved).encode()))
 
@@ -205,8 +205,8 @@ class CommandCheckpoint(CheckpointFolder):
 
     @contextmanager
     def until_done(self) -> Iterator[None]:
-        """Within, all that is kept is for a run that is killed: afterwards, and after an error that would come again,
-        nothing of it is left.
+        """Keep what is stored within the block only for a run that is killed: it is removed at the end, and after an
+        error that would come again.
         """
         try:
             yield
@@ -217,8 +217,8 @@ class CommandCheckpoint(CheckpointFolder):
 
     @contextmanager
     def until_out(self, then: str = "the same command writes it without measuring") -> Iterator[None]:
-        """Within, what all that is kept came to is written: afterwards nothing is left, nor where a reader left early
-        (`| head`). Any other failure leaves it for the same command, and says so. then: what that command does.
+        """Remove the checkpoint when the block has written the result, and when a reader of it closed early (`| head`).
+        Any other failure leaves it for the same command, and says so. then: what that command does.
         """
         try:
             yield
@@ -270,7 +270,7 @@ class BatchCheckpoint:
     def load(self) -> dict[str, Any] | None:
         """The state that was kept, as `keep` was given it; None: there is none."""
         saved: dict[str, Any] | None = self._work.read(self._name)
-        if saved is not None and self._name not in self._work.own:
+        if saved is not None and self._name not in self._work.written:
             self.resumed = saved["windows"]
             self._say(
                 f"{self._label}: resuming after {self.resumed} of {self._windows} windows from {self._work.folder}"

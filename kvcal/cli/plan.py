@@ -100,7 +100,7 @@ def _foot(result: dict[str, Any]) -> list[str]:
 
 
 def _kl_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """On which models the KL was measured."""
+    """Lines that name the models on which the KL was measured."""
     others = _of_another(rows)
     alike = dict.fromkeys(name for row in rows if row["kl_same_architecture"] for name in row["kl_models"])
     if alike:

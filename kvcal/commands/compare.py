@@ -17,8 +17,7 @@ from kvcal_artifacts.errors import CorruptBundle, KVCalError, UsageError
 from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.scheme import FRAMES, Frame, HeavyHitters
 
-from .. import __version__
-from ..bundles.paths import given_bundle
+from ..bundles.paths import bundle_at
 from ..calibrate.checkpoint import BatchCheckpoint as SavedBatches
 from ..calibrate.checkpoint import CommandCheckpoint, partial_folder, short
 from ..calibrate.driver import fit
@@ -35,9 +34,10 @@ from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
 from ..pipeline.options import FitPredictorsOptions
 from ..pipeline.scheme_file import Recipe, read_recipe
-from ..report.drawn import made_on
+from ..report.drawn import machine_and_date
 from ..report.outputs import check_output
 from ..report.progress import Items
+from ..report.version import __version__
 from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results, token_bytes, within
 from ..text.token_windows import EvaluationWindows
 from .common import (
@@ -47,12 +47,12 @@ from .common import (
     check_context,
     decided_by,
     evaluation_text,
-    given_kernels,
-    given_selection,
+    kernels_required,
     machine,
     refuse_idle,
     row_key,
     say_coverage,
+    selection_of,
     text_for,
     tokenizer_for,
 )
@@ -60,9 +60,9 @@ from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
 from .fit_predictors import check_taken as check_predictor
 from .guard import measured_warnings
-from .made_for import with_model_of
 from .options import CompareOptions
-from .workbench import cache_makers, check_rows, named_error, open_given, raise_first
+from .target_model import with_model_of
+from .workbench import cache_makers, check_rows, named_error, open_model_of, raise_first
 
 PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
 PREDICTED = ("first_layer", "key_inputs", "value_inputs")
@@ -93,7 +93,7 @@ def candidates(o: CompareOptions) -> list[Candidate]:
     """
     rows = [Candidate(name, preset(name)) for name in o.preset or []]
     for path in o.bundle or []:
-        bundle = given_bundle(path, presets=True)
+        bundle = bundle_at(path, presets=True)
         rows.append(Candidate(bundle.name, bundle))
     rows += [Candidate(path.stem, of_recipe(read_recipe(path))) for path in o.recipe or []]
     rows += _pairs(o)
@@ -166,7 +166,7 @@ def of_recipe(recipe: Recipe) -> DataFree | AquaKV:
     """What a recipe of `kvcal fit-predictors` or `kvcal preset` describes."""
     method = aqua_method(replace(FitPredictorsOptions(), **recipe.options()))
     if recipe.predicts or method.composition.learns:
-        check_predictor(method, recipe.said)
+        check_predictor(method, recipe.option_names)
         return method
     options = recipe.plain()
     keys, values, per_layer = options.pop("keys"), options.pop("values"), tuple(options.pop("per_layer"))
@@ -183,14 +183,14 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     """
     if o.frame not in FRAMES:
         raise UsageError(f"--frame {o.frame}: allowed are {', '.join(FRAMES)}")
-    rows, selection, require = candidates(o), given_selection(o), given_kernels(o)
+    rows, selection, require = candidates(o), selection_of(o), kernels_required(o)
     check_taken(o, rows, typed)
     _check_files(o)
     o = with_model_of(o, (row.what for row in rows), typed)
     every = {row.name: row.what for row in rows}
     check_rows(resolve(o.model, o.revision), every, selection, random_weights=o.random_weights)
     texts = _texts(o, rows, say)
-    loaded = open_given(o)
+    loaded = open_model_of(o)
     say_coverage(loaded.model, say)
     settings, sized = _settings(o, texts, loaded, selection), {"at_length": o.at_length or texts.length}
     ready = {row.name: row.what for row in rows if not isinstance(row.what, AquaKV)}  # a fit says it itself
@@ -215,7 +215,9 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     for line in measured_warnings(o.model, ready, behind):
         say(line)
     measured = [at_length(ledger.rows[row.key] | {"name": row.name}, sized["at_length"]) for row in rows]
-    judged = _judged(o, measured, texts.evaluation.source, machine(loaded.model.device), resumed)
+    count = f"{len(texts.evaluation.ids)} window{'s' * (len(texts.evaluation.ids) > 1)} of {texts.length:,} tokens"
+    text = f"{texts.evaluation.source}, {count}"
+    judged = _judged(o, measured, text, machine(loaded.model.device), resumed)
     return settings | sized | judged | {"failed": failed}
 
 
@@ -234,8 +236,8 @@ def _check_files(o: CompareOptions) -> None:
 
 @dataclass(frozen=True)
 class Texts:
-    """source: the model whose tokenizer cut them. length: tokens of an evaluation window. fitting: as `_calibration`
-    gives it, empty where nothing is fitted.
+    """The texts of a comparison, cut into windows. source: the model whose tokenizer cut them. length: tokens of an
+    evaluation window. fitting: as `_calibration` gives it, empty where nothing is fitted.
     """
 
     source: ModelSource
@@ -327,7 +329,8 @@ def _judged(o: CompareOptions, measured: list[dict[str, Any]], text: str, called
     if o.plot is not None:
         from ..report.plots import plot_quality
 
-        plot_quality(ordered, f"{o.model}, {text}; {made_on(called)}", o.plot)
+        name = resolve(o.model, o.revision).public
+        plot_quality(ordered, f"{name}, {text}; {machine_and_date(called)}", o.plot)
     return {
         "full_perplexity": measured[0]["full_perplexity"],
         "rows": ordered,

@@ -12,7 +12,6 @@ from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
 from kvcal_artifacts.bundle.fingerprint import Fingerprint, probed_layers
 from kvcal_artifacts.errors import UsageError
 
-from .. import __version__
 from ..calibrate.checkpoint import CommandCheckpoint, short
 from ..calibrate.driver import fit_together
 from ..calibrate.job import FitJob, FitOptions
@@ -24,6 +23,7 @@ from ..methods.data_free import Preset
 from ..methods.registry import NEXT
 from ..models import names
 from ..pipeline.options import TuneBitsOptions
+from ..report.version import __version__
 from ..search.head_groups import by_side, group_sensitivities
 from ..search.knapsack import Option
 from ..search.predicted_codecs import PredictedSchemes
@@ -42,15 +42,15 @@ from .common import (
     calibration_windows,
     check_column,
     decided_by,
-    given_selection,
-    known,
     output_for,
     refuse_idle,
+    required_tokenizer,
     say_coverage,
+    selection_of,
     text_for,
     tokenizer_for,
 )
-from .workbench import check_selection, model_record, open_given
+from .workbench import check_selection, model_record, open_model_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,10 +105,10 @@ def run_tune_kl(o: TuneBitsOptions, say: Say) -> dict[str, Any]:
     count = o.windows or (FITTED_WINDOWS if o.predict else WINDOWS)
     holdout = o.holdout or (HOLDOUT if o.windows is None else max(1, count // 2))
     windows = replace(o, windows=count, length=o.length or LENGTH, holdout=holdout)
-    tokenizer, selection = known(tokenizer_for(o, source, origin)), given_selection(o)
+    tokenizer, selection = required_tokenizer(tokenizer_for(o, source, origin)), selection_of(o)
     check_selection(source, selection, random_weights=o.random_weights)
     text = calibration_windows(windows, source, tokenizer, origin, say)
-    loaded = open_given(o)
+    loaded = open_model_of(o)
     say_coverage(loaded.model, say)
     base = Preset(codecs[0], codecs[0], sink=o.sink, recent=o.recent, block=o.block)
     record = decided_by(o, loaded.model.dtype, loaded.model.device, text.ids_sha256)

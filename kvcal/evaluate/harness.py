@@ -46,10 +46,10 @@ def check_names(names: Sequence[str], tasks_path: Path | None) -> None:
     """Raise UsageError for a task that lm-eval does not know; without a model or tokenizer, in some seconds."""
     from lm_eval.tasks import TaskManager
 
-    _check_known(names, TaskManager(include_path=None if tasks_path is None else str(tasks_path)))
+    _check_task_names(names, TaskManager(include_path=None if tasks_path is None else str(tasks_path)))
 
 
-def _check_known(names: Sequence[str], manager: TaskManager) -> None:
+def _check_task_names(names: Sequence[str], manager: TaskManager) -> None:
     if strange := [name for name in names if name not in set(manager.all_tasks)]:
         raise UsageError(  # lm-eval would take it for a path
             f"--task {strange[0]}: lm-eval has no task, group or tag of this name; give --tasks-path FOLDER if a "
@@ -59,9 +59,9 @@ def _check_known(names: Sequence[str], manager: TaskManager) -> None:
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """limit: questions of each task. lengths: of synthetic contexts, in tokens. tasks_path: a folder of task files
-    beside lm-eval's own, whose Python lm-eval runs. allow_code: whether generated programs may run (in a sandbox).
-    chat: whether prompts are put into the tokenizer's chat template.
+    """How tasks are run. limit: questions of each task. lengths: of synthetic contexts, in tokens. tasks_path: a folder
+    of task files beside lm-eval's own, whose Python lm-eval runs. allow_code: whether generated programs may run (in a
+    sandbox). chat: whether prompts are put into the tokenizer's chat template.
     """
 
     limit: int | None = None
@@ -96,7 +96,7 @@ class Harness:
                 metadata["max_seq_lengths"] = list(self.options.lengths)
             path = self.options.tasks_path
             manager = TaskManager(include_path=None if path is None else str(path), metadata=metadata)
-            _check_known(self.names, manager)
+            _check_task_names(self.names, manager)
             self._loaded = manager.load(list(self.names))
         for task in self._loaded["tasks"].values():
             if task.get_config("num_fewshot") is None:

@@ -10,7 +10,7 @@ from kvcal_artifacts.auto_names import AUTO_BITS
 from kvcal_artifacts.errors import UsageError
 
 FEW = 8  # so many names are read at a glance; of more the nearest are said, and the command that lists them
-SAID = 3
+SUGGESTIONS = 3
 
 
 def allowed(name: str, names: Collection[str], listed: str) -> str:
@@ -33,7 +33,7 @@ def refuse_auto(name: str) -> None:
         )
 
 
-def nearest(name: str, among: Collection[str], most: int = SAID) -> list[str]:
+def nearest(name: str, among: Collection[str], most: int = SUGGESTIONS) -> list[str]:
     """The nearest names, most alike first, at most so many; where none is alike, of those that begin with the same
     word, or that contain the name.
     """

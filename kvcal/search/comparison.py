@@ -152,7 +152,7 @@ class Ledger:
         return self.work.folder if self.path is None else self.path
 
     def add(self, key: str, row: Mapping[str, object]) -> None:
-        """key: what the row's figures depend on besides the settings."""
+        """Add a row and store it. key: what the row's figures depend on besides the settings."""
         self.rows[key] = {**row, "key": key}
         if self.path is None:
             self.work.keep(_file(key), self.rows[key])

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvcal_artifacts.codecs import Role, Shape
 from kvcal_artifacts.errors import UsageError
 
-from ..methods.registry import NEXT, backbone
+from ..methods.registry import NEXT, codec_maker
 from ..report.progress import progress
 from .knapsack import Option
 from .sensitivity import EXACT, ROLES, Place, Schemes, Store, check_length, kls_alone
@@ -72,8 +72,8 @@ def divided(heads: int, count: int) -> list[tuple[int, int]]:
 def group_sensitivities(
     model: CausalLM, ids: Tensor, codecs: Sequence[str], schemes: Schemes, store: Store, count: int
 ) -> dict[HeadGroup, list[Option]]:
-    """For each of `count` head groups of each compressed layer and side, each codec's bytes a block and its KL on token
-    windows ids (N, T), all else exact. Raises UsageError where windows are too short to pack a block, and for more
+    """Each codec's bytes a block and its KL on token windows ids (N, T), all else exact, for each of `count` groups of
+    heads of each compressed layer and side. Raises UsageError where windows are too short to pack a block, and for more
     groups than heads.
     """
     exact = schemes.exact
@@ -94,7 +94,7 @@ def group_sensitivities(
 
 
 def by_side(groups: Mapping[HeadGroup, Sequence[Option]], schemes: Schemes) -> dict[Place, list[Option]]:
-    """For each compressed layer and side, the options of its groups together: see `joined`."""
+    """The options of each compressed layer and side, of its groups together: see `joined`."""
     places: dict[Place, list[Sequence[Option]]] = {}
     heads: dict[Place, list[int]] = {}
     for group, options in groups.items():
@@ -158,4 +158,4 @@ def _shape(schemes: Schemes, place: Place) -> Shape:
 
 
 def _bytes(codec: str, shape: Shape, role: Role) -> int:
-    return backbone(codec)(shape, role).block_bytes()
+    return codec_maker(codec)(shape, role).block_bytes()

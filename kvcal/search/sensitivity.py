@@ -44,7 +44,7 @@ class Store(Protocol):
     """Where measured sensitivities are kept for a run that goes on."""
 
     def read(self, name: str) -> object:
-        """None: there is no such value."""
+        """The value of that name; None where there is none."""
 
     def keep(self, name: str, value: object) -> None:
         """A value that JSON has."""
@@ -52,7 +52,9 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Assignment:
-    """key, value: the most frequent codec of each side; per_layer: exceptions, as of --per-layer."""
+    """A codec for each layer and side. key, value: the most frequent codec of each side; per_layer: exceptions, as of
+    --per-layer.
+    """
 
     key: str
     value: str
@@ -140,8 +142,8 @@ def check_budget(codecs: Sequence[str], schemes: Schemes, max_bits: float) -> No
 def sensitivities(
     model: CausalLM, ids: Tensor, codecs: Sequence[str], schemes: Schemes, store: Store
 ) -> dict[Place, list[Option]]:
-    """For each compressed layer and side, each codec's bytes a block and its KL on token windows ids (N, T), all else
-    exact. Raises UsageError where windows are too short to pack a block.
+    """Each codec's bytes a block and its KL on token windows ids (N, T), all else exact, for each compressed layer and
+    side. Raises UsageError where windows are too short to pack a block.
     """
     exact = schemes.exact
     check_length(exact, ids)
@@ -185,7 +187,9 @@ def _size(scheme: Scheme, layer: int, role: Role) -> int:
 
 @dataclass(frozen=True)
 class Chosen:
-    """assignment: the best measured, by name in `rows` (TUNED, BY_LAYER, or KEYS + VALUES of a uniform one). rows: all
+    """What a search of bits came to.
+
+    assignment: the best measured, by name in `rows` (TUNED, BY_LAYER, or KEYS + VALUES of a uniform one). rows: all
     measured whole, on held-out windows. predicted: the sum of sensitivities of the tuned one.
     """
 
@@ -259,8 +263,8 @@ def _maker(scheme: Scheme, model: CausalLM) -> Callable[[], KVCalCache]:
 
 
 def _uniform(options: Mapping[Place, Sequence[Option]], budget: int) -> dict[str, Assignment]:
-    """Of one codec for all keys and one for all values, those of at most `budget` bytes, and of them only the ones that
-    no other with as many bytes or fewer has a smaller sum of sensitivities: others are not worth a measurement.
+    """Pairs of one codec for all keys and one for all values, of at most `budget` bytes. A pair is dropped where
+    another with as many bytes or fewer has a smaller sum of sensitivities: it is not worth a measurement.
     """
     names = [option.name for option in next(iter(options.values()))]
     fitting = []

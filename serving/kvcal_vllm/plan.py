@@ -1,4 +1,4 @@
-"""From what the user asked for and the model's config to a PagedLayer for each layer, or a refusal with its reason."""
+"""Plans a PagedLayer for each layer from what the user asked for and the model's config, or refuses with a reason."""
 
 from __future__ import annotations
 

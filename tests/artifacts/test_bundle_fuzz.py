@@ -34,7 +34,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from kvcal.methods.registry import backbone
+from kvcal.methods.registry import codec_maker
 from kvcal.methods.transform import allocate
 from kvcal_artifacts import bundle as format_of
 from kvcal_artifacts import checked, load_bundle
@@ -100,7 +100,7 @@ def predicted(kind: str, role: Any, inputs: tuple[str, ...], seed: int) -> Predi
     else:
         weights = {n: (numbers(*s, seed=seed + i) / wide**0.5).half() for i, (n, s) in enumerate(sizes[kind].items())}
         made = PREDICTORS[kind.removesuffix("-norm")](weights)
-    return Predicted(backbone("higgs-2-wide")(SMALL, role), made, inputs)
+    return Predicted(codec_maker("higgs-2-wide")(SMALL, role), made, inputs)
 
 
 def two_below(kind: str, deep: bool = False) -> tuple[LayerCodecs, ...]:
@@ -110,7 +110,7 @@ def two_below(kind: str, deep: bool = False) -> tuple[LayerCodecs, ...]:
 
 
 def named(name: str, shape: Shape = SMALL) -> LayerCodecs:
-    return LayerCodecs(backbone(name)(shape, "key"), backbone(name)(shape, "value"))
+    return LayerCodecs(codec_maker(name)(shape, "key"), codec_maker(name)(shape, "value"))
 
 
 def books(role: Any, bands: list[list[int]], scaled: bool) -> ResidualVQ:
@@ -127,7 +127,7 @@ def transform(role: Any) -> Transform:
 
 def by_head(role: Any) -> ByHead:
     one = Shape(1, SMALL.dim, SMALL.block)
-    return ByHead([backbone(name)(one, role) for name in ("higgs-2", "inner-2-hybrid")])
+    return ByHead([codec_maker(name)(one, role) for name in ("higgs-2", "inner-2-hybrid")])
 
 
 def factors(inner: Codec) -> Scaled:

@@ -18,7 +18,7 @@ from typing import Protocol, TypeAlias
 from torch import Tensor, nn
 
 from ..errors import KVCalError
-from .attention import weights_wanted
+from .attention import asks_for_weights
 from .decoder import decoder_of, find_decoder
 from .protocols import Decoder, Mask
 from .seam import FORWARD
@@ -157,9 +157,9 @@ class _Board:
         if (change := owner.places.changed()) is not None:
             raise KVCalError(CHANGED.format(change))
         tokens = next((arguments[name] for name in TOKENS if arguments.get(name) is not None), None)
-        if tokens is not None and tokens.shape[1] == 0:
+        if isinstance(tokens, Tensor) and tokens.shape[1] == 0:
             raise KVCalError(NO_TOKEN)
-        weights = weights_wanted(getattr(module, "config", None), arguments)
+        weights = asks_for_weights(getattr(module, "config", None), arguments)
         listener.on_forward(_mask_of(arguments.get("attention_mask")), weights)
 
     def _after(self, module: nn.Module, args: Arguments, output: object) -> None:

@@ -94,14 +94,14 @@ def rows(goal: Goal, planned: Sequence[Planned], card: Card) -> list[Row]:
     """FP16 first, then the schemes by size, the largest first."""
     first = full(goal.model)
     others = [candidate(scheme, goal.model, card) for scheme in planned]
-    others.sort(key=lambda one: -one.load.held(goal.context))
-    size = first.load.held(goal.context)
+    others.sort(key=lambda one: -one.load.cache_bytes(goal.context))
+    size = first.load.cache_bytes(goal.context)
     return [_row(goal, one, card, size) for one in (first, *others)]
 
 
 def _row(goal: Goal, one: Candidate, card: Card, full_size: float) -> Row:
     load, length, batch = one.load, goal.context, goal.batch
-    cache = load.held(length)
+    cache = load.cache_bytes(length)
     decode, prefill = load.decode(batch, length), load.prefill(batch, length)
     chunked = load.prefill(batch, length, CHUNK)
     kl = Quality(0.0, 0.0, 0.0, (), True) if one.scheme is None else _quality(one.name, goal)
@@ -156,7 +156,7 @@ def step_of(goal: Goal, one: Candidate) -> Step | None:
         batch,
         goal.model.read_bytes,
         goal.model.read_bytes / goal.model.width,
-        batch * load.held(goal.context) + load.constants,
+        batch * load.cache_bytes(goal.context) + load.constants,
         2.0 * batch * goal.context * geometry.kv_width * load.layers,
         timed,
         batch * packed * load.layers * goal.model.layer_token if load.decodes else 0.0,

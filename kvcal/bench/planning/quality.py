@@ -14,10 +14,10 @@ CLASSES = (0.01, 0.05, 0.2)  # nats a token: upper ends of the classes
 
 @dataclass(frozen=True)
 class Quality:
-    """kl: nats a token between next-token distributions with the scheme and without. upper: kl and two standard errors
-    over windows, by which it is judged; kl itself where it is of one window. models: on which it was measured;
-    where more than one, kl and upper are the largest. alike: whether the model is of the same architecture. anywhere:
-    the largest upper of all measured models, of other architectures, too.
+    """A scheme's measured quality. kl: nats a token between next-token distributions with the scheme and without.
+    upper: kl and two standard errors over windows, by which it is judged; kl itself where it is of one
+    window. models: on which it was measured; where more than one, kl and upper are the largest. alike: whether the
+    model is of the same architecture. anywhere: the largest upper of all measured models, of other architectures, too.
     """
 
     kl: float
@@ -34,7 +34,7 @@ class Quality:
 
 
 class MeasuredModel(TypedDict):
-    """On what a model's figures were measured, and the file with all of them."""
+    """The text and settings that a model's figures were measured on, and the file with all of them."""
 
     model_type: str
     text: str

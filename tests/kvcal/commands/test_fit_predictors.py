@@ -266,7 +266,7 @@ def served(scheme: Scheme, model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor
     with KVCalCache(scheme, model) as cache, torch.no_grad():
         model(input_ids=ids, past_key_values=cache)
         found: list[tuple[Tensor, Tensor]] = []
-        for layer in cache.own_layers:
+        for layer in cache.compressed_layers:
             below = {f"{r}{back}": found[-back][i] for back in (1, 2) if back <= len(found) for i, r in enumerate("kv")}
             context = Context(layer.index, **below)
             keys = layer.codecs.key.decode(layer.packed[0], context)
