@@ -11,6 +11,7 @@ from kvcal_artifacts.scheme import HeavyHitters
 
 from ..calibrate.driver import fit
 from ..calibrate.job import FitOptions, FitResult
+from ..capture import ranks
 from ..capture.spill import Where
 from ..methods.base import Method
 from ..models import names
@@ -128,7 +129,7 @@ def run_options(o: CalibrationOptions) -> FitOptions:
         raise UsageError(
             f"--spill-dir applies only to --spill disk, and --spill is {o.spill}: give that, or leave it out"
         )
-    return FitOptions(o.batch, cast(Where, o.spill), folder, o.resume)
+    return FitOptions(o.batch, cast(Where, o.spill), folder, o.resume, ranks=ranks.current())
 
 
 def written(result: FitResult) -> dict[str, Any]:

@@ -160,6 +160,12 @@ class TierSizes:
         for tier, counts in enumerate(codec.counts(packed)[:2]):
             self.channels[tier] += int(counts.sum())
 
+    def merge(self, other: TierSizes) -> None:
+        """Add those of other blocks."""
+        self.nbytes += other.nbytes
+        self.blocks += other.blocks
+        self.channels = [a + b for a, b in zip(self.channels, other.channels, strict=True)]
+
     def means(self) -> tuple[float, float]:
         """Channels a head in the first two tiers."""
         blocks = max(self.blocks, 1)
