@@ -105,8 +105,8 @@ class Ranks:
                 value, expected = canonical(theirs.get(name)), canonical(first.get(name))
                 if value != expected:
                     raise UsageError(
-                        f"rank {rank} has {name} {value}, rank 0 has {expected}: all ranks need the same texts, models, "
-                        "versions and devices"
+                        f"rank {rank} has {name} {value}, rank 0 has {expected}: all ranks need the same texts, "
+                        "models, versions and devices"
                     )
 
     def meet(self) -> None:

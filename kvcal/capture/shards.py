@@ -63,8 +63,9 @@ class Shards:
     @cached_property
     def _places(self) -> dict[int, int]:
         """Where each of this rank's batches begins among the windows that it holds, by the batch's number."""
-        numbers = [batch for batch in range(self.batches) if self.owner(self.of(batch * self.batch)) == self.ranks.rank]
-        return {number: place * self.batch for place, number in enumerate(numbers)}
+        rank, size = self.ranks.rank, self.batch
+        numbers = [batch for batch in range(self.batches) if self.owner(self.of(batch * size)) == rank]
+        return {number: place * size for place, number in enumerate(numbers)}
 
     @property
     def held(self) -> int:
@@ -173,6 +174,20 @@ class Gathered:
 
     def merge(self, other: Gathered) -> None:
         self.tensors += other.tensors
+
+
+@dataclass
+class Added:
+    """The sum of tensors that have one shape."""
+
+    value: Tensor | None = None
+
+    def add(self, x: Tensor) -> None:
+        self.value = x if self.value is None else self.value + x
+
+    def merge(self, other: Added) -> None:
+        if other.value is not None:
+            self.add(other.value)
 
 
 @dataclass
