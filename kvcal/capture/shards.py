@@ -40,7 +40,11 @@ class Shards:
 
     def of(self, window: int) -> int:
         """The shard of a window."""
-        return ((window // self.batch + 1) * self.count - 1) // self.batches
+        size, longer = divmod(self.batches, self.count)  # in batches; the first shards have one more
+        number = window // self.batch
+        if number < longer * (size + 1):
+            return number // (size + 1)
+        return longer + (number - longer * (size + 1)) // size
 
     def within(self, rows: slice) -> range:
         """The shards that these windows, not none, lie in."""
