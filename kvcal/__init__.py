@@ -6,7 +6,7 @@ model.generate(**inputs, past_key_values=cache)
 bundle = kvcal.fit(model, tokenizer, "text.txt", method="aqua-kv")
 rows = kvcal.evaluate(model, tokenizer, "text.txt", ["kivi-4", bundle])
 
-`import kvcal` imports nothing else; each function imports what it needs.
+`import kvcal` imports neither torch nor a command; each function imports what it needs.
 """
 
 from __future__ import annotations
@@ -14,17 +14,25 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+from . import evaluate
+from .report.version import __version__
+
 __all__ = ["__version__", "cache", "evaluate", "fit", "plan", "register"]
 
 
 def __getattr__(name: str) -> Any:
     """The functions of kvcal.commands.api, imported when first asked for. AttributeError for any other name."""
-    if name == "evaluate":  # the package of this name, which can be called; it stays what `import kvcal.evaluate` gives
-        return importlib.import_module("kvcal.evaluate")
     if name in __all__:
         return getattr(importlib.import_module("kvcal.commands.api"), name)
     raise AttributeError(f"module 'kvcal' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def _evaluate(*args: object, **options: object) -> object:
+    """kvcal.commands.api.evaluate, which the package of this name calls: `kvcal.evaluate(...)`."""
+    return importlib.import_module("kvcal.commands.api").evaluate(*args, **options)
+
+
+evaluate.make_callable(_evaluate)
 
 
 def __dir__() -> list[str]:

@@ -48,7 +48,12 @@ def rows_of_methods() -> Iterator[tuple[str, str, dict[str, Any]]]:
             yield (
                 measured["settings"]["model"],
                 name,
-                {"kl": row["kl"], "bits": row["bits_per_value"], "file": f"docs/ablations/{file}"},
+                {
+                    "kl": row["kl"],
+                    "kl_se": row.get("kl_se"),
+                    "bits": row["bits_per_value"],
+                    "file": f"docs/ablations/{file}",
+                },
             )
 
 
@@ -57,7 +62,7 @@ def collected() -> dict[str, Any]:
     schemes: dict[str, dict[str, Any]] = {}
     for model, how, name, row in rows_of_guard():
         models[model] = {"model_type": MODEL_TYPES[model], **how}
-        schemes.setdefault(name, {})[model] = {"kl": row["kl"], "bits": row["bits"]}
+        schemes.setdefault(name, {})[model] = {"kl": row["kl"], "kl_se": row.get("kl_se"), "bits": row["bits"]}
     from_guard = set(schemes)  # measured on all models in one way
     for model, name, row in rows_of_methods():
         if name not in from_guard:

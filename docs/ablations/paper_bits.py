@@ -29,7 +29,7 @@ import kvcal.cli.app  # noqa: F401, whose commands defaults_of asks
 from kvcal.cli.defaults import defaults_of
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.mixkvq import MixKVQ
-from kvcal.methods.registry import backbone, divisor
+from kvcal.methods.registry import codec_maker, divisor
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.codecs.residual_vq import PAPER_CODE_BITS
 from kvcal_artifacts.scheme import LayerCodecs
@@ -83,7 +83,7 @@ def without_data(what: dict[str, Any], row: dict[str, Any], heads: tuple[int, in
         told_stored = row["paper_bits"] == pair_of(chosen, heads).bits_per_value()
         return None if told_stored else row["paper_bits"]  # what an evaluation alone knows
     shape = Shape(*heads, what["options"].get("block", chosen.block))
-    pair = LayerCodecs(backbone(chosen.key)(shape, "key"), backbone(chosen.value)(shape, "value"))
+    pair = LayerCodecs(codec_maker(chosen.key)(shape, "key"), codec_maker(chosen.value)(shape, "value"))
     if "keep" not in what and abs(pair.bits_per_value() - row["bits_per_value"]) > 1e-6:
         raise SystemExit(f"{what}: {pair.bits_per_value()} bits by its codecs, {row['bits_per_value']} in the row")
     return pair.paper_bits()

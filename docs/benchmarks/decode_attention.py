@@ -198,7 +198,7 @@ class Cell:
                 for a, b, c in ((sink[0], keys, recent[0]), (sink[1], values, recent[1]))
             )
             if self.rope is not None:
-                k = turned(k)
+                k = rotated(k)
             plain = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
             found.append([float((o.float() - exact).norm() / exact.norm()) for o in (out[here], plain)])
         return max(f[0] for f in found), max(f[1] for f in found)
@@ -211,7 +211,7 @@ def turns(sink: int, blocks: int, recent: int) -> Rope:
     return Rope(torch.stack([first.cos(), first.sin()], -2), rope.near(near.cos(), near.sin()))
 
 
-def turned(keys: Tensor) -> Tensor:
+def rotated(keys: Tensor) -> Tensor:
     """Keys of positions 0 and on, by RoPE in their dtype, as a model turns them."""
     angle = angles(torch.arange(keys.shape[2], device="cuda"), D).repeat(1, 2)
     low, high = keys.chunk(2, -1)

@@ -74,16 +74,16 @@ class Side:
         self.weight = (torch.randn(count * C, C, device="cuda") / (count * C) ** 0.5).half()
         self.bias = torch.randn(C, device="cuda").half()
         self.turn = rope(length) if key else None
-        turned = D if key else 0
-        self.prepared = fused.prepare(self.coded, self.weight, self.bias, turned, dtype)
+        rotated = D if key else 0
+        self.prepared = fused.prepare(self.coded, self.weight, self.bias, rotated, dtype)
         self.out = torch.empty(shape, device="cuda", dtype=dtype)
-        self.turned = torch.empty_like(self.out) if key else None
+        self.rotated = torch.empty_like(self.out) if key else None
         self.flops = 2.0 * batch * length * count * C * C
         written = (2 if key else 1) * self.out.nbytes
         self.bytes = self.coded.codes.nbytes + self.coded.norm.nbytes + sum(x.nbytes for x in self.inputs) + written
 
     def run(self, launch: fused.Launch | None = None) -> None:
-        fused.dequantise(self.coded, self.prepared, self.inputs, self.turn, self.out, self.turned, self.dtype, launch)
+        fused.dequantise(self.coded, self.prepared, self.inputs, self.turn, self.out, self.rotated, self.dtype, launch)
 
     def errors(self, launch: fused.Launch | None) -> list[float]:
         """Of the first and last row, relative: the kernel's and torch's in the same dtype, the worse one of out and
@@ -96,7 +96,7 @@ class Side:
             coded, inputs = row_of(self.coded, row), [x[row : row + 1] for x in self.inputs]
             exact = reference.dequantise(coded, inputs, self.weight, self.bias, self.turn, torch.float64)
             same = reference.dequantise(coded, inputs, self.weight, self.bias, self.turn, self.dtype)
-            for made, e, s in zip((self.out, self.turned), exact, same, strict=True):
+            for made, e, s in zip((self.out, self.rotated), exact, same, strict=True):
                 if e is not None and made is not None and s is not None:
                     ours, torchs = off(made[row : row + 1], e), off(s, e)
                     worst = [ours, torchs] if not ours / torchs <= worst[0] / max(worst[1], 1e-30) else worst

@@ -189,7 +189,7 @@ def libraries() -> dict[str, str]:
 
 
 def save(folder: str, about: dict[str, Any], rows: Sequence[Row]) -> None:
-    path, made = Path(folder, "generation.json"), [row.as_dict() for row in generation.beside_fp16(rows)]
+    path, made = Path(folder, "generation.json"), [row.as_dict() for row in generation.with_fp16_ratios(rows)]
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps({**about, "rows": made}, indent=1))
     os.replace(partial, path)
@@ -259,7 +259,7 @@ def main(given: Sequence[str] | None = None) -> None:
         try:
             for row in measured():
                 rows.append(row)
-                print(show(generation.beside_fp16(rows)[-1]), flush=True)
+                print(show(generation.with_fp16_ratios(rows)[-1]), flush=True)
                 save(chosen.out, about, rows)
         except Exception as error:
             print(f"{name}: {type(error).__name__}: {str(error)[:400]}", flush=True)
@@ -285,7 +285,7 @@ def main(given: Sequence[str] | None = None) -> None:
         left = chosen.seconds + began - time.time() + ALONE
         take(f"{job} {alone}", partial(in_its_own_process, job, alone, chosen, left))
     print("\nwith all of the run's FP16 rows beside them:")
-    for row in generation.beside_fp16(rows):
+    for row in generation.with_fp16_ratios(rows):
         print(show(row))
 
 

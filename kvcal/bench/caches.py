@@ -192,16 +192,16 @@ def plain_kinds(model: PreTrainedModel, geometry: Geometry) -> list[Kind]:
     why_not = None if odd is None else f"layer {odd[0]}: {odd[1]}"
     full, static = (None if odd else partial(make, model, geometry) for make in (_full, _static))
     first, dynamic = backends[0][0], partial(_dynamic, model, geometry)
-    found_kinds = [
+    kinds = [
         Kind(name, full, None, path, why_not, True, implementation, UNMASKED, None if path == first else first)
         for path, implementation in backends
     ]
-    found_kinds.append(Kind(name, static, None, "StaticCache", why_not, plain=True, bytes_like=first))
-    found_kinds.append(Kind(name, dynamic, None, "DynamicCache", plain=True))
+    kinds.append(Kind(name, static, None, "StaticCache", why_not, plain=True, bytes_like=first))
+    kinds.append(Kind(name, dynamic, None, "DynamicCache", plain=True))
     if installed("flash_attn"):
         path = "DynamicCache, flash_attention_2"
-        found_kinds.append(Kind(name, dynamic, None, path, plain=True, implementation="flash_attention_2"))
-    return found_kinds
+        kinds.append(Kind(name, dynamic, None, path, plain=True, implementation="flash_attention_2"))
+    return kinds
 
 
 # Its CUDA code places the numbers of a layer's keys, or values, by 32-bit integers (unpack.cu of 0.2.7): with more of
@@ -234,15 +234,12 @@ def scheme_kind(model: PreTrainedModel, geometry: Geometry, one: Benched, requir
     options: CacheOptions = {"require_kernels": require_kernels, "kernels": kernels}
     with KVCalCache(scheme_of(model, one), model, **options) as empty:
         path: str = empty.describe()["path"]
-    more: dict[str, Json] = {"made_up": one.made_up} if one.made_up else {}
+    more: dict[str, Json] = {"made_up": one.placeholder} if one.placeholder else {}
     settings: Settings = {"sink": one.windows.sink, "recent": one.windows.recent, "block": one.windows.block}
     if one.scheme.selection is not None:
         return Kind(one.name, None, one.stored_bits, path, UNFILLED, more=more, settings=settings)
     maker = partial(_packed, model, geometry, one, options)
     return Kind(one.name, maker, one.stored_bits, path, more=more, settings=settings)
-
-
-# Of a scheme.
 
 
 def blocks_of(windows: Windows, length: int) -> int:
@@ -265,8 +262,8 @@ def _packed(
 ) -> Start:
     windows = one.windows
     start = start_of(windows, length)
-    room = max(start + steps, windows.sink + windows.recent + windows.block)
-    allocated: CacheOptions = {**options, "max_length": room}
+    capacity = max(start + steps, windows.sink + windows.recent + windows.block)
+    allocated: CacheOptions = {**options, "max_length": capacity}
     cache = KVCalCache(scheme_of(model, one), model, **allocated)
 
     def again() -> None:
@@ -287,7 +284,7 @@ def packed_bytes(cache: KVCalCache) -> int:
     ledger = cache.full_ledger
     blocks, exact = int(ledger.blocks.sum()), int((ledger.sink + ledger.window).sum())
     plain = [layer for layer, pair in zip(cache.layers, cache.scheme.layers, strict=True) if pair is None]
-    total, model = cache.scheme.resident_bytes() + _held_bytes(plain), cache.model
+    total, model = cache.scheme.resident_bytes() + _kv_bytes(plain), cache.model
     assert isinstance(model, PreTrainedModel)
     for pair in filter(None, cache.scheme.layers):
         shape, width = pair.key.shape, 2 * model.dtype.itemsize
@@ -295,7 +292,7 @@ def packed_bytes(cache: KVCalCache) -> int:
     return total
 
 
-def _held_bytes(layers: Iterable[object]) -> int:
+def _kv_bytes(layers: Iterable[object]) -> int:
     """Bytes of keys and values of those layers that have some."""
     with_keys = [layer for layer in layers if isinstance(layer, CacheLayerMixin)]
     return sum(x.nbytes for layer in with_keys for x in (layer.keys, layer.values) if x is not None)
@@ -307,12 +304,9 @@ def _witness(cache: KVCalCache) -> list[Tensor]:
     """
     cache.settle()
     parts = [torch.tensor([cache.ledger.columns]), cache.ledger.blocks.clone()]
-    for packed in cache.own_layers[0].packed:
+    for packed in cache.compressed_layers[0].packed:
         parts += [x[:, :, -1].cpu() for x in packed.values() if isinstance(x, Tensor) and x.shape[2]]
     return parts
-
-
-# Of Transformers.
 
 
 def _updated(cache: Cache, model: PreTrainedModel, geometry: Geometry, batch: int, length: int) -> Start:
@@ -324,7 +318,7 @@ def _updated(cache: Cache, model: PreTrainedModel, geometry: Geometry, batch: in
 
 def _dynamic(model: PreTrainedModel, geometry: Geometry, batch: int, length: int, steps: int) -> Start:
     start = _updated(DynamicCache(config=model.config), model, geometry, batch, length)
-    return replace(start, bytes=_held_bytes(start.cache.layers))
+    return replace(start, bytes=_kv_bytes(start.cache.layers))
 
 
 def _quanto(model: PreTrainedModel, geometry: Geometry, bits: int, batch: int, length: int, steps: int) -> Start:
@@ -334,7 +328,7 @@ def _quanto(model: PreTrainedModel, geometry: Geometry, bits: int, batch: int, l
 
 
 def _static(model: PreTrainedModel, geometry: Geometry, batch: int, length: int, steps: int) -> Start:
-    """Attention of each step over all of the room, masked where no token is yet."""
+    """Attention of each step over the whole capacity, masked where no token is yet."""
     cache = StaticCache(config=model.config, max_cache_len=length + steps)
     empty, generator = tokens(model, geometry, batch, 0, 0), torch.Generator(model.device).manual_seed(0)
     layers = [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
@@ -349,7 +343,7 @@ def _static(model: PreTrainedModel, geometry: Geometry, batch: int, length: int,
             layer.cumulative_length.fill_(length)
 
     again()
-    used = _held_bytes(layers) * length // (length + steps)
+    used = _kv_bytes(layers) * length // (length + steps)
     return Start(cache, length, again, True, no_graph=None, bytes=used)
 
 
@@ -380,4 +374,4 @@ def _full(model: PreTrainedModel, geometry: Geometry, batch: int, length: int, s
         FullLayer(*(tokens(model, geometry, batch, length, 2 * layer + role) for role in (0, 1)))
         for layer in range(geometry.layers)
     ]
-    return Start(cache, length, goes_back=True, no_graph=None, bytes=_held_bytes(cache.layers))
+    return Start(cache, length, goes_back=True, no_graph=None, bytes=_kv_bytes(cache.layers))

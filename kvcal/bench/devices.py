@@ -41,7 +41,9 @@ THOR_QUERY = (
 A100_SHEET = "https://huggingface.co/RajBhope/gpu-runtime-predictor/blob/main/gpu_catalog.json (1555 GB/s)"
 A100_QUERY = "https://gist.github.com/gengwg/3520df2ebf8872e5ee4818367e3a4122 (deviceQuery)"
 H200_FACTS = "https://www.saulelectric.com/nvidia-h200.html (132 SMs, 4.8 TB/s, 141 GB)"
-H200_SEEN = "what CUDA says of one (docs/benchmarks/generation-ffe395f.json, total_bytes): 139.8 GiB, all for programs"
+H200_USABLE = (
+    "what CUDA says of one (docs/benchmarks/generation-ffe395f.json, total_bytes): 139.8 GiB, all for programs"
+)
 # NVIDIA's own sheets of the cards below could not be opened from where this was written: these pages repeat them.
 RTX_3090 = "https://holynerdvana.blogspot.com/2022/10/nvidia-geforce-rtx-3090-specifications.html (82 SMs, 936 GB/s)"
 RTX_4090 = "https://holynerdvana.blogspot.com/2022/10/nvidia-geforce-rtx-4090-specifications.html (128 SMs, 1008 GB/s)"
@@ -53,24 +55,24 @@ L4 = "https://pcpartdb.com/gpus/view/nvidia-l4 (7,680 cores of 128 an SM, 300 GB
 L4_RATE = "https://grokipedia.com/page/NVIDIA_L4_vs_L40S (242 TFLOPS with sparsity)"
 A10 = "https://sysrqmts.com/ru/gpus/compare/nvidia-a10-pcie-vs-nvidia-quadro-rtx-4000 (72 SMs, 600 GB/s)"
 A10_RATE = "https://gist.github.com/kimbochen (125 TFLOP/s)"
-A10_SEEN = "https://github.com/QwenLM/Qwen3/issues/678 (nvidia-smi: 23028 MiB)"
+A10_USABLE = "https://github.com/QwenLM/Qwen3/issues/678 (nvidia-smi: 23028 MiB)"
 L40S = (
     "https://m.reach.dog/shop/computizer/products/nvidia-l40s-48gb-gddr6-graphics-card-for-ai-and-graphics-performance"
 )
 L40S_RATE = "https://www.mullet.se/product.html?product_id=355414 (362 and, with sparsity, 733 TFLOPS)"
-L40S_SEEN = "https://github.com/Wan-Video/Wan2.1/issues/205 (total capacity of 44.53 GiB)"
+L40S_USABLE = "https://github.com/Wan-Video/Wan2.1/issues/205 (total capacity of 44.53 GiB)"
 A100_RATE = (
     "https://glennklockwood.com/garden/processors/A100 (312 TFLOPS; 80 GB: 2.039 TB/s; cites NVIDIA's data sheet)"
 )
-A100_SEEN = "https://upb-pc2.atlassian.net/wiki/spaces/PC2DOK/pages/1900609 (deviceQuery: 42405855232 bytes)"
+A100_USABLE = "https://upb-pc2.atlassian.net/wiki/spaces/PC2DOK/pages/1900609 (deviceQuery: 42405855232 bytes)"
 H100 = "https://glennklockwood.com/garden/processors/h100 (132 SMs, 1.98 GHz, 3.35 TB/s, 989 TFLOPS; cites NVIDIA's)"
 H100_TOO = "https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html (3,350 GB/s)"
 B200 = (
     "https://brent-newsom-nvidia.github.io/AIPS-Boom/wiki/NVIDIA-DGX-B200 (8 GPUs: 1,440 GB, 64 TB/s; cites NVIDIA's)"
 )
 B200_CHIP = "https://hmc-tech.com/gpus/nvidia-b200-vs-nvidia-b100 (148 SMs, 1.98 GHz, 2.25 PFLOPS dense)"
-B200_SEEN = "https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview (nvidia-smi: 179 GB)"
-RTX_4090_SEEN = "https://github.com/3DTopia/Phidias-Diffusion/issues/8 (total capacity of 23.64 GiB)"
+B200_USABLE = "https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview (nvidia-smi: 179 GB)"
+RTX_4090_USABLE = "https://github.com/3DTopia/Phidias-Diffusion/issues/8 (total capacity of 23.64 GiB)"
 LIKE_4090 = "no figure of this card was found: the same part of its memory as the RTX 4090 has"
 SYSTEM = "what a Jetson's system has of its memory, see PART"
 H200_CLOCK = (
@@ -85,9 +87,9 @@ class Device:
     2^30 bytes of it that CUDA reports, None: not known; tflops: 1e12 dense 16-bit operations a second of matrix
     products, summed in float32, None: not known.
 
-    found_as: what the machine calls itself, any of them: words of a Jetson's device tree; of a card CUDA's name as a
-    whole, "NVIDIA" before it or not ("GH200", "H200 NVL" and parts of a card, "H200 MIG 1g.18gb", are others). sources:
-    field -> where the fact is from.
+    reported_names: what the machine calls itself, any of them: words of a Jetson's device tree; of a card CUDA's name
+    as a whole, "NVIDIA" before it or not ("GH200", "H200 NVL" and parts of a card, "H200 MIG 1g.18gb", are others).
+    sources: field -> where the fact is from.
     """
 
     name: str
@@ -97,7 +99,7 @@ class Device:
     clock: float
     bandwidth: float
     memory: float
-    found_as: tuple[str, ...]
+    reported_names: tuple[str, ...]
     sources: Mapping[str, str]
     least_triton: str = OLDEST_TRITON  # with code for this GPU
     jetson: bool = True
@@ -167,7 +169,7 @@ _TABLE = (
     ),
     Device(
         "rtx-4090", "GeForce RTX 4090 (24 GB)", (8, 9), 128, 2520, 1008, 24, ("GeForce RTX 4090",),
-        {"sms": RTX_4090, "clock": RTX_4090, "bandwidth": RTX_4090, "memory": RTX_4090, "usable": RTX_4090_SEEN,
+        {"sms": RTX_4090, "clock": RTX_4090, "bandwidth": RTX_4090, "memory": RTX_4090, "usable": RTX_4090_USABLE,
          "tflops": HALVED},
         jetson=False, usable=23.64, tflops=165,
     ),
@@ -185,17 +187,17 @@ _TABLE = (
     ),
     Device(
         "a10", "A10 (24 GB)", (8, 6), 72, 1695, 600, 24, ("A10",),
-        {"sms": A10, "clock": A10, "bandwidth": A10, "memory": A10, "usable": A10_SEEN, "tflops": A10_RATE},
+        {"sms": A10, "clock": A10, "bandwidth": A10, "memory": A10, "usable": A10_USABLE, "tflops": A10_RATE},
         jetson=False, usable=22.49, tflops=125,
     ),
     Device(
         "l40s", "L40S (48 GB)", (8, 9), 142, 2520, 864, 48, ("L40S",),
-        {"sms": L40S, "clock": L40S, "bandwidth": L40S, "memory": L40S, "usable": L40S_SEEN, "tflops": L40S_RATE},
+        {"sms": L40S, "clock": L40S, "bandwidth": L40S, "memory": L40S, "usable": L40S_USABLE, "tflops": L40S_RATE},
         jetson=False, usable=44.53, tflops=362,
     ),
     Device(
         "a100-40gb", "A100 (40 GB)", (8, 0), 108, 1410, 1555, 40, ("A100-SXM4-40GB", "A100-PCIE-40GB"),
-        {"sms": A100_QUERY, "clock": A100_QUERY, "bandwidth": A100_SHEET, "memory": A100_SHEET, "usable": A100_SEEN,
+        {"sms": A100_QUERY, "clock": A100_QUERY, "bandwidth": A100_SHEET, "memory": A100_SHEET, "usable": A100_USABLE,
          "tflops": A100_RATE},
         jetson=False, usable=39.49, tflops=312,
     ),
@@ -213,13 +215,13 @@ _TABLE = (
     ),
     Device(
         "h200", "H200 (SXM, 141 GB)", (9, 0), 132, 1930, 4800, 139, ("H200",),
-        {"sms": H200_FACTS, "clock": H200_CLOCK, "bandwidth": H200_FACTS, "memory": H200_SEEN, "usable": H200_SEEN,
+        {"sms": H200_FACTS, "clock": H200_CLOCK, "bandwidth": H200_FACTS, "memory": H200_USABLE, "usable": H200_USABLE,
          "tflops": f"{H100}: the same chip"},
         jetson=False, usable=139.8, tflops=989,
     ),
     Device(
         "b200", "B200 (180 GB)", (10, 0), 148, 1980, 8000, 180, ("B200",),
-        {"sms": B200_CHIP, "clock": B200_CHIP, "bandwidth": B200, "memory": B200, "usable": B200_SEEN,
+        {"sms": B200_CHIP, "clock": B200_CHIP, "bandwidth": B200, "memory": B200, "usable": B200_USABLE,
          "tflops": B200_CHIP},
         jetson=False, usable=179, tflops=2250,
     ),
@@ -285,7 +287,7 @@ def recognised(called: str, memory: float | None = None) -> Device | None:
     if "Super" in called:
         fitting = [(count, one) for count, one in fitting if one.name != "jetson-orin-nano"]
     else:
-        fitting = [(count, one) for count, one in fitting if "Super" not in one.found_as]
+        fitting = [(count, one) for count, one in fitting if "Super" not in one.reported_names]
     count, best = max(fitting, key=lambda pair: pair[0])
     return best if count and "Industrial" not in called and _as_large(best, memory) else None
 
@@ -293,8 +295,8 @@ def recognised(called: str, memory: float | None = None) -> Device | None:
 def _matching(called: str, one: Device) -> int:
     """How many of its names the machine's is, or has as words."""
     if not one.jetson:
-        return int(called.removeprefix("NVIDIA ") in one.found_as)
-    return sum(re.search(rf"\b{re.escape(part)}\b", called) is not None for part in one.found_as)
+        return int(called.removeprefix("NVIDIA ") in one.reported_names)
+    return sum(re.search(rf"\b{re.escape(part)}\b", called) is not None for part in one.reported_names)
 
 
 def _as_large(one: Device, memory: float | None) -> bool:
@@ -310,7 +312,7 @@ def of_gpu(called: str, memory: float, sms: int) -> Device | None:
     if part is None:
         return None
     every = [one for one in DEVICES.values() if one.jetson and one.sms == sms and _as_large(one, memory)]
-    matches = [one for one in every if any(part in name for name in one.found_as)]
+    matches = [one for one in every if any(part in name for name in one.reported_names)]
     return matches[0] if len(matches) == 1 else None
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.codecs import (
+    ByHead,
     Codec,
     Context,
     Exact,
@@ -35,9 +36,9 @@ from kvcal_artifacts.errors import KVCalError
 
 from .layer import Filled, some_rows
 
-# A block has up to 1.14 times the error that a sample promises (measured: every scheme of schemes.known() at head_dim
-# 32 and 128, blocks of 2048 random numbers or more, four seeds); decoding 5 % of each number misses by 0.9 of the
-# squares, 3 times what 2 bits in groups of 128 promise.
+# A block has up to 1.14 times the error that a sample promises (measured: every scheme of schemes.scheme_names() at
+# head_dim 32 and 128, blocks of 2048 random numbers or more, four seeds); decoding 5 % of each number misses by 0.9 of
+# the squares, 3 times what 2 bits in groups of 128 promise.
 MARGIN = 1.35
 SAMPLE = 256  # tokens a row from which the mean is computed; at least a block
 # Of the sum of squares: two encoders that take the nearest codeword part at near ties, of which a GPU's shorter
@@ -116,6 +117,8 @@ def promised(codec: Codec, x: Tensor, context: Context) -> tuple[Tensor, Tensor 
             return promised(codec.inner, x, context)[0] * _taken_back(codec), None
         case MixKVQ():
             return _of_tiers(codec, x), None
+        case ByHead():
+            return torch.cat([promised(part, x[:, heads], cut)[0] for part, heads, cut in codec.cut(context)], 1), None
         case Predicted():
             guess = codec.predict(context, codec.predictor.working()).double()
             error, again = promised(codec.inner, x - guess, context)
@@ -167,14 +170,16 @@ def _of_grid(codec: Higgs, x: Tensor) -> Tensor:
     """The grid's mean squared error D, of what a rotation spreads over all channels. A point times a gain g misses by
     g^2 (1 - D) - 2 g (1 - D) + 1: nearest points are shorter than what they stand for, by D.
     """
-    kept_energy = 1 - GRID_MSE[codec.d, codec.n]
-    gain = _gain(codec, kept_energy)
-    return (gain * gain * kept_energy - 2 * gain * kept_energy + 1) * x.square().mean(-1, keepdim=True).expand_as(x)
+    captured_energy = 1 - GRID_MSE[codec.d, codec.n]
+    gain = _gain(codec, captured_energy)
+    return (gain * gain * captured_energy - 2 * gain * captured_energy + 1) * x.square().mean(
+        -1, keepdim=True
+    ).expand_as(x)
 
 
-def _gain(codec: Higgs | Transform, kept_energy: float) -> float:
-    """kept_energy: of the squares, in nearest points."""
-    return 1.0 if codec.gain == "mse" else kept_energy ** (-0.5 if codec.role == "key" else -1.0)
+def _gain(codec: Higgs | Transform, captured_energy: float) -> float:
+    """The factor of nearest points. captured_energy: their part of the squares."""
+    return 1.0 if codec.gain == "mse" else captured_energy ** (-0.5 if codec.role == "key" else -1.0)
 
 
 def _taken_back(codec: Squat) -> float:

@@ -50,8 +50,8 @@ def filled_cache(
 
 
 def fill_cache(cache: KVCalCache, geometry: Geometry, one: Benched, batch: int, length: int) -> None:
-    """Into an empty cache; after a reset() the same bytes again, where storage is allocated once at the same
-    addresses.
+    """Fill an empty cache with random keys and values. After a reset() it gets the same bytes again, where storage is
+    allocated once at the same addresses.
     """
     model = cache.model
     assert isinstance(model, PreTrainedModel)

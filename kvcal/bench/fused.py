@@ -50,11 +50,11 @@ def unreadable(one: Benched, pair: LayerCodecs, ratio: int) -> str | None:
 
 
 def _rotary(one: Benched) -> int:
-    """Channels that RoPE turns: all."""
+    """Channels that RoPE rotates: all."""
     return one.codecs.key.shape.dim if one.frame == "pre_rope" else 0
 
 
-def turns(case: Case, sink: int, blocks: int, recent: int) -> Rope:
+def rope_of(case: Case, sink: int, blocks: int, recent: int) -> Rope:
     """RoPE of rows that begin at position 0, with capacity for so many tokens and blocks."""
     first = turning.first_positions(torch.zeros(1, device=case.device), sink, blocks, recent)
     near, far = (angles(x, case.geometry.head_dim) for x in (torch.arange(turning.RUN, device=case.device), first))
@@ -113,7 +113,7 @@ def _over_blocks(case: Case, filled: Filled, sink: Exact, recent: Exact) -> Run:
     scaling, factor = case.geometry.head_dim**-0.5, filled.codecs.key.key_factor(filled.decoding)
     rotations = None
     if case.scheme.frame == "pre_rope":
-        rotations = turns(case, sink[0].shape[2], keys.words.shape[2], recent[0].shape[2])
+        rotations = rope_of(case, sink[0].shape[2], keys.words.shape[2], recent[0].shape[2])
 
     def attend(queries: Tensor) -> Tensor:
         packed_q = queries_for(queries, factor)

@@ -3,7 +3,7 @@
 Caches start filled with random packed data (caches.py), so that no prefill of the length is needed. Decode steps then
 run through the model, eagerly and as a CUDA graph (decoding.py), each in a row of its own; or generate() itself takes
 them (calling.py), in rows of operations of their own. Ratios are to the best FP16 among the rows at hand, named in each
-(`beside_fp16`).
+(`with_fp16_ratios`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import CompileConfig
 from . import calling, decoding
 from .caches import Kind
 from .decoding import Ran, ran_out, released
-from .memory import vqkv_beside
+from .memory import vqkv_reference
 from .peers import first_line
 from .rows import Row
 
@@ -183,9 +183,6 @@ def _row(
     )
 
 
-# By generate() itself.
-
-
 def called_rows(
     model_name: str,
     model: CausalLM,
@@ -272,19 +269,16 @@ def _call_row(
     return replace(plain_row, bytes=ran.read, fraction_of_copy=fraction, repeats=ran.timed)
 
 
-# Against FP16.
-
-
-def beside_fp16(rows: Sequence[Row]) -> list[Row]:
+def with_fp16_ratios(rows: Sequence[Row]) -> list[Row]:
     """Return the rows with their ratios to the best FP16 of the same model and shape among them, eager or not.
 
     generate, generate-compiled, generate-call: time, of the same batch. largest-batch, largest-batch-call:
     `batch_to_fp16`, and `throughput_to_fp16` each at its own batch.
     """
-    return [_beside(row, rows) if row.operation in (*AT_BATCH, *AT_LARGEST) else row for row in rows]
+    return [_with_fp16_ratio(row, rows) if row.operation in (*AT_BATCH, *AT_LARGEST) else row for row in rows]
 
 
-def _beside(row: Row, rows: Sequence[Row]) -> Row:
+def _with_fp16_ratio(row: Row, rows: Sequence[Row]) -> Row:
     at_batch = row.operation in AT_BATCH
     peers = [
         one
@@ -310,9 +304,6 @@ def _speed(row: Row) -> float:
     speed = row.more["tokens_per_second"]
     assert isinstance(speed, (int, float))
     return float(speed)
-
-
-# How far a memory goes.
 
 
 @dataclass
@@ -341,7 +332,7 @@ class Search:
         return self.high is not None and self.high - self.low <= self.step
 
     def run(self, start: int) -> int:
-        """start: a multiple of step. 0 if not even the first fits."""
+        """The largest number that fits, tried from `start`, a multiple of step; 0 if not even the first fits."""
         at, width = max(start, self.step), self.step
         for _ in range(self.trials):
             if self.proven or at > LARGEST:
@@ -443,7 +434,7 @@ def longest_rows(
         more: dict[str, Json] = {
             "longest_length": longest,
             "memory_gib": memory,
-            **vqkv_beside(model_name, kind.name, memory, model.dtype.itemsize),
+            **vqkv_reference(model_name, kind.name, memory, model.dtype.itemsize),
         }
         rows.append(_row(model_name, kind, batch, longest, device, "longest-generation", None, more=more))
     return rows

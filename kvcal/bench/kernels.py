@@ -25,10 +25,8 @@ from .peers import unseen
 CODEWORDS = 4096  # of `nearest` where the scheme has no codebooks
 CHECKED = 512  # vectors that its check looks at in each of start, middle, end and all over
 NEAREST_TOLERANCE = 1e-3  # of the distance: chosen against best
-# of the result, that reconstruction may be off (4.03 seen): inputs, weights and sums of grid points are rounded too
+# of the result, that reconstruction may be off (4.03 measured): inputs, weights and sums of grid points are rounded too
 ROUNDINGS = 6
-
-# Decode attention.
 
 
 def decode_then_attend(case: Case) -> Prepared:
@@ -49,9 +47,6 @@ def decode_then_attend(case: Case) -> Prepared:
         "reference: decode, then SDPA",
         more={"window_bytes": filled.window_bytes, "packed_bytes": filled.packed_bytes},
     )
-
-
-# Storing.
 
 
 def quantise(case: Case) -> Prepared:
@@ -106,11 +101,8 @@ def append(case: Case) -> Prepared:
     )
 
 
-# Reading without attention.
-
-
-def reconstruct(case: Case) -> Prepared:
-    """Packed blocks to keys and values in the model's dtype, stored before RoPE also turned by it; under AQUA-KV with
+def dequantise(case: Case) -> Prepared:
+    """Packed blocks to keys and values in the model's dtype, stored before RoPE also rotated by it; under AQUA-KV with
     the predictor products of the layer. The kernel for HIGGS and linear predictors on a GPU, the codecs elsewhere.
     """
     filled, pre_rope = fill(case), case.scheme.frame == "pre_rope"
@@ -118,18 +110,18 @@ def reconstruct(case: Case) -> Prepared:
     keys, values = (
         Dequantiser(codec, case.dtype, rotary) for codec, rotary in zip(filled.pair, (dim * pre_rope, 0), strict=True)
     )
-    turn = rope(tokens, dim, case.device) if pre_rope else None
+    rotate = rope(tokens, dim, case.device) if pre_rope else None
     below = {name: getattr(filled.decoding, name) for name in filled.codecs.needs - {"k0"}}
     fused = "triton" in (keys.path, values.path)
     context = replace(filled.decoding, **{name: x.to(case.dtype) if fused else x for name, x in below.items()})
 
     def run() -> tuple[Tensor, Tensor, Tensor | None]:
-        dequantised, after = keys(filled.packed[0], context, turn)
+        dequantised, after = keys(filled.packed[0], context, rotate)
         return dequantised, values(filled.packed[1], replace(context, k0=dequantised))[0], after
 
     def check() -> str | None:
         outputs, exact = run(), filled.decoded()
-        expected = [*exact, turn(exact[0])] if turn else [*exact]
+        expected = [*exact, rotate(exact[0])] if rotate else [*exact]
         for name, x, exactly in zip(("keys", "values", "keys after RoPE"), outputs, expected, strict=False):
             assert x is not None
             error, rounding = (float((y.float() - exactly).norm()) for y in (x, exactly.to(case.dtype)))

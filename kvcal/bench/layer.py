@@ -138,7 +138,7 @@ class Filled:
             torch.cat([self.sink[role], x.to(dtype), self.window[role]], 2) for role, x in enumerate((keys, values))
         )
         if self.case.scheme.frame == "pre_rope":
-            keys = turned(keys)
+            keys = rotated(keys)
         return keys, values
 
 
@@ -254,6 +254,6 @@ def angles(positions: Tensor, dim: int) -> Tensor:
     return positions[..., None] * speed
 
 
-def turned(keys: Tensor) -> Tensor:
+def rotated(keys: Tensor) -> Tensor:
     """RoPE of keys (B, H, T, D) at positions 0 to T - 1, in float32."""
     return rope(keys.shape[2], keys.shape[3], keys.device)(keys.float()).to(keys.dtype)

@@ -47,11 +47,12 @@ def rows_of(
     seed: int = 0,
     new: int = 1,
 ) -> list[Row]:
-    """shapes: (batch, length) pairs; new: tokens that a call brings, the last of them. The first rows of each shape are
-    the FP16 peers, if an operation compares with them that some scheme has.
+    """Measured rows of every scheme and operation at these shapes. shapes: (batch, length) pairs; new: tokens that a
+    call brings, the last of them. The first rows of each shape are the FP16 peers, if an operation compares with them
+    that some scheme has.
     """
     rows: list[Row] = []
-    left_out: dict[str, str] = {}
+    omitted: dict[str, str] = {}
     for batch, length in shapes:
         plain = Case(fp16_scheme(geometry), geometry, batch, length, clock.device, dtype, seed, new)
         best: Peer | None = None
@@ -62,25 +63,25 @@ def rows_of(
             measured_peers = peers.measure(plain, clock)
             best = peers.best(measured_peers)
             if best is None and measured_peers:
-                left_out[f"FP16 attention at {length}"] = measured_peers[0].why_not or "no backend runs"
+                omitted[f"FP16 attention at {length}"] = measured_peers[0].why_not or "no backend runs"
             rows += [_peer_row(model, plain, peer, best, clock, device_name) for peer in measured_peers]
-        room = FreeMemory.of(clock)
+        free = FreeMemory.of(clock)
         for operation in operations:
             if operation.alone:
                 say(f"batch {batch}, length {length}: {operation.name}")
-                rows.append(_row(model, plain, operation, best, clock, device_name, room))
+                rows.append(_row(model, plain, operation, best, clock, device_name, free))
         for case in cases:
-            scheme, room = case.scheme, FreeMemory.of(clock)  # before what operations share is there
+            scheme, free = case.scheme, FreeMemory.of(clock)  # before what operations share is there
             for operation in operations:
                 why = operation.refuses(case)
                 if why is not None:
                     if not operation.alone:
-                        left_out[f"{operation.name} {scheme.name} at {length}"] = why
+                        omitted[f"{operation.name} {scheme.name} at {length}"] = why
                     continue
                 say(f"batch {batch}, length {length}: {operation.name} {scheme.name}")
-                rows.append(_row(model, case, operation, best, clock, device_name, room))
+                rows.append(_row(model, case, operation, best, clock, device_name, free))
             fill.cache_clear()
-    for name, why in left_out.items():
+    for name, why in omitted.items():
         say(f"left out: {name}: {why}")
     return rows
 
@@ -128,11 +129,11 @@ def _row(
     best: Peer | None,
     clock: Clock,
     device: str,
-    room: FreeMemory | None = None,
+    free: FreeMemory | None = None,
 ) -> Row:
-    """room: None for enough."""
+    """A row of `operation`, refused where memory is short. free: None for enough."""
     prepared: Prepared | None = None
-    if room is not None and (why := room.lacks(operation.needs(case))):
+    if free is not None and (why := free.lacks(operation.needs(case))):
         return _figure(model, case, operation, device, None, refused=why)
     try:
         with torch.no_grad():
@@ -156,8 +157,8 @@ def _row(
             )
             return _figure(model, case, operation, device, prepared, refused=why)
         more |= {"teraflops": prepared.flops / timed.microseconds / 1e6, "fraction_of_matmul": fraction}
-    if case.scheme.made_up:
-        more["made_up"] = case.scheme.made_up
+    if case.scheme.placeholder:
+        more["made_up"] = case.scheme.placeholder
     compares = operation.peer == "attention" and best is not None and best.timed is not None
     return _figure(
         model,

@@ -88,7 +88,7 @@ def projected_longest(model: str, every: Sequence[Footprint], batch: int, gib: f
     for one in every:
         length = one.longest(gib * 2**30, batch)
         ends = {"note": "the model's own context"} if length == one.load.model.geometry.context else {}
-        more: dict[str, Json] = {"longest_length": length, **ends, **vqkv_beside(model, one.name, gib, width)}
+        more: dict[str, Json] = {"longest_length": length, **ends, **vqkv_reference(model, one.name, gib, width)}
         rows.append(_row("longest-generation", model, one, batch, length, gib, device, **more))
     return rows
 
@@ -135,7 +135,7 @@ def _row(
 PAPER_GIB = 40
 
 
-def vqkv_beside(model: str, name: str, gib: float, width: int) -> dict[str, Json]:
+def vqkv_reference(model: str, name: str, gib: float, width: int) -> dict[str, Json]:
     """The paper's figure, where the run is like the paper's: Llama-3.1-8B in float32 on 40 GB. width: bytes of a
     weight.
     """

@@ -58,7 +58,9 @@ def feed_forward(case: Case) -> int:
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """free: bytes, None where the system does not say it. buffer: bytes of those that the clock will take, too."""
+    """The memory that an operation may take on the clock's device. free: bytes, None where the system does not say it.
+    buffer: bytes of those that the clock will take, too.
+    """
 
     device: torch.device
     free: int | None

@@ -23,10 +23,11 @@ APART = 1e-3  # of a packed tensor's numbers, a kernel's against torch's: CUDA d
 
 @dataclass(frozen=True)
 class Prepared:
-    """run: what is timed. bytes: what it must move, read and, where it stores something, written. check: None if the
-    result is right, else what is wrong with it. path: which code it is. per: calls that one call of `run` stands for,
-    so that the figure is the time of one decode step, say. flops: of matrix products in it; bounded: nothing multiplies
-    faster than the product of `Clock.matmul_rate`, so that a figure well above it is impossible.
+    """An operation that is ready to be timed. run: what is timed. bytes: what it must move, read and, where it stores
+    something, written. check: None if the result is right, else what is wrong with it. path: which code it is. per:
+    calls that one call of `run` stands for, so that the figure is the time of one decode step, say. flops: of matrix
+    products in it; bounded: nothing multiplies faster than the product of `Clock.matmul_rate`, so that a figure well
+    above it is impossible.
     """
 
     run: Callable[[], object]
@@ -41,10 +42,10 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Operation:
-    """refuses: why there is no such operation for a case, or None. peer: what FP16 does in its place, for the ratio.
-    alone: it depends on the model's shape only, so it is measured once for all schemes, and beyond that for those it
-    does not refuse. of_calls: it depends on how many new tokens a call brings. needs: bytes of memory, as `needed` has
-    them.
+    """Something that can be measured of a case. refuses: why there is no such operation for a case, or None. peer: what
+    FP16 does in its place, for the ratio. alone: it depends on the model's shape only, so it is measured once for all
+    schemes, and beyond that for those it does not refuse. of_calls: it depends on how many new tokens a call brings.
+    needs: bytes of memory, as `needed` has them.
     """
 
     name: str
@@ -152,8 +153,8 @@ def misattended(attend: Attend, queries: Tensor, filled: Filled) -> str | None:
 
 
 def misappended(old: Filled, new: Filled, grown: Sequence[Packed], by: LayerCodecs | None = None) -> str | None:
-    """Keys and values as appending left them are the old blocks, byte by byte, then the new ones. by: as of
-    misencoded.
+    """What is wrong with blocks after an append, None if nothing is: they must be the old ones, byte by byte, then the
+    new ones. by: the codecs whose encoding on the GPU may differ from torch, as for `misencoded`.
     """
     before, allowed = packed_blocks(old.case), _apart(new, by)
     for codec, was, more, now in zip(old.pair, old.packed, new.packed, grown, strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from . import needed, paper
 from .fused import fused_attention, refuses_fused
-from .kernels import append, decode_then_attend, nearest, needs_codebooks, quantise, reconstruct
+from .kernels import append, decode_then_attend, dequantise, nearest, needs_codebooks, quantise
 from .operation import Operation, needs_a_block, needs_blocks, needs_of_append, needs_whole_calls, needs_window
 from .tables import (
     channel_selection,
@@ -55,7 +55,7 @@ _ALL = (
         alone=True,
         needs=needed.vectors,
     ),
-    Operation("reconstruct", "packed blocks to keys and values", reconstruct, needs_blocks),
+    Operation("reconstruct", "packed blocks to keys and values", dequantise, needs_blocks),
     Operation(
         "quantise-step",
         "a decode step's share of quantising (InnerQ Table 5)",

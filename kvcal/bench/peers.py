@@ -76,9 +76,9 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, new: int = 1) -> Te
     return out
 
 
-class Wanted:
+class ExactAttention:
     """What attention over these keys and values is, of every row and query: in float64, and by plain products in the
-    same dtype. A row at a time, and a call's `new` queries, so that its room is that of one row's keys, values and
+    same dtype. A row at a time, and a call's `new` queries, so that its memory is that of one row's keys, values and
     scores.
     """
 
@@ -118,8 +118,8 @@ class Wanted:
 def wrong(
     output: Tensor, queries: Tensor, keys: Tensor, values: Tensor, units: float | Sequence[float] = UNITS, new: int = 1
 ) -> str | None:
-    """None if attention over these is as exact as `Wanted.wrong` asks. new: queries of a call."""
-    return Wanted(queries, keys, values, new).wrong(output, units)
+    """None if attention over these is as exact as `ExactAttention.wrong` asks. new: queries of a call."""
+    return ExactAttention(queries, keys, values, new).wrong(output, units)
 
 
 class Check:
@@ -131,13 +131,13 @@ class Check:
         new = queries.shape[2]
         more = pointed(queries[:, :, :1], keys, sink, recent)
         self.every = [queries, *(one.expand_as(queries).contiguous() for one in more)]
-        self.wanted = Wanted(torch.cat(self.every, 2), keys, values, new)
+        self.exact = ExactAttention(torch.cat(self.every, 2), keys, values, new)
 
     def misattends(self, attend: Attend, units: float = UNITS) -> str | None:
-        """None if `attend` of them is as exact as `Wanted.wrong` asks."""
+        """None if `attend` of them is as exact as `ExactAttention.wrong` asks."""
         others = [max(units, UNITS_POINTED)] * (len(self.every) - 1)
         each = [unit for unit in (units, *others) for _ in range(self.every[0].shape[2])]
-        return self.wanted.wrong(torch.cat([attend(one) for one in self.every], 2), each)
+        return self.exact.wrong(torch.cat([attend(one) for one in self.every], 2), each)
 
 
 def pointed(queries: Tensor, keys: Tensor, sink: int, recent: int) -> list[Tensor]:
@@ -156,7 +156,7 @@ def pointed(queries: Tensor, keys: Tensor, sink: int, recent: int) -> list[Tenso
     count = max(1, -(-LEAST // one)) * one
     chosen = places(tokens, sink, recent, count)
     at = torch.tensor([chosen[i % len(chosen)] for i in range(count)], device=keys.device)
-    those = keys[:, :, at].cpu().double().view(batch, kv_heads, -1, each, dim)  # small; no solver's room on a GPU
+    those = keys[:, :, at].cpu().double().view(batch, kv_heads, -1, each, dim)  # small; no solver's workspace on a GPU
     scores = torch.full((*those.shape[:-1], 1), (math.log(tokens) + 4) * dim**0.5, dtype=torch.float64)
     solution = torch.linalg.lstsq(
         those, scores, driver="gelsd"

@@ -160,13 +160,13 @@ def append_by_kernel(case: Case, rules: tuple[AnyRule, AnyRule]) -> Prepared:
     from kvcal_kernels.quantise import triton as kernel
 
     new, windows = fill(one_block(case)), _windows(case)
-    factor, path, moves, room = factor_of(new), "triton: append", None, None
+    factor, path, moves, scratch = factor_of(new), "triton: append", None, None
     layer = _filled_layer(case, new, windows, rules)
     blocks, key = (layer.keys, layer.values), encoders(case, new.codecs)[0].key
     if isinstance(key, Squat):
         subspace = new.encoding.stats.get(key.statistic)
         moves = Digits.of(key.step_moves(None if subspace is None else subspace[:, :, 0]))
-        room = torch.empty(
+        scratch = torch.empty(
             case.batch, case.geometry.kv_heads, windows.block, case.geometry.head_dim, device=case.device
         )
         path = f"{'triton: correct' if key.encodes_by_kernel else 'torch: correct'}, {path}"
@@ -174,7 +174,7 @@ def append_by_kernel(case: Case, rules: tuple[AnyRule, AnyRule]) -> Prepared:
     def step(counts: Counts, k: Tensor, v: Tensor) -> None:
         due = None
         if isinstance(key, Squat) and moves is not None:
-            due = key.due(layer.recent[0], counts, k, moves, room)
+            due = key.due(layer.recent[0], counts, k, moves, scratch)
         kernel.append(layer, counts, k, v, *rules, factor, due)
 
     return _steps(case, new, windows, layer.recent, layer.flags, step, partial(_unlike, new, blocks), path)
@@ -284,7 +284,7 @@ def _windows(case: Case) -> Windows:
 
 
 def _filled_layer(case: Case, new: Filled, windows: Windows, rules: tuple[AnyRule, AnyRule]) -> Layer:
-    """Room for one block."""
+    """Capacity for one block."""
     heads = case.geometry.kv_heads
     stored = [blocks_for(rule, case.batch, heads, windows.block // BLOCK, case.device) for rule in rules]
     flags = torch.zeros(heads, dtype=torch.int32, device=case.device)

@@ -33,13 +33,12 @@ COUNTED: dict[str, float] = {
     "outer 4 before RoPE": 3.53,
 }  # fmt: skip
 
-# Compiled for sm_87: at head_dim 64 20 to 27 % more (KIVI 2.38, uniform 4/4 1.66, 2/2 1.67, HIGGS 2 2.08). Fewer heads
-# need as many as the four or eight that they are taken for (uniform 4/4: one head 1.31, seven 1.89), sixteen more
-# (2.73).
+# Compiled for sm_87, a head_dim of 64 needs a fifth to a quarter more; fewer heads need as many as the four or eight
+# that they are taken for, sixteen need more (docs/benchmarks/reasons.md).
 COUNTED_DIM = 128
 
-# Where a kv head has five query heads or more: what BUDGET has "of 8 rows", in the place of the above, which other
-# kinds keep ("outer 2" and "tiers" need the same, HIGGS in 2 bits 2.2 in place of 1.7 and 40 bytes of stack on sm_87).
+# Where a kv head has five query heads or more: what BUDGET has "of 8 rows", instead of the above, which other kinds
+# keep (docs/benchmarks/reasons.md).
 ALIKE_OF_8 = ("outer 2", "tiers")  # COUNTED is of eight, too
 COUNTED_OF_8 = {
     "symmetric 2": 1.83,
@@ -97,36 +96,38 @@ def kind(form: Form) -> str:
     return f"{'tiers' if form.tiered else f'outer {form.bits}'}{LONG if form.group >= 128 and form.bits == 2 else ''}"
 
 
-def counted(keys: Form, values: Form, turned: bool = False, ratio: int = 4) -> float | str:
-    """Instructions an element of the fused decode kernel, or why they are not known. turned: keys before RoPE. ratio:
+def counted(keys: Form, values: Form, pre_rope: bool = False, ratio: int = 4) -> float | str:
+    """Instructions an element of the fused decode kernel, or why they are not known. pre_rope: keys before RoPE. ratio:
     query heads a kv head.
 
     Values stored otherwise than keys take half the difference of their own schemes more.
     """
     terms = COUNTED | COUNTED_OF_8 if ratio > 4 else COUNTED
-    first, plain, other = _kinds(keys, values, turned)
+    first, plain, other = _kinds(keys, values, pre_rope)
     if missing := next((name for name in (first, plain, other) if name not in terms), None):
         return f"instructions of the compiled kernel are not counted for {missing}"
     return terms[first] + (terms[other] - terms[plain]) / 2
 
 
-def counted_at(keys: Form, values: Form, turned: bool = False, ratio: int = 4) -> str | None:
+def counted_at(keys: Form, values: Form, pre_rope: bool = False, ratio: int = 4) -> str | None:
     """The shape of the instructions that `counted` gives, where this one may need more; None where it does not."""
-    first, plain, other = _kinds(keys, values, turned)
+    first, plain, other = _kinds(keys, values, pre_rope)
     used = (first,) if plain == other else (first, plain, other)
     heads = {8 if ratio > 4 and name in (*COUNTED_OF_8, *ALIKE_OF_8) else 4 for name in used}
     return of_another(keys.dim, None if ratio <= min(heads) else " or ".join(map(str, sorted(heads))))
 
 
 def of_another(dim: int, heads: str | None = None) -> str | None:
-    """heads: query heads a kv head of which instructions were counted, where this model has more."""
+    """A remark where instructions were counted at another shape than the model's; None where they were not. heads:
+    query heads a kv head of which instructions were counted, where this model has more.
+    """
     parts = [] if dim == COUNTED_DIM else [f"head_dim {COUNTED_DIM}"]
     if heads is not None:
         parts.append(f"{heads} query heads a kv head")
     return f"instructions counted at {' and '.join(parts)}" if parts else None
 
 
-def _kinds(keys: Form, values: Form, turned: bool) -> tuple[str, str, str]:
+def _kinds(keys: Form, values: Form, pre_rope: bool) -> tuple[str, str, str]:
     """Kinds of decoding: of keys as they are read, of values stored as keys are, of values."""
     first = kind(keys)
-    return first + (BEFORE if turned else ""), first.replace("tiers", "outer 2"), kind(values)
+    return first + (BEFORE if pre_rope else ""), first.replace("tiers", "outer 2"), kind(values)

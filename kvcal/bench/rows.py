@@ -83,7 +83,7 @@ KEY = {
 # May be None, and are missing in older files.
 SETTINGS = {"dtype": str, "sink": int, "recent": int, "block": int, "queries": int}
 BEFORE = {"queries": 1}  # of rows that have it, where a file is older: there was no other
-MADE_BY = ("torch", "triton", "torch built for", "processor", "GPU")  # of the machine, beside the version of kvcal
+ENVIRONMENT = ("torch", "triton", "torch built for", "processor", "GPU")  # of the machine, beside the version of kvcal
 KINDS = {str: "a text", int: "a whole number", bool: "true or false"}
 LONGEST_NAME = 60
 LONGEST = 1e18  # µs, 31,700 years
@@ -109,14 +109,14 @@ class Earlier:
     by: Mapping[str, Json]
 
 
-def made_by(result: Mapping[str, Json]) -> dict[str, Json]:
+def environment_of(result: Mapping[str, Json]) -> dict[str, Json]:
     """Versions, commit and processors of a result. None: there is none; a name is missing where the result does not
     say.
     """
     machine = result.get("machine")
-    fields_known = machine if isinstance(machine, Mapping) else {}
+    environment = machine if isinstance(machine, Mapping) else {}
     version = {name: result[key] for name, key in (("kvcal", "version"), ("commit", "commit")) if key in result}
-    return version | {name: fields_known[name] for name in MADE_BY if name in fields_known}
+    return version | {name: environment[name] for name in ENVIRONMENT if name in environment}
 
 
 def read_earlier(path: Path) -> Earlier:
@@ -128,14 +128,14 @@ def read_earlier(path: Path) -> Earlier:
         raise UsageError(f"{name}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{name}: not JSON; {GIVE}") from error
-    fields_known = content if isinstance(content, dict) else {}
-    entries = fields_known.get("rows")
+    table = content if isinstance(content, dict) else {}
+    entries = table.get("rows")
     rows = [row for row in entries if isinstance(row, dict)] if isinstance(entries, list) else []
     if not isinstance(entries, list) or len(rows) < len(entries) or any(not set(KEY) <= set(row) for row in rows):
         raise UsageError(f"{name}: no rows of `kvcal bench --json` in it")
     for number, row in enumerate(rows):
         _check_row(f"{name}: row {number}", row)
-    return Earlier([*rows], made_by(fields_known))
+    return Earlier([*rows], environment_of(table))
 
 
 def _check_row(name: str, row: Mapping[str, Json]) -> None:

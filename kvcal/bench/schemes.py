@@ -16,10 +16,10 @@ from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 
-from ..bundles.paths import given_bundle
+from ..bundles.paths import bundle_at
 from ..methods.data_free import PRESETS, Preset
 from ..methods.mixkvq import MixKVQ
-from ..methods.registry import backbone
+from ..methods.registry import codec_maker
 from ..models.geometry import Geometry
 from ..report.suggest import allowed
 from .rows import WindowSettings
@@ -30,7 +30,7 @@ LONG = 128  # tokens a group, and a block, of the schemes that end in -g128
 
 @dataclass(frozen=True)
 class Benched:
-    """One scheme as one layer of a model has it. made_up: what stands for calibrated constants, if anything does.
+    """One scheme as one layer of a model has it. placeholder: what stands for calibrated constants, if anything does.
     whole: all layers, of a bundle.
     """
 
@@ -38,7 +38,7 @@ class Benched:
     codecs: LayerCodecs
     windows: Windows
     frame: Frame
-    made_up: str | None = None
+    placeholder: str | None = None
     whole: Scheme | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -60,7 +60,7 @@ Maker = Callable[[Shape], LayerCodecs]
 
 
 def _pair(key: str, value: str) -> Maker:
-    return lambda shape: LayerCodecs(backbone(key)(shape, "key"), backbone(value)(shape, "value"))
+    return lambda shape: LayerCodecs(codec_maker(key)(shape, "key"), codec_maker(value)(shape, "value"))
 
 
 def _kivi_long(shape: Shape) -> LayerCodecs:
@@ -74,7 +74,9 @@ def _squat_long(shape: Shape) -> LayerCodecs:
 
 
 def _mixkvq(group: int, tier: int | None = None) -> Maker:
-    """tier: channels a head in either upper tier, always; None: by the thresholds of the preset."""
+    """A maker of MixKVQ with groups of so many tokens. tier: channels a head in either upper tier, always; None: by the
+    thresholds of the preset.
+    """
 
     def make(shape: Shape) -> LayerCodecs:
         method = MixKVQ(group=group, value_group=min(group, shape.dim), block=group, full=tier, four=tier)
@@ -119,7 +121,7 @@ class Named:
     make: Maker
     block: int = WINDOWS.block
     frame: Frame = "post_rope"
-    made_up: str | None = None
+    placeholder: str | None = None
 
 
 EXTRA: dict[str, Named] = {
@@ -127,15 +129,15 @@ EXTRA: dict[str, Named] = {
     "kivi-2-g128": Named(_kivi_long, LONG),
     "squat-2-g128": Named(_squat_long, LONG),
     "mixkvq-g128": Named(_mixkvq(LONG), LONG),
-    "mixkvq-16-16": Named(_mixkvq(WINDOWS.block, 16), made_up="16 channels a head exact, 16 in 4 bits"),
-    "mixkvq-16-16-g128": Named(_mixkvq(LONG, 16), LONG, made_up="16 channels a head exact, 16 in 4 bits"),
-    "aqua-kv-2": Named(_aqua, frame="pre_rope", made_up="predictors of random weights"),
-    "vqkv-4k": Named(_vqkv(4096, (13, 27, 19)), LONG, made_up="random codebooks"),
-    "vqkv-256": Named(_vqkv(256, (20, 40, 28)), LONG, made_up="random codebooks"),
+    "mixkvq-16-16": Named(_mixkvq(WINDOWS.block, 16), placeholder="16 channels a head exact, 16 in 4 bits"),
+    "mixkvq-16-16-g128": Named(_mixkvq(LONG, 16), LONG, placeholder="16 channels a head exact, 16 in 4 bits"),
+    "aqua-kv-2": Named(_aqua, frame="pre_rope", placeholder="predictors of random weights"),
+    "vqkv-4k": Named(_vqkv(4096, (13, 27, 19)), LONG, placeholder="random codebooks"),
+    "vqkv-256": Named(_vqkv(256, (20, 40, 28)), LONG, placeholder="random codebooks"),
 }
 
 
-def known() -> list[str]:
+def scheme_names() -> list[str]:
     return [*PRESETS, *EXTRA]
 
 
@@ -147,31 +149,31 @@ def named(name: str, geometry: Geometry, windows: Windows | None = None) -> Benc
     sink, recent = (WINDOWS.sink, WINDOWS.recent) if windows is None else (windows.sink, windows.recent)
     extra, method = EXTRA.get(name), PRESETS.get(name)
     if extra is not None:
-        block, frame, make, made_up = extra.block, extra.frame, extra.make, extra.made_up
+        block, frame, make, placeholder = extra.block, extra.frame, extra.make, extra.placeholder
     elif isinstance(method, MixKVQ):
         fitted = method
-        block, frame, made_up = fitted.block, fitted.frame, None
+        block, frame, placeholder = fitted.block, fitted.frame, None
 
         def make(shape: Shape) -> LayerCodecs:
             return LayerCodecs(fitted.key_codec(shape, torch.float16), fitted.value_codec(shape))
 
     elif isinstance(method, Preset):
-        block, frame, make, made_up = method.block, method.rope, _pair(method.key, method.value), None
+        block, frame, make, placeholder = method.block, method.rope, _pair(method.key, method.value), None
     elif name.count("+") == 1:
         _check_pair(name)
-        block, frame, make, made_up = WINDOWS.block, "post_rope", _pair(*name.split("+")), None
+        block, frame, make, placeholder = WINDOWS.block, "post_rope", _pair(*name.split("+")), None
     else:
-        hint = allowed(name, known(), "kvcal names")
+        hint = allowed(name, scheme_names(), "kvcal names")
         raise UsageError(f"scheme {name!r} is not known; {hint}, or KEYCODEC+VALUECODEC")
     shape = Shape(geometry.kv_heads, geometry.head_dim, block)
     try:
         codecs = make(shape)
     except KVCalError as error:
         raise UsageError(f"scheme {name}: does not fit head_dim {geometry.head_dim} ({error})") from error
-    own_windows = Windows(sink, recent, block)
-    (stored,) = Scheme(own_windows, frame, (codecs,)).layers  # as a cache stores them
+    scheme_windows = Windows(sink, recent, block)
+    (stored,) = Scheme(scheme_windows, frame, (codecs,)).layers  # as a cache stores them
     assert stored is not None
-    return Benched(name, stored, own_windows, frame, made_up)
+    return Benched(name, stored, scheme_windows, frame, placeholder)
 
 
 def _check_pair(name: str) -> None:
@@ -183,14 +185,14 @@ def _check_pair(name: str) -> None:
                 "without a +"
             )
         try:
-            backbone(codec)
+            codec_maker(codec)
         except UsageError as error:
             raise UsageError(f"scheme {name!r}: {error}") from error
 
 
 def from_bundle(path: Path, geometry: Geometry) -> Benched:
     """The middle layer of a bundle, or the compressed one nearest to it, with the bundle's own windows."""
-    bundle = given_bundle(path, presets=True)
+    bundle = bundle_at(path, presets=True)
     layers = bundle.scheme.layers
     middle = sorted(range(len(layers)), key=lambda index: abs(index - len(layers) // 2))
     pair = next((layers[index] for index in middle if layers[index] is not None), None)

@@ -52,7 +52,9 @@ def quantise_step_of(role: int) -> Callable[[Case], Prepared]:
 
 
 def _per_step(case: Case, prepared: Prepared, roles: slice) -> Prepared:
-    """prepared: of a block. roles: of the paper's columns."""
+    """The time of a block as that of one step, with the paper's figure next to it. prepared: of a block. roles: of the
+    paper's columns.
+    """
     block = case.scheme.windows.block
     more: dict[str, Json] = {"calls": f"one in {block} steps", "paper_table": "InnerQ Table 5"}
     if case.scheme.name in paper.TABLE_5 and case.batch == 1:

@@ -15,8 +15,9 @@ from .devices import Device
 
 @dataclass(frozen=True)
 class Target:
-    """device: where it is measured; None where it is projected. profile: of it, where there is one. table_4: whether
-    the paper's device is meant too. jetson: whether it is one, with a profile or without.
+    """A device that is measured or projected. device: where it is measured; None where it is projected. profile: of it,
+    where there is one. table_4: whether the paper's device is meant too. jetson: whether it is one, with a profile or
+    without.
     """
 
     name: str

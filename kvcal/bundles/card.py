@@ -41,7 +41,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Card:
-    """text: README.md with its front matter. plots: file name -> PNG."""
+    """A bundle's card, as files. text: README.md with its front matter. plots: file name -> PNG."""
 
     text: str
     plots: dict[str, bytes] = field(default_factory=dict)
@@ -57,13 +57,13 @@ def make_card(
     defaults_of: DefaultsOf = lambda command: {},
     check: Callable[[Recorded], None] = lambda was: None,
 ) -> Card:
-    """sha256: of the bundle's file. evaluation: what `kvcal eval --json` printed. defaults_of: a command's
-    options at their defaults. check: raises KVCalError for a recorded command that must not be printed. What
-    bundle and evaluation hold is escaped for where it stands.
+    """A bundle's card for the hub. sha256: of the bundle's file. evaluation: what `kvcal eval --json` printed.
+    defaults_of: a command's options at their defaults. check: raises KVCalError for a recorded command that must not be
+    printed. What bundle and evaluation hold is escaped for where it stands.
     """
     check_depth(bundle)
     broken = None if evaluation is None else _broken(bundle, evaluation)
-    row = None if evaluation is None or broken else _own_row(bundle, sha256, evaluation)
+    row = None if evaluation is None or broken else _figures_of(bundle, sha256, evaluation)
     plots = _plots(bundle)
     parts = [
         f"# {markdown(bundle.name)}",
@@ -80,7 +80,7 @@ def make_card(
 
 SHA256 = re.compile("[0-9a-f]{64}")
 TYPED = re.compile(r"[\w.+@:/ -]+")  # names that a model may have; any other stands as MODEL in commands
-ABOUT = ("windows", "length", "step", "dtype", "text")  # what an evaluation says of itself
+EVALUATION_SETTINGS = ("windows", "length", "step", "dtype", "text")  # what an evaluation says of itself
 FIGURES = ("perplexity", "kl", "bits_per_value", "cache_bytes")
 
 
@@ -96,10 +96,10 @@ def _broken(bundle: Bundle, evaluation: Mapping[str, object]) -> str | None:
     return None
 
 
-def _own_row(bundle: Bundle, sha256: str, evaluation: Mapping[str, object]) -> Mapping[str, object]:
+def _figures_of(bundle: Bundle, sha256: str, evaluation: Mapping[str, object]) -> Mapping[str, object]:
     """The bundle's figures. Raises UsageError where the file holds none, or those of another file of this name."""
     rows = _rows(evaluation)
-    missing = [name for name in ABOUT if name not in evaluation]
+    missing = [name for name in EVALUATION_SETTINGS if name not in evaluation]
     missing += [f"{name} of {row['name']}" for row in rows for name in FIGURES if name not in row]
     names = [str(row["name"]) for row in rows]
     if bundle.name not in names:
@@ -221,13 +221,13 @@ def _datasets(bundle: Bundle) -> list[str]:
 
 def _method(bundle: Bundle) -> str:
     """The method as recorded; where it is no text, what it was recorded as."""
-    return str(Table(bundle.provenance).said("method") or "scheme")
+    return str(Table(bundle.provenance).display("method") or "scheme")
 
 
 def _model_name(bundle: Bundle, otherwise: str) -> str:
     """The hub id, else the name."""
     model = Table(bundle.provenance).table("model")
-    return model.fault or model.said("hub_id") or model.said("name") or otherwise
+    return model.fault or model.display("hub_id") or model.display("name") or otherwise
 
 
 def _typed_model(bundle: Bundle) -> str:
@@ -247,7 +247,7 @@ def _intro(bundle: Bundle) -> str:
 
 def _described(bundle: Bundle) -> str:
     """The recorded method in words; unknown where none is recorded, or one that this version does not know."""
-    method = Table(bundle.provenance).said("method")
+    method = Table(bundle.provenance).display("method")
     if method in METHODS:
         return METHODS[method]
     if method in PRESETS:
@@ -276,17 +276,17 @@ def _random_weights(bundle: Bundle) -> list[str]:
     model = Table(bundle.provenance).table("model")
     if not model.fields.get("random_weights"):
         return []
-    return ["--random-weights", "--seed", str(model.said("revision")).removeprefix("random:")]
+    return ["--random-weights", "--seed", str(model.display("revision")).removeprefix("random:")]
 
 
 def _facts(bundle: Bundle, sha256: str) -> str:
     record, scheme, model = Table(bundle.provenance), bundle.scheme, bundle.fingerprint
     text, settings, versions = (record.table(name) for name in ("text", "settings", "versions"))
-    train = counted(text.said("train_windows", int), "window")
-    counts = f"{train} of {text.said('length', int)} tokens, {text.said('holdout_windows', int)} held out"
+    train = counted(text.display("train_windows", int), "window")
+    counts = f"{train} of {text.display('length', int)} tokens, {text.display('holdout_windows', int)} held out"
     windows = scheme.windows
     rows = {
-        "method": record.said("method"),
+        "method": record.display("method"),
         "settings": settings.fault or ", ".join(f"{name} {value}" for name, value in settings.fields.items()),
         "bits/value": f"{scheme.bits_per_value():.4f}"
         + (" (expected: blocks differ in size)" if scheme.ragged else ""),
@@ -295,11 +295,11 @@ def _facts(bundle: Bundle, sha256: str) -> str:
         "resident bytes": f"{scheme.resident_bytes():,}",
         "made for": f"{model.architecture}, {model.layers} layers, {model.kv_heads} × {model.head_dim}, "
         f"{model.revision}",
-        "calibrated on": text.fault or (f"{text.said('source')}: {counts}" if text else None),
-        "text sha256": text.said("sha256"),
-        "other text": record.table("other_text").fault or record.table("other_text").said("source"),
+        "calibrated on": text.fault or (f"{text.display('source')}: {counts}" if text else None),
+        "text sha256": text.display("sha256"),
+        "other text": record.table("other_text").fault or record.table("other_text").display("source"),
         "layers left alone": "; ".join(f"{i}: {why}" for i, why in scheme.skipped.items()) or None,
-        "made by": ", ".join([str(record.said("tool")), *(f"{k} {v}" for k, v in versions.fields.items())]),
+        "made by": ", ".join([str(record.display("tool")), *(f"{k} {v}" for k, v in versions.fields.items())]),
         "sha256": sha256,
     }
     cells = [[name, code(value) if SHA256.fullmatch(str(value)) else value] for name, value in rows.items() if value]
@@ -349,8 +349,8 @@ def _evaluation(bundle: Bundle, evaluation: Mapping[str, object]) -> str:
 
 
 def _figure(value: object, style: str) -> str | None:
-    """None: full precision packs nothing. `kvcal eval --json` writes null for NaN too, but only where a figure must
-    be.
+    """A figure as text; None where full precision packs nothing. `kvcal eval --json` writes null for NaN too, but only
+    where a figure must be.
     """
     return format(value, style) if is_number(value) else "not finite" if style in (".4f", ".5f") else None
 
@@ -409,7 +409,7 @@ def _search_plot(bundle: Bundle) -> bytes | None:
     placed = all(type(number) is int and 0 <= number < len(points) for number in numbers)
     if limit is None or not points or len(points) != len(pairs) or not front or chosen is None or not placed:
         return None
-    return front_png(points, front, chosen, limit, str(search.said("quality")), "stored bits per value")
+    return front_png(points, front, chosen, limit, str(search.display("quality")), "stored bits per value")
 
 
 def _again(bundle: Bundle, defaults_of: DefaultsOf, check: Callable[[Recorded], None]) -> str:

@@ -6,7 +6,7 @@ from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import IncompatibleBundle, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
-from .. import __version__
+from ..report.version import __version__
 
 OF_KEYS, OF_VALUES = {"k1", "k2", "k0"}, {"v1", "v2"}
 
@@ -29,9 +29,8 @@ def combine(keys: Bundle, values: Bundle, *, hashes: tuple[str, str]) -> Bundle:
         )
     if keys.scheme.selection != values.scheme.selection:
         raise UsageError(
-            f"{keys.name} keeps {_kept(keys)}, {values.name} {_kept(values)}: one token set serves both, make one of "
-            "them "
-            "again with the other's --keep and --heavy"
+            f"{keys.name} keeps {_tokens_text(keys)}, {values.name} {_tokens_text(values)}: "
+            "one token set serves both, make one of them again with the other's --keep and --heavy"
         )
     layers: list[LayerCodecs | None] = []
     for index, (a, b) in enumerate(zip(keys.scheme.layers, values.scheme.layers, strict=True)):
@@ -68,7 +67,7 @@ def _check(index: int, bundle: Bundle, part: str, needs: frozenset[str], other: 
         )
 
 
-def _kept(bundle: Bundle) -> str:
+def _tokens_text(bundle: Bundle) -> str:
     selection = bundle.scheme.selection
     return "every token" if selection is None else f"{selection.keep:g} of the tokens ({selection.heavy:g} heavy)"
 

@@ -9,7 +9,7 @@ from kvcal_artifacts.bundle import Bundle, load_bundle
 from .missing import refuse_name as refuse_name
 
 
-def given_bundle(path: Path, *, presets: bool = False) -> Bundle:
+def bundle_at(path: Path, *, presets: bool = False) -> Bundle:
     """`load_bundle`. presets: whether the command has --preset. Raises as it does; where there is no such file and the
     path is a known name, the CorruptBundle says what to give or run instead.
     """

@@ -1,4 +1,4 @@
-"""From a bundle's provenance back to the command that made it: its name, its options, and the line to type.
+"""The command that made a bundle, read back from its provenance: its name, its options, and the line to type.
 
 Everything that decides a bundle's bytes is in its provenance; where a text or a model lies on this machine is not. No
 path is taken from a record (record_checks.py); hub models and data sets by their names are.
@@ -14,7 +14,7 @@ from kvcal_artifacts.bundle import SUFFIX, Bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
 
 from ..methods.data_free import COMPOSED, PRESETS
-from ..pipeline.options import HOW, MAYBE_PATHS, NOT_GIVEN, PATHS
+from ..pipeline.options import HOW, MAYBE_PATHS, NOT_IN_RECIPE, PATHS
 from ..pipeline.spec import DefaultsOf, OptionsOf
 from ..pipeline.spec import Options as CommandOptions
 from ..report.escape import shell
@@ -36,7 +36,7 @@ from .recorded_settings import FITS, Options
 TOKENS = 1 << 28  # of all windows: 1,024 windows of 8,192 tokens are 2**23
 DEEPEST = 16  # bundles made of bundles
 NOT_RECORDED = {
-    *NOT_GIVEN,
+    *NOT_IN_RECIPE,
     *PATHS,
     *MAYBE_PATHS,
     *HOW,
@@ -140,7 +140,7 @@ def _recorded(provenance: Fields, name: str, depth: int = 0) -> Recorded:
     try:
         if depth > DEEPEST:
             raise ValueError(f"bundles within bundles, more than {DEEPEST} deep")
-        command = _made(provenance, depth)
+        command = _command_of(provenance, depth)
         _check(command)
         return command
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -179,7 +179,7 @@ def _check(command: Recorded) -> None:
         check_task(task)
 
 
-def _made(provenance: Fields, depth: int) -> Recorded:
+def _command_of(provenance: Fields, depth: int) -> Recorded:
     if "folded_from" in provenance:
         return _fold(provenance, depth)
     if provenance["method"] == "combine":

@@ -36,7 +36,9 @@ LOCAL_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 
 @dataclass(frozen=True)
 class Pushed:
-    """commit: the one that holds the bundle now. changed: False where the repository had all of it already."""
+    """What a push changed. commit: the one that holds the bundle now. changed: False where the repository had all of it
+    already.
+    """
 
     repo: str
     url: str

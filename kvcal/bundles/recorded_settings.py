@@ -1,5 +1,5 @@
-"""From the settings that each method records to the options of its command. A field that is no option has the
-command's own value.
+"""The options of a method's command, read back from the settings that the method records. A field that is no option has
+the command's own value.
 """
 
 from __future__ import annotations

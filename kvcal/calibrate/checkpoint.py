@@ -86,16 +86,33 @@ def stored_key(folder: Path) -> str | None:
 
     Raises KVCalError where the settings are a pipe or a device, say.
     """
+    key = _stored(folder).get("key")
+    return key if isinstance(key, str) and KEY.fullmatch(key) else None
+
+
+def _stored(folder: Path) -> dict[str, object]:
+    """What a run wrote of its settings; empty where it wrote none, or where they are damaged."""
     place = folder / SETTINGS
     try:
-        key = json.loads(read_text(place))["key"]
+        stored = json.loads(read_text(place))
     except FileNotFoundError:
-        return None
+        return {}
     except OSError as error:
         raise KVCalError(f"{place}: cannot be read ({error.strerror or error}): move it away") from error
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return key if isinstance(key, str) and KEY.fullmatch(key) else None
+    except (ValueError, RecursionError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
+
+
+def _difference(before: object, now: object, name: str = "") -> str | None:
+    """The first setting of two that differs, with both values, as `cpu.threads was 2, is 1`; None where none does."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        differences = (
+            _difference(before.get(key), now.get(key), f"{name}.{key}" if name else str(key))
+            for key in dict.fromkeys((*now, *before))
+        )
+        return next(filter(None, differences), None)
+    return None if before == now else f"{name} was {before!s:.60}, is {now!s:.60}"
 
 
 class CheckpointFolder:
@@ -105,10 +122,15 @@ class CheckpointFolder:
     """
 
     def __init__(self, folder: Path, record: object, resume: bool) -> None:
-        self.folder, self.key = folder, sha256_text(canonical(record))
+        self.folder, text = folder, canonical(record)
+        self.key = sha256_text(text)
+        self._settings = {"key": self.key, "record": json.loads(text)}
         check_ours(self.folder)
         if self.folder.exists() and (not resume or stored_key(self.folder) != self.key):
             why = "is of other settings" if resume else "is not wanted"
+            before = _stored(self.folder).get("record")
+            if resume and before is not None and (named := _difference(before, self._settings["record"])):
+                why += f" ({named})"
             print(message(f"kvcal: {self.folder} {why}; starting anew"), file=sys.stderr)
             shutil.rmtree(self.folder)
 
@@ -117,7 +139,7 @@ class CheckpointFolder:
         there can be none.
         """
         self.folder.mkdir(exist_ok=True)
-        write_atomically(self.folder / SETTINGS, json.dumps({"key": self.key}).encode())
+        write_atomically(self.folder / SETTINGS, json.dumps(self._settings).encode())
         return self.folder / name
 
     def remove(self) -> None:
@@ -138,10 +160,10 @@ class CommandCheckpoint(CheckpointFolder):
         if output is None:
             _forget(folder.parent)
         super().__init__(folder, key, resume)
-        self._say, self._able, self.own = say, True, set[str]()  # own: names that this run has kept
+        self._say, self._able, self.written = say, True, set[str]()  # written: names of this run's values
 
     def read(self, name: str) -> Any:
-        """None: there is no such value, or a damaged one."""
+        """The value of that name; None where there is none, or a damaged one."""
         try:
             saved = json.loads(read_text(self.folder / f"{name}.json"))
             return saved["value"] if saved["sha256"] == _hash(saved["value"]) else None
@@ -156,7 +178,7 @@ class CommandCheckpoint(CheckpointFolder):
     def keep(self, name: str, value: object) -> None:
         if (path := self.file(f"{name}.json")) is None:
             return
-        self.own.add(name)
+        self.written.add(name)
         saved = {"value": value, "sha256": _hash(value)}
         self._tried(lambda: write_atomically(path, json.dumps(saved).encode()))
 
@@ -183,8 +205,8 @@ class CommandCheckpoint(CheckpointFolder):
 
     @contextmanager
     def until_done(self) -> Iterator[None]:
-        """Within, all that is kept is for a run that is killed: afterwards, and after an error that would come again,
-        nothing of it is left.
+        """Keep what is stored within the block only for a run that is killed: it is removed at the end, and after an
+        error that would come again.
         """
         try:
             yield
@@ -195,8 +217,8 @@ class CommandCheckpoint(CheckpointFolder):
 
     @contextmanager
     def until_out(self, then: str = "the same command writes it without measuring") -> Iterator[None]:
-        """Within, what all that is kept came to is written: afterwards nothing is left, nor where a reader left early
-        (`| head`). Any other failure leaves it for the same command, and says so. then: what that command does.
+        """Remove the checkpoint when the block has written the result, and when a reader of it closed early (`| head`).
+        Any other failure leaves it for the same command, and says so. then: what that command does.
         """
         try:
             yield
@@ -248,7 +270,7 @@ class BatchCheckpoint:
     def load(self) -> dict[str, Any] | None:
         """The state that was kept, as `keep` was given it; None: there is none."""
         saved: dict[str, Any] | None = self._work.read(self._name)
-        if saved is not None and self._name not in self._work.own:
+        if saved is not None and self._name not in self._work.written:
             self.resumed = saved["windows"]
             self._say(
                 f"{self._label}: resuming after {self.resumed} of {self._windows} windows from {self._work.folder}"

@@ -45,7 +45,9 @@ DISK_PART = 0.5  # of the free disk that kept vectors may take: the bundle and o
 
 @dataclass
 class TrainResult(FitResult):
-    """stages: a row a stage (StageReport, quantiser). peak_bytes: of the device's memory, of the process on a CPU."""
+    """What a training of codebooks came to. stages: a row a stage (StageReport, quantiser). peak_bytes: of the device's
+    memory, of the process on a CPU.
+    """
 
     stages: list[dict[str, Json]] = field(default_factory=list)
     resumed_stages: int = 0
@@ -162,13 +164,16 @@ class Run:
         say: Say,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        """numbers: of the layers whose vectors these are; None: 0, 1, 2, ..."""
+        """Train on vectors of these layers. numbers: of the layers whose vectors these are; None: 0, 1, 2, ..."""
         self.numbers = range(len(vectors.scales)) if numbers is None else numbers
         self.method, self.vectors, self.work, self.timer, self.say = method, vectors, work, timer, say
         self.rows: list[dict[str, Json]] = []
         self.splits: list[dict[str, Json]] = []
         self.resumed = 0
-        self.left = {"key": torch.zeros_like(vectors.held_keys), "value": torch.zeros_like(vectors.held_values)}
+        self.residuals = {
+            "key": torch.zeros_like(vectors.holdout_keys),
+            "value": torch.zeros_like(vectors.holdout_values),
+        }
 
     def layers(self, shape: Shape) -> list[LayerCodecs]:
         """Codecs of every layer that there are vectors of."""
@@ -184,18 +189,18 @@ class Run:
 
     def _group(self, layers: range) -> tuple[list[list[int]], dict[str, Tensor]]:
         """Bands and codebooks of some neighbouring layers that share them."""
-        train, holdout = self._slice(self.vectors.train_of, layers), self._slice(self.vectors.held_of, layers)
+        train, holdout = self._slice(self.vectors.train_of, layers), self._slice(self.vectors.holdout_of, layers)
         suffix = "" if self.method.shared else f"-layer-{layers.start:04d}"
         label = f"{self.method.training.seed}{suffix}"
         with self.timer("split"):
-            bands = self._bands(self.vectors.keys[train], self.vectors.held_keys[holdout], label, layers)
+            bands = self._bands(self.vectors.keys[train], self.vectors.holdout_keys[holdout], label, layers)
         books: dict[str, Tensor] = {}
         for name, (stages, size) in quantisers(self.method).items():
             role = "value" if name == "value" else "key"
             dims = list(range(self.vectors.values.shape[1])) if role == "value" else bands[name == "high"]
-            x, rest = self._part(role, train, dims), self._part(f"held_{role}", holdout, dims).clone()
+            x, rest = self._part(role, train, dims), self._part(f"holdout_{role}", holdout, dims).clone()
             books[name] = self._quantiser(f"{name}{suffix}", f"{label}:{name}", x, rest, stages, size)
-            self.left[role][holdout.start : holdout.stop, torch.tensor(dims, device=rest.device)] = rest
+            self.residuals[role][holdout.start : holdout.stop, torch.tensor(dims, device=rest.device)] = rest
         return bands, books
 
     def _slice(self, parts: list[slice], layers: range) -> slice:
@@ -268,17 +273,17 @@ class Run:
             "paper_compression": round(self.method.paper_compression(dim), 6),
             "codebook_bytes": scheme.resident_bytes(),
             "train_vectors": len(self.vectors.keys),
-            "holdout_vectors": len(self.vectors.held_keys),
+            "holdout_vectors": len(self.vectors.holdout_keys),
             "bands": self.splits,
             "stages": [{name: value for name, value in row.items() if name != "seconds"} for row in self.rows],
         }
 
     def _relative_error(self, role: str) -> float:
         """Held-out |x - decoded|^2 / |x|^2 in the units of keys and values, whatever they were divided by."""
-        original, rest = getattr(self.vectors, f"held_{role}s"), self.left[role]
+        original, rest = getattr(self.vectors, f"holdout_{role}s"), self.residuals[role]
         table = [scales[role] for scales in self.vectors.scales]
         if table[0] is not None:
             units = torch.stack([t for t in table if t is not None]).to(original.device).float()
-            units = units[self.vectors.held_layer, self.vectors.held_head]
+            units = units[self.vectors.holdout_layer, self.vectors.holdout_head]
             original, rest = original * units, rest * units
         return round(float(rest.double().square().sum() / original.double().square().sum().clamp_min(1e-300)), 6)

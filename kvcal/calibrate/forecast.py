@@ -34,10 +34,10 @@ BEHIND = 128  # tokens at a window's end whose KL counts, none of them packed; a
 
 @dataclass(frozen=True)
 class Forecast:
-    """kl: mean nats between the next-token distributions of the scheme and of the exact model, over the tokens behind
-    the prompt; infinite where the scheme's are not finite. packed: tokens of the prompt that the scheme packs; of none
-    the KL is 0. ratio: largest over median root mean square of a channel of keys, of the worst layer and kv head;
-    layer: which layer.
+    """A scheme's forecast KL on this model. kl: mean nats between the next-token distributions of the scheme and of the
+    exact model, over the tokens behind the prompt; infinite where the scheme's are not finite. packed: tokens of the
+    prompt that the scheme packs; of none the KL is 0. ratio: largest over median root mean square of a channel of keys,
+    of the worst layer and kv head; layer: which layer.
     """
 
     kl: float
@@ -88,7 +88,7 @@ def forecasts(
             layer = capture.source.load_layer(index)
             try:
                 if index in capture.skipped:
-                    x = _own_cache(capture, index, layer, x, runs)
+                    x = _uncompressed_layer(capture, index, layer, x, runs)
                 else:
                     x, ratio = _compressed(capture, index, layer, x, runs)
                     worst = max(worst, (ratio, index))
@@ -99,7 +99,7 @@ def forecasts(
         return _kls(capture, ids, x[:, prompt:], runs, worst)
 
 
-def _own_cache(capture: Capture, index: int, layer: nn.Module, x: Tensor, runs: Mapping[str, _Run]) -> Tensor:
+def _uncompressed_layer(capture: Capture, index: int, layer: nn.Module, x: Tensor, runs: Mapping[str, _Run]) -> Tensor:
     """A layer that keeps a cache of its own, of input x (N, T, hidden size): its output; advances each run."""
     kwargs = capture.kwargs_of(index)
     output = _output(layer(x, **kwargs))
@@ -157,7 +157,7 @@ class _Run:
         self.packed = slice(windows.sink, windows.sink + self.blocks * windows.block)
         self.broken = False  # whether a codec was given numbers that are none
         self._below: dict[str, Tensor] = {}
-        self._made: tuple[Tensor, Tensor] | None = None
+        self._decoded: tuple[Tensor, Tensor] | None = None
 
     def is_exact(self, index: int) -> bool:
         """Whether the layer's codecs give back what they are given."""
@@ -189,7 +189,7 @@ class _Run:
 
     def pack(self, layer: _Layer, stopped: LayerCall) -> None:
         """Encode and decode what is packed of the layer's keys and values, of what a call on `x` gave."""
-        self._made = None
+        self._decoded = None
         if self.scheme.layers[layer.index] is not None and self.blocks and not self.broken:
             try:
                 self._pack(layer, stopped)
@@ -214,17 +214,17 @@ class _Run:
         context.k0 = pair.key.encode_decode(keys[:, :, self.packed], context)[1]
         values_back = pair.value.encode_decode(values[:, :, self.packed], context)[1]
         self._leave(context.k0, values_back)
-        turned = context.k0.to(keys.dtype)
+        rotated = context.k0.to(keys.dtype)
         if pre and rope is not None:
-            turned = site.rotate(turned, *(x[:, self.packed] for x in rope))
-        self._made = turned, values_back.to(values.dtype)
+            rotated = site.rotate(rotated, *(x[:, self.packed] for x in rope))
+        self._decoded = rotated, values_back.to(values.dtype)
 
     def packed_in(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys after RoPE and values (N, H, T, D) with what is packed in its place."""
-        if self._made is None:
+        if self._decoded is None:
             return keys, values
         keys, values = keys.clone(), values.clone()
-        keys[:, :, self.packed], values[:, :, self.packed] = self._made
+        keys[:, :, self.packed], values[:, :, self.packed] = self._decoded
         return keys, values
 
 
@@ -235,7 +235,9 @@ def _output(output: Tensor | tuple[Tensor, ...]) -> Tensor:
 def _kls(
     capture: Capture, ids: Tensor, exact: Tensor, runs: Mapping[str, _Run], worst: tuple[float, int]
 ) -> dict[str, Forecast]:
-    """exact: the last layer's output (N, Q, hidden size) of the windows' last tokens."""
+    """The mean KL of each run's logits from the exact ones. exact: the last layer's output (N, Q, hidden size) of the
+    windows' last tokens.
+    """
     capture.source.load_outer()
     try:
         behind = ids[:, -exact.shape[1] :].to(exact.device)

@@ -139,7 +139,9 @@ class Part(Protocol):
     def layer(self, taps: LayerTaps) -> None: ...
 
     def complete(self) -> Scheme | None:
-        """Once, after the last layer: the fitted scheme, to be forecast; None where `finish` makes and forecasts it."""
+        """The fitted scheme, to be forecast; None where `finish` makes and forecasts it. Called once, after the last
+        layer.
+        """
 
     def finish(self, fingerprint: Fingerprint) -> FitResult:
-        """After `complete`, hidden states and reconstructions given back: write the bundle."""
+        """Write the bundle. Called after `complete`, when hidden states and reconstructions are freed."""

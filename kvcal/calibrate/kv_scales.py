@@ -30,7 +30,9 @@ LARGEST = {"fp8": 448.0, "int8": 127.0}  # e4m3; symmetric integers
 
 @dataclass(frozen=True)
 class ScaleSettings:
-    """to: fp8 (e4m3) or int8. per_head: a scale for each kv head instead of one for the layer."""
+    """How scales of an 8-bit cache are measured. to: fp8 (e4m3) or int8. per_head: a scale for each kv head instead of
+    one for the layer.
+    """
 
     to: str = "fp8"
     per_head: bool = False

@@ -13,11 +13,17 @@ from typing import TYPE_CHECKING
 from kvcal_artifacts.codecs import Role, Shape
 
 from ..methods.aqua_kv import AquaKV
-from ..methods.calibrated import CodebookBackbone, FactorBackbone, SubspaceBackbone, TierBackbone, calibration_of
+from ..methods.calibrated import (
+    CalibratedCodebooks,
+    CalibratedFactors,
+    CalibratedSubspace,
+    CalibratedTiers,
+    calibration_of,
+)
 from ..methods.innerq import InnerQ
 from ..methods.kvtuner import KVTuner
 from ..methods.squat import Squat
-from ..methods.transform import TransformBackbone
+from ..methods.transform import CalibratedTransform
 from ..methods.vqkv import VQKV
 
 if TYPE_CHECKING:
@@ -30,8 +36,8 @@ LINEAR = ("linear", "reduced-rank", "linear-4bit", "mlp", "mlp-no-norm")
 
 @dataclass(frozen=True)
 class Need:
-    """what: is fitted; count of a unit (tokens, say) that the training windows have; least: numbers to determine, and
-    what.
+    """What a fit needs of the training text. what: is fitted; count of a unit (tokens, say) that the training windows
+    have; least: numbers to determine, and what.
     """
 
     what: str
@@ -87,16 +93,18 @@ def _needs(method: object, shape: Shape, group: int, tokens: int) -> Iterator[Ne
 
 
 def _codec_needs(name: str, roles: Collection[Role], shape: Shape, group: int, tokens: int) -> Iterator[Need]:
-    """roles: what the codec is of. Factors, subspaces and tiers are learned for keys alone."""
+    """What the fit of a codec needs. roles: what the codec is of. Factors, subspaces and tiers are learned for keys
+    alone.
+    """
     maker = calibration_of(name)
-    if "key" not in roles and isinstance(maker, SubspaceBackbone | FactorBackbone | TierBackbone):
+    if "key" not in roles and isinstance(maker, CalibratedSubspace | CalibratedFactors | CalibratedTiers):
         return
-    if isinstance(maker, CodebookBackbone):
+    if isinstance(maker, CalibratedCodebooks):
         count = tokens * shape.heads
         yield Need(f"codec {name}", count, "vectors a layer", maker.size, "codewords")
-    elif isinstance(maker, SubspaceBackbone):
+    elif isinstance(maker, CalibratedSubspace):
         yield Need(f"codec {name}", tokens * group, "queries a head", shape.dim, "channels a head")
-    elif isinstance(maker, TransformBackbone | FactorBackbone | TierBackbone):
+    elif isinstance(maker, CalibratedTransform | CalibratedFactors | CalibratedTiers):
         yield Need(f"codec {name}", tokens, "tokens", shape.dim, "channels a head")
 
 

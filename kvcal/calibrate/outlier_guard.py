@@ -26,8 +26,8 @@ from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
 from ..capture.scan import Capture, LayerSource, WholeModel
 from ..methods.base import Carry, coded_tokens
-from ..methods.calibrated import FactorBackbone
-from ..methods.registry import BACKBONES, codes_apart
+from ..methods.calibrated import CalibratedFactors
+from ..methods.registry import CODEC_MAKERS, codes_apart
 from ..methods.statistics import TrainingData
 from ..report.progress import progress
 from ..report.timing import PhaseTimer
@@ -152,7 +152,9 @@ def _no_forecast(name: str, scheme: Scheme, ids: Tensor, context: int | None) ->
 
 @dataclass(frozen=True)
 class Advice:
-    """text: what would be better. channels: whether the scheme suffers from key channels being unequal."""
+    """What the guard advises. text: what would be better. channels: whether the scheme suffers from key channels being
+    unequal.
+    """
 
     text: str
     channels: bool = False
@@ -228,15 +230,15 @@ def _advice(results: Sequence[tuple[Tried, float]], kl: float) -> Advice:
     channels = any(one.apart and cost <= most for one, cost in results)
     better = [(one, cost) for one, cost in results if cost <= most and grade(cost) is None]
     others, learning = ([pair for pair in better if bool(pair[0].command) == learned] for learned in (False, True))
-    if phrases := [_said(*pair) for pair in (*others[:1], *learning)]:
+    if phrases := [_phrase(*pair) for pair in (*others[:1], *learning)]:
         return Advice(" or ".join(phrases), channels)
     best = min(results, key=lambda pair: pair[1], default=None)
     if best is None or not best[1] <= most:
         return Advice("no codec tried is clearly better: keep keys and values in 16 bits", channels)
-    return Advice(f"the best of the codecs tried is {_said(*best)}", channels)
+    return Advice(f"the best of the codecs tried is {_phrase(*best)}", channels)
 
 
-def _said(one: Tried, kl: float) -> str:
+def _phrase(one: Tried, kl: float) -> str:
     learned = f" at the same bits (learned from text: {one.command})" if one.command else ""
     return f"{one.name}{learned}: about {kl:.2g}"
 
@@ -247,8 +249,8 @@ def _with(scheme: Scheme, other: Alternative) -> Scheme | None:
         layers = [
             pair
             and LayerCodecs(
-                BACKBONES[other.keys](pair.key.shape, "key"),
-                BACKBONES[other.values](pair.value.shape, "value") if other.values else pair.value,
+                CODEC_MAKERS[other.keys](pair.key.shape, "key"),
+                CODEC_MAKERS[other.values](pair.value.shape, "value") if other.values else pair.value,
             )
             for pair in scheme.layers
         ]
@@ -285,7 +287,7 @@ def _balanced(
 
 
 def _tried_balanced(scheme: Scheme, keys: Sequence[Codec | None], names: Mapping[int, str]) -> Tried | None:
-    """names: of these keys, by layer."""
+    """The scheme with these balanced keys, whose codecs `names` gives by layer; None without any."""
     if not names:
         return None
     phrase = " and ".join(dict.fromkeys(names.values())) + " keys"
@@ -357,11 +359,11 @@ def _with_keys(scheme: Scheme, keys: Sequence[Codec | None]) -> Scheme:
     return Scheme(scheme.windows, scheme.frame, tuple(layers), dict(scheme.skipped))
 
 
-def _factors(key: Codec) -> FactorBackbone | None:
+def _factors(key: Codec) -> CalibratedFactors | None:
     """What learns balanced factors for this codec; None where it has no name or factors change nothing."""
     for name in _names(key, "key"):
         try:
-            return FactorBackbone(name, "balanced")
+            return CalibratedFactors(name, "balanced")
         except KVCalError:  # it takes no factors
             continue
     return None
@@ -374,7 +376,7 @@ def _name(codec: Codec, role: Role) -> str | None:
 
 def _names(codec: Codec, role: Role) -> Iterator[str]:
     inner = codec.inner if isinstance(codec, Predicted) else codec
-    for name, make in BACKBONES.items():
+    for name, make in CODEC_MAKERS.items():
         try:
             maker = make(inner.shape, role)
         except KVCalError:  # that codec does not fit this head

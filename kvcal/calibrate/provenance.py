@@ -10,9 +10,9 @@ import torch
 
 from kvcal_artifacts.checked import Json
 
-from .. import __version__
 from ..methods.base import Method, settings_of
 from ..methods.vqkv import VQKV
+from ..report.version import __version__
 
 if TYPE_CHECKING:
     from ..text.token_windows import Windows

@@ -14,25 +14,25 @@ from ..methods.vqkv import VQKV, band_split, two_scales
 from ..report.progress import tracked
 
 # Held-out vectors: a 32nd of the training ones within these bounds.
-HELD_PART, HELD_LEAST, HELD_MOST = 32, 4096, 1 << 17
+HOLDOUT_PART, HOLDOUT_LEAST, HOLDOUT_MOST = 32, 4096, 1 << 17
 Say = Callable[[str], None]
 
 
 @dataclass
 class Vectors:
     """Sampled vectors of all layers, layer after layer. keys, values (n, D) in the working dtype, bfloat16 on a GPU and
-    float32 elsewhere; held_* (m, D) float32; all divided by their layer's scales. layer_of, head_of: of each held-out
-    vector.
+    float32 elsewhere; holdout_* (m, D) float32; all divided by their layer's scales. holdout_layer, holdout_head: of
+    each held-out vector.
     """
 
     keys: Tensor
     values: Tensor
-    held_keys: Tensor
-    held_values: Tensor
-    held_layer: Tensor
-    held_head: Tensor
+    holdout_keys: Tensor
+    holdout_values: Tensor
+    holdout_layer: Tensor
+    holdout_head: Tensor
     train_of: list[slice]
-    held_of: list[slice]
+    holdout_of: list[slice]
     rotary: int
     scales: list[dict[str, Tensor | None]] = field(default_factory=list)
     probe: tuple[float, ...] = ()
@@ -54,7 +54,7 @@ class Collection:
     def __init__(self, method: VQKV, train: int, heads: int, layers: int) -> None:
         self.method, self.train, self.heads, self.layers = method, train, heads, layers
         self.parts: list[Sample] = []
-        self.holdout = max(HELD_LEAST, min(HELD_MOST, method.vectors // HELD_PART))
+        self.holdout = max(HOLDOUT_LEAST, min(HOLDOUT_MOST, method.vectors // HOLDOUT_PART))
 
     @property
     def rotary(self) -> int:
@@ -83,12 +83,12 @@ class Collection:
         vectors = Vectors(
             keys=torch.cat([p.keys for p in parts]),
             values=torch.cat([p.values for p in parts]),
-            held_keys=torch.cat([p.held_keys for p in parts]),
-            held_values=torch.cat([p.held_values for p in parts]),
-            held_layer=torch.cat([torch.full_like(p.held_head, layer) for layer, p in enumerate(parts)]),
-            held_head=torch.cat([p.held_head for p in parts]),
+            holdout_keys=torch.cat([p.holdout_keys for p in parts]),
+            holdout_values=torch.cat([p.holdout_values for p in parts]),
+            holdout_layer=torch.cat([torch.full_like(p.holdout_head, layer) for layer, p in enumerate(parts)]),
+            holdout_head=torch.cat([p.holdout_head for p in parts]),
             train_of=list(_runs([len(p.keys) for p in parts])),
-            held_of=list(_runs([len(p.held_keys) for p in parts])),
+            holdout_of=list(_runs([len(p.holdout_keys) for p in parts])),
             rotary=rotary,
             scales=[p.scales for p in parts],
             probe=probe,
@@ -117,19 +117,19 @@ class Picked:
 @dataclass
 class Sample:
     """One layer's part of Vectors, with their dtypes. scales (H, D) or None, on the CPU; rotary: dimensions that RoPE
-    turns, 0 without it; probe: of the layer's key weights, empty where the fingerprint does not look at it.
+    rotates, 0 without it; probe: of the layer's key weights, empty where the fingerprint does not look at it.
     """
 
     keys: Tensor
     values: Tensor
-    held_keys: Tensor
-    held_values: Tensor
-    held_head: Tensor
+    holdout_keys: Tensor
+    holdout_values: Tensor
+    holdout_head: Tensor
     scales: dict[str, Tensor | None]
     rotary: int = 0
     probe: tuple[float, ...] = ()
 
-    VECTORS = ("keys", "values", "held_keys", "held_values", "held_head")
+    VECTORS = ("keys", "values", "holdout_keys", "holdout_values", "holdout_head")
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -21,11 +21,13 @@ from ..methods.codebooks import StageReport
 from .checkpoint import LayerCheckpoint
 from .sampled_vectors import Sample
 
-Made = TypeVar("Made")
+Restored = TypeVar("Restored")
 
 
 class StageCheckpoint(LayerCheckpoint):
-    """Beside the output: one file a layer's vectors and one a trained stage, with its report; each with a hash."""
+    """A checkpoint next to the output: one file for each layer's vectors and one for each trained stage, with its
+    report; each with a hash.
+    """
 
     VERSION = 2  # of a report: 1 had no errors by iteration
 
@@ -49,14 +51,14 @@ class StageCheckpoint(LayerCheckpoint):
         if not all(self._sample(layer).exists() for layer in range(layers)):
             return []
 
-        def made(tensors: dict[str, Tensor], record: dict[str, Any]) -> Sample:
+        def sample_of(tensors: dict[str, Tensor], record: dict[str, Any]) -> Sample:
             vectors = {name: tensors[name].to(device) for name in Sample.VECTORS}
             scales = {role: tensors.get(f"scales.{role}") for role in record["roles"]}
             return Sample(**vectors, scales=scales, rotary=record["rotary"], probe=tuple(record["probe"]))
 
         samples: list[Sample] = []
         for layer in range(layers):
-            if (sample := self._read(self._sample(layer), made)) is None:
+            if (sample := self._read(self._sample(layer), sample_of)) is None:
                 return []
             samples.append(sample)
         return samples
@@ -74,7 +76,7 @@ class StageCheckpoint(LayerCheckpoint):
         signed = {**record, "sha256": _digest(on_host)}
         write_atomically(self.place(path.name), save(on_host, metadata={"stage": canonical(signed)}))
 
-    def _read(self, path: Path, make: Callable[[dict[str, Tensor], dict[str, Any]], Made]) -> Made | None:
+    def _read(self, path: Path, make: Callable[[dict[str, Tensor], dict[str, Any]], Restored]) -> Restored | None:
         """What `make` makes of the file; None where there is none, or a damaged one, which is removed."""
         try:
             check_regular(path, path.stat().st_mode)  # a pipe would be waited for

@@ -152,6 +152,9 @@ def joined(device: str) -> Iterator[Ranks]:
         yield _joined[-1]
     except ShareDoneError:
         raise
+    except _ToldToEnd as error:
+        ended = RankEndedError("torchrun ended this rank, because another one ended; its report says which")
+        raise (ended if _is_first(store) else AlreadySaidError(ended)) from error
     except Exception as error:
         if _is_first(store):
             raise
@@ -184,7 +187,11 @@ def _is_first(store: Any) -> bool:
 
 
 def _told_to_end(number: int, frame: FrameType | None) -> None:
-    raise RankEndedError("torchrun ended this rank, because another one ended; its report says which")
+    raise _ToldToEnd
+
+
+class _ToldToEnd(BaseException):
+    """SIGTERM; no Exception, which what reads files and configurations would blame on them."""
 
 
 def _timeout() -> float:

@@ -277,7 +277,7 @@ class LayerTaps:
     def __init__(
         self, capture: Capture, index: int, layer: nn.Module, probes: dict[int, tuple[float, ...]] | None = None
     ) -> None:
-        """probes: of layers that are not handed out, see `probe`."""
+        """Wait for a pass over one layer's windows. probes: of layers that are not handed out, see `probe`."""
         self.index = index
         self.site: AttentionSite = attention_site(capture.decoder, index)
         self.closed = False

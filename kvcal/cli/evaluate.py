@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from kvcal.cli.output import Result, line, note, print_json, print_open, print_rows, print_table, prose
+from kvcal.cli.output import Result, line, note, print_json, print_open, print_rows, print_table, prose, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import GenerateOptions
 from kvcal.pipeline.options import EvalOptions
-from kvcal.report.quantities import size, written
+from kvcal.report.quantities import percent, size, written
 
 
 @command(EvalOptions)
@@ -96,6 +96,13 @@ def print_tasks(rows: list[Result], wide: bool = False) -> None:
         columns = ["task", "name", "score", FULL, "difference", "95 % from", "to", "McNemar p", "questions"]
         line()
         print_table(columns, [[name, row, *_task_cells(paired)] for row, name, paired in lines], keys=2, wide=wide)
+        if equal := [paired["n"] for *_, paired in lines if paired["low"] == paired["high"] == 0]:
+            share = 1 - 0.05 ** (1 / min(equal))  # exact: the loss that leaves n questions untouched once in twenty
+            wrapped(
+                f"no answer differs; with {min(equal):,} questions the true loss may still be up to {percent(share)} "
+                "(95 %)",
+                wide=wide,
+            )
 
 
 def _task_cells(paired: Result) -> list[str]:

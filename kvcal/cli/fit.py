@@ -14,7 +14,9 @@ def fit_predictors(o: FitPredictorsOptions, typed: Typed) -> None:
     from kvcal.pipeline.scheme_file import read_recipe, with_recipe
 
     options = with_recipe(o, typed)
-    result = run_fit_predictors(options, note, typed if o.recipe is None else typed | read_recipe(o.recipe).said)
+    result = run_fit_predictors(
+        options, note, typed if o.recipe is None else typed | read_recipe(o.recipe).option_names
+    )
     if o.json:
         print_json(result)
     else:

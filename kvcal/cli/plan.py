@@ -37,7 +37,7 @@ def plan(o: PlanOptions, typed: Typed) -> None:
         for text in _foot(result):
             wrapped(text, indent="    ", wide=o.wide)
         best = next((row for row in result["rows"] if row["scheme"] == result["recommended"]), None)
-        line("recommended: none" if best is None else f"recommended: {best['next']}")
+        line(f"recommended: {_nothing(result) if best is None else best['next']}")
 
 
 COLUMNS = ["scheme", "× smaller", "fits", "longest", "batch", "tokens/s", "KL"]
@@ -100,7 +100,7 @@ def _foot(result: dict[str, Any]) -> list[str]:
 
 
 def _kl_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """On which models the KL was measured."""
+    """Lines that name the models on which the KL was measured."""
     others = _of_another(rows)
     alike = dict.fromkeys(name for row in rows if row["kl_same_architecture"] for name in row["kl_models"])
     if alike:
@@ -110,3 +110,14 @@ def _kl_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     if not alike and (models := max((row["kl_models"] for row in rows), key=len)):
         yield "KL: nats per token, the worst of these models, none of the same architecture:"
         yield f"    {', '.join(models)}"
+
+
+def _nothing(result: dict[str, Any]) -> str:
+    """What to do where no scheme is recommended: the budget that the best of those that fit needs."""
+    fitting = [row for row in result["rows"][1:] if row["fits"] != "no" and row["kl_upper"] is not None]
+    if not fitting:
+        return "none, no scheme fits that was measured: less --context or --batch, or a smaller model"
+    least = min(fitting, key=lambda row: float(row["kl_upper"]))
+    return (
+        f"none; of what fits {least['scheme']} has the lowest KL, up to {significant(least['kl_upper'])}: --budget-kl"
+    )

@@ -26,14 +26,14 @@ def reproduce(o: ReproduceOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
     else:
-        _told(result, o.wide)
+        _print_result(result, o.wide)
         if o.output is not None:
             print_next(*("verify", o.output) if result["same"] else ("diff", o.bundle, o.output))
     if not result["same"]:
         raise typer.Exit(DIFFERENT)
 
 
-def _told(result: dict[str, Any], wide: bool) -> None:
+def _print_result(result: dict[str, Any], wide: bool) -> None:
     from kvcal.bundles.diff import phrase
 
     if result["same"]:

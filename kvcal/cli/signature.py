@@ -29,7 +29,7 @@ def command(
     processes that torchrun started share its work; others are refused there.
     """
 
-    def made(run: Callable[[O, Typed], None]) -> Callable[..., None]:
+    def decorated(run: Callable[[O, Typed], None]) -> Callable[..., None]:
         @functools.wraps(run)
         def call(typer_context: typer.Context, **values: Any) -> None:  # plan has an option --context
             from kvcal.commands.early import refuse  # a command's own imports take seconds
@@ -47,7 +47,7 @@ def command(
         call.options = options  # type: ignore[attr-defined]
         return call
 
-    return made
+    return decorated
 
 
 def _import_torch() -> None:
@@ -79,7 +79,7 @@ def typed_of(context: typer.Context) -> Typed:
 
 
 def _parameters(options: type[Options]) -> list[inspect.Parameter]:
-    """In the order of the help: what has a place, then panel after panel, a command's own first."""
+    """Parameters in the order of the help: what has a place, then panel after panel, a command's own first."""
     by_name, kinds = specs(options), get_type_hints(options)
     defaults = {one.name: inspect.Parameter.empty if one.default is MISSING else one.default for one in fields(options)}
     names = [name for name, one in by_name.items() if one.argument]

@@ -14,7 +14,8 @@ def tune_bits(o: TuneBitsOptions, typed: Typed) -> None:
     """Choose each layer's key and value codecs for the least error under a limit of stored bits.
 
     --objective attention chooses bits of integers (KVTuner-like baseline). --objective kl measures the KL of each codec
-    in each layer, solves the assignment as a knapsack, and takes it if it beats every uniform one on held-out windows.
+    in each layer, or each group of its kv heads (--head-groups), solves the assignment as a knapsack, and takes it if
+    it beats every uniform one on held-out windows.
     """
     from kvcal.commands.tune_bits import run_tune_bits
 

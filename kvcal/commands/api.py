@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..evaluate.perplexity import Row
     from ..methods.base import Method
     from ..methods.data_free import DataFree
-    from ..methods.registry import Backbone
+    from ..methods.registry import CodecMaker
     from ..methods.vqkv import VQKV
 
     SchemeLike: TypeAlias = str | os.PathLike[str] | Bundle | Scheme | DataFree
@@ -82,7 +82,9 @@ def _bundle_of(model: nn.Module, scheme: SchemeLike) -> Bundle | str:
     if isinstance(scheme, os.PathLike):
         return load_bundle(scheme)
     if isinstance(scheme, str):
-        if scheme not in PRESETS and (scheme.endswith(SUFFIX) or os.path.sep in scheme or Path(scheme).exists()):
+        if scheme not in PRESETS and (
+            scheme.endswith((SUFFIX, ".safetensors")) or os.path.sep in scheme or Path(scheme).exists()
+        ):
             return load_bundle(scheme)
         scheme = preset(scheme)
     return Bundle(Fingerprint.of(model), scheme if isinstance(scheme, Scheme) else scheme.scheme(model))
@@ -270,7 +272,7 @@ def register(
     *,
     codec: type[Codec] | None = None,
     method: type[Any] | None = None,
-    backbones: Mapping[str, Backbone] | None = None,
+    backbones: Mapping[str, CodecMaker] | None = None,
     presets: Mapping[str, DataFree] | None = None,
 ) -> None:
     """Add what another package brings; all or any of these, at any time.
@@ -289,9 +291,9 @@ def register(
 
         _add("method", METHODS, {method.name: method})
     if backbones is not None:
-        from ..methods.registry import BACKBONES
+        from ..methods.registry import CODEC_MAKERS
 
-        _add("codec", BACKBONES, backbones)
+        _add("codec", CODEC_MAKERS, backbones)
     if presets is not None:
         from ..methods.data_free import PRESETS
 

@@ -10,14 +10,14 @@ from typing import Any
 from kvcal_artifacts.files import write_atomically
 from kvcal_kernels.device import on
 
-from .. import __version__
-from ..bench.rows import KEY, SETTINGS, compared, made_by, read_earlier, remarks, to_csv
+from ..bench.rows import KEY, SETTINGS, compared, environment_of, read_earlier, remarks, to_csv
 from ..bench.target import target
 from ..calibrate.checkpoint import CommandCheckpoint
 from ..report.checkout import commit
-from ..report.drawn import made_on
+from ..report.drawn import machine_and_date
 from ..report.plots import plot_bench
-from .bench_options import GROUP_MODEL, MODEL, check_files, check_memory, check_numbers, check_taken, wanted_operations
+from ..report.version import __version__
+from .bench_options import GROUP_MODEL, MODEL, check_files, check_memory, check_numbers, check_taken, resolve_operations
 from .bench_projected import projected
 from .common import Say
 from .options import BenchOptions
@@ -34,7 +34,7 @@ def run_bench(o: BenchOptions, say: Say, show: Callable[[dict[str, Any]], None],
     ran_from = commit()  # now: the next one may be made while this runs
     earlier = read_earlier(o.compare) if o.compare is not None else None
     where = target(o.device)
-    operations = wanted_operations(o.operation, where)
+    operations = resolve_operations(o.operation, where)
     check_taken(o, where, operations, typed)
     check_memory(o, where, operations)
     model = o.model
@@ -62,7 +62,7 @@ def run_bench(o: BenchOptions, say: Say, show: Callable[[dict[str, Any]], None],
     if earlier is not None and o.compare is not None:
         if not comparison:
             say(_nothing_common(o.compare, earlier.rows, rows))
-        for line in remarks(rows, made_by(result), earlier):
+        for line in remarks(rows, environment_of(result), earlier):
             say(f"--compare {o.compare}: {line}")
     with nullcontext() if work is None else work.until_out():
         _put_out(o, result, show)
@@ -80,10 +80,10 @@ def _put_out(o: BenchOptions, result: dict[str, Any], show: Callable[[dict[str, 
 
 
 def _title(result: dict[str, Any]) -> str:
-    """Of a plot: models, machine, date; whether the times are projected."""
+    """A plot's title: models, machine, date, and whether the times are projected."""
     models = ", ".join(sorted({str(row["model"]) for row in result["rows"] if row["model"]}))
     projected = "projected for " if result["projected"] else ""
-    return f"{models or 'kernels'}; {projected}{made_on(result['device'])}"
+    return f"{models or 'kernels'}; {projected}{machine_and_date(result['device'])}"
 
 
 def _nothing_common(path: Path, earlier: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:

@@ -15,7 +15,7 @@ from kvcal_artifacts.errors import UsageError
 from ..bench import caches, generation, jetson, measure, paper
 from ..bench.caches import Kind
 from ..bench.fused import require_fused
-from ..bench.left_out import left_out
+from ..bench.omitted import omitted_rows
 from ..bench.operation import Operation
 from ..bench.operations import OPERATIONS, TABLES
 from ..bench.rows import Row
@@ -188,7 +188,7 @@ def _kernel_rows(session: Session, able: bool) -> list[Row]:
         )
         able |= any(row.operation in session.operations for row in timed)
         rows += timed
-        rows += left_out(
+        rows += omitted_rows(
             timed,
             model,
             session.geometry,
@@ -337,7 +337,7 @@ def _generation(session: Session) -> list[Row]:
         for kind in kinds:
             label = f"longest-generation {kind.name} ({kind.path})"
             measured += generating.rows(label, generation.longest_rows, [kind], 1, gib, session.where.name)
-    return rows + generation.beside_fp16(measured)
+    return rows + generation.with_fp16_ratios(measured)
 
 
 def _step_rows(generating: Generating) -> list[Row]:

@@ -207,7 +207,7 @@ def numbers(text: str | None, option: str, default: Sequence[int]) -> list[int]:
     return counts
 
 
-def wanted_operations(asked: Sequence[str] | None, where: Target) -> list[str]:
+def resolve_operations(asked: Sequence[str] | None, where: Target) -> list[str]:
     """Names of operations, groups resolved; by default the kernel-level ones, or those that can be projected."""
     members = {**{name: (name,) for name in (*OPERATIONS, *GENERATION, *ALWAYS_PROJECTED)}, **GROUPS}
     if not asked:

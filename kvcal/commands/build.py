@@ -17,7 +17,7 @@ from ..pipeline.gates import Check, recalled, worth_keeping
 from ..pipeline.lock_file import Lock, Planned
 from ..report.outputs import check_output
 from .build_passes import opened_model, run_all
-from .build_plan import Planner, Work, works
+from .build_plan import BuildPass, Planner, plan_passes
 from .common import Say, refuse_idle
 from .evaluation import run_eval
 from .workbench import raise_first
@@ -64,9 +64,9 @@ def run_build(
     lock = Lock.read(recipe.lock)
     planner = Planner(recipe, lock)
     plans = planner.plan()
-    todo = works([plan for plan in plans if plan.why is not None], share)
+    todo = plan_passes([plan for plan in plans if plan.why is not None], share)
     if dry_run:
-        return _told(recipe, plans, todo, [], "build")
+        return _summary(recipe, plans, todo, [], "build")
     _make_folder(recipe.output)
     check_output(recipe.lock, "output in the recipe")
     for plan in plans:
@@ -85,9 +85,9 @@ def run_build(
             say(f"note: {gone} is no longer in the recipe; its file, if any, stays")
         run_all(todo, jobs, say, written)
         opened_model.cache_clear()  # gates load the model for themselves
-        checks = held_to_gates(recipe, planner, lock, say) if gates else []
+        checks = gate_checks(recipe, planner, lock, say) if gates else []
         lock.write()
-    return _told(recipe, plans, todo, checks, "built") | {"lock": str(recipe.lock)}
+    return _summary(recipe, plans, todo, checks, "built") | {"lock": str(recipe.lock)}
 
 
 def _make_folder(folder: Path) -> None:
@@ -98,8 +98,8 @@ def _make_folder(folder: Path) -> None:
     check_output(folder / "x")
 
 
-def _told(
-    recipe: BuildRecipe, plans: Sequence[Planned], todo: Sequence[Work], checks: list[Check], done: str
+def _summary(
+    recipe: BuildRecipe, plans: Sequence[Planned], todo: Sequence[BuildPass], checks: list[Check], done: str
 ) -> dict[str, Any]:
     order = [entry.name for entry in recipe.entries]
     number = {plan.entry.name: index for index, work in enumerate(todo, 1) for plan in work.plans}
@@ -122,7 +122,7 @@ def _told(
     }
 
 
-def held_to_gates(recipe: BuildRecipe, planner: Planner, lock: Lock, say: Say) -> list[Check]:
+def gate_checks(recipe: BuildRecipe, planner: Planner, lock: Lock, say: Say) -> list[Check]:
     """Checks of every bundle with gates, from the lock file where nothing changed; raises when the others are done."""
     checks_of: dict[str, list[Check]] = {}
     missing: dict[str, list[Entry]] = {}

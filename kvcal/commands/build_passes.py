@@ -29,16 +29,16 @@ from ..models.names import resolve
 from ..pipeline.options import PresetOptions, TuneThresholdsOptions
 from ..pipeline.shared_options import Selection
 from ..report.progress import Items
-from .build_plan import Work, calibration_of, counted, method_of
+from .build_plan import BuildPass, calibration_of, counted, method_of
 from .calibration import is_layerwise, spill_dir
 from .combine import run_combine
 from .common import (
     Say,
     calibration_windows,
     check_context,
-    given_selection,
     other_text,
     other_windows,
+    selection_of,
     text_for,
     tokenizer_for,
 )
@@ -51,7 +51,7 @@ FOLLOW = 0.2  # seconds between a worker's looks at whether its parent is still 
 Written = Callable[[str, str, int], None]  # name, sha256 and bytes of a bundle that is on disk
 
 
-def run_work(work: Work, say: Say, written: Written) -> None:
+def run_work(work: BuildPass, say: Say, written: Written) -> None:
     """Build its bundles; `written` is called as soon as each is on disk."""
     if work.shared:
         _scan_shared(work, say, written)
@@ -68,7 +68,7 @@ def run_work(work: Work, say: Say, written: Written) -> None:
     written(plan.entry.name, result["sha256"], result["bytes"])
 
 
-def _scan_shared(work: Work, say: Say, written: Written) -> None:
+def _scan_shared(work: BuildPass, say: Say, written: Written) -> None:
     """Where the settings of one are refused on the way, each has a pass of its own, so that the others are built."""
     if len(work.plans) == 1:
         _scan(work, say, written)
@@ -80,7 +80,7 @@ def _scan_shared(work: Work, say: Say, written: Written) -> None:
         say(f"note: one pass for {len(work.plans)} bundles failed ({error}); each has its own now")
     refused: list[KVCalError] = []
     for plan in work.plans:
-        alone = Work((plan,), True)
+        alone = BuildPass((plan,), True)
         try:
             with _named(alone):
                 _scan(alone, say, written)
@@ -90,7 +90,7 @@ def _scan_shared(work: Work, say: Say, written: Written) -> None:
         raise refused[0]
 
 
-def _scan(work: Work, say: Say, written: Written) -> None:
+def _scan(work: BuildPass, say: Say, written: Written) -> None:
     o = counted(calibration_of(work.plans[0]))
     source = resolve(o.model, o.revision)
     origin = text_for(o, source, "calibration")
@@ -104,7 +104,7 @@ def _scan(work: Work, say: Say, written: Written) -> None:
             method_of(one := calibration_of(plan), source),
             plan.path,
             o.seed,
-            selection=given_selection(one) if isinstance(one, Selection) else None,
+            selection=selection_of(one) if isinstance(one, Selection) else None,
         )
         for plan in work.plans
     ]
@@ -149,13 +149,13 @@ def _worker_start(parent: int, threads: int) -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _worker_run(work: Work) -> list[tuple[str, str, int]]:
+def _worker_run(work: BuildPass) -> list[tuple[str, str, int]]:
     done: list[tuple[str, str, int]] = []
     run_work(work, lambda line: print(message(line), file=sys.stderr), lambda *written: done.append(written))
     return done
 
 
-def run_all(todo: Sequence[Work], jobs: int, say: Say, written: Written) -> None:
+def run_all(todo: Sequence[BuildPass], jobs: int, say: Say, written: Written) -> None:
     """All works, combinations when everything else is there. Raises the first error, as soon as the running ones are
     done.
     """
@@ -171,11 +171,11 @@ def run_all(todo: Sequence[Work], jobs: int, say: Say, written: Written) -> None
     run_all([work for work in todo if work.plans[0].entry.parts], 1, say, written)
 
 
-def _run_in_processes(todo: Sequence[Work], jobs: int, say: Say, written: Written) -> None:
+def _run_in_processes(todo: Sequence[BuildPass], jobs: int, say: Say, written: Written) -> None:
     pool = ProcessPoolExecutor(
         jobs, multiprocessing.get_context("spawn"), _worker_start, (os.getpid(), torch.get_num_threads())
     )
-    running: dict[Future[list[tuple[str, str, int]]], Work] = {}
+    running: dict[Future[list[tuple[str, str, int]]], BuildPass] = {}
     others = multiprocessing.active_children()
     try:
         for number, work in enumerate(todo, 1):
@@ -193,8 +193,8 @@ def _run_in_processes(todo: Sequence[Work], jobs: int, say: Say, written: Writte
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _collect(running: dict[Future[list[tuple[str, str, int]]], Work], written: Written) -> None:
-    """Until all are done; after an error nothing new is begun, and what runs may still end well."""
+def _collect(running: dict[Future[list[tuple[str, str, int]]], BuildPass], written: Written) -> None:
+    """Wait until all passes are done. After an error nothing new is begun, and what runs may still end well."""
     first: KVCalError | None = None
     while running:
         for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -214,7 +214,7 @@ def _collect(running: dict[Future[list[tuple[str, str, int]]], Work], written: W
 
 
 @contextmanager
-def _named(work: Work) -> Iterator[None]:
+def _named(work: BuildPass) -> Iterator[None]:
     try:
         yield
     except KVCalError as error:

@@ -36,12 +36,12 @@ from ..pipeline.options import (
 )
 from ..pipeline.shared_options import Selection, WeightsOptions
 from .calibration import SPILLS, is_layerwise, spill_dir
-from .common import RANDOM_TOKENS, check_column, given_selection, other_text, text_for, window_numbers
+from .common import RANDOM_TOKENS, check_column, other_text, selection_of, text_for, window_numbers
 from .fit_norms import innerq_method
 from .fit_predictors import aqua_method
 from .measure_subspaces import squat_method
 from .measure_subspaces import with_windows as with_squat_windows
-from .preset import wanted_preset
+from .preset import preset_of
 from .train_codebooks import vqkv_method
 from .tune_bits import kvtuner_method
 from .tune_thresholds import mixkvq_method, search_settings, with_windows
@@ -104,9 +104,9 @@ def check_entry(recipe: BuildRecipe, entry: Entry) -> None:
                 "give gates = {max_layer_drift = false}"
             )
         if isinstance(o := entry.options, Selection):
-            check_selection(resolve(o.model, o.revision), given_selection(o), random_weights=o.random_weights)
+            check_selection(resolve(o.model, o.revision), selection_of(o), random_weights=o.random_weights)
         if isinstance(o := entry.options, PresetOptions):
-            wanted_preset(o)
+            preset_of(o)
         elif o is not None:
             source = resolve(o.model, o.revision)
             method = method_of(o, source)
@@ -126,7 +126,7 @@ class Planner:
 
     def __init__(self, recipe: BuildRecipe, lock: Lock) -> None:
         self.recipe, self.lock, self.code = recipe, lock, code_identity()
-        self._seen: dict[str, dict[str, Any]] = {}
+        self._rows_by_label: dict[str, dict[str, Any]] = {}
 
     def plan(self) -> list[Planned]:
         plans: dict[str, Planned] = {}
@@ -170,9 +170,9 @@ class Planner:
 
     def _once(self, key: list[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         label = json.dumps(key, default=str)
-        if label not in self._seen:
-            self._seen[label] = make()
-        return self._seen[label]
+        if label not in self._rows_by_label:
+            self._rows_by_label[label] = make()
+        return self._rows_by_label[label]
 
     def gate_key(self, entry: Entry, sha256: str) -> str:
         """The key of everything that decides what the gates of a bundle say."""
@@ -199,7 +199,7 @@ def device_name(o: BuiltOptions | EvalOptions) -> str:
 
 
 @dataclass(frozen=True)
-class Work:
+class BuildPass:
     """What one process does at a time: one bundle, or several in one pass over their model."""
 
     plans: tuple[Planned, ...]
@@ -211,14 +211,15 @@ class Work:
         return f"{names} (one pass over the model)" if len(self.plans) > 1 else names
 
 
-def works(plans: Iterable[Planned], share: bool) -> list[Work]:
+def plan_passes(plans: Iterable[Planned], share: bool) -> list[BuildPass]:
     """Bundles of one model, text and set of windows together, in the recipe's order; combinations last."""
     groups: dict[str, list[Planned]] = {}
     for plan in plans:
         alone = not share or plan.entry.method not in KINDS or searches(plan.entry)
         groups.setdefault(plan.entry.name if alone else _scan_key(calibration_of(plan)), []).append(plan)
     return [
-        Work(tuple(group), group[0].entry.method in KINDS and not searches(group[0].entry)) for group in groups.values()
+        BuildPass(tuple(group), group[0].entry.method in KINDS and not searches(group[0].entry))
+        for group in groups.values()
     ]
 
 

@@ -13,9 +13,9 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_bytes, write_atomically
 
 from ..bundles.diff import diff
-from ..bundles.paths import given_bundle
+from ..bundles.paths import bundle_at
 from ..evaluate.errors import HeadErrors, head_errors_fault, measured_head_errors, stored_head_errors
-from ..report.records import check_depth
+from ..report.records import Table, check_depth
 from .idle import refuse_idle, refuse_idle_seed
 from .options import InspectOptions, VerifyOptions
 
@@ -42,7 +42,7 @@ def run_inspect(o: InspectOptions, say: Say, typed: Collection[str] = ()) -> dic
     if o.model is None:
         refuse_idle(typed, MEASURES, "a measurement", "give --model, or leave it out")
     refuse_idle_seed(o, typed)
-    bundle = given_bundle(path)
+    bundle = bundle_at(path)
     check_depth(bundle)
     scheme = bundle.scheme
     rows = [
@@ -70,7 +70,7 @@ def run_inspect(o: InspectOptions, say: Say, typed: Collection[str] = ()) -> dic
         "plot": None if o.plot is None else str(o.plot),
     }
     if o.plot is not None:
-        _draw(bundle, errors, o.plot)
+        _draw(bundle, errors, o, o.plot)
     return facts
 
 
@@ -89,7 +89,7 @@ def head_errors(bundle: Bundle, o: InspectOptions, say: Say) -> dict[str, Any] |
 def _measured(bundle: Bundle, o: InspectOptions, model: str, say: Say) -> tuple[HeadErrors, str]:
     from ..models import names
     from .common import check_column, check_context, evaluation_text, text_for, tokenizer_for
-    from .made_for import check_made_for
+    from .target_model import check_target_model
     from .workbench import open_model
 
     source = names.resolve(model, o.revision)
@@ -101,25 +101,33 @@ def _measured(bundle: Bundle, o: InspectOptions, model: str, say: Say) -> tuple[
     options = replace(o, windows=o.windows or INSPECT_WINDOWS)
     text = evaluation_text(options, source, tokenizer_for(o, source, origin), origin, length, say)
     loaded = open_model(model, o.revision, dtype=o.dtype, device=o.device, random_weights=o.random_weights, seed=o.seed)
-    check_made_for(bundle, loaded.model, loaded.revision)
+    check_target_model(bundle, loaded.model, loaded.revision)
     return measured_head_errors(loaded.model, bundle.scheme, text.ids), text.source
 
 
-def _draw(bundle: Bundle, errors: dict[str, Any] | None, path: Path) -> None:
-    from ..report.drawn import as_file
+def _draw(bundle: Bundle, errors: dict[str, Any] | None, o: InspectOptions, path: Path) -> None:
+    """Titled with the bundle, its model and the text; with machine and date where errors were measured now."""
+    from ..report.drawn import as_file, machine_and_date
     from ..report.plots import head_errors_figure
 
     if errors is None:
         fault = head_errors_fault(bundle.metrics)
         what = "no errors by head" if fault is None else f"no errors by head that can be drawn ({fault})"
         raise UsageError(f"--plot: {bundle.name} stores {what}; give --model to measure them")
-    picture = head_errors_figure(errors["key"], errors["value"], f"{bundle.name}: {errors['from']}")
+    origin = Table(bundle.provenance).table("model").display("name")
+    title = ", ".join([bundle.name, *([origin] if origin else [])]) + f": {errors['from']}"
+    if o.model is not None:
+        from ..models.devices import pick_device
+        from .common import machine
+
+        title += f"; {machine_and_date(machine(pick_device(o.device)))}"
+    picture = head_errors_figure(errors["key"], errors["value"], title)
     write_atomically(path, as_file(picture, path, 120), "--plot")
 
 
 def run_diff(first: Path, second: Path) -> dict[str, Any]:
     """What differs between two bundles; every hash of both is checked."""
-    differences = diff(given_bundle(first), given_bundle(second), same_bytes=read_bytes(first) == read_bytes(second))
+    differences = diff(bundle_at(first), bundle_at(second), same_bytes=read_bytes(first) == read_bytes(second))
     return {"a": str(first), "b": str(second), **differences}
 
 
@@ -135,7 +143,7 @@ def run_verify(o: VerifyOptions, typed: Collection[str] = ()) -> dict[str, Any]:
     if model is None:
         refuse_idle(typed, COMPARES, "a comparison with a model", "give --model, or leave it out")
     refuse_idle_seed(o, typed)
-    bundle = given_bundle(path)
+    bundle = bundle_at(path)
     checks = ["format", "header hash", "tensor hashes", "tensors finite", "codecs", "layer chain"]
     if model is not None:
         from .workbench import check_bundle

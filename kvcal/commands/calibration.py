@@ -24,9 +24,9 @@ from .common import (
     calibration_windows,
     check_column,
     check_context,
-    given_selection,
     other_text,
     other_windows,
+    selection_of,
     text_for,
     tokenizer_for,
 )
@@ -87,7 +87,7 @@ def prepare(o: CalibrationOptions, source: names.ModelSource, output: Path | Non
     """Text, windows and model of a calibrating command. Raises KVCalError before any model is read, if one of the text,
     the output or --spill cannot be.
     """
-    options, selection = run_options(o), given_selection(o) if isinstance(o, Selection) else None
+    options, selection = run_options(o), selection_of(o) if isinstance(o, Selection) else None
     origin = text_for(o, source, "calibration")
     check_column(o.column, origin, other_text(o))
     say(f"text: {origin}")

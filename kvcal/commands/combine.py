@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bundles.combine import combine
-from ..bundles.paths import given_bundle
+from ..bundles.paths import bundle_at
 from ..report.outputs import check_output
 from .bundles import file_sha256
 
@@ -14,7 +14,7 @@ from .bundles import file_sha256
 def run_combine(keys: Path, values: Path, output: Path) -> dict[str, Any]:
     """Write the bundle that takes keys from one and values from the other."""
     check_output(output)
-    bundle = combine(given_bundle(keys), given_bundle(values), hashes=(file_sha256(keys), file_sha256(values)))
+    bundle = combine(bundle_at(keys), bundle_at(values), hashes=(file_sha256(keys), file_sha256(values)))
     digest = bundle.write(output)
     return {
         "bundle": str(output),

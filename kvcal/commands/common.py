@@ -54,12 +54,12 @@ def reading() -> Iterator[token_stream.Progress]:
     with progress("Reading text, tokens") as advance:
         before = 0
 
-        def seen(tokens: int, total: int) -> None:
+        def report(tokens: int, total: int) -> None:
             nonlocal before
             advance(tokens - before, total=total if total > tokens else None)
             before = tokens
 
-        yield seen
+        yield report
 
 
 def output_for(o: BuiltOptions, source: ModelSource, method: str) -> Path:
@@ -72,7 +72,7 @@ def output_for(o: BuiltOptions, source: ModelSource, method: str) -> Path:
     return output
 
 
-def given_kernels(o: Kernels) -> bool:
+def kernels_required(o: Kernels) -> bool:
     """Whether kernels are required; UsageError where the step is one that no kernel serves."""
     if o.require_kernels and isinstance(o, Stepped) and o.step > QUERIES:
         raise UsageError(
@@ -82,7 +82,7 @@ def given_kernels(o: Kernels) -> bool:
     return o.require_kernels
 
 
-def given_selection(o: Selection) -> HeavyHitters | None:
+def selection_of(o: Selection) -> HeavyHitters | None:
     """--keep and --heavy; None without them: each bundle's own."""
     refuse_shares(o)
     if o.keep is None:
@@ -124,7 +124,7 @@ def say_coverage(model: Any, say: Say) -> None:
         say(coverage(config.num_hidden_layers, skipped))
 
 
-def known(tokenizer: Any) -> Any:
+def required_tokenizer(tokenizer: Any) -> Any:
     if tokenizer is None:
         raise UsageError("--random-weights of a hub model comes without a tokenizer: no --text or --prompt can be read")
     return tokenizer
@@ -133,9 +133,9 @@ def known(tokenizer: Any) -> Any:
 def tokenizer_for(o: RunOptions, source: ModelSource, *origins: str | None) -> Any:
     """The model's tokenizer, so that a text is read before any weights are; None for random weights of a hub model.
 
-    Raises, in this order, what `models.check_config` raises, TextError for one of the texts `origins` that is no file
-    kvcal reads, UsageError for a --device or --dtype that cannot be used, ModelUnavailable for a tokenizer that cannot
-    be read.
+    Raises, in this order, what `configuration.check_config` raises, TextError for one of the texts `origins` that is no
+    file kvcal reads, UsageError for a --device or --dtype that cannot be used, ModelUnavailable for a tokenizer that
+    cannot be read.
     """
     configuration.check_config(source, random_weights=o.random_weights)
     for origin in origins:
@@ -155,7 +155,7 @@ def evaluation_text(
         return token_windows.random_evaluation(vocabulary, windows=count, length=length, seed=o.seed)
     with reading() as on_progress:
         return token_windows.evaluation_windows(
-            known(tokenizer),
+            required_tokenizer(tokenizer),
             origin,
             length=length,
             windows=o.windows,
@@ -185,7 +185,7 @@ def calibration_windows(
         return token_windows.random_windows(vocabulary, windows=count, length=length, holdout=holdout, seed=o.seed)
     with reading() as on_progress:
         return token_windows.token_windows(
-            known(tokenizer),
+            required_tokenizer(tokenizer),
             text_source,
             windows=count,
             holdout=holdout,
@@ -205,13 +205,13 @@ def other_text(o: CalibrationOptions) -> str | None:
 def other_windows(
     o: CalibrationOptions, tokenizer: Any, text_source: str, windows: int, length: int, say: Say
 ) -> token_windows.Windows | None:
-    """As many windows of --other-text, for methods that compare; None without it."""
+    """Windows of --other-text, as many as of the text, for methods that compare; None without it."""
     if (other := other_text(o)) is None:
         return None
     if text_source == RANDOM_TOKENS:
         raise UsageError("--other-text: random weights without a tokenizer read no text")
     return token_windows.token_windows(
-        known(tokenizer), other, windows=windows, length=length, seed=o.seed, column=o.column, say=say
+        required_tokenizer(tokenizer), other, windows=windows, length=length, seed=o.seed, column=o.column, say=say
     )
 
 

@@ -17,8 +17,7 @@ from kvcal_artifacts.errors import CorruptBundle, KVCalError, UsageError
 from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.scheme import FRAMES, Frame, HeavyHitters
 
-from .. import __version__
-from ..bundles.paths import given_bundle
+from ..bundles.paths import bundle_at
 from ..calibrate.checkpoint import BatchCheckpoint as SavedBatches
 from ..calibrate.checkpoint import CommandCheckpoint, partial_folder, short
 from ..calibrate.driver import fit
@@ -35,10 +34,11 @@ from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
 from ..pipeline.options import FitPredictorsOptions
 from ..pipeline.scheme_file import Recipe, read_recipe
-from ..report.drawn import made_on
+from ..report.drawn import machine_and_date
 from ..report.outputs import check_output
 from ..report.progress import Items
-from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results, within
+from ..report.version import __version__
+from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results, token_bytes, within
 from ..text.token_windows import EvaluationWindows
 from .common import (
     Say,
@@ -47,12 +47,12 @@ from .common import (
     check_context,
     decided_by,
     evaluation_text,
-    given_kernels,
-    given_selection,
+    kernels_required,
     machine,
     refuse_idle,
     row_key,
     say_coverage,
+    selection_of,
     text_for,
     tokenizer_for,
 )
@@ -60,14 +60,15 @@ from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
 from .fit_predictors import check_taken as check_predictor
 from .guard import measured_warnings
-from .made_for import with_model_of
 from .options import CompareOptions
-from .workbench import cache_makers, check_rows, named_error, open_given, raise_first
+from .target_model import with_model_of
+from .workbench import cache_makers, check_rows, named_error, open_model_of, raise_first
 
 PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
 PREDICTED = ("first_layer", "key_inputs", "value_inputs")
 FITTED = ("calibration", "fit_windows", "fit_length")
-FIGURES = 2  # which figures a row has; rows of result files that have others are measured again
+MEASURED = ("cache_bytes", "window_bytes", "resident_bytes")
+FIGURES = 3  # which figures a row has; rows of result files that have others are measured again
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def candidates(o: CompareOptions) -> list[Candidate]:
     """
     rows = [Candidate(name, preset(name)) for name in o.preset or []]
     for path in o.bundle or []:
-        bundle = given_bundle(path, presets=True)
+        bundle = bundle_at(path, presets=True)
         rows.append(Candidate(bundle.name, bundle))
     rows += [Candidate(path.stem, of_recipe(read_recipe(path))) for path in o.recipe or []]
     rows += _pairs(o)
@@ -165,7 +166,7 @@ def of_recipe(recipe: Recipe) -> DataFree | AquaKV:
     """What a recipe of `kvcal fit-predictors` or `kvcal preset` describes."""
     method = aqua_method(replace(FitPredictorsOptions(), **recipe.options()))
     if recipe.predicts or method.composition.learns:
-        check_predictor(method, recipe.said)
+        check_predictor(method, recipe.option_names)
         return method
     options = recipe.plain()
     keys, values, per_layer = options.pop("keys"), options.pop("values"), tuple(options.pop("per_layer"))
@@ -182,16 +183,16 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     """
     if o.frame not in FRAMES:
         raise UsageError(f"--frame {o.frame}: allowed are {', '.join(FRAMES)}")
-    rows, selection, require = candidates(o), given_selection(o), given_kernels(o)
+    rows, selection, require = candidates(o), selection_of(o), kernels_required(o)
     check_taken(o, rows, typed)
     _check_files(o)
     o = with_model_of(o, (row.what for row in rows), typed)
     every = {row.name: row.what for row in rows}
     check_rows(resolve(o.model, o.revision), every, selection, random_weights=o.random_weights)
     texts = _texts(o, rows, say)
-    loaded = open_given(o)
+    loaded = open_model_of(o)
     say_coverage(loaded.model, say)
-    settings = _settings(o, texts, loaded, selection)
+    settings, sized = _settings(o, texts, loaded, selection), {"at_length": o.at_length or texts.length}
     ready = {row.name: row.what for row in rows if not isinstance(row.what, AquaKV)}  # a fit says it itself
     cache_makers(loaded.model, ready, loaded.revision, selection, require)  # refuses rows before any work
     hashes = [texts.evaluation.ids_sha256, *([texts.fitting["text"].ids_sha256] if texts.fitting else [])]
@@ -205,7 +206,7 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     def makers(name: str, method: DataFree | Bundle) -> dict[str, CacheMaker]:
         return cache_makers(loaded.model, {name: method}, loaded.revision, selection, require)
 
-    failed = _measure_rows(rows, ledger, work, loaded, texts, makers, settings, o.batch, say)
+    failed = _measure_rows(rows, ledger, work, loaded, texts, makers, settings | sized, o.batch, say)
     if len(failed) == len(rows):
         raise_first(failed)
     rows = [row for row in rows if row.name not in failed]
@@ -213,8 +214,11 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     ready = {name: what for name, what in ready.items() if name in behind}
     for line in measured_warnings(o.model, ready, behind):
         say(line)
-    judged = _judged(o, rows, ledger, texts.evaluation.source, machine(loaded.model.device), resumed)
-    return settings | judged | {"failed": failed}
+    measured = [at_length(ledger.rows[row.key] | {"name": row.name}, sized["at_length"]) for row in rows]
+    count = f"{len(texts.evaluation.ids)} window{'s' * (len(texts.evaluation.ids) > 1)} of {texts.length:,} tokens"
+    text = f"{texts.evaluation.source}, {count}"
+    judged = _judged(o, measured, text, machine(loaded.model.device), resumed)
+    return settings | sized | judged | {"failed": failed}
 
 
 def _check_files(o: CompareOptions) -> None:
@@ -232,8 +236,8 @@ def _check_files(o: CompareOptions) -> None:
 
 @dataclass(frozen=True)
 class Texts:
-    """source: the model whose tokenizer cut them. length: tokens of an evaluation window. fitting: as `_calibration`
-    gives it, empty where nothing is fitted.
+    """The texts of a comparison, cut into windows. source: the model whose tokenizer cut them. length: tokens of an
+    evaluation window. fitting: as `_calibration` gives it, empty where nothing is fitted.
     """
 
     source: ModelSource
@@ -272,7 +276,6 @@ def _settings(o: CompareOptions, texts: Texts, loaded: LoadedModel, selection: H
         "length": length,
         "step": o.step,
         "attention_windows": min(o.attention_windows, len(text.ids)),
-        "at_length": o.at_length or length,
         "version": __version__,
         "figures": FIGURES,
     }
@@ -316,11 +319,8 @@ def _measure_rows(
     return failed
 
 
-def _judged(
-    o: CompareOptions, rows: list[Candidate], ledger: Ledger, text: str, called: str, resumed: int
-) -> dict[str, Any]:
+def _judged(o: CompareOptions, measured: list[dict[str, Any]], text: str, called: str, resumed: int) -> dict[str, Any]:
     """All rows by bits, which are on the front, which is best; the files asked for are written."""
-    measured = [ledger.rows[row.key] | {"name": row.name} for row in rows]
     on_front = front(measured)
     chosen = best(measured, o.max_bits) if o.max_bits is not None else None
     ordered = [row | {"front": row["name"] in on_front} for row in sorted(measured, key=_order)]
@@ -329,7 +329,8 @@ def _judged(
     if o.plot is not None:
         from ..report.plots import plot_quality
 
-        plot_quality(ordered, f"{o.model}, {text}; {made_on(called)}", o.plot)
+        name = resolve(o.model, o.revision).public
+        plot_quality(ordered, f"{name}, {text}; {machine_and_date(called)}", o.plot)
     return {
         "full_perplexity": measured[0]["full_perplexity"],
         "rows": ordered,
@@ -366,14 +367,23 @@ def measure(
         errors = attention_errors(loaded.model, part, make, step=settings["step"], batch=batch)
         quality, item = row.as_dict(), loaded.model.dtype.itemsize
         with make() as cache:
-            size = bytes_at(cache.scheme, quality, ids.shape[1], settings["at_length"], item)
             # what the table compares with a cache of 16 bits, whatever dtype the model ran in
             halves = quality | {"window_bytes": quality["window_bytes"] * 2 // item}
-            size_16 = bytes_at(cache.scheme, halves, ids.shape[1], settings["at_length"], 2)
+            windows = cache.scheme.windows
+            sizes: dict[str, float] = {"sink": windows.sink, "recent": windows.recent, "block": windows.block}
+            sizes["window_tokens"] = ids.shape[1]
+            for kind, counted, width in (("", quality, item), ("_16_bit", halves, 2)):
+                sizes[f"window_end_bytes{kind}"] = sum(counted[name] for name in MEASURED)
+                sizes[f"token_bytes{kind}"] = token_bytes(cache.scheme, counted, width)
         by = {"logit_error": None, "output_error": None} if errors is None else errors.as_dict()
-        sizes = {"bytes_at_length": size, "bytes_at_length_16_bit": size_16}
-        figures[name] = quality | by | sizes | {"full_perplexity": full.perplexity}
+        figures[name] = at_length(quality | by | sizes, settings["at_length"]) | {"full_perplexity": full.perplexity}
     return figures
+
+
+def at_length(row: dict[str, Any], length: int) -> dict[str, Any]:
+    """The row with its bytes of one sequence of so many tokens."""
+    sizes = {"bytes_at_length": bytes_at(row, length), "bytes_at_length_16_bit": bytes_at(row, length, at_16_bit=True)}
+    return row | sizes
 
 
 def _order(row: dict[str, Any]) -> tuple[float, float]:

@@ -15,9 +15,9 @@ import torch
 import kvcal_kernels
 from kvcal_artifacts.paths.preflight import verdicts
 
-from .. import __version__
 from ..bench import devices, target
 from ..bench.devices import OLDEST_TRITON, TRITON_LEAST
+from ..report.version import __version__
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "flashinfer-python", "optimum-quanto")
 

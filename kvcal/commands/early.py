@@ -13,7 +13,7 @@ from kvcal_artifacts.errors import UsageError
 
 from ..bundles.missing import refuse_missing
 from ..models.names import ModelSource, resolve
-from ..pipeline.names import SUFFIX, names_of
+from ..pipeline.names import COMMANDS, SUFFIX, names_of
 from ..pipeline.options import CalibrationOptions, EvalOptions, PresetOptions
 from ..pipeline.shared_options import MaybeModelOptions, ModelOptions, Schemes, Selection, TextSource
 from ..pipeline.spec import Options, specs
@@ -116,4 +116,9 @@ def _check_preset(name: str) -> None:
     if name in presets or name.endswith((SUFFIX, ".safetensors")):
         return
     if not entry_points(group="kvcal"):
+        if name in COMMANDS:
+            raise UsageError(
+                f"preset {name!r} is a method, which needs a text: `kvcal {COMMANDS[name]}` makes its bundle, which "
+                "--bundle takes"
+            )
         raise UsageError(f"preset {name!r} is not known; {allowed(name, presets, 'kvcal names preset')}")

@@ -27,6 +27,7 @@ from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
 from ..pipeline.gates import Check, Limits, broken_off, check_recorded, check_row
 from ..pipeline.options import EvalOptions
+from ..report.drawn import machine_and_date
 from ..report.progress import progress
 from ..text.token_windows import EvaluationWindows
 from .bundles import file_sha256
@@ -36,22 +37,23 @@ from .common import (
     check_context,
     decided_by,
     evaluation_text,
-    given_kernels,
-    given_selection,
-    known,
+    kernels_required,
+    machine,
     refuse_idle,
     refuse_idle_seed,
+    required_tokenizer,
     row_key,
     say_coverage,
+    selection_of,
     text_for,
     tokenizer_for,
 )
 from .guard import guard_window, measured_warnings, schemes_of
 from .idle import refuse_prompt
-from .made_for import with_model_of
 from .options import GenerateOptions
+from .target_model import with_model_of
 from .tasks import Answered, judged, run_tasks, task_names
-from .workbench import cache_makers, check_rows, named_error, open_given, rows_named
+from .workbench import cache_makers, check_rows, named_error, open_model_of, rows_named
 
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
@@ -79,7 +81,7 @@ def run_eval(
     with work.until_done():
         measured, broken = _measured(loaded.model, text.ids, makers, o, work, say)
         sound = {name: maker for name, maker in makers.items() if name not in broken}
-        answered = run_tasks(o, loaded.model, known(tokenizer), sound, work, say) if tasks else Answered()
+        answered = run_tasks(o, loaded.model, required_tokenizer(tokenizer), sound, work, say) if tasks else Answered()
     row_names = dict(zip(makers, plan.methods, strict=True))  # a row's name tells of --keep, too
     behind = {row_names[row.name]: row.kl_behind for row in measured.rows[1:]}
     for line in measured_warnings(o.model, plan.methods, behind):
@@ -88,7 +90,8 @@ def run_eval(
     if o.needle_plot is not None:
         from ..report.plots import plot_needle_maps
 
-        plot_needle_maps(answered.needles, f"{plan.source.public}: needles found", o.needle_plot)
+        title = f"{plan.source.public}, needles found; {machine_and_date(machine(loaded.model.device))}"
+        plot_needle_maps(answered.needles, title, o.needle_plot)
     selection = plan.selection
     return {
         "rows": [
@@ -140,12 +143,12 @@ class Plan:
 def _planned(
     o: EvalOptions, methods: dict[str, DataFree | Bundle], say: Say, limits: Mapping[str, Limits] | None
 ) -> Plan:
-    common, selection = Limits.of(o.by_name()), given_selection(o)
+    common, selection = Limits.of(o.by_name()), selection_of(o)
     source = resolve(o.model, o.revision)
     origin = text_for(o, source, "evaluation")
     check_column(o.column, origin)
     say(f"text: {origin}")
-    require = given_kernels(o)
+    require = kernels_required(o)
     hashes = _hashes(methods)
     methods = with_subspace(methods, o.subspace)
     if not methods:
@@ -168,7 +171,7 @@ def _hashes(methods: Mapping[str, DataFree | Bundle]) -> dict[str, dict[str, str
 
 def _opened(o: EvalOptions, plan: Plan, say: Say) -> tuple[LoadedModel, dict[str, CacheMaker]]:
     """The model and a maker of caches for each row."""
-    loaded = open_given(o)
+    loaded = open_model_of(o)
     if plan.methods:
         say_coverage(loaded.model, say)
     # refuses bundles of other models
@@ -222,14 +225,16 @@ def _fails_gate(error: KVCalError, limits: Limits) -> bool:
 
 @dataclass(frozen=True)
 class Measured:
-    """rows: `full` first. watched, canaries: by name of the others. resumed: windows that a killed run had done."""
+    """Rows of an evaluation and what was watched in them. rows: `full` first. watched, canaries: by name of the others.
+    resumed: windows that a killed run had done.
+    """
 
     rows: list[Row]
     watched: dict[str, Watched]
     canaries: dict[str, Canary]
     resumed: int
 
-    def beside(self, other: Measured) -> Measured:
+    def joined_with(self, other: Measured) -> Measured:
         """These rows and those of `other`, whose `full` is the same."""
         rows = [*self.rows, *other.rows[1:]]
         return Measured(rows, self.watched | other.watched, self.canaries | other.canaries, self.resumed)
@@ -264,14 +269,14 @@ def _measured(
     broken: dict[str, KVCalError] = {}
     for name in makers:
         try:
-            measured = measured.beside(run([name]))
+            measured = measured.joined_with(run([name]))
         except KVCalError as error:
             broken[name] = error
     return measured, broken
 
 
 def with_subspace(rows: dict[str, DataFree | Bundle], subspace: str | None) -> dict[str, DataFree | Bundle]:
-    """The rows, bundles of SQuat with this choice of subspace in place of their own (None: as they are)."""
+    """The rows, bundles of SQuat with this choice of subspace instead of their own (None: as they are)."""
     if subspace is None:
         return rows
     chosen = {
@@ -382,14 +387,14 @@ def run_generate(o: GenerateOptions, say: Say, typed: Collection[str] = ()) -> d
     refuse_prompt(o)
     methods = rows_named([o.preset] if o.preset else [], [o.bundle] if o.bundle else [])
     o = with_model_of(o, methods.values(), typed)
-    selection, methods = given_selection(o), with_subspace(methods, o.subspace)
+    selection, methods = selection_of(o), with_subspace(methods, o.subspace)
     source = resolve(o.model, o.revision)
-    tokenizer = known(tokenizer_for(o, source))
+    tokenizer = required_tokenizer(tokenizer_for(o, source))
     ids = prompt_ids(tokenizer, o.prompt, o.chat, source.label)
     check_rows(source, methods, selection, random_weights=o.random_weights)
-    loaded = open_given(o)
+    loaded = open_model_of(o)
     say_coverage(loaded.model, say)
-    makers = cache_makers(loaded.model, methods, loaded.revision, selection, given_kernels(o))
+    makers = cache_makers(loaded.model, methods, loaded.revision, selection, kernels_required(o))
     name, maker = next(iter(makers.items()))
     if not o.random_weights:
         schemes = schemes_of(loaded.model, methods)

@@ -9,7 +9,7 @@ from ..calibrate.kv_scales import ScaleSettings, check_exportable, kv_scales, sp
 from ..models import configuration, names
 from ..models.folding import check_new_folder, plain_fields, write_with_tensors
 from ..pipeline.shared_options import CalibrationText
-from .common import Say, calibration_windows, check_column, known, text_for, tokenizer_for
+from .common import Say, calibration_windows, check_column, required_tokenizer, text_for, tokenizer_for
 from .options import ExportOptions
 from .workbench import open_model
 
@@ -36,7 +36,7 @@ def run_export(o: ExportOptions, say: Say) -> dict[str, Any]:
     origin = text_for(run, source, "calibration")
     check_column(o.column, origin)
     say(f"text: {origin}")
-    tokenizer = known(tokenizer_for(run, source, origin))
+    tokenizer = required_tokenizer(tokenizer_for(run, source, origin))
     text = calibration_windows(run, source, tokenizer, origin, say)
     loaded = open_model(o.model, o.revision, dtype=o.dtype, device=o.device, random_weights=False, seed=o.seed)
     scales = kv_scales(loaded.model, text.train, settings, o.batch)

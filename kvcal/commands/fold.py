@@ -10,11 +10,11 @@ from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import refuse_dash
 
-from .. import __version__
-from ..bundles.paths import given_bundle
+from ..bundles.paths import bundle_at
 from ..models import configuration, files, layerwise, names
 from ..models.folding import key_factors, without_factors, write_folded
 from ..report.outputs import check_output
+from ..report.version import __version__
 from .bundles import file_sha256
 from .common import Say
 from .options import FoldOptions
@@ -25,7 +25,7 @@ def run_fold(o: FoldOptions, say: Say) -> dict[str, Any]:
     """A new checkpoint with a bundle's key factors in W_K and W_Q, and, on request, the bundle that then needs none."""
     output = Path(o.output)
     refuse_dash(output, "--output")
-    bundle = given_bundle(o.bundle)
+    bundle = bundle_at(o.bundle)
     rest = o.bundle_output
     if rest is not None and output.resolve() in Path(rest).resolve().parents:
         raise UsageError(f"--bundle-output {rest}: lies in the folder of --output; put it beside")

@@ -14,7 +14,7 @@ from ..calibrate.job import FitResult
 from ..methods.squat import DEVIATION_RANKS, SEARCH_RANKS, SEARCH_STRENGTHS, Squat, paper_settings, search_name
 from ..models import configuration, names
 from ..pipeline.options import MeasureSubspacesOptions
-from ..report.drawn import made_on
+from ..report.drawn import machine_and_date
 from .calibration import Calibration, prepare, written
 from .common import Say, machine, output_for, refuse_idle
 
@@ -77,11 +77,12 @@ def run_measure_subspaces(o: MeasureSubspacesOptions, say: Say, typed: Collectio
     output = output_for(o, source, method.name)
     of = prepare(with_windows(o), source, output, say)
     result = of.fit(method, output)
-    summary = _found(method, result, of)
+    summary = _summary(method, result, of)
     if o.plot is not None:
         from ..report.plots import plot_deviation
 
-        title = f"{o.model}, {of.text.source}, queries {method.queries}; {made_on(machine(of.opened.device))}"
+        place = machine_and_date(machine(of.opened.device))
+        title = f"{source.public}, {of.text.source}, queries {method.queries}; {place}"
         plot_deviation(summary["deviation"], SOURCES, title, o.plot)
         summary["plot"] = str(o.plot)
     return summary | {"seconds": round(time.monotonic() - started, 1)}
@@ -93,7 +94,7 @@ def with_windows(o: MeasureSubspacesOptions) -> MeasureSubspacesOptions:
     return replace(o, windows=o.windows or WINDOWS, holdout=o.holdout or holdout)
 
 
-def _found(method: Squat, result: FitResult, of: Calibration) -> dict[str, Any]:
+def _summary(method: Squat, result: FitResult, of: Calibration) -> dict[str, Any]:
     scheme, metrics = result.bundle.scheme, result.bundle.metrics
     return {
         **written(result),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from importlib.metadata import entry_points
 
 from kvcal_artifacts.errors import UsageError
 
@@ -16,6 +17,7 @@ from ..pipeline.names import FILE, MODEL, NameRow, stored
 from ..report.suggest import allowed
 from .idle import refuse_idle
 
+PLUGINS = "kvcal"  # the group of entry points by which packages bring codecs, methods and presets
 KINDS = ("preset", "codec", "scheme", "operation", "device")
 
 
@@ -29,11 +31,17 @@ def run_names(kind: str | None, model: str, typed: Collection[str] = ()) -> list
         raise UsageError(f"kind {kind!r} is not known; {allowed(kind, KINDS, 'kvcal names')}")
     if kind in ("operation", "device"):
         refuse_idle(typed, ("model",), "names with bits/value", f"no {kind} has them; leave it out")
-    return [row for row in (stored() if model == MODEL else _counted(model)) if kind in (None, row["kind"])]
+    plugins = bool(entry_points(group=PLUGINS))
+    rows = stored() if model == MODEL and not plugins else _counted(model)
+    return [row for row in rows if kind in (None, row["kind"])]
 
 
 def _counted(model: str) -> list[NameRow]:
+    """The names of kvcal and of installed packages, counted by the codecs themselves. Imports torch."""
     source = resolve(model)
+    from kvcal_artifacts.codecs import load_plugins
+
+    load_plugins()
     from ..models.configuration import geometry
     from .names_counted import counted
 

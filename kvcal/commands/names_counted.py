@@ -11,7 +11,7 @@ from ..bench import schemes
 from ..bench.devices import DEVICES, MEASURED
 from ..bench.operations import OPERATIONS
 from ..methods.data_free import PRESETS
-from ..methods.registry import BACKBONES, CALIBRATED, Backbone
+from ..methods.registry import BY_HEAD, CALIBRATED, CODEC_MAKERS, EXAMPLE, CodecMaker
 from ..models.geometry import Geometry
 from ..pipeline.names import NameRow
 from .bench_options import ALWAYS_PROJECTED, GENERATION, GROUPS
@@ -28,11 +28,12 @@ def counted(geometry: Geometry) -> list[NameRow]:
 
 
 def _rows(geometry: Geometry) -> Iterator[NameRow]:
-    for name in schemes.known():
+    for name in schemes.scheme_names():
         yield _scheme(name, geometry)
-    for name, make in BACKBONES.items():
+    for name, make in CODEC_MAKERS.items():
         yield _row("codec", name, "", *(_bits(make, geometry, role) for role in ROLES))
     yield _row("codec", TIERS, "keys in float16, 4 and 2 bits: so many channels a head in the first two")
+    yield _row("codec", BY_HEAD, f"so many kv heads of a layer in each codec, from head 0 on, as {EXAMPLE}")
     for name, family in CALIBRATED.items():
         yield _row("codec", name, f"learned by `kvcal fit-predictors`, as {family.example}")
     for name, operation in OPERATIONS.items():
@@ -59,11 +60,11 @@ def _scheme(name: str, geometry: Geometry) -> NameRow:
     windows = scheme.windows if preset is None else preset
     text = f"{scheme.frame}, sink {windows.sink}, recent {windows.recent}"
     text += "; of `kvcal bench` alone" if preset is None else ""
-    text += f", {scheme.made_up}" if scheme.made_up else ""
+    text += f", {scheme.placeholder}" if scheme.placeholder else ""
     return _row(kind, name, text, scheme.codecs.key.bits_per_value(), scheme.codecs.value.bits_per_value())
 
 
-def _bits(make: Backbone, geometry: Geometry, role: Role) -> float | None:
+def _bits(make: CodecMaker, geometry: Geometry, role: Role) -> float | None:
     try:
         bits: float = make(Shape(geometry.kv_heads, geometry.head_dim, BLOCK), role).bits_per_value()
     except KVCalError:

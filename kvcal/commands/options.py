@@ -36,7 +36,7 @@ BUNDLE = "A bundle, NAME.kvcal.safetensors."
 
 @dataclass(frozen=True, kw_only=True)
 class NamesOptions(Options):
-    """Of `kvcal names`."""
+    """The options of `kvcal names`."""
 
     kind: str | None = argument(None, "preset, codec, scheme, operation or device; default: all of them.")
     model: str = option(
@@ -51,8 +51,8 @@ class NamesOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(ModelOptions):
-    """Of `kvcal plan`. gpu, memory, bandwidth: on what; the card that is here where none is given. context: the model's
-    own where it is not given. preset: the usual ones where none is given.
+    """The options of `kvcal plan`. gpu, memory, bandwidth: on what; the card that is here where none is given. context:
+    the model's own where it is not given. preset: the usual ones where none is given.
     """
 
     panel: ClassVar[str] = "Plan"
@@ -93,8 +93,8 @@ class PlanOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RecommendOptions(ModelOptions, TextSource, Machine, Resumable):
-    """Of `kvcal recommend`. windows, holdout, length: by default what the device does in a few minutes, in windows no
-    longer than the model's preset has.
+    """The options of `kvcal recommend`. windows, holdout, length: by default what the device does in a few minutes, in
+    windows no longer than the model's preset has.
     """
 
     panel: ClassVar[str] = "Scheme"
@@ -114,7 +114,7 @@ class RecommendOptions(ModelOptions, TextSource, Machine, Resumable):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(MaybeModelOptions, TextOptions):
-    """Of `kvcal inspect`."""
+    """The options of `kvcal inspect`."""
 
     bundle: Path = required(Path, BUNDLE)
     plot: Path | None = option(None, "Errors by layer and kv head as a .png, .svg or .pdf.")
@@ -127,7 +127,7 @@ class InspectOptions(MaybeModelOptions, TextOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(MaybeModelOptions, RandomWeights):
-    """Of `kvcal verify`."""
+    """The options of `kvcal verify`."""
 
     bundle: Path = required(Path, BUNDLE)
     model: str | None = option(None, "Also: was it made for this model?", "--model", "-m", names=("model",))
@@ -138,7 +138,7 @@ class VerifyOptions(MaybeModelOptions, RandomWeights):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffOptions(Options):
-    """Of `kvcal diff`."""
+    """The options of `kvcal diff`."""
 
     a: Path = required(Path, "A bundle.")
     b: Path = required(Path, "Another.")
@@ -146,7 +146,7 @@ class DiffOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class CombineOptions(Options):
-    """Of `kvcal combine`."""
+    """The options of `kvcal combine`."""
 
     keys: Path = required(Path, "The bundle whose key codecs are taken.")
     values: Path = required(Path, "The bundle whose value codecs are taken.")
@@ -155,7 +155,7 @@ class CombineOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class FoldOptions(ModelOptions):
-    """Of `kvcal fold`."""
+    """The options of `kvcal fold`."""
 
     panel: ClassVar[str] = "Output"
 
@@ -169,7 +169,7 @@ class FoldOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(ModelOptions, TextSource, Machine, Batched):
-    """Of `kvcal export`."""
+    """The options of `kvcal export`."""
 
     panel: ClassVar[str] = "Scheme"
 
@@ -183,7 +183,7 @@ class ExportOptions(ModelOptions, TextSource, Machine, Batched):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(Options):
-    """Of `kvcal report`."""
+    """The options of `kvcal report`."""
 
     inputs: list[Path] = required(
         list[Path],
@@ -194,7 +194,7 @@ class ReportOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ReproduceOptions(Options):
-    """Of `kvcal reproduce`."""
+    """The options of `kvcal reproduce`."""
 
     panel: ClassVar[str] = "Inputs"
 
@@ -226,7 +226,7 @@ class CardFields(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class CardOptions(CardFields):
-    """Of `kvcal card`."""
+    """The options of `kvcal card`."""
 
     bundle: Path = required(Path, BUNDLE)
     output: Path | None = option(
@@ -237,7 +237,7 @@ class CardOptions(CardFields):
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions(CardFields):
-    """Of `kvcal push`."""
+    """The options of `kvcal push`."""
 
     panel: ClassVar[str] = "Hub"
 
@@ -250,7 +250,7 @@ class PushOptions(CardFields):
 
 @dataclass(frozen=True, kw_only=True)
 class PullOptions(Options):
-    """Of `kvcal pull`."""
+    """The options of `kvcal pull`."""
 
     panel: ClassVar[str] = "Hub"
 
@@ -263,7 +263,7 @@ class PullOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(BundlesModel, RunOptions, Selection, Kernels, Subspaces):
-    """Of `kvcal generate`."""
+    """The options of `kvcal generate`."""
 
     panel: ClassVar[str] = "Text"
 
@@ -288,7 +288,7 @@ class CompareOptions(
     Batched,
     Resumable,
 ):
-    """Of `kvcal compare`."""
+    """The options of `kvcal compare`."""
 
     panel: ClassVar[str] = "Scheme"
 
@@ -331,7 +331,7 @@ class CompareOptions(
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions(CalibrationOptions, Layerwise):
-    """Of `kvcal probe`."""
+    """The options of `kvcal probe`."""
 
     panel: ClassVar[str] = "Probes"
 
@@ -355,7 +355,7 @@ class ProbeOptions(CalibrationOptions, Layerwise):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(Kernels, Resumable):
-    """Of `kvcal bench`."""
+    """The options of `kvcal bench`."""
 
     panel: ClassVar[str] = "Measurement"
 
@@ -407,7 +407,7 @@ class BenchOptions(Kernels, Resumable):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions(GateReports):
-    """Of `kvcal build`."""
+    """The options of `kvcal build`."""
 
     panel: ClassVar[str] = "Build"
 
@@ -420,6 +420,6 @@ class BuildOptions(GateReports):
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(Options):
-    """Of `kvcal demo`."""
+    """The options of `kvcal demo`."""
 
     output: Path = option(Path("tiny-aqua-kv.kvcal.safetensors"), "Where the bundle goes.", "--output", "-o")

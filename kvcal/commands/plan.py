@@ -55,7 +55,7 @@ def run_plan(options: PlanOptions, say: Say) -> dict[str, Any]:
         "context": context,
         "batch": options.batch,
         "budget_kl": options.budget_kl,
-        "recommended": projection.recommended(rows),
+        "recommended": projection.recommended(rows, options.budget_kl),
         "assumed": _assumed(card),
         "rows": rows,
     }
@@ -83,7 +83,7 @@ def _card(options: PlanOptions) -> Card:
 
 
 def _source(options: PlanOptions) -> ModelSource:
-    """As of every command; here a config.json may be named itself, too."""
+    """The source that --model names, as of every command. Here a config.json may be named itself, too."""
     path = Path(options.model)
     named_file = path.name == "config.json" and path.is_file()
     return resolve(str(path.parent.resolve()) if named_file else options.model, options.revision)

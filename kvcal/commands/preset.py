@@ -12,19 +12,19 @@ from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
-from .. import __version__
 from ..calibrate.outlier_guard import warnings
 from ..methods.base import settings_of
 from ..methods.data_free import COMPOSED, DataFree, Preset, composed
 from ..models import configuration, files, layerwise, names
 from ..models.devices import pick_device, pick_dtype
 from ..pipeline.options import PresetOptions
-from .common import Say, given_selection, output_for, refuse_idle, refuse_idle_seed, say_coverage
+from ..report.version import __version__
+from .common import Say, output_for, refuse_idle, refuse_idle_seed, say_coverage, selection_of
 from .guard import guard_window
 from .workbench import key_probe, model_record
 
 
-def wanted_preset(o: PresetOptions) -> DataFree:
+def preset_of(o: PresetOptions) -> DataFree:
     """The preset of that name, with codecs, windows and frame where given; or the codecs without a name."""
     preset = composed(o.name, o.keys, o.values, tuple(o.per_layer or ()))
     windows: dict[str, int | str | None] = {"sink": o.sink, "recent": o.recent, "block": o.block}
@@ -43,7 +43,7 @@ def run_preset(o: PresetOptions, say: Say, typed: Collection[str] = ()) -> dict[
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
-    method, selection = wanted_preset(o), given_selection(o)
+    method, selection = preset_of(o), selection_of(o)
     if o.config_only and o.random_weights:
         raise UsageError("--config-only and --random-weights: with the one no weights are meant, with the other some")
     refuse_idle_seed(o, typed)

@@ -13,16 +13,16 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.scheme import FRAMES, Frame
 
-from .. import __version__
 from ..calibrate.checkpoint import CommandCheckpoint
 from ..calibrate.needs import few_tokens, probes_worse_than_none
 from ..capture.scan import Capture, default_batch
 from ..capture.spill import SpillStore
 from ..evaluate.probe import Probe, Settings, measure, paper_probes, table
 from ..models import configuration, names
-from ..report.drawn import made_on
+from ..report.drawn import machine_and_date
 from ..report.outputs import check_output
 from ..report.timing import PhaseTimer
+from ..report.version import __version__
 from ..search.comparison import Ledger, read_results
 from .calibration import Calibration, prepare
 from .common import Say, decided_by, machine, say_coverage
@@ -105,7 +105,9 @@ def run_probe(o: ProbeOptions, say: Say) -> dict[str, Any]:
     if o.plot is not None:
         from ..report.plots import plot_probes
 
-        title = f"{o.model}, {of.text.source}, keys {settings.frame}; {made_on(machine(of.opened.device))}"
+        title = (
+            f"{source.public}, {of.text.source}, keys {settings.frame}; {machine_and_date(machine(of.opened.device))}"
+        )
         plot_probes(rows, title, o.plot)
     files = {"output": o.output, "csv": o.csv, "plot": o.plot}
     return result | {name: str(path) for name, path in files.items() if path is not None}

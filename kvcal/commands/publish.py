@@ -11,7 +11,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_text, write_together
 
 from ..bundles.card import Card, make_card
-from ..bundles.paths import given_bundle
+from ..bundles.paths import bundle_at
 from ..bundles.publish import pull, push
 from ..pipeline.spec import DefaultsOf, OptionsOf
 from ..report.outputs import check_output
@@ -36,7 +36,7 @@ def run_card(o: CardOptions, defaults_of: DefaultsOf, options_of: OptionsOf) -> 
 
 def _card(o: CardOptions | PushOptions, repo: str | None, defaults_of: DefaultsOf, options_of: OptionsOf) -> Card:
     path = o.bundle
-    bundle = given_bundle(path)
+    bundle = bundle_at(path)
     evaluation = None if o.evaluation is None else _evaluation(o.evaluation)
     return make_card(
         bundle,

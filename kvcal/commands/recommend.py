@@ -17,7 +17,6 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, UsageError
 from kvcal_artifacts.scheme import Scheme
 
-from .. import __version__
 from ..calibrate.checkpoint import BatchCheckpoint, CommandCheckpoint, short
 from ..calibrate.driver import fit_together
 from ..calibrate.forecast import forecasts, least_tokens
@@ -36,6 +35,7 @@ from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
 from ..pipeline.options import CalibrationOptions
 from ..report.escape import shell
+from ..report.version import __version__
 from ..search.limit import Limit
 from ..search.recommendation import LADDER, Figures, Rung, choose, reason, reference, to_fit, to_measure
 from ..text.token_windows import Windows
@@ -129,7 +129,7 @@ def run_recommend(o: RecommendOptions, say: Say) -> dict[str, Any]:
     check_context(source, text.length, say)
     loaded = open_model(o.model, o.revision, dtype=o.dtype, device=o.device)
     say_coverage(loaded.model, say)
-    rungs, schemes, left_out = _fitting(loaded.model, text.length)
+    rungs, schemes, omitted = _fitting(loaded.model, text.length)
     record = decided_by(calibration, loaded.model.dtype, loaded.model.device, text.ids_sha256)
     record |= {"ladder": {name: repr(rung.method) for name, rung in rungs.items()}}
     work = CommandCheckpoint("recommend", record, output=output, resume=o.resume, say=say)
@@ -165,7 +165,7 @@ def run_recommend(o: RecommendOptions, say: Say) -> dict[str, Any]:
         "max_bits": limit.bits,
         "max_kl": limit.kl,
         "rows": [_row(row, run, o.model, options) for row in sorted(rows, key=lambda row: (row.bits, row.name))],
-        "left_out": left_out,
+        "left_out": omitted,
         "outliers": outliers,
         "attention_errors": errors,
         "text": text.source,
@@ -187,7 +187,7 @@ def _fitting(model: Any, length: int) -> tuple[dict[str, Rung], dict[str, Scheme
     sites = hf.attention_sites(model)
     rungs: dict[str, Rung] = {}
     schemes: dict[str, Scheme] = {}
-    left_out: dict[str, str] = {}
+    omitted: dict[str, str] = {}
     for rung in LADDER:
         try:
             if isinstance(rung.method, AquaKV):
@@ -199,10 +199,10 @@ def _fitting(model: Any, length: int) -> tuple[dict[str, Rung], dict[str, Scheme
                 schemes[rung.name] = scheme
             rungs[rung.name] = rung
         except KVCalError as error:
-            left_out[rung.name] = str(error)
+            omitted[rung.name] = str(error)
     if not rungs:
-        raise UsageError(f"no scheme of the ladder fits: {next(iter(left_out.values()))}")
-    return rungs, schemes, left_out
+        raise UsageError(f"no scheme of the ladder fits: {next(iter(omitted.values()))}")
+    return rungs, schemes, omitted
 
 
 def _outliers(run: Run) -> list[dict[str, Any]]:

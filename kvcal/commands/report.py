@@ -11,12 +11,12 @@ from kvcal_artifacts.bundle import SUFFIX
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import read_text, write_atomically
 
-from .. import __version__
-from ..bundles.paths import given_bundle
+from ..bundles.paths import bundle_at
 from ..evaluate.errors import stored_head_errors
 from ..report.outputs import check_output
 from ..report.page import LENGTHS, Heads, Report, Speed, page
 from ..report.records import is_number
+from ..report.version import __version__
 from ..search.comparison import front
 from .common import Say
 from .options import ReportOptions
@@ -163,7 +163,7 @@ def _cell(name: str) -> str:
 
 
 def _of_bundle(path: Path, say: Say) -> list[Heads]:
-    bundle = given_bundle(path)
+    bundle = bundle_at(path)
     errors = stored_head_errors(bundle.metrics)
     if errors is None:
         say(f"note: {bundle.name} records no errors by head; `kvcal inspect --model` measures them")

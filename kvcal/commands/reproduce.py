@@ -21,7 +21,7 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import read_bytes
 
 from ..bundles.diff import diff
-from ..bundles.paths import given_bundle, refuse_name
+from ..bundles.paths import bundle_at, refuse_name
 from ..bundles.provenance import Recorded, checked_options, recorded
 from ..bundles.record_checks import LOCAL, check_threads, tasks_of
 from ..models import configuration, names
@@ -69,7 +69,7 @@ def run_reproduce(o: ReproduceOptions, defaults_of: DefaultsOf, options_of: Opti
     file's content.
     """
     path = o.bundle
-    original = given_bundle(path)
+    original = bundle_at(path)
     was = recorded(original)
     check_command(was, defaults_of, options_of)
     line = was.line(defaults_of(was.command))
@@ -167,9 +167,9 @@ def check_alone(o: CommandOptions | None) -> None:
 
             innerq_method(o)
         case PresetOptions():
-            from .preset import wanted_preset
+            from .preset import preset_of
 
-            wanted_preset(o)
+            preset_of(o)
         case TuneBitsOptions():
             from .tune_bits import kvtuner_method
 

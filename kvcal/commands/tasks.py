@@ -12,7 +12,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_text
 
 from ..calibrate.checkpoint import CommandCheckpoint, short
-from ..evaluate.contexts import OWN, Haystack, by_length
+from ..evaluate.contexts import CONTEXT_TASKS, Haystack, by_length
 from ..evaluate.harness import Harness, Scores, TaskOptions, check_installed, check_names
 from ..evaluate.paired import Paired
 from ..evaluate.perplexity import CacheMaker
@@ -64,9 +64,9 @@ def task_names(o: EvalOptions) -> list[str]:
         raise UsageError(
             f"--task {HUMANEVAL}: runs programs that a model wrote, in a sandbox: give --allow-code to allow it"
         )
-    if any(name not in OWN for name in names):
+    if any(name not in CONTEXT_TASKS for name in names):
         check_installed("--task")
-    if of_lm_eval := [name for name in names if name not in OWN and name != HUMANEVAL]:
+    if of_lm_eval := [name for name in names if name not in CONTEXT_TASKS and name != HUMANEVAL]:
         check_names(of_lm_eval, o.tasks_path)
     return names
 
@@ -85,8 +85,8 @@ def task_options(o: EvalOptions) -> TaskOptions:
 
 @dataclass(frozen=True)
 class Answered:
-    """tasks: by row and task, scores next to those of full precision. needles: by row, `full` first, the share of
-    needles found by needle@LENGTH/DEPTH; empty without --task needle.
+    """Scores of the tasks that were run. tasks: by row and task, scores next to those of full precision. needles: by
+    row, `full` first, the share of needles found by needle@LENGTH/DEPTH; empty without --task needle.
     """
 
     tasks: dict[str, dict[str, Paired]] = field(default_factory=dict)
@@ -126,13 +126,14 @@ def run_tasks(
 def _answers(names: list[str], model: Any, tokenizer: Any, options: TaskOptions) -> dict[str, Answer]:
     """What answers each task; lm-eval's are all loaded together, before any is run."""
     answers: dict[str, Answer] = {}
-    if any(name in OWN for name in names):
+    if any(name in CONTEXT_TASKS for name in names):
         haystack = Haystack.of(tokenizer, read_text(sources.EMBEDDED[TEXT]))
-    theirs = [name for name in names if name not in OWN and name != HUMANEVAL]
+    theirs = [name for name in names if name not in CONTEXT_TASKS and name != HUMANEVAL]
     harnesses = {name: Harness(model, tokenizer, [name], options) for name in theirs}
     for name in names:
-        if name in OWN:
-            answers[name] = lambda maker, run=OWN[name]: run(model, haystack, maker, options)  # type: ignore[misc]
+        if name in CONTEXT_TASKS:
+            run = CONTEXT_TASKS[name]
+            answers[name] = lambda maker, run=run: run(model, haystack, maker, options)  # type: ignore[misc]
         elif name == HUMANEVAL:
             answers[name] = lambda maker: humaneval(model, tokenizer, maker, options)
         else:

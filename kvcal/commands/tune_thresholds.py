@@ -17,10 +17,11 @@ from ..methods.mixkvq import MixKVQ
 from ..models import names
 from ..models.weights import causal_lm
 from ..pipeline.options import TuneBitsOptions, TuneThresholdsOptions
+from ..report.drawn import machine_and_date
 from ..report.extras import require
 from ..search.thresholds import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
 from .calibration import prepare
-from .common import Say, output_for, refuse_idle
+from .common import Say, machine, output_for, refuse_idle
 from .workbench import Opened
 
 Searched = TypeVar("Searched", TuneBitsOptions, TuneThresholdsOptions)
@@ -159,15 +160,16 @@ def run_tune_thresholds(o: TuneThresholdsOptions, say: Say, typed: Collection[st
         causal_lm(opened.source.model),
         text,
         output,
-        o.plot or _beside(output),
+        o.plot or _plot_path(output),
         opened.device,
         opened.record,
         opened.revision,
         of.options,
         say,
+        f"{source.public}, {text.source}; {machine_and_date(machine(opened.device))}",
     )
     tuned = tune(method, job, settings, _objective(o, name, method, opened, text), o.storage, o.heartbeat)
-    return _told(tuned, job, name) | {"seconds": round(time.monotonic() - started, 1)}
+    return _summary(tuned, job, name) | {"seconds": round(time.monotonic() - started, 1)}
 
 
 def with_windows(o: Searched) -> Searched:
@@ -175,12 +177,12 @@ def with_windows(o: Searched) -> Searched:
     return replace(o, windows=o.windows or WINDOWS, holdout=o.holdout or (None if o.windows else HOLDOUT))
 
 
-def _beside(output: Path) -> Path:
+def _plot_path(output: Path) -> Path:
     name = output.name.removesuffix(SUFFIX).removesuffix(".safetensors")
     return output.with_name(f"{name}.front.png")
 
 
-def _told(tuned: Tuned, job: Job, objective: str) -> dict[str, Any]:
+def _summary(tuned: Tuned, job: Job, objective: str) -> dict[str, Any]:
     result, metrics = tuned.result, tuned.result.bundle.metrics
     summary: dict[str, Any] = {
         "bundle": str(result.path),

@@ -15,7 +15,7 @@ from kvcal_artifacts.bundle import SUFFIX, Bundle, probed_layers
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Frame, HeavyHitters
 
-from ..bundles.paths import given_bundle
+from ..bundles.paths import bundle_at
 from ..capture.scan import LayerSource, WholeModel
 from ..methods.aqua_kv import AquaKV
 from ..methods.data_free import DataFree, preset
@@ -24,8 +24,8 @@ from ..models.devices import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseWeights, open_layerwise
 from ..pipeline.options import EvalOptions, TuneBitsOptions
 from ..report.progress import progress
-from .made_for import check_made_for
 from .options import CompareOptions, GenerateOptions
+from .target_model import check_target_model
 
 if TYPE_CHECKING:
     from ..evaluate.perplexity import CacheMaker
@@ -74,7 +74,7 @@ def open_model(
     return _loaded(source, kind, where, random_weights, seed)
 
 
-def open_given(o: EvalOptions | CompareOptions | GenerateOptions | TuneBitsOptions) -> loading.LoadedModel:
+def open_model_of(o: EvalOptions | CompareOptions | GenerateOptions | TuneBitsOptions) -> loading.LoadedModel:
     """The model that a command's options name."""
     return open_model(o.model, o.revision, dtype=o.dtype, device=o.device, random_weights=o.random_weights, seed=o.seed)
 
@@ -100,9 +100,9 @@ def check_bundle(
     parts = open_layerwise(
         names.resolve(name, revision), dtype="bfloat16", device=where, random_weights=random_weights, seed=seed
     )
-    check_made_for(bundle, parts.model, parts.revision, probe=())
+    check_target_model(bundle, parts.model, parts.revision, probe=())
     check_served(parts.model, bundle.scheme)
-    check_made_for(bundle, parts.model, parts.revision, key_probe(parts))
+    check_target_model(bundle, parts.model, parts.revision, key_probe(parts))
 
 
 def key_probe(parts: LayerwiseWeights) -> tuple[float, ...]:
@@ -134,7 +134,7 @@ def rows_named(presets: Iterable[str], bundles: Iterable[Path]) -> dict[str, Dat
     """Presets under their own names, then bundles under their file names; checked before any model is loaded."""
     rows: dict[str, DataFree | Bundle] = {name: preset(name) for name in presets}
     for path in bundles:
-        bundle = given_bundle(path, presets=True)
+        bundle = bundle_at(path, presets=True)
         if bundle.name in rows or bundle.name == "full":
             raise UsageError(f"two rows would be called {bundle.name!r}; rename one file")
         rows[bundle.name] = bundle
@@ -201,7 +201,7 @@ def check_rows(
                 _check_sites(model, selection, row.frame)
                 continue
             if isinstance(row, Bundle):  # its revision and weights are compared when the weights are there
-                check_made_for(replace(row, fingerprint=replace(row.fingerprint, revision=None)), model, probe=())
+                check_target_model(replace(row, fingerprint=replace(row.fingerprint, revision=None)), model, probe=())
             scheme = row.scheme if isinstance(row, Bundle) else row.scheme(model)
             check_served(model, scheme if selection is None else scheme.keeping(selection))
 
@@ -224,7 +224,7 @@ def cache_makers(
     for row_name, row in rows.items():
         with naming(row_name):
             if isinstance(row, Bundle):
-                check_made_for(row, model, revision)
+                check_target_model(row, model, revision)
             name, scheme = row_name, row.scheme if isinstance(row, Bundle) else row.scheme(model)
             if selection is not None:
                 name, scheme = f"{name}+h2o-{selection.keep:g}", scheme.keeping(selection)

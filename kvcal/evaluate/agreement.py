@@ -77,7 +77,9 @@ def _steps(model: CausalLM, ids: Tensor, cache: Cache, steps: int, advance: Call
 
 
 def _row(name: str, cache: KVCalCache, logits: Tensor, exact: Tensor, width: int) -> Agreement:
-    """width: bytes of a number of the model's dtype, in which exact tokens lie here."""
+    """How far the logits of a cache agree with exact ones, with its size. width: bytes of a number of the model's
+    dtype, in which exact tokens lie here.
+    """
     every = exact.shape[0] * exact.shape[1]
     at_16_bit = cache.nbytes("window") * 2 // width
     return Agreement(

@@ -48,7 +48,7 @@ class LayerError:
         self.by_head = self.by_head + torch.stack([_squares(x) for x in squares]).cpu()
 
     def head_errors(self) -> tuple[list[float], list[float]]:
-        """Of scores and of outputs, one number for each kv head; empty where nothing was packed."""
+        """Relative errors of scores and of outputs, one number for each kv head; empty where nothing was packed."""
         if not self.by_head.ndim:
             return [], []
         logit, logits, output, outputs = self.by_head.clamp_min(1e-30)
@@ -97,9 +97,9 @@ class AttentionErrors:
 def attention_errors(
     model: CausalLM, ids: Tensor, make: Callable[[], KVCalCache], *, step: int = 32, batch: int | None = None
 ) -> AttentionErrors | None:
-    """Over token windows ids (N, T), of the tokens behind the first `step`, each of which sees what was packed before
-    its step of `step` tokens. None for a scheme that evicts tokens: it gives back other tokens than the model has, and
-    a score of one that is gone has no error.
+    """Errors of scores and outputs over token windows ids (N, T), for the tokens behind the first `step`. Each token
+    sees what was packed before its step of `step` tokens. None for a scheme that evicts tokens: it gives back other
+    tokens than the model has, and a score of one that is gone has no error.
     """
     sums: dict[int, LayerError] = {}
     device = next(model.parameters()).device
@@ -127,7 +127,7 @@ def attention_errors(
 
 def decodes_alike(cache: KVCalCache) -> bool:
     """Whether packed blocks decode to the same at any time: no codec has run-time statistics."""
-    return not any(layer.statistics for layer in cache.own_layers)
+    return not any(layer.statistics for layer in cache.compressed_layers)
 
 
 class Meter:
@@ -137,7 +137,7 @@ class Meter:
         self._cache, self._sums, self._step = cache, sums, step
         self._queries: dict[int, Tensor] = {}
         self._handles = []
-        for layer in cache.own_layers:
+        for layer in cache.compressed_layers:
             self._sums.setdefault(layer.index, LayerError())
             self._handles.append(layer.site.query_source.register_forward_hook(self._hook(layer)))
             layer.update = self._update(layer, layer.update)  # type: ignore[method-assign]
@@ -145,7 +145,7 @@ class Meter:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for layer in self._cache.own_layers:
+        for layer in self._cache.compressed_layers:
             vars(layer).pop("update", None)
 
     def _hook(self, layer: KVCalLayer) -> Callable[..., None]:
@@ -215,9 +215,7 @@ class WholeMeter(Meter):
         return whole
 
     def _packed(self, queries: Tensor) -> tuple[int, Tensor]:
-        """Of these positions: the first packed column, and the one behind the last that is packed before the position's
-        step begins.
-        """
+        """The first packed column, and for each position the one behind the last that is packed before its step."""
         windows = self._cache.scheme.windows
         begun = queries // self._step * self._step
         blocks = ((begun - windows.sink - windows.recent) // windows.block).clamp_min(0)

@@ -1,4 +1,4 @@
-"""Into which calls of the model an evaluation cuts a window: as few as leave every token what it sees."""
+"""The calls of the model into which an evaluation cuts a window: as few as leave every token what it sees."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ SAME = 1e-9  # |received - decoded|^2 over |decoded|^2: the same computation twi
 
 @dataclass(frozen=True)
 class Canary:
-    """layers: whose blocks were exchanged. blocks: that each held. unread: layers whose exchange left what
-    the layer gives as it was.
+    """What an exchange of packed blocks changed in a model's layers. layers: whose blocks were exchanged. blocks: that
+    each held. unread: layers whose exchange left what the layer gives as it was.
 
     deaf: layer, role and block whose other bytes decoded to the same. bypassed: layer and role of which attention
     received something else than what the blocks decode to. uncounted: layers that packed blocks in the evaluation
@@ -125,7 +125,7 @@ class Audit:
 
     def attach(self, cache: KVCalCache, also: Callable[[KVCalLayer], None] = lambda layer: None) -> KVCalCache:
         """Watch this cache, which must not be copied afterwards. also: is called before each call that is compared."""
-        for layer in cache.own_layers:
+        for layer in cache.compressed_layers:
             layer.update = self._audited(cache, layer, also)  # type: ignore[method-assign]
         return cache
 
@@ -190,8 +190,8 @@ def canary(model: CausalLM, ids: Tensor, maker: CacheMaker, *, step: int = 32) -
         other = ids[1:2, :length].to(device) if len(ids) > 1 else ids[:1].to(device).roll(ids.shape[1] // 2, 1)
         for filled, window in ((cache, window_ids), (twin, other[:, :length])):
             model(input_ids=window[:, :-last], past_key_values=filled, use_cache=True, logits_to_keep=1)
-        layers = [layer.index for layer in cache.own_layers]
-        blocks = min((_blocks(layer) for layer in cache.own_layers), default=0)
+        layers = [layer.index for layer in cache.compressed_layers]
+        blocks = min((_blocks(layer) for layer in cache.compressed_layers), default=0)
         if not blocks:
             return Canary(len(layers), 0)
         tokens = window_ids[:, -last:]
@@ -220,15 +220,15 @@ def _length(cache: KVCalCache, most: int, step: int) -> int:
 
 @contextmanager
 def _doubled(model: CausalLM, cache: KVCalCache, twin: KVCalCache) -> Iterator[list[int]]:
-    """Within the block each decoder layer runs twice in a call with `cache`: with its packed blocks taken from `twin`,
+    """Run each decoder layer twice in a call with `cache` within the block: with its packed blocks taken from `twin`,
     and as it is. Yields the layers whose output the exchange left as it was.
 
     What a layer gives goes to all above it, so that a layer whose output hangs on its blocks has a say in the logits.
     """
     decoder_layers = hf.decoder_of(model).layers
     unread: list[int] = []
-    before = {layer.index: vars(decoder_layers[layer.index]).get("forward") for layer in cache.own_layers}
-    for layer in cache.own_layers:
+    before = {layer.index: vars(decoder_layers[layer.index]).get("forward") for layer in cache.compressed_layers}
+    for layer in cache.compressed_layers:
         module = decoder_layers[layer.index]
         module.forward = _twice(module.forward, cache, layer, twin.layers[layer.index], unread)
     try:
@@ -276,7 +276,7 @@ def _unread_by_logits(model: CausalLM, cache: KVCalCache, twin: KVCalCache, righ
     hangs on the whole call.
     """
     unread = []
-    for layer in cache.own_layers:
+    for layer in cache.compressed_layers:
         with copy.deepcopy(cache) as changed:
             changed.layers[layer.index].packed = _others(layer, twin.layers[layer.index])
             if torch.equal(right, _logits(model, changed, tokens)):

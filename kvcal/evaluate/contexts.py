@@ -183,7 +183,7 @@ def agreed(exact: Tensor, other: Tensor) -> float:
     return same / max(len(exact), len(other))
 
 
-OWN = {"needle": needle, "context-once": context_once, "agreement": agreement}
+CONTEXT_TASKS = {"needle": needle, "context-once": context_once, "agreement": agreement}
 
 
 @torch.no_grad()

@@ -52,7 +52,7 @@ class Tokens:
 
     @staticmethod
     def pack(kl: Tensor, same: Tensor) -> list[str]:
-        """kl: (B, T) float; same: (B, T) bool -> two texts, which `unpack` reads."""
+        """Two texts, which `unpack` reads, of a batch's kl (B, T) float and same (B, T) bool."""
         parts = kl.float().cpu().numpy().astype("<f4").tobytes(), np.packbits(same.cpu().numpy()).tobytes()
         return [base64.b64encode(part).decode() for part in parts]
 
@@ -82,9 +82,9 @@ class Bucket(TypedDict):
 
 @dataclass(frozen=True)
 class Spread:
-    """kl_median, kl_p99, kl_max: of the KL of single tokens, in nats. same_top: share of tokens whose likeliest next
-    token is that of full precision. kl_behind: mean KL of tokens that see packed blocks, None where none does.
-    positions: by bucket of positions, see `buckets`.
+    """The spread of the KL over the tokens of an evaluation. kl_median, kl_p99, kl_max: of the KL of single tokens, in
+    nats. same_top: share of tokens whose likeliest next token is that of full precision. kl_behind: mean KL of tokens
+    that see packed blocks, None where none does. positions: by bucket of positions, see `buckets`.
     """
 
     kl_median: float
@@ -96,8 +96,8 @@ class Spread:
 
     @classmethod
     def of(cls, packed: Sequence[Sequence[str]], length: int, first_packed: int | None) -> Spread:
-        """packed: batches as of `Tokens.pack`. length: tokens of a window that have a next one. first_packed: the first
-        position that sees a packed block.
+        """The spread over batches of tokens. packed: batches as of `Tokens.pack`. length: tokens of a window that have
+        a next one. first_packed: the first position that sees a packed block.
         """
         kl, same = Tokens.unpack(packed, length)
         behind = (
@@ -136,13 +136,13 @@ def standard_error(numbers: Sequence[float]) -> float:
 
 
 def apart(first: Mapping[str, object], second: Mapping[str, object]) -> bool | None:
-    """Whether the KL of two rows of the same windows differs by more than the standard error of the difference over
+    """Whether the KL of two rows of the same windows differs by more than two standard errors of the difference over
     windows. None of one window, which has no spread. Raises KVCalError where a row has no `kl_windows`.
     """
     differences = [a - b for a, b in zip(kl_windows(first), kl_windows(second), strict=True)]
     if len(differences) < 2:
         return None
-    return abs(statistics.fmean(differences)) > standard_error(differences)
+    return abs(statistics.fmean(differences)) > 2 * standard_error(differences)
 
 
 def kl_windows(row: Mapping[str, object]) -> list[float]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.errors import KVCalError, TextUnavailable, UsageError
 
 from .calls import calls
 from .perplexity import CacheMaker
@@ -46,10 +46,10 @@ def check_names(names: Sequence[str], tasks_path: Path | None) -> None:
     """Raise UsageError for a task that lm-eval does not know; without a model or tokenizer, in some seconds."""
     from lm_eval.tasks import TaskManager
 
-    _check_known(names, TaskManager(include_path=None if tasks_path is None else str(tasks_path)))
+    _check_task_names(names, TaskManager(include_path=None if tasks_path is None else str(tasks_path)))
 
 
-def _check_known(names: Sequence[str], manager: TaskManager) -> None:
+def _check_task_names(names: Sequence[str], manager: TaskManager) -> None:
     if strange := [name for name in names if name not in set(manager.all_tasks)]:
         raise UsageError(  # lm-eval would take it for a path
             f"--task {strange[0]}: lm-eval has no task, group or tag of this name; give --tasks-path FOLDER if a "
@@ -59,9 +59,9 @@ def _check_known(names: Sequence[str], manager: TaskManager) -> None:
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """limit: questions of each task. lengths: of synthetic contexts, in tokens. tasks_path: a folder of task files
-    beside lm-eval's own, whose Python lm-eval runs. allow_code: whether generated programs may run (in a sandbox).
-    chat: whether prompts are put into the tokenizer's chat template.
+    """How tasks are run. limit: questions of each task. lengths: of synthetic contexts, in tokens. tasks_path: a folder
+    of task files beside lm-eval's own, whose Python lm-eval runs. allow_code: whether generated programs may run (in a
+    sandbox). chat: whether prompts are put into the tokenizer's chat template.
     """
 
     limit: int | None = None
@@ -96,7 +96,7 @@ class Harness:
                 metadata["max_seq_lengths"] = list(self.options.lengths)
             path = self.options.tasks_path
             manager = TaskManager(include_path=None if path is None else str(path), metadata=metadata)
-            _check_known(self.names, manager)
+            _check_task_names(self.names, manager)
             self._loaded = manager.load(list(self.names))
         for task in self._loaded["tasks"].values():
             if task.get_config("num_fewshot") is None:
@@ -163,6 +163,11 @@ def in_one_line(names: Sequence[str]) -> Iterator[None]:
     except KVCalError:
         raise
     except Exception as error:  # task files, data sets, metrics
+        if isinstance(error, ConnectionError):  # the hub's client is offline, or the data set's address is not reached
+            raise TextUnavailable(
+                f"--task {','.join(names)}: its data are on the hub, which cannot be reached; connect, or give a "
+                "task of your own that reads local data, in --tasks-path FOLDER"
+            ) from error
         message = " ".join(str(error).split())[:300]
         raise KVCalError(f"--task {','.join(names)}: lm-eval failed: {type(error).__name__}: {message}") from error
 

@@ -53,7 +53,7 @@ def _factors(model: nn.Module, scale: float, share: float, seed: int) -> dict[in
     for site in (hf.attention_site(decoder, index) for index in range(len(decoder.layers))):
         partners = hf.rope_partners(site, width)
         channels = torch.arange(site.head_dim)
-        first = channels[channels <= partners]  # one of each pair, and channels that are not turned
+        first = channels[channels <= partners]  # one of each pair, and channels that are not rotated
         factor = torch.ones(site.kv_heads, site.head_dim, dtype=torch.float64)
         for row in factor:
             chosen = first[torch.randperm(len(first), generator=generator)[: max(1, round(share * len(first)))]]

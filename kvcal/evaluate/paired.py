@@ -16,9 +16,9 @@ PART = 1 << 22  # drawn indices that are held at a time
 
 @dataclass(frozen=True)
 class Paired:
-    """score, full: mean scores of n questions, compressed and in full precision. difference: score - full. low, high:
-    its percentile bootstrap interval at LEVEL, over questions. mcnemar: two-sided p-value of McNemar's exact test, None
-    where a score is neither 0 nor 1.
+    """A paired comparison of two runs on the same questions. score, full: mean scores of n questions, compressed and in
+    full precision. difference: score - full. low, high: its percentile bootstrap interval at LEVEL, over questions.
+    mcnemar: two-sided p-value of McNemar's exact test, None where a score is neither 0 nor 1.
     """
 
     score: float

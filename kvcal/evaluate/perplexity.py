@@ -74,7 +74,9 @@ class Batches(Protocol):
         """What was last kept; None: begin."""
 
     def keep(self, state: dict[str, Any]) -> None:
-        """After a batch of windows. state: as JSON has it; "windows" that are done, and their "sums"."""
+        """Keep what was summed after a batch of windows. state: as JSON has it; "windows" that are done, and their
+        "sums".
+        """
 
 
 @dataclass
@@ -266,7 +268,7 @@ def _add_full(total: _Sums, numbers: int) -> None:
 
 
 def _add_cache(total: _Sums, cache: KVCalCache, itemsize: int) -> None:
-    """itemsize: of the model's dtype, which windows have."""
+    """Add a cache's bytes to the sums. itemsize: bytes of the model's dtype, which windows have."""
     packed, window, bookkeeping = (cache.nbytes(part) for part in ("packed", "window", "bookkeeping"))
     windows, selection = cache.scheme.windows, cache.scheme.selection
     total.packed += packed

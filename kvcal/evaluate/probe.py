@@ -48,7 +48,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Probe:
-    """target: k or v, of this layer and token. inputs: names as Input.parse reads them."""
+    """One prediction to be probed. target: k or v, of this layer and token. inputs: names as Input.parse reads them."""
 
     target: str
     inputs: tuple[str, ...]
@@ -115,8 +115,8 @@ class History:
 
 @dataclass(frozen=True)
 class Settings:
-    """ridge: times the mean of the Gram diagonal. sink: first tokens of a window, not predicted, only looked back
-    at.
+    """How probes are fitted. ridge: times the mean of the Gram diagonal. sink: first tokens of a window, not predicted,
+    only looked back at.
     """
 
     probes: tuple[Probe, ...]

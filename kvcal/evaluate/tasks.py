@@ -75,7 +75,9 @@ class CacheCalls:
             self.packed_values += cache.packed_values()
 
     def generate_until(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[str]:
-        """requests: .args = (prompt, {"until", "max_gen_toks", ...}) -> the text before the first of `until`."""
+        """Generate for each request, .args = (prompt, {"until", "max_gen_toks", ...}), the text before the first of
+        `until`.
+        """
         prompts = [self.tokenizer(request.args[0]).input_ids for request in requests]
         order = sorted(range(len(requests)), key=lambda i: -len(prompts[i]))
         answers = [""] * len(requests)
@@ -92,8 +94,8 @@ class CacheCalls:
         until = settings.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
         new = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or MAX_NEW_TOKENS)
-        room = max(1, self.max_length - new)
-        ids, mask = _left_padded([prompt[-room:] for prompt in prompts], self._pad, self.model.device)
+        longest = max(1, self.max_length - new)
+        ids, mask = _left_padded([prompt[-longest:] for prompt in prompts], self._pad, self.model.device)
         sample = bool(settings.get("do_sample", False)) and float(settings.get("temperature", 0.0)) > 0
         drawn = {name: settings[name] for name in ("temperature", "top_p", "top_k") if sample and name in settings}
         with self._cache() as cache:
@@ -115,7 +117,9 @@ class CacheCalls:
         return int(self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0)
 
     def loglikelihood(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """requests: .args = (context, continuation) -> its log-likelihood, and whether greedy decoding gives it."""
+        """The log-likelihood of each request's continuation, .args = (context, continuation), and whether greedy
+        decoding gives it.
+        """
         with progress("Scoring", total=len(requests)) as advance:
             answers = []
             for request in requests:
@@ -157,7 +161,9 @@ class CacheCalls:
         return total, greedy
 
     def loglikelihood_rolling(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[float]:
-        """requests: .args = (text,) -> its log-likelihood, in windows of the model's context that follow each other."""
+        """The log-likelihood of each request's text, .args = (text,), in windows of the model's context that follow
+        each other.
+        """
         answers = []
         with progress("Scoring", total=len(requests)) as advance:
             for request in requests:

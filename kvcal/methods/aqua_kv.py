@@ -37,7 +37,7 @@ KEY_INPUTS, VALUE_INPUTS = ("k1", "k2", "v1", "v2"), ("v1", "k0", "k1", "v2", "k
 class AquaKV:
     """The paper's defaults: linear predictors, K from K of the layer below, V from [V of the layer below; K]; pre-RoPE;
     HIGGS at 2 bits, the first layer at 4; sink 4, recent 128. Ours: HIGGS debiased (`higgs-2-wide` is the published
-    one), and keys divided by balanced factors before it, which cost no bits a token (learned.FactorBackbone).
+    one), and keys divided by balanced factors before it, which cost no bits a token (calibrated.CalibratedFactors).
 
     first_layer: codec of the first compressed layer, which nothing predicts; empty: as the others. keys, values: codecs
     of the residuals where they differ from `backbone`. per_layer: exceptions (see composition), last. key_inputs,
@@ -173,7 +173,7 @@ class _LayerRun:
     sizes: TierSizes = field(default_factory=TierSizes)  # of packed keys whose blocks differ in size
 
     def codec(self, role: Role, inputs: tuple[str, ...], want: set[str]) -> Codec:
-        """The backbone, behind a predictor fitted on the training windows if there are inputs."""
+        """The codec of residuals, behind a predictor fitted on the training windows if there are inputs."""
         composition = self.method.composition_from(self.carry.compressed[0])
         make = composition.codec(self.layer, self.carry.layers, role)
         predictor = self._fit(inputs, frozenset(want)) if inputs else None

@@ -68,7 +68,7 @@ class Probe:
         return Context(self.layer, stats=self.stats)
 
     def outputs(self, keys: Tensor | None = None, values: Tensor | None = None) -> Tensor:
-        """Attention outputs (B, H, group, S, D) float32 with these in place of the packed tokens' keys and values."""
+        """Attention outputs (B, H, group, S, D) float32 with these instead of the packed tokens' keys and values."""
         here, length = self.packed, self.k.shape[2]
         heads = self.k.shape[1]
         q = self.q.float().unflatten(1, (heads, -1)).flatten(2, 3) * self.scaling  # (B, H, group * S, D)

@@ -73,7 +73,9 @@ class Carry:
 
 @dataclass
 class LayerFit:
-    """metrics: numbers by name, and lists of a number a kv head (HoldoutError)."""
+    """One layer's codecs and how well they fit. metrics: numbers by name, and lists of a number a kv head
+    (HoldoutError).
+    """
 
     codecs: LayerCodecs
     metrics: dict[str, Any]
@@ -98,7 +100,9 @@ class Method(Protocol):
         """Codecs of one layer; leaves reconstructions in `carry` and the layer advanced."""
 
     def replay_layer(self, layer: int, taps: LayerTaps, carry: Carry, codecs: LayerCodecs) -> None:
-        """After a restart: the same effect on `carry` and the hidden states, with codecs already fitted."""
+        """Repeat the effect of `fit_layer` on `carry` and the hidden states after a restart, with codecs already
+        fitted.
+        """
 
 
 @runtime_checkable
@@ -148,7 +152,7 @@ class HoldoutError:
     count: int = 0
 
     def add(self, x: Tensor, guess: Tensor | None, decoded: Tensor) -> None:
-        """x, guess, made (n, C)."""
+        """Add tokens x (n, C), what was predicted for them (or None) and what they decode to, both (n, C)."""
         wide = x.double()
         self.square = self.square + wide.square().sum(0)
         self.total = self.total + wide.sum(0)

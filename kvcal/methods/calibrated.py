@@ -22,29 +22,29 @@ from ..capture.shards import Gathered, Largest, ShardSums
 from .codebooks import Training, subtract, train_stage
 from .factors import by_queries, channel_factor
 from .hashing import spread
-from .registry import CODEWORDS, backbone, calibrated_name, refuse_factors
+from .registry import CODEWORDS, calibrated_name, codec_maker, refuse_factors
 from .statistics import Moments, TrainingData, taps_of
-from .transform import TransformBackbone
+from .transform import CalibratedTransform
 from .vqkv import head_scale
 
 VECTORS = 128  # at most, for each codeword: twice as many lower the error of vq-2 on `tiny` (keys, values) by 4 %
 ASIDE = 32  # one training vector of so many says when a stage is done, and is not trained on
 TRAINING = Training(least=3)  # 5 lower it by 2 %, for up to twice the time
 BLOCKS = 4096  # at most, whose saliences are looked at for thresholds
-FLAT = 12.0  # tau_high over tau_low: see TierBackbone
+FLAT = 12.0  # tau_high over tau_low: see CalibratedTiers
 Rule = Literal["scaled", "balanced"]
 
 
 @runtime_checkable
 class Calibrated(Protocol):
-    """What makes a codec of what calibration shows."""
+    """A maker of codecs that learns their constants from the keys or values of calibration text."""
 
     def learn(self, data: TrainingData) -> Codec:
         """The codec of one layer's keys or values. Raises UsageError where the text or the shape does not suffice."""
 
 
 @dataclass(frozen=True)
-class CodebookBackbone:
+class CalibratedCodebooks:
     """Residual codebooks (VQKV's) of one layer and role, for all its heads: bits of the codes, a value; size:
     codewords.
 
@@ -122,7 +122,7 @@ class _Sampled:
 
 
 @dataclass(frozen=True)
-class FactorBackbone:
+class CalibratedFactors:
     """A codec without data whose key channels are divided by factors learned from text; values are stored as they are.
 
     rule: "scaled": InnerQ section 4.3, the root of the channel's largest magnitude. "balanced": the root of its root
@@ -138,7 +138,7 @@ class FactorBackbone:
         refuse_factors(self.codec, self.rule)
 
     def learn(self, data: TrainingData) -> Codec:
-        inner = backbone(self.codec)(data.shape, data.role)
+        inner = codec_maker(self.codec)(data.shape, data.role)
         if data.role == "value":
             return inner
         moments = data.moments()
@@ -165,7 +165,7 @@ class FactorBackbone:
 
 
 @dataclass(frozen=True)
-class SubspaceBackbone:
+class CalibratedSubspace:
     """SQuat's keys with a subspace from text: the directions of the queries that stored keys meet. codec: squat-B,
     squat-B-gG.
 
@@ -176,7 +176,7 @@ class SubspaceBackbone:
     codec: str
 
     def learn(self, data: TrainingData) -> Codec:
-        codec = backbone(self.codec)(data.shape, data.role)
+        codec = codec_maker(self.codec)(data.shape, data.role)
         if not isinstance(codec, Squat):
             return codec
         gram = data.moments().weight.cpu() / data.carry.train
@@ -193,7 +193,7 @@ class SubspaceBackbone:
 
 
 @dataclass(frozen=True)
-class TierBackbone:
+class CalibratedTiers:
     """MixKVQ's keys at thresholds of the layer's own, such that its codes take `bits` a value on the training windows.
 
     With a salience of A a channel of 2 bits errs by A^2, one of 4 by A^2 / 25, an exact one by nothing; a bit buys the
@@ -204,7 +204,7 @@ class TierBackbone:
     bits: float
 
     def learn(self, data: TrainingData) -> Codec:
-        base = backbone("mixkvq")(data.shape, data.role)
+        base = codec_maker("mixkvq")(data.shape, data.role)
         if not isinstance(base, MixKVQ):
             return base
         step, parts = -(-data.vectors // (data.shape.heads * data.shape.block * BLOCKS)), ShardSums(Gathered)
@@ -233,14 +233,14 @@ def _at(base: MixKVQ, power: float) -> MixKVQ:
 
 # The maker of each kind in CALIBRATED, from the parts of a name.
 MAKERS: dict[str, Callable[[re.Match[str]], Calibrated]] = {
-    "transform-BITS[-debiased]": lambda name: TransformBackbone(
+    "transform-BITS[-debiased]": lambda name: CalibratedTransform(
         float(name["bits"]), "debiased" if name["gain"] else "mse"
     ),
-    "vq-BITS[-kCODEWORDS]": lambda name: CodebookBackbone(float(name["bits"]), int(name["size"] or CODEWORDS)),
-    "mixkvq-BITS": lambda name: TierBackbone(float(name["bits"])),
-    "squat-BITS[-g128]-calibrated": lambda name: SubspaceBackbone(name["codec"]),
-    "CODEC-scaled": lambda name: FactorBackbone(name["codec"], "scaled"),
-    "CODEC-balanced": lambda name: FactorBackbone(name["codec"], "balanced"),
+    "vq-BITS[-kCODEWORDS]": lambda name: CalibratedCodebooks(float(name["bits"]), int(name["size"] or CODEWORDS)),
+    "mixkvq-BITS": lambda name: CalibratedTiers(float(name["bits"])),
+    "squat-BITS[-g128]-calibrated": lambda name: CalibratedSubspace(name["codec"]),
+    "CODEC-scaled": lambda name: CalibratedFactors(name["codec"], "scaled"),
+    "CODEC-balanced": lambda name: CalibratedFactors(name["codec"], "balanced"),
 }
 
 

@@ -61,10 +61,10 @@ class Training:
 
 @dataclass
 class StageReport:
-    """error: held-out squared error over the held-out vectors' squares, all stages so far. errors: the same of the
-    codewords that the stage begins with, then after each iteration; `error` is the least of the latter. used: codewords
-    that some training vector has, 0 until that is counted. reseeded: dead codewords replaced on the way. seconds: not
-    in a bundle.
+    """How the training of one stage went. error: held-out squared error over the held-out vectors' squares, all stages
+    so far. errors: the same of the codewords that the stage begins with, then after each iteration; `error` is the
+    least of the latter. used: codewords that some training vector has, 0 until that is counted. reseeded: dead
+    codewords replaced on the way. seconds: not in a bundle.
     """
 
     stage: int
@@ -243,10 +243,10 @@ def train_stage(
     """
     trainer = TRAINERS[training.trainer](size, label, training)
     book = _half(trainer.start(x), label)
-    best, least, errors = book, float("inf"), [held_error(holdout, book, energy)]
+    best, least, errors = book, float("inf"), [holdout_error(holdout, book, energy)]
     for iteration in range(1, training.most + 1):
         book = _half(trainer.improve(x, book), label)
-        before, error = errors[-1], held_error(holdout, book, energy)
+        before, error = errors[-1], holdout_error(holdout, book, energy)
         errors.append(error)
         if error < least:
             best, least = book, error
@@ -259,7 +259,7 @@ def _half(book: Tensor, label: str) -> Tensor:
     return to_half(book, f"codeword of {label}")
 
 
-def held_error(holdout: Tensor, book: Tensor, energy: float) -> float:
+def holdout_error(holdout: Tensor, book: Tensor, energy: float) -> float:
     rest = holdout - book[nearest(holdout, book)].float()
     return float(rest.double().square().sum()) / max(energy, 1e-300)
 

@@ -14,7 +14,7 @@ from kvcal_artifacts.codecs import Role
 from kvcal_artifacts.errors import UsageError
 
 from .calibrated import Calibrated, calibration_of
-from .registry import Backbone, backbone
+from .registry import CodecMaker, codec_maker
 
 EXCEPTION = re.compile(r"(?P<first>-?\d+)(-(?P<last>\d+))?(:(?P<role>keys|values))?=(?P<codec>.+)")
 ROLES: dict[str, Role] = {"keys": "key", "values": "value"}
@@ -39,7 +39,7 @@ class LayerException:
 
 @dataclass(frozen=True)
 class _Names:
-    """keys, values: codecs by name; exceptions in the order given."""
+    """Names of codecs of all layers. keys, values: but for exceptions; these are in the order given."""
 
     keys: str
     values: str
@@ -96,7 +96,7 @@ class Composition(_Names):
         """Whether any of its codecs is learned from text."""
         return any(calibration_of(name) is not None for name in self.names)
 
-    def codec(self, layer: int, layers: int, role: Role) -> Backbone | Calibrated:
+    def codec(self, layer: int, layers: int, role: Role) -> CodecMaker | Calibrated:
         """The maker of this layer's codec, or what learns it."""
         return _named(self.name(layer, layers, role))
 
@@ -107,14 +107,14 @@ class DataFreeComposition(_Names):
 
     def __post_init__(self) -> None:
         for name in self.names:
-            backbone(name)
+            codec_maker(name)
 
-    def codec(self, layer: int, layers: int, role: Role) -> Backbone:
-        return backbone(self.name(layer, layers, role))
+    def codec(self, layer: int, layers: int, role: Role) -> CodecMaker:
+        return codec_maker(self.name(layer, layers, role))
 
 
-def _named(name: str) -> Backbone | Calibrated:
-    return calibration_of(name) or backbone(name)
+def _named(name: str) -> CodecMaker | Calibrated:
+    return calibration_of(name) or codec_maker(name)
 
 
 def _read(text: str) -> LayerException:

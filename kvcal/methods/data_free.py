@@ -19,14 +19,14 @@ from .composition import DataFreeComposition
 from .mixkvq import MixKVQ
 from .registry import INNERQ_VALUES
 
-COMPOSED = "composed"  # in place of a preset's name, where codecs are named one by one
+COMPOSED = "composed"  # instead of a preset's name, where codecs are named one by one
 ROLES: tuple[Role, Role] = ("key", "value")
 
 
 @dataclass(frozen=True)
 class Preset:
-    """key, value: names of codecs (see backbones); per_layer: exceptions (see composition). AQUA-KV's windows by
-    default; presets of other papers have theirs.
+    """A scheme that needs no data. key, value: names of codecs (see registry); per_layer: exceptions (see composition).
+    AQUA-KV's windows by default; presets of other papers have theirs.
     """
 
     key: str
@@ -90,7 +90,7 @@ PRESETS: dict[str, DataFree] = {
 
 
 def composed(name: str | None, keys: str | None, values: str | None, per_layer: tuple[str, ...]) -> DataFree:
-    """A preset, other codecs in place of its own as far as given; or, without a name, these codecs. Raises UsageError
+    """A preset, other codecs instead of its own as far as given; or, without a name, these codecs. Raises UsageError
     where they do not suffice.
     """
     if name is None:

@@ -35,8 +35,8 @@ QUERIES = 64  # a window's last ones, whose logits are compared
 
 @dataclass(frozen=True)
 class InnerQ:
-    """key, value: names of codecs (see backbones); the defaults are InnerQ_Base. per_layer: exceptions (see
-    composition). Windows of section 5.1.
+    """InnerQ: integers in groups, keys divided by factors of their channels. key, value: names of codecs (see
+    registry); the defaults are InnerQ_Base. per_layer: exceptions (see composition). Windows of section 5.1.
 
     factors: "channel" (the paper's), "pair" (the channels of a RoPE pair share the larger one, as `kvcal fold` needs),
     "none". UsageError where `key` has no use for any; an exception's codec that has none goes without. exponent: f =

@@ -68,7 +68,7 @@ class MixKVQ:
         return Windows(self.sink, self.recent, self.block)
 
     def key_codec(self, shape: Shape, dtype: torch.dtype, expected: tuple[float, float] | None = None) -> codecs.MixKVQ:
-        """dtype: of the model."""
+        """The codec of keys for a model of that dtype."""
         wide = dtype == torch.bfloat16 and self.full is None
         raw = ("bfloat16" if wide else "float16") if self.raw == "auto" else self.raw
         return codecs.MixKVQ(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcal_artifacts.codecs import (
+    ByHead,
     Codec,
     Exact,
     Float8,
@@ -28,7 +29,7 @@ from kvcal_artifacts.errors import UsageError
 
 from ..report.suggest import allowed
 
-Backbone = Callable[[Shape, Role], Codec]
+CodecMaker = Callable[[Shape, Role], Codec]
 QUANTO_GROUP = 64  # AQUA-KV section 4.1: Quanto, group size 64, per token
 CHANNEL_GROUP = 32  # tokens a group along the token axis: one block
 KIVI_GROUP = INNER_GROUP = 32  # KIVI; InnerQ section 5.1
@@ -45,11 +46,11 @@ def divisor(limit: int, length: int) -> int:
 
 def _higgs(
     d: int, n: int, rotation: Span, axis: Axis = "channel", gain: Gain = "mse", points: Points = "exact"
-) -> Backbone:
+) -> CodecMaker:
     return lambda shape, role: Higgs(shape, role, d=d, n=n, rotation=rotation, axis=axis, gain=gain, points=points)
 
 
-def _uniform(bits: int, axis: str) -> Backbone:
+def _uniform(bits: int, axis: str) -> CodecMaker:
     def make(shape: Shape, role: Role) -> Codec:
         if axis == "token":
             return Uniform(shape, role, bits, divisor(CHANNEL_GROUP, shape.block), "token")
@@ -58,7 +59,7 @@ def _uniform(bits: int, axis: str) -> Backbone:
     return make
 
 
-def _kivi(bits: int, group: int = KIVI_GROUP) -> Backbone:
+def _kivi(bits: int, group: int = KIVI_GROUP) -> CodecMaker:
     """Asymmetric; keys in groups of tokens of one channel, values in groups of channels of one token (KIVI section
     3.2).
 
@@ -73,7 +74,7 @@ def _kivi(bits: int, group: int = KIVI_GROUP) -> Backbone:
     return make
 
 
-def _squat(bits: int, group: int = KIVI_GROUP) -> Backbone:
+def _squat(bits: int, group: int = KIVI_GROUP) -> CodecMaker:
     """SQuat's keys at its Appendix D.2 settings, g being half of head_dim (64 of 128); its values are KIVI's."""
     plain = _kivi(bits, group)
 
@@ -85,7 +86,7 @@ def _squat(bits: int, group: int = KIVI_GROUP) -> Backbone:
     return make
 
 
-def _mixkvq(full: int | None = None, four: int | None = None) -> Backbone:
+def _mixkvq(full: int | None = None, four: int | None = None) -> CodecMaker:
     """MixKVQ's keys, the first tier in float16: at the thresholds of the preset, or so many channels a head in the
     first two tiers. Its values are KIVI's of 2 bits.
     """
@@ -98,7 +99,7 @@ def _mixkvq(full: int | None = None, four: int | None = None) -> Backbone:
     return make
 
 
-def _inner(bits: int, mode: str, search: bool) -> Backbone:
+def _inner(bits: int, mode: str, search: bool) -> CodecMaker:
     """Groups along the dimension that attention contracts: keys' channels, values' tokens (InnerQ section 4.4)."""
 
     def make(shape: Shape, role: Role) -> Codec:
@@ -109,24 +110,24 @@ def _inner(bits: int, mode: str, search: bool) -> Backbone:
     return make
 
 
-def _by_role(key: Backbone, value: Backbone) -> Backbone:
+def _by_role(key: CodecMaker, value: CodecMaker) -> CodecMaker:
     return lambda shape, role: (key if role == "key" else value)(shape, role)
 
 
-def _from_prefill(make: Backbone) -> Backbone:
+def _from_prefill(make: CodecMaker) -> CodecMaker:
     """Keys divided by factors of the row's own first tokens (InnerQ section 4.3)."""
     return lambda shape, role: Scaled(make(shape, role), None, "prefill")
 
 
-def _turboquant(bits: int, points: Points = "exact") -> Backbone:
+def _turboquant(bits: int, points: Points = "exact") -> CodecMaker:
     return lambda shape, role: Higgs(shape, role, d=1, n=2**bits, norm="head", points=points)
 
 
 GAINS: tuple[tuple[str, Gain], ...] = (("", "mse"), ("-debiased", "debiased"))  # by the ends of names
 
 
-def _table() -> dict[str, Backbone]:
-    table: dict[str, Backbone] = {}
+def _table() -> dict[str, CodecMaker]:
+    table: dict[str, CodecMaker] = {}
     for name, d, n in (("2", 2, 16), ("3", 2, 64), ("4", 2, 256), ("2-d4", 4, 256)):
         for suffix, gain in GAINS:
             table[f"higgs-{name}{suffix}"] = _higgs(d, n, "head", gain=gain)
@@ -160,7 +161,7 @@ def _table() -> dict[str, Backbone]:
     return table
 
 
-BACKBONES = _table()
+CODEC_MAKERS = _table()
 
 # Names of methods and of the format's codecs that mean nothing by themselves -> their own command; what to name
 # instead.
@@ -175,14 +176,19 @@ FITTED = {
     "aqua-kv": ("fit-predictors", "name what codes the residuals, as higgs-2-wide-debiased"),
 }
 FIXED_TIERS = re.compile(r"mixkvq-(\d+)-(\d+)")
+BY_HEAD = "NxCODEC+NxCODEC"  # as names of codecs by kv head read; NEXT joins their parts
+NEXT, EXAMPLE = "+", "1xhiggs-4+2xhiggs-2"
+PART = re.compile(r"([1-9][0-9]{0,3})x(.+)")
 
 
-def backbone(name: str) -> Backbone:
+def codec_maker(name: str) -> CodecMaker:
     """The maker of that name, of a codec that needs no data; UsageError naming what is allowed."""
-    if name in BACKBONES:
-        return BACKBONES[name]
+    if name in CODEC_MAKERS:
+        return CODEC_MAKERS[name]
     if tiers := FIXED_TIERS.fullmatch(name):
         return _mixkvq(int(tiers[1]), int(tiers[2]))
+    if NEXT in name:
+        return _by_head(name)
     if name in FITTED:
         command, instead = FITTED[name]
         raise UsageError(
@@ -195,17 +201,42 @@ def backbone(name: str) -> Backbone:
             "with --key-inputs none --value-inputs none"
         )
     load_plugins()
-    if name in BACKBONES:
-        return BACKBONES[name]
-    names = [*BACKBONES, *(family.example for family in CALIBRATED.values())]
+    if name in CODEC_MAKERS:
+        return CODEC_MAKERS[name]
+    names = [*CODEC_MAKERS, *(family.example for family in CALIBRATED.values())]
     raise UsageError(f"codec {name!r} is not known; {allowed(name, names, 'kvcal names codec')}")
+
+
+def _by_head(name: str) -> CodecMaker:
+    """The maker of a codec by kv head, from a name as "1xhiggs-4+2xhiggs-2". UsageError for parts that cannot be."""
+    parts: list[tuple[int, CodecMaker]] = []
+    for text in name.split(NEXT):
+        if (read := PART.fullmatch(text)) is None:
+            raise UsageError(f"codec {name!r}, part {text!r}: reads {BY_HEAD}, so many kv heads of each, as {EXAMPLE}")
+        if calibrated_name(codec := read[2]) is not None:
+            raise UsageError(
+                f"codec {name!r}: {codec} is learned from text, for all heads of a layer; heads of their own take "
+                "codecs that need no data, as higgs-2"
+            )
+        parts.append((int(read[1]), codec_maker(codec)))
+    heads = sum(count for count, _ in parts)
+
+    def make(shape: Shape, role: Role) -> Codec:
+        if heads != shape.heads:
+            raise UsageError(f"codec {name!r} is for {heads} kv heads, the model's layers have {shape.heads}")
+        return ByHead([make(Shape(count, shape.dim, shape.block), role) for count, make in parts])
+
+    return make
 
 
 def no_factors(codec: str) -> tuple[str, str] | None:
     """Why factors from text are of no use to keys of that codec, and which codec is the same without factors
     of its own, "" for none; None where they are of use. Raises UsageError for an unknown name.
     """
-    example = backbone(codec)(Shape(1, 256, 32), "key")
+    make = codec_maker(codec)
+    if NEXT in codec:
+        return f"{codec} has codecs of its own for groups of heads, without factors", ""
+    example = make(Shape(1, 256, 32), "key")
     if isinstance(example, Scaled):
         return f"{codec} divides keys by factors of each row's own already", f"{codec}-plain"
     if codes_apart(example):
@@ -215,6 +246,8 @@ def no_factors(codec: str) -> tuple[str, str] | None:
 
 def codes_apart(codec: Codec) -> bool:
     """Whether keys' channels do not share a scale, so that a large one costs the others nothing."""
+    if isinstance(codec, ByHead):
+        return all(codes_apart(part) for part in codec.parts)
     return isinstance(codec, Exact | Float8 | MixKVQ | Squat) or getattr(codec, "axis", "channel") == "token"
 
 
@@ -249,7 +282,7 @@ def _check_tiers(name: re.Match[str]) -> None:
 
 
 def _check_subspace(name: re.Match[str]) -> None:
-    backbone(name["codec"])  # refuses bits that SQuat is not named with
+    codec_maker(name["codec"])  # refuses bits that SQuat is not named with
 
 
 def _check_factors(name: re.Match[str]) -> None:
@@ -289,6 +322,8 @@ def calibrated_name(name: str) -> tuple[str, re.Match[str]] | None:
 
     Raises UsageError for one that cannot be.
     """
+    if NEXT in name:  # codecs by kv head: what their parts' names end in is not said of all
+        return None
     for kind, family in CALIBRATED.items():
         if (parts := family.pattern.fullmatch(name)) is not None:
             family.check(parts)

@@ -103,7 +103,7 @@ class SharedGram:
         return list(self._totals)
 
     def add(self, x: Mapping[str, Tensor]) -> None:
-        """x: name -> (n, C), the same n tokens for all."""
+        """Add tokens to the sums. x: name -> (n, C), the same n tokens for all."""
         tokens = min((len(y) for y in x.values()), default=0)
         for start in range(0, tokens, CHUNK):
             part = {name: x[name][start : start + CHUNK] for name in self.names}
@@ -200,7 +200,7 @@ def _compensated_codes(weight: Tensor, upper: Tensor, scale: Tensor, base: Tenso
 
 
 def explained_variance(gram: Gram, weight: Tensor, bias: Tensor) -> Tensor:
-    """Per-channel 1 - residual variance / variance of a linear predictor on the tokens of `gram` (C,) float64."""
+    """1 - residual variance / variance by channel of a linear predictor on the tokens of `gram`, (C,) float64."""
     whole = torch.cat([weight.double(), bias.double()[None]])
     residual = gram.yy - 2 * (whole * gram.xy).sum(0) + (whole * (gram.xx @ whole)).sum(0)
     variance = gram.yy - gram.count * gram.mean_y.square()

@@ -142,7 +142,7 @@ class Squat:
         return _LayerRun(self, layer, taps, carry).fit()
 
     def replay_layer(self, layer: int, taps: LayerTaps, carry: Carry, codecs: LayerCodecs) -> None:
-        """Nothing of a layer is of use to the next."""
+        """Do nothing: SQuat leaves nothing of a layer for the next one."""
 
 
 @dataclass
@@ -309,8 +309,8 @@ class _Holdout:
         """Add held-out windows, none perhaps: q (B, heads, T, D) and k before RoPE, v; vectors (H, D, D) by source."""
         if not len(q):
             return
-        turned = self._rotate(q, slice(None))
-        queries = turned if self.method.queries == "post_rope" else q
+        rotated = self._rotate(q, slice(None))
+        queries = rotated if self.method.queries == "post_rope" else q
         self._deviate(sums, torch.unflatten(queries, 1, (k.shape[1], -1)), vectors)
         windows = self.method.windows
         blocks = (q.shape[2] - windows.sink - windows.recent) // windows.block
@@ -318,7 +318,7 @@ class _Holdout:
             packed = slice(windows.sink, windows.sink + blocks * windows.block)
             stored = self._rotate(k, slice(None)) if self.method.frame == "post_rope" else k
             errors = self._encode(sums, queries, stored[:, :, packed], packed)
-            squares, pairs = logit_squares(torch.unflatten(turned, 1, (k.shape[1], -1)), errors, windows)
+            squares, pairs = logit_squares(torch.unflatten(rotated, 1, (k.shape[1], -1)), errors, windows)
             sums.squares = [a + b for a, b in zip(sums.squares, squares, strict=True)]
             sums.pairs += pairs
             decoded = self.value.encode_decode(v[:, :, packed])[1]

@@ -142,8 +142,8 @@ class TrainingData:
 
 
 def at_distances(site: AttentionSite, queries: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Queries before RoPE (B, heads, T, D) as keys before RoPE meet them: each turned by its distance to a token before
-    it.
+    """Queries before RoPE (B, heads, T, D) as keys before RoPE meet them: each is rotated by its distance to a token
+    before it.
 
     q at t and k at s score q . R(s - t) k = (R(t - s) q) . k. The distance of the query at t is drawn from 0 to t,
     seeded.
@@ -168,7 +168,7 @@ class Moments:
         self.weight = torch.zeros_like(self.square)
 
     def add(self, x: Tensor) -> None:
-        """x (B, H, T, D): what will be stored."""
+        """Add tokens x (B, H, T, D), as they will be stored."""
         rows = x.movedim(1, 0).flatten(1, 2).double()
         self.count += rows.shape[1]
         self.total += rows.sum(1)
@@ -182,12 +182,12 @@ class Moments:
         self.weight += other.weight
 
     def weigh(self, queries: Tensor) -> None:
-        """queries (B, H * group, T, D) in the frame in which keys are stored."""
+        """Weigh keys by queries (B, H * group, T, D), in the frame in which keys are stored."""
         wide = torch.unflatten(queries, 1, (len(self.total), -1)).movedim(1, 0).flatten(1, 3).double()
         self.weight += wide.mT @ wide
 
     def weigh_output(self, projection: Tensor) -> None:
-        """projection (hidden, heads * D): rows that attention outputs are multiplied by."""
+        """Weigh values by projection (hidden, heads * D), by whose rows attention outputs are multiplied."""
         heads, dim = self.total.shape
         parts = projection.double().unflatten(1, (heads, -1, dim)).permute(1, 2, 0, 3).flatten(1, 2)
         self.weight += parts.mT @ parts

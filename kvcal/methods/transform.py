@@ -30,8 +30,10 @@ FLOOR = 1e-5  # of the mean: the smallest metric and variance of a direction, so
 
 
 @dataclass(frozen=True)
-class TransformBackbone:
-    """bits: of the codes, a value, on average; the norm comes on top (16 / (H * D))."""
+class CalibratedTransform:
+    """The transform codec with a basis fitted on text. bits: of the codes, a value, on average; the norm comes on top
+    (16 / (H * D)).
+    """
 
     bits: float
     gain: str = "mse"
@@ -47,7 +49,7 @@ class TransformBackbone:
 def fit_transform(
     shape: Shape, role: Role, spread: Tensor, metric: Tensor, mean: Tensor, bits: float, gain: str
 ) -> Transform:
-    """spread, metric: S and W above, float64 (H, D, D)."""
+    """Fit the basis and the bits of its coordinates. spread, metric: S and W above, float64 (H, D, D)."""
     root, inverse = _roots(metric.cpu())
     value, vector = torch.linalg.eigh(root @ spread.cpu() @ root)
     value, vector = value.flip(-1), vector.flip(-1)  # largest first

@@ -67,8 +67,9 @@ def default_sizes(parameters: int) -> str:
 
 @dataclass(frozen=True)
 class VQKV:
-    """stages, sizes: (values, low band, high band). high: dimensions of the high band; 0: one band, and the high band's
-    numbers are not used. shared: one set of codebooks for all layers, as the paper has it, else one a layer.
+    """VQKV: residual vector quantisation of keys and values. stages, sizes: (values, low band, high band). high:
+    dimensions of the high band; 0: one band, and the high band's numbers are not used. shared: one set of codebooks for
+    all layers, as the paper has it, else one a layer.
 
     scale: in which units vectors are quantised: as they are ("none", the paper's), divided by the root mean square of
     their layer and head ("head") or channel ("channel"), or keys times that of the queries they will meet, so that the
@@ -139,7 +140,9 @@ class VQKV:
     def layer_codecs(
         self, shape: Shape, bands: list[list[int]], books: dict[str, Tensor], scales: dict[str, Tensor | None]
     ) -> LayerCodecs:
-        """books: "value", "low" and, with two bands, "high", each (S, k, d) float16; scales: "key", "value" (H, D)."""
+        """The codecs of a layer with these codebooks. books: "value", "low" and, with two bands, "high", each (S, k, d)
+        float16; scales: "key", "value" (H, D).
+        """
         keys = [books[name] for name in ("low", "high") if name in books]
         key = ResidualVQ(shape, "key", bands, keys, scales["key"])
         value = ResidualVQ(shape, "value", [list(range(shape.dim))], [books["value"]], scales["value"])
@@ -171,7 +174,7 @@ def reconstruction_errors(keys: Tensor, holdout: Tensor, label: str, training: T
 def band_split(error: Tensor, energy: Tensor, high: int, rotary: int, by: str) -> list[list[int]]:
     """[low band, high band]: the `high` worst dimensions form the high band, RoPE pairs (i, i + rotary / 2) together.
 
-    error, energy (D,) as from reconstruction_errors; rotary: dimensions that RoPE turns. One band if `high` is 0.
+    error, energy (D,) as from reconstruction_errors; rotary: dimensions that RoPE rotates. One band if `high` is 0.
     """
     dim = len(error)
     if not high:

@@ -1,7 +1,7 @@
 """Factors of key channels folded into a checkpoint: W_K divided by them, W_Q multiplied (InnerQ section 4.3).
 
 Scores stay as they were, keys come out evened. Exact (up to rounding) only where nothing but RoPE stands between the
-projection and attention, and only if the two channels that RoPE turns together share their factor.
+projection and attention, and only if the two channels that RoPE rotates together share their factor.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ def _check_shared(layer: int, factor: Tensor, partners: Tensor) -> None:
 
 @torch.no_grad()
 def fold_in_place(model: nn.Module, factors: Mapping[int, Tensor]) -> None:
-    """Into a model in memory. factors: layer -> (H, D) of its keys. Raises UsageError before anything changes."""
+    """Fold factors into a model in memory. factors: layer -> (H, D) of its keys. Raises UsageError before anything
+    changes.
+    """
     for module, rows in _all_rows(model, factors):
         for parameter in module.parameters(recurse=False):
             parameter.copy_(_multiplied(parameter, rows))
@@ -254,7 +256,9 @@ def changed_rows(parts: LayerwiseWeights, factors: Mapping[int, Tensor]) -> dict
 def _write_weights(
     parts: LayerwiseWeights, rows: Mapping[str, Tensor], folder: Path, extra: Mapping[str, Tensor] | None = None
 ) -> None:
-    """rows: by name, what a tensor's rows are multiplied by. extra: tensors that the model itself does not have."""
+    """Write a model's weights, folded, as files of the hub's layout. rows: by name, what a tensor's rows are multiplied
+    by. extra: tensors that the model itself does not have.
+    """
     more = dict(extra or {})
     sizes = {name: like.numel() * like.element_size() for name, like in parts.model.named_parameters()}
     shards = _shards(sizes)

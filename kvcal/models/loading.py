@@ -119,7 +119,9 @@ def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device) -
 
 
 def _check_complete(source: ModelSource, report: LoadingReport) -> None:
-    """Of quantised weights, whose tensors are not compared with the model beforehand."""
+    """Refuse quantised weights that lack tensors or have unknown ones: these are not compared with the model
+    beforehand.
+    """
     from .conversion import check_complete
 
     missing, surplus = report.get("missing_keys") or (), report.get("unexpected_keys") or ()

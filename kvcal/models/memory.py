@@ -12,7 +12,7 @@ import torch
 
 from kvcal_artifacts.errors import OutOfMemory
 
-MEMINFO, OWN_GROUPS, GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+MEMINFO, PROCESS_GROUPS, GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 # version of control groups -> limit, bytes in use, what of memory.stat the kernel gives back when asked
 GROUP_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -79,7 +79,7 @@ def _groups() -> Iterator[tuple[Path, int]]:
     number:controllers:path.
     """
     try:
-        lines = OWN_GROUPS.read_text().splitlines()
+        lines = PROCESS_GROUPS.read_text().splitlines()
     except OSError:
         return
     for number, controllers, path in (line.split(":", 2) for line in lines):

@@ -35,8 +35,8 @@ NEEDED = (
 
 
 def geometry(source: ModelSource) -> Geometry:
-    """From the catalogue or from config.json, by Transformers where the file alone does not say all of it.
-    ModelUnavailable and UnsupportedModel as of configuration.load_config.
+    """A model's geometry, from the catalogue or from config.json, read by Transformers where the file alone does not
+    say all of it. Raises ModelUnavailable and UnsupportedModel as configuration.load_config does.
     """
     if source.entry is not None:
         return source.entry.geometry

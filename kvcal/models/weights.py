@@ -66,11 +66,11 @@ class FileWeights:
         if name not in self._origins:
             raise ModelUnavailable(f"{self.label}: its weights lack {name}, which its config.json asks for")
         origin = self._origins[name]
-        tensor = self._ready.pop(name) if name in self._ready else self._made(name, origin, like, device)
+        tensor = self._ready.pop(name) if name in self._ready else self._read_origin(name, origin, like, device)
         check_shape(self.label, name, tensor, like, origin, _Shapes(self, origin.names))
         return tensor.to(like.dtype)
 
-    def _made(self, name: str, origin: Origin, like: Tensor, device: torch.device) -> Tensor:
+    def _read_origin(self, name: str, origin: Origin, like: Tensor, device: torch.device) -> Tensor:
         from .memory import is_oom
 
         def read(part: str) -> Tensor:
@@ -222,7 +222,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> CausalLM:
 def fill(
     module: nn.Module, prefix: str, weights: Weights, device: torch.device, model: nn.Module | None = None
 ) -> None:
-    """Put real parameters in place of a module's meta ones; tied ones once, under their first name.
+    """Replace a module's meta parameters by real ones; tied ones once, under their first name.
 
     prefix: the module's name in the model, "" or ending in a dot. model: that it is part of, None: it is the model.
     """

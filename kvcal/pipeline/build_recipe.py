@@ -19,7 +19,7 @@ from .names import COMMANDS
 from .options import (
     FROM_MODEL,
     MAYBE_PATHS,
-    NOT_GIVEN,
+    NOT_IN_RECIPE,
     PATHS,
     BuiltOptions,
     EvalOptions,
@@ -30,7 +30,7 @@ from .scheme_file import GOVERNED, check_fields, read_toml, refuse_unknown, tabl
 from .spec import DefaultsOf, Options, OptionsOf
 
 TOP = {"output": str, "defaults": dict, "models": dict, "bundles": dict, "gates": dict, "evaluation": dict}
-OWN = ("method", "models", "matrix", "gates")  # keys of a bundle that are no options of its command
+BUNDLE_KEYS = ("method", "models", "matrix", "gates")  # keys of a bundle that are no options of its command
 EVALUATION = {"text": str, "column": str, "length": int, "windows": int, "step": int, "batch": int}
 NAME = re.compile(r"[\w.+-]+")
 
@@ -94,7 +94,7 @@ class _Reader:
                 raise self._wrong(f"has no [{name}.NAME]: nothing to build")
         check_fields(self.path, "evaluation.", table_of(fields, "evaluation"), EVALUATION)
         refuse_unknown(self.path, "gates.", table_of(fields, "gates"), Limits.names())
-        anything = {option for command in COMMANDS.values() for option in self._known(command)}
+        anything = {option for command in COMMANDS.values() for option in self._option_names(command)}
         refuse_unknown(self.path, "defaults.", table_of(fields, "defaults"), sorted(anything))
         models = table_of(fields, "models")
         for name in models:
@@ -121,15 +121,15 @@ class _Reader:
             if not NAME.fullmatch(key):
                 raise self._wrong(f"{name}.{key}: names become file names: letters, digits, . + - and _ only")
 
-    def _known(self, command: str) -> list[str]:
-        return [name for name in self.defaults_of(command) if name not in (*FROM_MODEL, *NOT_GIVEN)]
+    def _option_names(self, command: str) -> list[str]:
+        return [name for name in self.defaults_of(command) if name not in (*FROM_MODEL, *NOT_IN_RECIPE)]
 
     def _entries(self, bundle: str) -> Iterator[Entry]:
         table, where = table_of(table_of(self.fields, "bundles"), bundle), f"bundles.{bundle}."
         method = self._method(bundle, table)
-        names = ["keys", "values"] if method == "combine" else self._known(COMMANDS[method])
+        names = ["keys", "values"] if method == "combine" else self._option_names(COMMANDS[method])
         named = ["preset"] if method == "preset" else []
-        refuse_unknown(self.path, where, table, [*OWN, *named, *names])
+        refuse_unknown(self.path, where, table, [*BUNDLE_KEYS, *named, *names])
         check_fields(self.path, where, {"matrix": table.get("matrix", {})}, {"matrix": dict})
         matrix = table_of(table, "matrix")
         refuse_unknown(self.path, f"{where}matrix.", matrix, [*named, *names])
@@ -261,9 +261,3 @@ def _slug(option: str, value: object) -> str:
         return option if value else f"no-{option}"
     text = str(value) if isinstance(value, str) else f"{option}{value}"
     return re.sub(r"[^\w.+-]+", "_", text).strip("_") or option
-
-
-# What a bundle is made of.
-
-
-# The lock file.

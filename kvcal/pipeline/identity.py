@@ -10,13 +10,13 @@ from pathlib import Path
 
 from kvcal_artifacts.bundle.canonical import canonical, sha256_text
 
-from .. import __version__
 from ..models import hub
 from ..models.file_hashes import file_sha256
 from ..models.files import weights_revision
 from ..models.names import resolve
+from ..report.version import __version__
 from ..text import documents, hub_datasets, sources
-from .options import FROM_MODEL, HOW, NOT_GIVEN, BuiltOptions, TuneThresholdsOptions
+from .options import FROM_MODEL, HOW, NOT_IN_RECIPE, BuiltOptions, TuneThresholdsOptions
 from .shared_options import WeightsOptions
 
 IN_IDENTITY = ("text", "other_text", "recipe", "device", "tasks_path", "random_weights")  # stated by content instead
@@ -37,7 +37,7 @@ def model_identity(o: WeightsOptions) -> dict[str, object]:
 
 
 def files_sha256(files: Iterable[Path]) -> str:
-    """Over the names and hashes of files."""
+    """The SHA-256 over the names and hashes of files."""
     listed = [[path.name, file_sha256(path)] for path in files]
     return sha256_text(canonical(listed))
 
@@ -58,17 +58,17 @@ def code_identity() -> dict[str, str]:
     import torch
     import transformers
 
-    import kvcal
     import kvcal_artifacts
     import kvcal_kernels
 
     digest = hashlib.sha256()
-    for package in (kvcal, kvcal_artifacts, kvcal_kernels):
-        root = Path(str(package.__file__)).parent
+    roots = {"kvcal": Path(__file__).parents[1]}
+    roots |= {package.__name__: Path(str(package.__file__)).parent for package in (kvcal_artifacts, kvcal_kernels)}
+    for package, root in roots.items():
         for path in sorted(root.rglob("*.py")):
             name = path.relative_to(root).as_posix()
             if not name.startswith(("cli/", "report/", "demo/")):
-                digest.update(f"{package.__name__}/{name}\0{file_sha256(path)}\n".encode())
+                digest.update(f"{package}/{name}\0{file_sha256(path)}\n".encode())
     return {
         "kvcal": __version__,
         "source": digest.hexdigest(),
@@ -80,8 +80,8 @@ def code_identity() -> dict[str, str]:
 
 def settings_identity(o: BuiltOptions) -> dict[str, object]:
     """Every option that may decide a byte and is not stated by content elsewhere."""
-    left_out = {*FROM_MODEL, *NOT_GIVEN, *HOW, *IN_IDENTITY}
-    settings: dict[str, object] = {name: value for name, value in o.by_name().items() if name not in left_out}
+    excluded = {*FROM_MODEL, *NOT_IN_RECIPE, *HOW, *IN_IDENTITY}
+    settings: dict[str, object] = {name: value for name, value in o.by_name().items() if name not in excluded}
     if isinstance(o, TuneThresholdsOptions) and o.tasks_path is not None:
         settings["tasks"] = files_sha256(sorted(path for path in o.tasks_path.rglob("*") if path.is_file()))
     return dict(json.loads(json.dumps(settings, default=list)))

@@ -21,7 +21,9 @@ from .scheme_file import table_of
 
 @dataclass
 class Lock:
-    """bundles: name -> file, sha256, bytes, inputs, and key, a hash of the inputs. gates: name -> key, checks."""
+    """What a build has written and checked. bundles: name -> file, sha256, bytes, inputs, and key, a hash of the
+    inputs. gates: name -> key, checks.
+    """
 
     path: Path
     bundles: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -97,7 +99,7 @@ def _rows(part: str, rows: object, fields: Mapping[str, type]) -> dict[str, dict
 
 @dataclass(frozen=True)
 class Planned:
-    """why: it must be built; None: it is up to date."""
+    """An entry of a build file with its inputs. why: the reason to build it; None: it is up to date."""
 
     entry: Entry
     path: Path

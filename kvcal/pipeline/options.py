@@ -33,7 +33,7 @@ from .spec import argument, flag, option
 
 # Options of one kind, by their names.
 FROM_MODEL = ("model", "revision")
-NOT_GIVEN = ("output", "json", "wide", "plot", "resume", "storage", "heartbeat", "name")  # the build's own affair
+NOT_IN_RECIPE = ("output", "json", "wide", "plot", "resume", "storage", "heartbeat", "name")  # the build's own affair
 HOW = ("spill", "spill_dir", "layerwise")  # changes no byte
 PATHS = ("recipe", "tasks_path", "spill_dir")
 MAYBE_PATHS = ("model", "text", "other_text")  # or a name: a path if there is one
@@ -51,7 +51,7 @@ class CalibrationOptions(WeightsOptions, CalibrationText, Batched, Resumable):
 
 @dataclass(frozen=True, kw_only=True)
 class FitPredictorsOptions(CalibrationOptions, PerLayer, CacheWindows, Selection, Layerwise):
-    """Of `kvcal fit-predictors`, AQUA-KV."""
+    """The options of `kvcal fit-predictors`, AQUA-KV."""
 
     panel: ClassVar[str] = "Scheme"
 
@@ -89,7 +89,7 @@ class FitPredictorsOptions(CalibrationOptions, PerLayer, CacheWindows, Selection
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCodebooksOptions(CalibrationOptions, Selection, Layerwise):
-    """Of `kvcal train-codebooks`, VQKV."""
+    """The options of `kvcal train-codebooks`, VQKV."""
 
     panel: ClassVar[str] = "Scheme"
 
@@ -140,7 +140,7 @@ class TrainCodebooksOptions(CalibrationOptions, Selection, Layerwise):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneThresholdsOptions(CalibrationOptions, CacheWindows, Stepped):
-    """Of `kvcal tune-thresholds`, MixKVQ."""
+    """The options of `kvcal tune-thresholds`, MixKVQ."""
 
     panel: ClassVar[str] = "Scheme"
 
@@ -203,7 +203,7 @@ class TuneThresholdsOptions(CalibrationOptions, CacheWindows, Stepped):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureSubspacesOptions(CalibrationOptions, CacheWindows, Selection, Layerwise):
-    """Of `kvcal measure-subspaces`, SQuat."""
+    """The options of `kvcal measure-subspaces`, SQuat."""
 
     panel: ClassVar[str] = "Scheme"
 
@@ -243,7 +243,7 @@ class MeasureSubspacesOptions(CalibrationOptions, CacheWindows, Selection, Layer
 
 @dataclass(frozen=True, kw_only=True)
 class FitNormsOptions(CalibrationOptions, PerLayer, CacheWindows, Selection, Layerwise):
-    """Of `kvcal fit-norms`, InnerQ."""
+    """The options of `kvcal fit-norms`, InnerQ."""
 
     panel: ClassVar[str] = "Scheme"
 
@@ -274,7 +274,7 @@ class FitNormsOptions(CalibrationOptions, PerLayer, CacheWindows, Selection, Lay
 
 @dataclass(frozen=True, kw_only=True)
 class TuneBitsOptions(CalibrationOptions, CacheWindows, Selection, Layerwise):
-    """Of `kvcal tune-bits`, a baseline like KVTuner."""
+    """The options of `kvcal tune-bits`, a baseline like KVTuner."""
 
     panel: ClassVar[str] = "Scheme"
 
@@ -290,6 +290,9 @@ class TuneBitsOptions(CalibrationOptions, CacheWindows, Selection, Layerwise):
         "Of --objective kl: what keys or values of a layer may be stored in.",
     )
     predict: bool = flag("Of --objective kl: store what AQUA-KV's predictors leave, in learned codecs, too.")
+    head_groups: int = option(
+        1, "Of --objective kl: groups of a layer's kv heads that may each have a codec of their own.", at_least=1
+    )
     bits: str = option("2,4,8", "What keys and values of a layer may have.")
     group: int = option(32, "Tokens of a key channel, channels of a value, that share a scale.", at_least=1)
     block: int = 128
@@ -297,7 +300,7 @@ class TuneBitsOptions(CalibrationOptions, CacheWindows, Selection, Layerwise):
 
 @dataclass(frozen=True, kw_only=True)
 class PresetOptions(WeightsOptions, PerLayer, Selection):
-    """Of `kvcal preset`. name: of the method."""
+    """The options of `kvcal preset`. name: of the method."""
 
     panel: ClassVar[str] = "Scheme"
 
@@ -342,7 +345,7 @@ class EvalOptions(
     Resumable,
     GateReports,
 ):
-    """Of `kvcal eval`."""
+    """The options of `kvcal eval`."""
 
     panel: ClassVar[str] = "Gates"
 

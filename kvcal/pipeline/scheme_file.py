@@ -1,4 +1,4 @@
-"""A compression scheme as a TOML file: codecs, windows, frame and predictor, in place of options.
+"""A compression scheme as a TOML file: codecs, windows, frame and predictor, instead of options.
 
 frame = "pre_rope"
 keys = "higgs-2-wide-debiased"        # or: codec = "..." for both
@@ -65,7 +65,7 @@ class Recipe:
         return "predictor" in self.fields
 
     @property
-    def said(self) -> set[str]:
+    def option_names(self) -> set[str]:
         """Names of the options that its [predictor] gives, be it at their default."""
         return {OPTIONS.get(name, name) for name in table_of(self.fields, "predictor")}
 
@@ -109,7 +109,7 @@ def table_of(fields: Mapping[str, object], name: str) -> dict[str, object]:
 
 
 def _exception(layers: str, codec: object) -> list[str]:
-    """codec: a name, or a table of keys and values."""
+    """Exceptions for layers as --per-layer takes them. codec: a name, or a table of keys and values."""
     if not isinstance(codec, dict):
         return [f"{layers}={codec}"]
     return [f"{layers}:{role}={name}" for role, name in codec.items()]

@@ -82,9 +82,9 @@ def specs(options: type[Options]) -> dict[str, Spec]:
     by_name: dict[str, Spec] = {}
     panels: dict[str, str] = {}
     for kind in reversed([kind for kind in options.__mro__ if issubclass(kind, Options)]):
-        own_names = vars(kind).get("__annotations__", {})
+        annotated = vars(kind).get("__annotations__", {})
         for one in fields(kind):
-            if (name := one.name) not in own_names:
+            if (name := one.name) not in annotated:
                 continue
             by_name[name] = one.metadata.get("option") or by_name[name]
             panels[name] = by_name[name].panel or panels.get(name) or kind.panel

@@ -8,13 +8,13 @@ from typing import Any
 
 from .quantities import quantity, significant, written
 
-Found = dict[str, Any]
+Record = dict[str, Any]
 TABLE_4 = "innerq-table-4 "
 
 
 @dataclass(frozen=True)
 class Table:
-    """keys: how many of its columns name a row."""
+    """A table to be printed. keys: how many of its columns name a row."""
 
     title: str
     columns: Sequence[str]
@@ -22,9 +22,9 @@ class Table:
     keys: int = 1
 
 
-def tables(result: Found, wide: bool = False) -> Iterator[Table]:
+def tables(result: Record, wide: bool = False) -> Iterator[Table]:
     """All rows of run_bench, grouped as they are read. wide: with all columns and digits."""
-    rows: list[Found] = result["rows"]
+    rows: list[Record] = result["rows"]
     paper = [row for row in rows if row["operation"].startswith(TABLE_4)]
     if paper:
         yield from _table_4(paper, wide)
@@ -39,7 +39,7 @@ def tables(result: Found, wide: bool = False) -> Iterator[Table]:
         yield _compared(result["compared"], wide)
 
 
-def rates(result: Found) -> Iterator[str]:
+def rates(result: Record) -> Iterator[str]:
     """What the rows' `of copy` is of: the device's rates in this run, and those of runs before it that measured some
     rows.
     """
@@ -54,23 +54,23 @@ def rates(result: Found) -> Iterator[str]:
         yield f"{rows} rows are of a run before this one, beside its copy: {copies} GB/s read and written"
 
 
-def _hidden(row: Found) -> bool:
+def _hidden(row: Record) -> bool:
     """A backend of torch that does not run here: said in --json, no line of a table."""
     return row["operation"] == "decode-attention" and row["microseconds"] is None and not row["projected"]
 
 
-def said(row: Found) -> str:
+def origin_of(row: Record) -> str:
     return "projected" if row["projected"] else "measured"
 
 
 TIMED = ("operation", "scheme", "batch", "length", "microseconds", "stored_bits", "fraction_of_copy", "ratio_to_fp16")
 
 
-def _timed(rows: list[Found], wide: bool) -> Table:
+def _timed(rows: list[Record], wide: bool) -> Table:
     """How a row was timed, and whether that was measured or projected, stand in each line with --wide alone; the
     heading says it where it is the same in all rows.
     """
-    kinds = list(dict.fromkeys(map(said, rows)))
+    kinds = list(dict.fromkeys(map(origin_of, rows)))
     mixed = wide or len(kinds) > 1
     heads = [quantity(name).name for name in TIMED]
     heads[TIMED.index("microseconds")] = "µs" if mixed else f"{kinds[0]} µs"
@@ -78,7 +78,7 @@ def _timed(rows: list[Found], wide: bool) -> Table:
     table_rows = []
     for row in rows:
         cells: list[str | None] = [written(name, row[name], whole=wide) for name in TIMED]
-        cells += [said(row)] if mixed else []
+        cells += [origin_of(row)] if mixed else []
         cells += [row["path"].removeprefix("projected: ")] if wide else []
         table_rows.append([*cells, "; ".join(filter(None, [row["refused"] or "", _remark(row)]))])
     [remark, *others] = dict.fromkeys(row[-1] for row in table_rows)
@@ -92,7 +92,7 @@ def _timed(rows: list[Found], wide: bool) -> Table:
     return Table(title + _by_torch(rows), columns, table_rows, keys=2)
 
 
-def _by_torch(rows: list[Found]) -> str:
+def _by_torch(rows: list[Record]) -> str:
     """Which papers' tables the rows have times of torch for, where the papers' are of kernels."""
     tables = [row["paper_table"] for row in rows if row.get("paper_table") and row["path"].startswith("reference")]
     if not tables:
@@ -100,7 +100,7 @@ def _by_torch(rows: list[Found]) -> str:
     return f"; of {' and '.join(dict.fromkeys(tables))}, rows of reference are torch's times, no kernel's"
 
 
-def _remark(row: Found) -> str:
+def _remark(row: Record) -> str:
     parts = []
     if "paper_microseconds" in row:
         parts.append(f"paper {row['paper_microseconds']:g} ({row['paper_device']})")
@@ -128,7 +128,7 @@ def _remark(row: Found) -> str:
     return ", ".join(parts)
 
 
-def _table_4(rows: list[Found], wide: bool) -> Iterator[Table]:
+def _table_4(rows: list[Record], wide: bool) -> Iterator[Table]:
     lengths = list(dict.fromkeys(row["length"] for row in rows))
     columns = ["part", "scheme", "bits/value", *map(str, lengths), *([""] if wide else [])]
 
@@ -166,11 +166,11 @@ def _table_4(rows: list[Found], wide: bool) -> Iterator[Table]:
 LONGEST = ("scheme", "batch", "stored_bits", "memory_gib", "longest_length")
 
 
-def _longest(rows: list[Found], wide: bool) -> Table:
+def _longest(rows: list[Record], wide: bool) -> Table:
     table_rows = [
         [
             *(written(name, row[name], whole=wide) for name in LONGEST),
-            said(row),
+            origin_of(row),
             *([row["path"].removeprefix("projected: ")] if wide else []),
             row["refused"] or (f"paper {row['paper_longest']:,}" if "paper_longest" in row else ""),
         ]
@@ -180,14 +180,14 @@ def _longest(rows: list[Found], wide: bool) -> Table:
     return Table(f"longest generation of {rows[0]['model']}", columns, table_rows)
 
 
-def _compared(rows: list[Found], wide: bool) -> Table:
+def _compared(rows: list[Record], wide: bool) -> Table:
     table_rows = [
         [
             *(row[name] for name in ("operation", "scheme", "batch", "length")),
             *([row["path"]] if wide else []),
             *(None if row[name] is None else f"{row[name]:,.1f}" for name in ("earlier", "now")),
             None if row["times_as_fast"] is None else significant(row["times_as_fast"]),
-            said(row),
+            origin_of(row),
         ]
         for row in rows
     ]

@@ -15,11 +15,11 @@ def commit() -> str | None:
     """`git describe --always --dirty` of the checkout that all three packages are read from; None where there is none,
     or git is not installed or does not trust it.
     """
-    import kvcal
     import kvcal_artifacts
     import kvcal_kernels
 
-    return commit_of(Path(str(one.__file__)).resolve() for one in (kvcal, kvcal_artifacts, kvcal_kernels))
+    ours = Path(__file__).resolve().parents[1] / "__init__.py"
+    return commit_of([ours, *(Path(str(one.__file__)).resolve() for one in (kvcal_artifacts, kvcal_kernels))])
 
 
 def commit_of(files: Iterable[Path]) -> str | None:

@@ -43,6 +43,6 @@ def as_file(figure: Figure, path: Path, dpi: int = 150) -> bytes:
     return stream.getvalue()
 
 
-def made_on(machine: str) -> str:
+def machine_and_date(machine: str) -> str:
     """The end of a title: the machine and today's date, in UTC."""
     return f"{machine}, {datetime.now(UTC):%Y-%m-%d}"

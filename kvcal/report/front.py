@@ -29,7 +29,9 @@ def front_figure(
     cost: str,
     title: str | None = None,
 ) -> Figure:
-    """quality, cost: names of the axes. front: numbers of points, cheapest first. title: names model, machine, date."""
+    """A figure of a Pareto front. quality, cost: names of the axes. front: numbers of points, cheapest first. title:
+    names model, machine, date.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

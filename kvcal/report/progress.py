@@ -30,8 +30,8 @@ T = TypeVar("T")
 Advance = Callable[..., None]  # advance(steps=1, total=None); total: where it is known only now
 
 SECONDS_BETWEEN_LINES = 30.0
-LEAST_SECONDS_LEFT = 5.0  # less is not said
-LEAST_SECONDS_TOLD = 10.0  # what took longer ends with a line
+LEAST_SECONDS_ESTIMATED = 5.0  # less is not said
+LEAST_SECONDS_REPORTED = 10.0  # what took longer ends with a line
 
 _bars: Progress | None = None  # a terminal has one live display: the outermost progress owns it
 
@@ -117,14 +117,14 @@ class Items:
 
     def begin(self, label: str) -> None:
         done, self._begun = self._begun, self._begun + 1
-        remaining = _time_left(time.monotonic() - self._started, done, self._total - self._already)
+        remaining = _time_remaining(time.monotonic() - self._started, done, self._total - self._already)
         self._say(f"{self._already + self._begun}/{self._total} {label}{remaining}")
 
 
-def _time_left(elapsed: float, done: int, total: int | None) -> str:
+def _time_remaining(elapsed: float, done: int, total: int | None) -> str:
     """ ", about 3 min 5 s left", at the pace so far; empty where it is unknown or next to nothing."""
     seconds = elapsed / done * (total - done) if done and total is not None else 0.0
-    return f", about {duration(seconds)} left" if seconds >= LEAST_SECONDS_LEFT else ""
+    return f", about {duration(seconds)} left" if seconds >= LEAST_SECONDS_ESTIMATED else ""
 
 
 class _Lines:
@@ -144,11 +144,11 @@ class _Lines:
         if now - self.printed < SECONDS_BETWEEN_LINES:
             return
         self.printed, self.printed_done = now, self.done
-        self._print(now - self.started, _time_left(now - self.started, self.done, self.total))
+        self._print(now - self.started, _time_remaining(now - self.started, self.done, self.total))
 
     def end(self) -> None:
         elapsed = time.monotonic() - self.started
-        if elapsed >= LEAST_SECONDS_TOLD and self.printed_done < self.done:
+        if elapsed >= LEAST_SECONDS_REPORTED and self.printed_done < self.done:
             self._print(elapsed)
 
     def _print(self, elapsed: float, remaining: str = "") -> None:

@@ -44,9 +44,9 @@ def duration(seconds: float) -> str:
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    hours, minutes_left = divmod(minutes, 60)
+    hours, minutes_of_hour = divmod(minutes, 60)
     if hours:
-        return f"{hours} h {minutes_left} min"
+        return f"{hours} h {minutes_of_hour} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
@@ -81,7 +81,9 @@ def ranges(numbers: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Quantity:
-    """name: heading of its column, or of its line. short: what is shown of a value; whole: the same with --wide."""
+    """A quantity as tables show it. name: heading of its column, or of its line. short: what is shown of a value;
+    whole: the same with --wide.
+    """
 
     name: str
     short: Callable[[Any], str] = number
@@ -123,6 +125,7 @@ QUANTITIES: Mapping[str, Quantity] = {
     "forecast_kl": Quantity("forecast KL"),
     "holdout_kl": Quantity("held-out KL"),
     "tuned_kl": Quantity("KL of the tuned"),
+    "by_layer_kl": Quantity("KL of the tuned by layer"),
     "predicted_kl": Quantity("predicted KL"),
     "best_uniform_kl": Quantity("KL of the best uniform"),
     "perplexity": Quantity("perplexity", lambda value: significant(value, 4)),  # schemes differ in the fourth digit

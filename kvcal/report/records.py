@@ -31,7 +31,7 @@ def kind_of(value: object) -> str:
 
 
 def mistyped(value: object, kind: type) -> str:
-    """What to show in place of a value of another type than wanted."""
+    """What to show instead of a value of another type than expected."""
     return f"recorded as {kind_of(value)}, expected {KINDS[kind]}"
 
 
@@ -83,12 +83,12 @@ class Table:
         return value if (is_number(value) if kind is float else type(value) is kind) else None
 
     @overload
-    def said(self, name: str) -> str | None: ...
+    def display(self, name: str) -> str | None: ...
 
     @overload
-    def said(self, name: str, kind: type[Kind]) -> Kind | str | None: ...
+    def display(self, name: str, kind: type[Kind]) -> Kind | str | None: ...
 
-    def said(self, name: str, kind: type = str) -> object:
+    def display(self, name: str, kind: type = str) -> object:
         """The value to be shown; where it is of another type, what it was recorded as; None where it is missing or
         null.
         """

@@ -10,7 +10,7 @@ from kvcal_artifacts.auto_names import AUTO_BITS
 from kvcal_artifacts.errors import UsageError
 
 FEW = 8  # so many names are read at a glance; of more the nearest are said, and the command that lists them
-SAID = 3
+SUGGESTIONS = 3
 
 
 def allowed(name: str, names: Collection[str], listed: str) -> str:
@@ -33,15 +33,17 @@ def refuse_auto(name: str) -> None:
         )
 
 
-def nearest(name: str, among: Collection[str], most: int = SAID) -> list[str]:
+def nearest(name: str, among: Collection[str], most: int = SUGGESTIONS) -> list[str]:
     """The nearest names, most alike first, at most so many; where none is alike, of those that begin with the same
-    word.
+    word, or that contain the name.
     """
     lowered, names = name.lower(), list(among)
     if near := difflib.get_close_matches(lowered, names, most, 0.7):
         return near
     word = _word(lowered)
-    return difflib.get_close_matches(lowered, [one for one in names if word and _word(one) == word], most, 0.0)
+    if near := difflib.get_close_matches(lowered, [one for one in names if word and _word(one) == word], most, 0.0):
+        return near
+    return [one for one in names if len(lowered) > 2 and lowered in one.lower()][:most]
 
 
 def _word(name: str) -> str:

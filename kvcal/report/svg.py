@@ -10,7 +10,7 @@ from html import escape
 from kvcal_artifacts.shown import shown
 
 WIDTH, HEIGHT = 720, 340
-LEFT, RIGHT, TOP, BOTTOM = 70, 16, 14, 46
+MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 70, 16, 14, 46
 COLOURS = 8  # classes s0 to s7
 TICKS = 6
 
@@ -22,7 +22,9 @@ def text(value: object) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """From the least to the largest number, on `length` pixels from `start`, down or up; logarithmic if asked for."""
+    """An axis from the least to the largest number, on `length` pixels from `start`, down or up; logarithmic if asked
+    for.
+    """
 
     label: str
     low: float
@@ -86,8 +88,8 @@ class Chart:
     def of(cls, title: str, labels: tuple[str, str], series: Sequence[Series], log: tuple[bool, bool]) -> Chart:
         xs = [x for one in series for x, _, _ in one.points]
         ys = [y for one in series for _, y, _ in one.points]
-        x = Axis.over(labels[0], xs, LEFT, WIDTH - RIGHT, log[0])
-        y = Axis.over(labels[1], ys, HEIGHT - BOTTOM, TOP, log[1])
+        x = Axis.over(labels[0], xs, MARGIN_LEFT, WIDTH - MARGIN_RIGHT, log[0])
+        y = Axis.over(labels[1], ys, HEIGHT - MARGIN_BOTTOM, MARGIN_TOP, log[1])
         chart = cls(title, x, y)
         for one in series:
             chart.draw(one)
@@ -121,19 +123,20 @@ class Chart:
         return "\n".join([head, *self._axes(), *self.parts, "</svg>"])
 
     def _axes(self) -> list[str]:
-        rows = [f'<path class="axis" d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>']
+        rows = [f'<path class="axis" d="M{MARGIN_LEFT} {MARGIN_TOP}V{HEIGHT - MARGIN_BOTTOM}H{WIDTH - MARGIN_RIGHT}"/>']
         for tick in self.x.ticks:
             place = self.x(tick)
-            rows.append(f'<path class="grid" d="M{place} {TOP}V{HEIGHT - BOTTOM}"/>')
-            rows.append(f'<text x="{place}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{number(tick)}</text>')
+            rows.append(f'<path class="grid" d="M{place} {MARGIN_TOP}V{HEIGHT - MARGIN_BOTTOM}"/>')
+            rows.append(
+                f'<text x="{place}" y="{HEIGHT - MARGIN_BOTTOM + 18}" text-anchor="middle">{number(tick)}</text>'
+            )
         for tick in self.y.ticks:
             place = self.y(tick)
-            rows.append(f'<path class="grid" d="M{LEFT} {place}H{WIDTH - RIGHT}"/>')
-            rows.append(f'<text x="{LEFT - 8}" y="{place + 4}" text-anchor="end">{number(tick)}</text>')
-        middle = (TOP + HEIGHT - BOTTOM) / 2
-        rows.append(
-            f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{text(self.x.label)}</text>'
-        )
+            rows.append(f'<path class="grid" d="M{MARGIN_LEFT} {place}H{WIDTH - MARGIN_RIGHT}"/>')
+            rows.append(f'<text x="{MARGIN_LEFT - 8}" y="{place + 4}" text-anchor="end">{number(tick)}</text>')
+        middle = (MARGIN_TOP + HEIGHT - MARGIN_BOTTOM) / 2
+        center = (MARGIN_LEFT + WIDTH - MARGIN_RIGHT) / 2
+        rows.append(f'<text x="{center}" y="{HEIGHT - 8}" text-anchor="middle">{text(self.x.label)}</text>')
         rows.append(
             f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{text(self.y.label)}</text>'
         )
@@ -156,16 +159,18 @@ def legend(series: Sequence[Series]) -> str:
 
 def intervals(title: str, label: str, rows: Sequence[tuple[str, float, float, float]]) -> str:
     """Rows (name, low, middle, high), one below the other, with a line at 0."""
-    height = TOP + BOTTOM + 24 * len(rows)
+    height = MARGIN_TOP + MARGIN_BOTTOM + 24 * len(rows)
     start = 250
-    x = Axis.over(label, [0.0, *(value for row in rows for value in row[1:])], start, WIDTH - RIGHT)
+    x = Axis.over(label, [0.0, *(value for row in rows for value in row[1:])], start, WIDTH - MARGIN_RIGHT)
     parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{text(title)}">']
     for tick in x.ticks:
-        parts.append(f'<path class="grid" d="M{x(tick)} {TOP}V{height - BOTTOM}"/>')
-        parts.append(f'<text x="{x(tick)}" y="{height - BOTTOM + 18}" text-anchor="middle">{number(tick)}</text>')
-    parts.append(f'<path class="axis" d="M{x(0)} {TOP}V{height - BOTTOM}"/>')
+        parts.append(f'<path class="grid" d="M{x(tick)} {MARGIN_TOP}V{height - MARGIN_BOTTOM}"/>')
+        parts.append(
+            f'<text x="{x(tick)}" y="{height - MARGIN_BOTTOM + 18}" text-anchor="middle">{number(tick)}</text>'
+        )
+    parts.append(f'<path class="axis" d="M{x(0)} {MARGIN_TOP}V{height - MARGIN_BOTTOM}"/>')
     for place, (name, low, middle, high) in enumerate(rows):
-        y = TOP + 24 * place + 14
+        y = MARGIN_TOP + 24 * place + 14
         tip = f"{name}: {middle:+.4f}, from {low:+.4f} to {high:+.4f}"
         parts.append(f'<text x="{start - 10}" y="{y + 4}" text-anchor="end">{text(name[:38])}</text>')
         parts.append(f'<path class="line s0" d="M{x(low)} {y}H{x(high)}"/>')

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvcal_artifacts.errors import KVCalError
+from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import read_text, write_atomically
 from kvcal_artifacts.scheme import Scheme
 
@@ -57,9 +57,8 @@ def within(row: Mapping[str, object], max_bits: float) -> bool:
     return bits is not None and bits <= max_bits
 
 
-def bytes_at(scheme: Scheme, row: Mapping[str, object], tokens: int, length: int, itemsize: int) -> int:
-    """Bytes of one sequence of `length` tokens: what was measured of `tokens` tokens (packed, windows, run-time
-    statistics, predictors and codebooks), and more or fewer tokens at the row's stored bits a value.
+def token_bytes(scheme: Scheme, row: Mapping[str, object], itemsize: int) -> float:
+    """Bytes that one token more takes at the row's stored bits a value.
 
     itemsize: of the model's dtype, in which layers are that the scheme leaves alone.
     """
@@ -68,9 +67,24 @@ def bytes_at(scheme: Scheme, row: Mapping[str, object], tokens: int, length: int
     share = 1.0 if scheme.selection is None else scheme.selection.keep
     pairs = [pair for pair in scheme.layers if pair is not None]
     numbers = sum(pair.key.shape.heads * pair.key.shape.dim * 2 for pair in pairs)
-    a_token = numbers * bits / 8 * share + numbers / max(1, len(pairs)) * len(scheme.skipped) * itemsize
-    measured = sum(figure(row, name) for name in ("cache_bytes", "window_bytes", "resident_bytes"))
-    return max(0, round(float(measured + (length - tokens) * a_token)))
+    return numbers * bits / 8 * share + numbers / max(1, len(pairs)) * len(scheme.skipped) * itemsize
+
+
+def bytes_at(row: Mapping[str, object], length: int, *, at_16_bit: bool = False) -> int:
+    """Bytes of one sequence of `length` tokens: what was measured of the row's `tokens` (packed, windows, run-time
+    statistics, predictors and codebooks), and more or fewer tokens at what each takes.
+
+    at_16_bit: exact tokens and layers at 16 bits per value, whatever the model's dtype is. Raises KVCalError where the
+    row, of a file, lacks a figure.
+    """
+    kind = "_16_bit" if at_16_bit else ""
+    return max(
+        0,
+        round(
+            figure(row, f"window_end_bytes{kind}")
+            + (length - figure(row, "window_tokens")) * figure(row, f"token_bytes{kind}")
+        ),
+    )
 
 
 def as_csv(rows: Sequence[Mapping[str, object]]) -> str:
@@ -112,8 +126,9 @@ class Ledger:
     """Rows measured so far, so that an interrupted comparison goes on: in a file of the user's, which stays; where
     there is none, in `work`, until they are done.
 
-    settings: everything that all rows depend on (model, text, windows, dtype, device); rows of others are not taken
-    over. resume: False takes none over. Raises KVCalError as `read_results`.
+    settings: everything that all rows depend on (model, text, windows, dtype, device). resume: False measures all rows
+    anew. Raises KVCalError as `read_results`, and UsageError where the file's rows are of other settings: they would be
+    lost.
     """
 
     command: str
@@ -127,8 +142,9 @@ class Ledger:
             self.rows: dict[str, dict[str, Any]] = {row["key"]: row for row in self.work.named("row-")}
         else:
             before = read_results(self.path, self.command)
-            same = self.resume and before["settings"] == self.settings
-            self.rows = {row["key"]: row for row in before["rows"]} if same else {}
+            if self.resume and before["rows"]:
+                _refuse_others(self.path, before, self.settings)
+            self.rows = {row["key"]: row for row in before["rows"]} if self.resume else {}
         self.resumed = set(self.rows)
 
     @property
@@ -136,7 +152,7 @@ class Ledger:
         return self.work.folder if self.path is None else self.path
 
     def add(self, key: str, row: Mapping[str, object]) -> None:
-        """key: what the row's figures depend on besides the settings."""
+        """Add a row and store it. key: what the row's figures depend on besides the settings."""
         self.rows[key] = {**row, "key": key}
         if self.path is None:
             self.work.keep(_file(key), self.rows[key])
@@ -147,6 +163,17 @@ class Ledger:
     def done(self, keys: Iterable[str]) -> None:
         """These rows are on their way to the reader; those of other runs stay in `work`."""
         self.work.drop(*(f"{_file(key)}.json" for key in keys))
+
+
+def _refuse_others(path: Path, before: Mapping[str, Any], settings: Mapping[str, object]) -> None:
+    """UsageError, with the first setting that differs, where a file's rows are of other settings than these."""
+    there = before["settings"]
+    for name in dict.fromkeys((*settings, *there)):
+        if there.get(name) != settings.get(name):
+            raise UsageError(
+                f"--output {path}: its {len(before['rows'])} rows are of {name} {there.get(name)!s:.60}, not "
+                f"{settings.get(name)!s:.60}; give another name, or --no-resume to measure anew in their place"
+            )
 
 
 def _file(key: str) -> str:

@@ -29,7 +29,7 @@ def solve(places: Sequence[Sequence[Option]], budget: int) -> list[Option]:
     """
     check_least(places, budget)
     unit = math.gcd(*(option.size for options in places for option in options)) or 1
-    room = budget // unit
+    capacity = budget // unit
     best: dict[int, float] = {0: 0.0}
     taken: list[Mapping[int, Option]] = []  # by place: what was spent with it -> the option
     for options in places:
@@ -38,7 +38,7 @@ def solve(places: Sequence[Sequence[Option]], budget: int) -> list[Option]:
         for spent, total in sorted(best.items()):
             for option in options:
                 after, cost = spent + option.size // unit, total + option.cost
-                if after <= room and cost < grown.get(after, math.inf):
+                if after <= capacity and cost < grown.get(after, math.inf):
                     grown[after], chosen[after] = cost, option
         best = _undominated(grown)
         taken.append(chosen)

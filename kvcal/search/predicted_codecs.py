@@ -15,15 +15,15 @@ from kvcal_artifacts.codecs import Codec, Role, Shape
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
 from ..methods.aqua_kv import AquaKV
-from ..methods.registry import backbone
+from ..methods.registry import codec_maker
 from .sensitivity import EXACT, Assignment
 
 Fit = Callable[[Mapping[str, AquaKV]], dict[str, Bundle]]
 
 
 class PredictedSchemes:
-    """base: predictors, windows and frame; its own codecs are not used. fit: the bundles of methods, by their names.
-    bundles: those of the assignments that `whole` was given.
+    """Schemes of assigned codecs behind predictors. base: predictors, windows and frame; its own codecs are not used.
+    fit: the bundles of methods, by their names. bundles: those of the assignments that `whole` was given.
     """
 
     def __init__(self, base: AquaKV, codecs: Sequence[str], fit: Fit) -> None:
@@ -71,4 +71,4 @@ class PredictedSchemes:
 
 
 def _exact(shape: Shape, role: Role) -> Codec:
-    return backbone(EXACT)(shape, role)
+    return codec_maker(EXACT)(shape, role)

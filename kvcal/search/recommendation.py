@@ -136,7 +136,7 @@ def to_measure(rows: Sequence[Figures], limit: Limit) -> list[Figures]:
 
 
 def _best_forecasts(rows: Sequence[Figures], bits: float) -> list[Figures]:
-    """Under a limit of bits: the schemes of the smallest forecasts, once."""
+    """The schemes of the smallest forecasts under a limit of bits; none once some are measured."""
     small = [row for row in rows if row.bits <= bits]
     if not small:
         least = min(rows, key=lambda row: row.bits)
@@ -150,7 +150,7 @@ def _best_forecasts(rows: Sequence[Figures], bits: float) -> list[Figures]:
 
 
 def _smaller(rows: Sequence[Figures], limit: Limit) -> list[Figures]:
-    """Under a limit of KL: schemes of fewer bits than the best one measured to be within it, the smallest first.
+    """Schemes of fewer bits than the best one measured to be within a limit of KL, the smallest first.
 
     Those of a forecast far above the limit are left to the end, when nothing else is within it: it is a forecast.
     """

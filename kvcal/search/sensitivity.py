@@ -10,7 +10,7 @@ need no data, or are fitted under predictors (predicted_codecs.py).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ..models.weights import CausalLM
 
 EXACT = "exact-32"
+TUNED, BY_LAYER = "tuned", "tuned by layer"  # by head group, where there are any; one codec for all heads of a side
 ROLES: tuple[Role, Role] = ("key", "value")
 WORST = 1e6  # nats in the place of an infinite KL, so that sums stay comparable
 
@@ -43,7 +44,7 @@ class Store(Protocol):
     """Where measured sensitivities are kept for a run that goes on."""
 
     def read(self, name: str) -> object:
-        """None: there is no such value."""
+        """The value of that name; None where there is none."""
 
     def keep(self, name: str, value: object) -> None:
         """A value that JSON has."""
@@ -51,7 +52,9 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Assignment:
-    """key, value: the most frequent codec of each side; per_layer: exceptions, as of --per-layer."""
+    """A codec for each layer and side. key, value: the most frequent codec of each side; per_layer: exceptions, as of
+    --per-layer.
+    """
 
     key: str
     value: str
@@ -139,24 +142,34 @@ def check_budget(codecs: Sequence[str], schemes: Schemes, max_bits: float) -> No
 def sensitivities(
     model: CausalLM, ids: Tensor, codecs: Sequence[str], schemes: Schemes, store: Store
 ) -> dict[Place, list[Option]]:
-    """For each compressed layer and side, each codec's bytes a block and its KL on token windows ids (N, T), all else
-    exact. Raises UsageError where windows are too short to pack a block.
+    """Each codec's bytes a block and its KL on token windows ids (N, T), all else exact, for each compressed layer and
+    side. Raises UsageError where windows are too short to pack a block.
     """
     exact = schemes.exact
-    if (need := least_tokens(exact)) > ids.shape[1]:
-        raise UsageError(f"--length {ids.shape[1]}: packs nothing to measure; give {need} or more")
+    check_length(exact, ids)
     options: dict[Place, list[Option]] = {}
     with progress("Measuring codecs", total=2 * len(exact.compressed)) as advance:
         for layer, role in itertools.product(exact.compressed, ROLES):
             alone = {name: schemes.alone(layer, role, name) for name in codecs}
-            label = f"codecs-{layer}-{role}"
-            kls = _stored(store.read(label), codecs)
-            if kls is None:
-                kls = {name: min(result.kl, WORST) for name, result in forecasts(model, ids, alone).items()}
-                store.keep(label, kls)
+            kls = kls_alone(model, ids, alone, f"codecs-{layer}-{role}", store)
             options[layer, role] = [Option(name, _size(alone[name], layer, role), kls[name]) for name in codecs]
             advance()
     return options
+
+
+def check_length(exact: Scheme, ids: Tensor) -> None:
+    """Raises UsageError where token windows ids (N, T) are too short to pack a block."""
+    if (need := least_tokens(exact)) > ids.shape[1]:
+        raise UsageError(f"--length {ids.shape[1]}: packs nothing to measure; give {need} or more")
+
+
+def kls_alone(model: CausalLM, ids: Tensor, alone: Mapping[str, Scheme], label: str, store: Store) -> dict[str, float]:
+    """The KL of each scheme by its name, at most WORST: as `store` has it under the label, else measured and kept."""
+    kls = _stored(store.read(label), list(alone))
+    if kls is None:
+        kls = {name: min(result.kl, WORST) for name, result in forecasts(model, ids, alone).items()}
+        store.keep(label, kls)
+    return kls
 
 
 def _stored(value: object, codecs: Sequence[str]) -> dict[str, float] | None:
@@ -174,8 +187,10 @@ def _size(scheme: Scheme, layer: int, role: Role) -> int:
 
 @dataclass(frozen=True)
 class Chosen:
-    """assignment: the best measured, by name in `rows` ("tuned", or KEYS + VALUES of a uniform one). rows: all measured
-    whole, on held-out windows. predicted: the sum of sensitivities of the tuned one.
+    """What a search of bits came to.
+
+    assignment: the best measured, by name in `rows` (TUNED, BY_LAYER, or KEYS + VALUES of a uniform one). rows: all
+    measured whole, on held-out windows. predicted: the sum of sensitivities of the tuned one.
     """
 
     assignment: Assignment
@@ -194,18 +209,32 @@ def choose(
     step: int = 32,
     batch: int | None = None,
     say: Callable[[str], None] = lambda line: None,
+    codecs: Collection[str] = (),
 ) -> Chosen:
-    """The assignment of at most `max_bits` stored bits a value that has the least KL on held-out windows (N, T)."""
+    """The assignment of at most `max_bits` stored bits a value that has the least KL on held-out windows (N, T).
+
+    codecs: those that a uniform assignment may have, of all heads of a side; by default all. The best assignment of
+    these alone is a candidate, too.
+    """
     budget = budget_of(schemes, max_bits)
-    solved = solve(list(options.values()), budget)
-    tuned = Assignment.of({place: option.name for place, option in zip(options, solved, strict=True)})
-    candidates = {"tuned": tuned} | _uniform(options, budget)
+    solved, tuned = _solved(options, budget)
+    candidates = {TUNED: tuned}
+    if codecs:
+        options = {place: [one for one in these if one.name in codecs] for place, these in options.items()}
+        candidates |= {BY_LAYER: by_layer} if (by_layer := _solved(options, budget)[1]) != tuned else {}
+    candidates |= _uniform(options, budget)
     makers = {name: _maker(scheme, model) for name, scheme in schemes.whole(candidates).items()}
     rows = _measured(model, holdout, makers, step, batch, say)
     if not rows:
         raise NonFiniteError("no assignment under --max-bits gives finite logits; give other --codecs")
     best = min(rows, key=lambda name: rows[name].kl)
     return Chosen(candidates[best], best, rows, sum(option.cost for option in solved))
+
+
+def _solved(options: Mapping[Place, Sequence[Option]], budget: int) -> tuple[list[Option], Assignment]:
+    """The options of least cost under the budget, and as an assignment."""
+    solved = solve(list(options.values()), budget)
+    return solved, Assignment.of({place: option.name for place, option in zip(options, solved, strict=True)})
 
 
 def _measured(
@@ -234,8 +263,8 @@ def _maker(scheme: Scheme, model: CausalLM) -> Callable[[], KVCalCache]:
 
 
 def _uniform(options: Mapping[Place, Sequence[Option]], budget: int) -> dict[str, Assignment]:
-    """Of one codec for all keys and one for all values, those of at most `budget` bytes, and of them only the ones that
-    no other with as many bytes or fewer has a smaller sum of sensitivities: others are not worth a measurement.
+    """Pairs of one codec for all keys and one for all values, of at most `budget` bytes. A pair is dropped where
+    another with as many bytes or fewer has a smaller sum of sensitivities: it is not worth a measurement.
     """
     names = [option.name for option in next(iter(options.values()))]
     fitting = []

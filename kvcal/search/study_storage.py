@@ -160,7 +160,7 @@ def _born(process: int) -> str:
 
 
 def directions_of(maximise: bool) -> list[Direction]:
-    """Of quality and of cost, as Optuna names them."""
+    """The directions of quality and of cost, as Optuna names them."""
     return ["maximize" if maximise else "minimize", "minimize"]
 
 

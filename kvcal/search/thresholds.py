@@ -37,7 +37,7 @@ from ..report.outputs import check_output
 from ..report.progress import tracked
 from ..text.token_windows import Windows as TextWindows
 from .study_storage import NAMES, Storage
-from .two_objectives import Found, Point, Space, front_of, rounded, search
+from .two_objectives import Point, SearchResult, Space, front_of, rounded, search
 
 if TYPE_CHECKING:
     from ..models.weights import CausalLM
@@ -191,6 +191,7 @@ class Job:
     revision: str | None
     options: FitOptions = field(default_factory=FitOptions)
     say: Callable[[str], None] = lambda line: None
+    title: str | None = None  # of the plot
 
     @property
     def folder(self) -> Path:
@@ -200,11 +201,13 @@ class Job:
 
 @dataclass
 class Tuned:
-    """points, front, chosen: None and empty where there was nothing to search."""
+    """A tuned bundle and the search that led to it. points, front, chosen: None and empty where there was nothing to
+    search.
+    """
 
     result: FitResult
     method: MixKVQ
-    points: Found | None = None
+    points: SearchResult | None = None
     front: list[int] = field(default_factory=list)
     chosen: int | None = None
 
@@ -246,10 +249,10 @@ def tune(
     best = with_thresholds(method, points.points[number].parameters)
     asked: Record = {"trials": settings.trials, "max_bits": settings.max_bits, "order": ORDER[points.in_order]}
     record = _record(settings, goal.record) | asked
-    metrics = _seen(method, points, goal, front, number)
+    metrics = _search_record(method, points, goal, front, number)
     result = _measured(best, job, settings, {"provenance": record, "metrics": metrics})
     pairs = [(point.cost, point.quality) for point in points.points]
-    picture = front_figure(pairs, front, number, settings.max_bits, goal.label, "stored bits per value")
+    picture = front_figure(pairs, front, number, settings.max_bits, goal.label, "stored bits per value", job.title)
     write_atomically(job.plot, as_file(picture, job.plot, 120), "--plot")
     shutil.rmtree(job.folder, ignore_errors=True)
     return Tuned(result, best, points, front, number)
@@ -271,7 +274,7 @@ def _search(
     objective: Callable[[], Objective],
     storage: str | None,
     heartbeat: int,
-) -> tuple[Found, Goal]:
+) -> tuple[SearchResult, Goal]:
     """The objective, which may be large, ends here."""
     ready = objective()
     goal = Goal(ready.label, ready.maximise, ready.record)
@@ -342,7 +345,7 @@ def _study_name(method: MixKVQ, job: Job, settings: Settings, objective: Record)
     return f"kvcal-mixkvq-{sha256_text(canonical([key, _record(settings, objective)]))[:20]}"
 
 
-def _seen(method: MixKVQ, points: Found, goal: Goal, front: list[int], chosen: int) -> Record:
+def _search_record(method: MixKVQ, points: SearchResult, goal: Goal, front: list[int], chosen: int) -> Record:
     tried = [with_thresholds(method, point.parameters) for point in points.points]
     rows: list[Json] = [
         {"tau_low": row.tau_low, "tau_high": row.tau_high, "quality": point.quality, "bits": point.cost}

@@ -43,7 +43,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Points in the order of their trials. in_order: each was chosen knowing all before it, so that the same search
     gives the same points; not so where workers ran side by side.
     """
@@ -58,8 +58,10 @@ def suggest(points: list[Point], space: Space, seed: int, number: int, maximise:
     import optuna
 
     scales = {name: optuna.distributions.FloatDistribution(low, high, log=True) for name, (low, high) in space.items()}
-    own_seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-    study = optuna.create_study(directions=directions_of(maximise), sampler=optuna.samplers.TPESampler(seed=own_seed))
+    sampler_seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+    study = optuna.create_study(
+        directions=directions_of(maximise), sampler=optuna.samplers.TPESampler(seed=sampler_seed)
+    )
     for point in points:
         study.add_trial(
             optuna.create_trial(params=point.parameters, distributions=dict(scales), values=[point.quality, point.cost])
@@ -91,8 +93,8 @@ def search(
     maximise: bool,
     storage: Storage,
     say: Callable[[str], None] = lambda line: None,
-) -> Found:
-    """Until `trials` points are complete, by this worker and others; exactly so many, whoever dies in between."""
+) -> SearchResult:
+    """Search until `trials` points are complete, by this worker and others; exactly so many, whoever dies."""
     import optuna
 
     before = optuna.logging.get_verbosity()
@@ -104,7 +106,7 @@ def search(
                 say(f"resuming: {done} of {trials} trials are in the storage")
             with progress("Searching", total=trials) as advance:
                 work.run(advance)
-            return work.found()
+            return work.result()
     finally:
         optuna.logging.set_verbosity(before)
 
@@ -127,8 +129,8 @@ class _Worker:
         seed: int,
         maximise: bool,
     ) -> None:
-        """engine: the study's storage object."""
-        self.study, self.made, self.storage = study, engine, storage
+        """Work on a study. engine: the study's storage object."""
+        self.study, self.engine, self.storage = study, engine, storage
         self.evaluate, self.space = evaluate, space
         self.trials, self.seed, self.maximise = trials, seed, maximise
         self.nameless: dict[int, float] = {}  # running trials whose worker did not even leave its name: since when seen
@@ -184,7 +186,7 @@ class _Worker:
 
         def beat() -> None:
             while not over.wait(self.storage.heartbeat):
-                self.made.record_heartbeat(trial_id)
+                self.engine.record_heartbeat(trial_id)
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
@@ -210,13 +212,13 @@ class _Worker:
     def sign(self, trial: Trial | FrozenTrial) -> None:
         """A name, and a first sign of life: without one Optuna takes nobody for dead."""
         if self.storage.url is not None:
-            self.made.set_trial_user_attr(trial._trial_id, "worker", this_worker())
-            self.made.record_heartbeat(trial._trial_id)
+            self.engine.set_trial_user_attr(trial._trial_id, "worker", this_worker())
+            self.engine.record_heartbeat(trial._trial_id)
 
     def suggested(self, trial: FrozenTrial) -> dict[str, float]:
         """Parameters of a new trial, which remembers how many points it knew."""
         done = self.complete()
-        self.made.set_trial_user_attr(trial._trial_id, "known", len(done))
+        self.engine.set_trial_user_attr(trial._trial_id, "known", len(done))
         return suggest(_points(done), self.space, self.seed, self.place(trial.number), self.maximise)
 
     def _bury(self) -> None:
@@ -241,16 +243,16 @@ class _Worker:
         from optuna.trial import TrialState
 
         try:
-            changed = self.made.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+            changed = self.engine.set_trial_state_values(trial._trial_id, TrialState.FAIL)
         except UpdateFinishedTrialError:  # another worker was faster
             return
         if changed:
             run_again(self.study, trial)
 
-    def found(self) -> Found:
+    def result(self) -> SearchResult:
         done = self.complete()[: self.trials]
         earlier = [trial.user_attrs.get("known") for trial in done]
-        return Found(_points(done), earlier == list(range(len(done))))
+        return SearchResult(_points(done), earlier == list(range(len(done))))
 
 
 def _points(trials: list[FrozenTrial]) -> list[Point]:

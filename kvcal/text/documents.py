@@ -48,7 +48,7 @@ def check_local(text: str) -> None:
         check_datasets(source)
 
 
-def left_out(source: TextSource) -> str | None:
+def omitted_note(source: TextSource) -> str | None:
     """What a folder holds that is not read, in a line; None where there is nothing to say."""
     if source.kind != "folder" or source.path is None:
         return None

@@ -39,7 +39,7 @@ def dataset_commit(source: TextSource) -> str | None:
     if not hub.reachable():
         raise TextUnavailable(
             f"data set {source.label}: no local file or folder has this name and {hub.why_unreachable()}; "
-            "connect, or give a local text"
+            "connect, or give a local text, or one that comes with kvcal: embedded:calibration, embedded:evaluation"
         )
     try:
         with hub.quiet():

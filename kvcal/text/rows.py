@@ -44,7 +44,7 @@ ALONE = (
     "column with --column"
 )
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
-KNOWN = {"user", "assistant", "system", "developer", "tool", "function"}
+CHAT_ROLES = {"user", "assistant", "system", "developer", "tool", "function"}
 SHOWN, SHOWN_NAME, SHOWN_ALL = 20, 30, 200  # columns that a message names, characters of one, and of all of them
 PLAIN_NAME = re.compile(r"[\w.-]+")
 WITHOUT = 1 << 18  # rows without text, one after another, at most
@@ -178,7 +178,7 @@ class Picker:
         if not isinstance(row, Mapping):
             raise TextError(f"{where}: a JSON object is expected, found {type(row).__name__}")
         groups = groups_of(row, self.column)
-        if self.column is None and groups in ([], [["content"]]) and _role([row]) in KNOWN:
+        if self.column is None and groups in ([], [["content"]]) and _role([row]) in CHAT_ROLES:
             raise TypeError(ALONE)
         if not groups:
             self._names |= dict.fromkeys(list(row)[: SHOWN + 1]) if len(self._names) <= SHOWN else {}

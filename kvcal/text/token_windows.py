@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvcal_artifacts.errors import TextError, UsageError
 
-from .documents import left_out
+from .documents import omitted_note
 from .sources import TextSource, resolve_text
 from .token_stream import PIECE, Progress, TokenReader
 
@@ -182,7 +182,7 @@ def _tell(source: TextSource, reader: TokenReader, say: Say | None) -> None:
     """What was left out, a line each."""
     if say is None:
         return
-    if (line := left_out(source)) is not None:
+    if (line := omitted_note(source)) is not None:
         say(line)
     picker = reader.picker
     if picker.null or picker.empty or picker.lacking:

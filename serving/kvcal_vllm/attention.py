@@ -40,7 +40,7 @@ class Step:
 
     @property
     def spans(self) -> list[tuple[Tensor, int, int]]:
-        """Of each request that has tokens: its pages, and how many tokens it has before and behind the step."""
+        """The pages of each request that has tokens, and how many tokens it has before and behind the step."""
         sizes = [(tokens.stop - tokens.start, length) for tokens, length in self.requests]
         return [(self.table[row], length - new, length) for row, (new, length) in zip(self.rows, sizes, strict=True)]
 

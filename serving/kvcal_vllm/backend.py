@@ -1,6 +1,6 @@
 """vLLM's attention backend over pages of packed keys and values: classes that vLLM makes, and nothing that computes.
 
-The backend is registered as CUSTOM and in place of CPU_ATTN, as which vLLM takes it on a CPU. Where nobody asked for
+The backend is registered as CUSTOM and instead of CPU_ATTN, as which vLLM takes it on a CPU. Where nobody asked for
 kvcal it is vLLM's own.
 """
 

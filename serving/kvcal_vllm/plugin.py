@@ -6,7 +6,7 @@ BACKEND = "kvcal_vllm.backend.KVCalBackend"
 
 
 def register() -> None:
-    """Name the attention backend to vLLM, as CUSTOM and in place of CPU_ATTN. A second call changes nothing.
+    """Name the attention backend to vLLM, as CUSTOM and instead of CPU_ATTN. A second call changes nothing.
 
     vLLM takes CPU_ATTN on a CPU whatever was asked for. Without `--attention-backend CUSTOM` the backend is vLLM's own
     there, too.

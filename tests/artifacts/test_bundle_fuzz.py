@@ -34,7 +34,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from kvcal.methods.registry import backbone
+from kvcal.methods.registry import codec_maker
 from kvcal.methods.transform import allocate
 from kvcal_artifacts import bundle as format_of
 from kvcal_artifacts import checked, load_bundle
@@ -45,6 +45,7 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import (
     CODECS,
     PREDICTORS,
+    ByHead,
     Codec,
     Context,
     Higgs,
@@ -99,7 +100,7 @@ def predicted(kind: str, role: Any, inputs: tuple[str, ...], seed: int) -> Predi
     else:
         weights = {n: (numbers(*s, seed=seed + i) / wide**0.5).half() for i, (n, s) in enumerate(sizes[kind].items())}
         made = PREDICTORS[kind.removesuffix("-norm")](weights)
-    return Predicted(backbone("higgs-2-wide")(SMALL, role), made, inputs)
+    return Predicted(codec_maker("higgs-2-wide")(SMALL, role), made, inputs)
 
 
 def two_below(kind: str, deep: bool = False) -> tuple[LayerCodecs, ...]:
@@ -109,7 +110,7 @@ def two_below(kind: str, deep: bool = False) -> tuple[LayerCodecs, ...]:
 
 
 def named(name: str, shape: Shape = SMALL) -> LayerCodecs:
-    return LayerCodecs(backbone(name)(shape, "key"), backbone(name)(shape, "value"))
+    return LayerCodecs(codec_maker(name)(shape, "key"), codec_maker(name)(shape, "value"))
 
 
 def books(role: Any, bands: list[list[int]], scaled: bool) -> ResidualVQ:
@@ -122,6 +123,11 @@ def transform(role: Any) -> Transform:
     decoder = torch.linalg.qr(numbers(2, 16, 16, seed=3)).Q * torch.linspace(3, 0.2, 16)[:, None]
     bits = allocate(torch.linspace(9, 0.1, 16) ** 3, 1.5)
     return Transform(SMALL, role, bits, decoder.half(), numbers(2, 16, seed=4).half(), "debiased")
+
+
+def by_head(role: Any) -> ByHead:
+    one = Shape(1, SMALL.dim, SMALL.block)
+    return ByHead([codec_maker(name)(one, role) for name in ("higgs-2", "inner-2-hybrid")])
 
 
 def factors(inner: Codec) -> Scaled:
@@ -145,6 +151,7 @@ LAYERS: dict[str, Callable[[], tuple[LayerCodecs | None, ...]]] = {
     "mixkvq expected": lambda: (pair(MixKVQ(SMALL, "key", 0.9, 1.4, 8, expected=(2.0, 3.5))),),
     "residual-vq": lambda: (LayerCodecs(books("key", [EVEN, ODD], True), books("value", [list(range(16))], False)),) * 2,
     "transform": lambda: (LayerCodecs(transform("key"), transform("value")),),
+    "by head": lambda: (LayerCodecs(by_head("key"), by_head("value")),),
     **{
         f"predicted {kind}": lambda kind=kind: two_below(kind)  # type: ignore[misc]
         for kind in ("bias", "linear", "reduced-rank", "mlp", "mlp-norm", "linear-4bit")
@@ -398,6 +405,8 @@ def codec_explained(one: Any, other: Any, own: dict[str, Tensor], theirs: dict[s
     assert one["codec"] == other["codec"], f"codec {other['codec']} became {one['codec']}"
     codec, found = one["codec"], []
     settings, were = dict(one["config"]), dict(other["config"])
+    if codec == "by-head":
+        return parts_explained(settings["parts"], were["parts"], own, theirs)
     if codec == "predicted":
         assert settings["predictor"]["kind"] == were["predictor"]["kind"], "predictor"
         settings["inputs"], were["inputs"] = settings.pop("predictor")["inputs"], were.pop("predictor")["inputs"]
@@ -429,6 +438,17 @@ def codec_explained(one: Any, other: Any, own: dict[str, Tensor], theirs: dict[s
         if local == "predictor.scale":
             assert positive(tensor), local
         found.append(f"another {local.removeprefix('predictor.')} of {codec}")
+    return found
+
+
+def parts_explained(ours: Any, older: Any, own: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+    """The heads of each part are those that they were, and its codec differs as one alone may."""
+    assert [part["heads"] for part in ours] == [part["heads"] for part in older]
+    found = []
+    for number, pair_of in enumerate(zip(ours, older, strict=True)):
+        at = f"{number}."
+        mine, old = ({n[len(at) :]: t for n, t in x.items() if n.startswith(at)} for x in (own, theirs))
+        found += codec_explained(*pair_of, mine, old)
     return found
 
 
@@ -995,7 +1015,13 @@ def without(*place: Any) -> Mutation:
 
 
 KEY = ("scheme", "layers", 0, "key")
+PARTS = (*KEY, "config", "parts")
 SEEN: dict[str, tuple[str, Mutation, str]] = {
+    "heads of parts are not all": ("by head", at(*PARTS, 0, "heads", to=2), "parts of 3 heads in all: must be those of"),
+    "a part without heads": ("by head", at(*PARTS, 0, "heads", to=0), r"parts\[0\], heads 0: must be a whole number"),
+    "one part": ("by head", without(*PARTS, 1), "parts of 1: must be a list of 2"),
+    "a part by head": ("by head", at(*PARTS, 0, "codec", to="by-head"), "part 0 of 'by-head': list all parts in one"),
+    "a part with predictors": ("by head", at(*PARTS, 0, "codec", to="predicted"), "predicted codec"),
     "probe of strings": ("higgs-2", at("model", "probe", to=["a", "b"]), r"model, probe\[0\] 'a': must be a number"),
     "probe of lists": ("higgs-2", at("model", "probe", to=[[1]]), "must be a number"),
     "heads of -1": ("higgs-2", at(*KEY, "shape", to=[-1, 64]), r"shape\[0\] -1: must be a whole number"),

@@ -19,6 +19,7 @@ from kvcal_artifacts.bundle import Bundle, Fingerprint, load_bundle
 from kvcal_artifacts.codecs import (
     CODECS,
     PREDICTORS,
+    ByHead,
     Codec,
     Context,
     Exact,
@@ -425,6 +426,14 @@ def decode(
         inputs = np.concatenate([below[name] for name in settings["inputs"]], -1)
         guess = predictor(settings["kind"], inputs, parts["predictor."])
         return rest + np.moveaxis(guess.reshape(*guess.shape[:2], heads, -1), 2, 1)
+    if state["codec"] == "by-head":
+        found = []
+        for i, part in enumerate(state["config"]["parts"]):
+            at = f"{i}."
+            stored, constants = ({n[len(at) :]: t for n, t in x.items() if n.startswith(at)} for x in (packed, own))
+            shape = [part["heads"], state["shape"][1]]
+            found.append(decode(part | {"shape": shape}, role, block, stored, constants, below))
+        return np.concatenate(found, 1)
     if state["codec"] == "scaled":
         inner = {n.removeprefix("inner."): t for n, t in own.items()}
         rest = decode(state["config"]["inner"] | {"shape": state["shape"]}, role, block, packed, inner, below)
@@ -476,7 +485,7 @@ def predicted(inner: Codec, kind: str, inputs: tuple[str, ...], seed: int) -> Co
     return Predicted(inner, made, inputs)
 
 
-BOOKS = 23  # the layer behind the skipped one
+BOOKS, HEADS = 23, 24  # layers behind the skipped one
 
 
 def books(role: Role) -> Codec:
@@ -519,6 +528,9 @@ def layer(index: int) -> LayerCodecs | None:
         return None
     if index == BOOKS:
         return pair(books)
+    if index == HEADS:
+        one = Shape(1, SHAPE.dim, SHAPE.block)
+        return pair(lambda role: ByHead([Higgs(one, role, seed=3), Uniform(one, role, 3, 8, "token")]))
     kind = kinds[index - len(plain)]
     key = predicted(Higgs(SHAPE, "key", rotation="token"), kind, ("k1", "k2"), 10 * index)
     return LayerCodecs(key, predicted(Higgs(SHAPE, "value"), kind, ("v1", "k0"), 10 * index + 5))
@@ -526,9 +538,9 @@ def layer(index: int) -> LayerCodecs | None:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    layers = tuple(layer(index) for index in range(24))
+    layers = tuple(layer(index) for index in range(25))
     scheme = Scheme(Windows(4, 16, SHAPE.block), "pre_rope", layers, {22: "for the test"})
-    mark = Fingerprint("llama", 24, SHAPE.heads, SHAPE.dim, {"rope_theta": 1e4}, "0" * 64, None, (0.125, -1e-7))
+    mark = Fingerprint("llama", 25, SHAPE.heads, SHAPE.dim, {"rope_theta": 1e4}, "0" * 64, None, (0.125, -1e-7))
     bundle = Bundle(mark, scheme, {"text": 'ä "quoted" \n \\ …'}, {"small": 1e-05, "third": 1 / 3})
     bundle.write(tmp_path_factory.mktemp("format") / "x.kvcal.safetensors")
     assert bundle.path is not None
@@ -540,7 +552,7 @@ def flat(x: torch.Tensor) -> ndarray:
     return x.transpose(1, 2).flatten(2).numpy()
 
 
-@pytest.mark.parametrize("index", [*range(22), BOOKS])
+@pytest.mark.parametrize("index", [*range(22), BOOKS, HEADS])
 def test_codes_decode_as_specified(path: Path, index: int) -> None:
     header, tensors = read(path.read_bytes())
     pair = load_bundle(path).scheme.layers[index]

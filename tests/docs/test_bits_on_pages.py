@@ -12,7 +12,7 @@ from kvcal.commands.demo import DEMO_PRESETS
 from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.mixkvq import MixKVQ
-from kvcal.methods.registry import backbone
+from kvcal.methods.registry import codec_maker
 from kvcal.models.configuration import geometry
 from kvcal.models.geometry import Geometry
 from kvcal.models.names import resolve
@@ -32,7 +32,7 @@ def pair(key: str, value: str, block: int = BLOCK) -> float | None:
     """Bits a value of two codecs; None where one is learned, and has none before a fit."""
     shape = Shape(*KVREF, LONG if "g128" in key + value else block)
     try:
-        made = [backbone(name)(shape, role) for name, role in ((key, "key"), (value, "value"))]  # type: ignore[arg-type]
+        made = [codec_maker(name)(shape, role) for name, role in ((key, "key"), (value, "value"))]  # type: ignore[arg-type]
     except UsageError:
         return None
     return sum(codec.bits_per_value() for codec in made) / 2

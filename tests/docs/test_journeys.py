@@ -91,10 +91,10 @@ def decoded(folder: Path) -> None:
     with KVCalCache(scheme, model, kernels="torch") as cache, torch.no_grad():
         model(ids[:, : -windows.block], past_key_values=cache)
         for start in range(windows.block):
-            blocks = cache.own_layers[0].block_slots
+            blocks = cache.compressed_layers[0].block_slots
             with entered() as order:
                 model(ids[:, start : start + 1], past_key_values=cache)
-            if cache.own_layers[0].block_slots > blocks:
+            if cache.compressed_layers[0].block_slots > blocks:
                 return _check(order, JOURNEYS[5])
     raise AssertionError("no step packed a block")
 

@@ -21,7 +21,7 @@ CASES = (
     "attention_cases",
     "paged_cases",
     "quantise_cases",
-    "reconstruct_cases",
+    "dequantise_cases",
     "transform_cases",
     "vq_attention_cases",
 )
@@ -36,7 +36,7 @@ FEW = {  # that take most of the assembly: how cases of the module's `small` beg
     ),
     "paged_cases.main": ("Case(keys=(3, 5, 9, 6)", "Case(keys=('grid', 4, 1)", "Case(keys=('symmetric', 4, 32)"),
     "quantise_cases.main": ("symmetric 3 and hybrid 2, factor rows",),
-    "reconstruct_cases.main": ("Case(role='key', batch=2, heads=4",),
+    "dequantise_cases.main": ("Case(role='key', batch=2, heads=4",),
     "transform_cases.main": ("Case(keys=(3, 5, 9, 6)",),
     "vq_attention_cases.main": ("Case(keys=((3, 64), (3, 16)), values=((3, 64),), blocks=(3, 1), heads=2, ratio=4",),
 }
@@ -45,7 +45,7 @@ IN_THE_INTERPRETER = (  # what these compute there, preflight's trials and whole
     "artifacts/cache/test_static.py::test_steps_of_the_triton_kernels_in_the_interpreter",
     "artifacts/paths/test_fused.py::test_logits_of_the_triton_kernel_in_the_interpreter",
     "artifacts/paths/test_fused.py::test_prompts_are_packed_by_kernels_bit_for_bit",
-    "kernels/test_reconstruct.py::test_interpreted_kernel_places_exact_tokens_as_the_reference_does",
+    "kernels/test_dequantise.py::test_interpreted_kernel_places_exact_tokens_as_the_reference_does",
     "artifacts/paths/test_dequantised.py::test_logits_of_the_triton_kernel_in_the_interpreter",
     "kernels/test_higgs.py::test_interpreted_kernel_agrees_with_the_reference",
     "kernels/test_mixkvq.py::test_interpreted_kernel_agrees_with_the_reference",

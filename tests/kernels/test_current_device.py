@@ -25,7 +25,7 @@ from kvcal_kernels import device, quantise
 from kvcal_kernels.layout import Form, TransformForm
 from tests.artifacts.paths import test_codebook, test_dequantised, test_fused
 from tests.kernels import test_higgs, test_mixkvq, test_squat
-from tests.support.cases import attention_cases, quantise_cases, reconstruct_cases, vq_append_cases, vq_attention_cases
+from tests.support.cases import attention_cases, dequantise_cases, quantise_cases, vq_append_cases, vq_attention_cases
 from tests.support.interpreted import needs_triton
 from tests.support.models_fixture import kvcal
 from tests.support.schemes import token_ids
@@ -185,11 +185,11 @@ def _appended() -> None:
 def _reconstructed() -> None:
     from kvcal_kernels.dequantise import triton
 
-    case = reconstruct_cases.Case(inputs=())
-    codec = reconstruct_cases.codec_of(case)
+    case = dequantise_cases.Case(inputs=())
+    codec = dequantise_cases.codec_of(case)
     packed = codec.encode(torch.randn(2, 2, 64, 64))
     triton.dequantise(
-        blocks := reconstruct_cases.coded(codec, packed),
+        blocks := dequantise_cases.coded(codec, packed),
         triton.prepare(blocks, None, None, 0, torch.float16),  # type: ignore[arg-type]
     )
     whole, parts = [[torch.zeros(2, 2, count, 64).half() for _ in (0, 1)] for count in (64, 9)]

@@ -10,6 +10,7 @@ what functions inside a function decide is theirs.
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,6 +42,44 @@ VAGUE = frozenset(
         "left",
     )
 )
+PREPOSITIONS = frozenset(
+    (
+        "about",
+        "above",
+        "across",
+        "after",
+        "against",
+        "along",
+        "among",
+        "around",
+        "as",
+        "at",
+        "before",
+        "behind",
+        "below",
+        "beside",
+        "between",
+        "beyond",
+        "by",
+        "during",
+        "for",
+        "from",
+        "in",
+        "into",
+        "of",
+        "on",
+        "over",
+        "through",
+        "to",
+        "under",
+        "until",
+        "with",
+        "within",
+        "without",
+    )
+)
+# Terms of the field that contain one of VAGUE: held-out data, padding and the margin of a plot on the left.
+FIELD_TERMS = ("held_out", "left_padded", "margin_left")
 NO_ROOMS = {"__init__.py", "__init__.pyi", "__main__.py", "__pycache__", "py.typed"}
 
 MOST_ENTRIES = 20  # of a folder of tests
@@ -51,6 +90,7 @@ HELPERS = {"support", "emulator"}  # folders of tests/ in which modules without 
 
 Import = tuple[str, str, bool]  # (importing module, imported module, at module level?)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def modules(package: str) -> Iterator[tuple[str, Path]]:
@@ -90,6 +130,7 @@ def imports(package: str) -> list[Import]:
 
 
 def imports_of(name: str, path: Path) -> Iterator[Import]:
+    """What a module imports, by statements and by calls of import_module and __import__ with a constant name."""
     tree = ast.parse(path.read_text("utf-8"))
     home = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node, top in walk(tree, top=True):
@@ -100,6 +141,34 @@ def imports_of(name: str, path: Path) -> Iterator[Import]:
             source = ".".join([*base, *([node.module] if node.module else [])])
             # `from package import module` imports the module too
             yield from ((name, f"{source}.{alias.name}", top) for alias in node.names)
+        elif (target := imported_by_call(node)) is not None and isinstance(target, ast.Constant):
+            named = str(target.value)
+            dots = len(named) - len(named.lstrip("."))
+            base = home.split(".")[: len(home.split(".")) - dots + 1] if dots else []
+            yield name, ".".join([*base, named.lstrip(".")]), top
+
+
+IMPORTING = {"import_module", "__import__"}
+
+
+def imported_by_call(node: ast.AST) -> ast.expr | None:
+    """The first argument of a call that imports a module by its name; None for anything else."""
+    if not isinstance(node, ast.Call) or not node.args:
+        return None
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+    return node.args[0] if called in IMPORTING else None
+
+
+def computed_imports(package: str) -> Iterator[str]:
+    """Calls that import a module whose name `imports` cannot read, but for those that stay in the calling package."""
+    for name, path in modules(package):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            target = imported_by_call(node)
+            if target is None or isinstance(target, ast.Constant):
+                continue
+            inside = isinstance(target, ast.JoinedStr) and ast.unparse(target)[2:].startswith(".{")
+            if not (inside and path.name == "__init__.py"):
+                yield f"{name}: {ast.unparse(node)}"
 
 
 def walk(node: ast.AST, top: bool) -> Iterator[tuple[ast.AST, bool]]:
@@ -122,6 +191,29 @@ def arrows(package: str) -> dict[str, set[str]]:
         if exact in names and exact != module:
             targets[module].add(exact)
     return targets
+
+
+def entries(package: str, depth: int) -> dict[str, set[str]]:
+    """What `arrows` says of folders: modules count as the entry they lie in, so many names from the top.
+
+    At depth 2 kvcal_artifacts.hf stands for kvcal_artifacts.hf.seam.
+    """
+    folders: dict[str, set[str]] = {}
+    for module, targets in arrows(package).items():
+        entry = ".".join(module.split(".")[:depth])
+        folders.setdefault(entry, set()).update(".".join(target.split(".")[:depth]) for target in targets)
+        folders[entry].discard(entry)
+    return folders
+
+
+def depth(package: str) -> int:
+    """How many names the longest name of a module has."""
+    return max(len(name.split(".")) for name, _ in modules(package))
+
+
+def circles_of_folders(package: str) -> list[list[str]]:
+    """Circles of what lies in one folder, at every depth; of modules, see `arrows`."""
+    return [circle for names in range(2, depth(package)) for circle in circles(entries(package, names))]
 
 
 def circles(targets: dict[str, set[str]]) -> list[list[str]]:
@@ -229,7 +321,7 @@ def _decision(node: ast.AST) -> int:
 
 @dataclass(frozen=True)
 class Words:
-    """bound: names that are assigned or are parameters; vague: those of VAGUE among them. any_: uses of `Any`."""
+    """bound: names as `names_bound` has them; vague: those that `is_vague`. any_: uses of `Any`."""
 
     bound: int
     vague: int
@@ -244,28 +336,85 @@ def words(package: str) -> Words:
     for _, path in modules(package):
         source = path.read_text("utf-8")
         unformatted += source.count("# fmt: skip")
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.arg):
-                bound.append(node.arg)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                bound.append(node.id)
-            elif isinstance(node, ast.Name) and node.id == "Any":
-                used_any += 1
-    return Words(len(bound), sum(name in VAGUE for name in bound), used_any, unformatted)
+        tree = ast.parse(source)
+        bound += names_bound(tree)
+        used_any += sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
+    return Words(len(bound), sum(map(is_vague, bound)), used_any, unformatted)
 
 
-def vague_names(package: str) -> dict[str, int]:
-    """How often each module binds a name of VAGUE; modules that do not are left out."""
-    counts = {}
+def vague_names(package: str) -> dict[str, list[str]]:
+    """Names with a word of VAGUE that each module binds; modules that bind none are omitted.
+
+    A name is that of a local, parameter, constant, attribute, function, class or of the module itself; a compound is
+    vague by any of its words, but for those of FIELD_TERMS.
+    """
+    by_module = {}
     for module, path in modules(package):
-        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
-        count = sum(
-            (isinstance(node, ast.arg) and node.arg in VAGUE)
-            or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE)
-            for node in nodes
-        )
-        counts |= {module: count} if count else {}
-    return counts
+        bound = [module.rpartition(".")[2], *names_bound(ast.parse(path.read_text("utf-8")))]
+        if vague := [name for name in bound if is_vague(name)]:
+            by_module[module] = vague
+    return by_module
+
+
+def names_bound(tree: ast.AST) -> Iterator[str]:
+    """Every name that is assigned, imported as, defined or a parameter."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name
+            case ast.arg():
+                yield node.arg
+            case ast.Name(ctx=ast.Store()):
+                yield node.id
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.attr
+            case ast.alias(asname=str(name)) | ast.ExceptHandler(name=str(name)):
+                yield name
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                yield name
+
+
+def is_vague(name: str) -> bool:
+    spelled = re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    for term in FIELD_TERMS:
+        spelled = re.sub(rf"(?<![a-z0-9]){term}(?![a-z0-9])", "", spelled)
+    return not VAGUE.isdisjoint(spelled.split("_"))
+
+
+def unreadable_docstrings(module: str, source: str) -> Iterator[str]:
+    """Names whose docstring cannot be read alone: it begins with a preposition, or with what a parameter or field is."""
+    for name, node in documented(module, ast.parse(source)):
+        text = ast.get_docstring(node) or ""
+        names = re.match(r"([\w*]+(?:, [\w*]+)*)( \([^)]*\))?:", text)
+        words = re.match(r"\w+", text)
+        starts_with_preposition = words is not None and words[0].lower() in PREPOSITIONS
+        if starts_with_preposition or (names and parameters_of(node).issuperset(names[1].split(", "))):
+            yield name
+
+
+def docstrings_in_need(package: str) -> list[str]:
+    return [
+        name for module, path in modules(package) for name in unreadable_docstrings(module, path.read_text("utf-8"))
+    ]
+
+
+def documented(prefix: str, node: ast.AST) -> Iterator[tuple[str, Documented]]:
+    """A module, and every class and function in it, by dotted names."""
+    if isinstance(node, Documented.__args__):
+        yield prefix, node
+    for child in ast.iter_child_nodes(node):
+        inner = isinstance(child, (ast.ClassDef, *Function.__args__))
+        yield from documented(f"{prefix}.{child.name}" if inner else prefix, child)
+
+
+def parameters_of(node: Documented) -> set[str]:
+    """Parameters of a function, fields of a class and parameters of its `__init__`; "None" is one of them, too."""
+    names = {"None"}
+    for part in [node, *(part for part in node.body if getattr(part, "name", "") == "__init__")]:
+        if isinstance(part, Function.__args__):
+            names |= {one.arg for one in ast.walk(part.args) if isinstance(one, ast.arg)}
+    return names | {part.target.id for part in node.body
+                    if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)}  # fmt: skip
 
 
 def spread(values: list[int]) -> str:
@@ -292,10 +441,12 @@ def table() -> list[list[str]]:
         ["parameters of a function", *of("function", lambda size: size.parameters)],
         ["complexity of a function", *of("function", lambda size: size.complexity)],
         ["circles of modules", *count(lambda package: len(circles(arrows(package))))],
+        ["circles of folders", *count(lambda package: len(circles_of_folders(package)))],
         ["entries at the top", *count(lambda package: len(rooms(package)))],
         ["vague names", *count(lambda package: words(package).vague)],
         ["vague names per 1000", *count(lambda package: round(1000 * words(package).vague / words(package).bound, 1))],
         ["uses of Any", *count(lambda package: words(package).any_)],
+        ["docstrings not readable alone", *count(lambda package: len(docstrings_in_need(package)))],
         ["# fmt: skip", *count(lambda package: words(package).unformatted)],
     ]
 

@@ -20,7 +20,7 @@ from kvcal.capture.scan import WholeModel
 from kvcal.methods import mixkvq as tiers
 from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.data_free import Preset
-from kvcal.methods.registry import backbone
+from kvcal.methods.registry import codec_maker
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import PREDICTORS, Codec, MixKVQ, Predicted, Shape, Squat, Uniform
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
@@ -175,9 +175,9 @@ def chained(
 ) -> Scheme:
     """AQUA-KV for Fed with random predictors: keys from the keys below, values from values below and these keys."""
     windows = Windows(SINK, RECENT, shape.block)
-    layers = [LayerCodecs(backbone("higgs-4-wide")(shape, "key"), backbone("higgs-4-wide")(shape, "value"))]
+    layers = [LayerCodecs(codec_maker("higgs-4-wide")(shape, "key"), codec_maker("higgs-4-wide")(shape, "value"))]
     for index in range(1, LAYERS):
-        inner = backbone(codec)
+        inner = codec_maker(codec)
         key = _predicted(inner(shape, "key"), predictor, ("k1",), seed=2 * index)
         layers.append(LayerCodecs(key, _predicted(inner(shape, "value"), predictor, ("v1", "k0"), seed=2 * index + 1)))
     return Scheme(windows, frame, tuple(layers))
@@ -286,7 +286,7 @@ def pieces(start: int, stop: int, cuts: Iterable[int]) -> Iterator[tuple[int, in
 def packed_row(cache: KVCalCache, row: int) -> list[Tensor]:
     """The packed tensors of one row in all layers, only its own blocks."""
     blocks = int(cache.ledger.blocks[row])
-    held = [t for layer in cache.own_layers for packed in layer.packed for t in packed.values()]
+    held = [t for layer in cache.compressed_layers for packed in layer.packed for t in packed.values()]
     return [part[row, :, :blocks] for t in held for part in _dense(t)]
 
 
@@ -302,14 +302,14 @@ def _dense(stored: block_store.Stored) -> list[Tensor]:
 def window_row(cache: KVCalCache, row: int) -> list[Tensor]:
     """Sink and recent window of one row in all layers, only its own tokens."""
     sink, window = int(cache.ledger.sink[row]), int(cache.ledger.window[row])
-    parts = [part for layer in cache.own_layers for part in ((layer.sink, sink), (layer.window, window))]
+    parts = [part for layer in cache.compressed_layers for part in ((layer.sink, sink), (layer.window, window))]
     return [t[row, :, :count] for tensors, count in parts for t in tensors]
 
 
 def tensors_of(cache: KVCalCache) -> list[Tensor]:
     """Every tensor of a cache's storage and bookkeeping."""
-    own = [t for layer in cache.own_layers for part in ("packed", "window") for t in layer.stored(part)]
-    plain = [layer for layer in cache.layers if layer not in cache.own_layers]
+    own = [t for layer in cache.compressed_layers for part in ("packed", "window") for t in layer.stored(part)]
+    plain = [layer for layer in cache.layers if layer not in cache.compressed_layers]
     own += [t for layer in plain for t in (layer.keys, layer.values) if t is not None]
     return own + ledger_tensors(cache)
 
@@ -317,7 +317,7 @@ def tensors_of(cache: KVCalCache) -> list[Tensor]:
 def ledger_tensors(cache: KVCalCache) -> list[Tensor]:
     ledger = cache.ledger
     own = [ledger.valid, ledger.sink, ledger.blocks, ledger.window]
-    own += [t for layer in cache.own_layers for t in layer.bookkeeping()]
+    own += [t for layer in cache.compressed_layers for t in layer.bookkeeping()]
     return own if ledger.positions is None else [*own, ledger.positions]
 
 

@@ -177,7 +177,9 @@ def _reads_lengths(rope: Mapping[str, object]) -> bool:
 
 
 def _difference(name: str, mine: Json, theirs: Json) -> str:
-    """Of two lists of one length: their first entries that differ."""
+    """What differs between a bundle's setting and a model's, in a line; of two lists of one length their first entries
+    that do.
+    """
     if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
         index = next(i for i, (x, y) in enumerate(zip(mine, theirs, strict=True)) if x != y)
         return f"{name}[{index}]: bundle {shown(mine[index])}, model {shown(theirs[index])}"

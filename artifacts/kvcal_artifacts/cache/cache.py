@@ -95,7 +95,7 @@ class KVCalCache(Cache):
         super().__init__(layers=layers)
         self._compressed = [layer for layer in layers if isinstance(layer, KVCalLayer)]
         # new tokens of a call that the kernels of all layers take
-        self.most_queries = min([fused.QUERIES, *(layer.paths.most_queries for layer in self.own_layers)])
+        self.most_queries = min([fused.QUERIES, *(layer.paths.most_queries for layer in self.compressed_layers)])
         if require_kernels:
             construction.require_kernels(self)
         self.record, self.forward = Record(), Forward(scheme, model)
@@ -106,14 +106,14 @@ class KVCalCache(Cache):
         self.steps: dict[torch.device, static_storage.Steps] = {}  # of the layers on a device
         self.memory = SharedMemory(kernels, keeps=max_length is not None)
         self.hooks = construction.hooks(self)
-        self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.paths.replaces_attention])
+        self._seams = hf.Seams(self, [layer.site for layer in self.compressed_layers if layer.paths.replaces_attention])
         self._opened: tuple[Tensor, bool] | None = None  # of the ledger's blocks
         self.mask_history = MaskHistory()
 
     @property
     def why_not_compileable(self) -> str | None:
         """Why decode steps do not run on the device as a whole; None if they do. It is a guess until keys come."""
-        refused = (f"{layer.title}: {layer.paths.refused}" for layer in self.own_layers if layer.paths.refused)
+        refused = (f"{layer.title}: {layer.paths.refused}" for layer in self.compressed_layers if layer.paths.refused)
         return self.growing or next(refused, None) or (self.uneven if self.stored_rope.rotary else None)
 
     def why_not_compiled(self, query: int) -> str:
@@ -130,7 +130,7 @@ class KVCalCache(Cache):
         self.grow_on_host()
 
     @property
-    def own_layers(self) -> list[KVCalLayer]:
+    def compressed_layers(self) -> list[KVCalLayer]:
         """The compressed layers."""
         return self._compressed
 
@@ -153,8 +153,6 @@ class KVCalCache(Cache):
         """The ledger of a cache that evicts tokens."""
         assert isinstance(self.ledger, EvictingLedger)
         return self.ledger
-
-    # With max_length.
 
     def steps_on_device(self, keys: Tensor) -> bool:
         """Whether this forward is a step that the device does by itself. keys: (B, H, Q, D) of one of its layers."""
@@ -187,14 +185,14 @@ class KVCalCache(Cache):
 
     def note_decoded(self, layer: LayerProtocol, why: str) -> None:
         """Count a step that a kernel had to leave to the model's own attention. The first such layer counts for all."""
-        if next(one for one in self.own_layers if one.paths.refused is None).index == layer.index:
+        if next(one for one in self.compressed_layers if one.paths.refused is None).index == layer.index:
             counts = self.record.decoded_steps
             counts[why] = counts.get(why, 0) + 1
 
     def on_keys_of(self, dtype: torch.dtype) -> None:
         """Let all layers expect the dtype of a layer's first keys, if these are the cache's first."""
-        if not any(layer.is_initialized for layer in self.own_layers):
-            for layer in self.own_layers:
+        if not any(layer.is_initialized for layer in self.compressed_layers):
+            for layer in self.compressed_layers:
                 layer.expect(dtype)
 
     def on_refused(self, layer: LayerProtocol) -> None:
@@ -208,25 +206,24 @@ class KVCalCache(Cache):
 
     def grow_on_host(self) -> None:
         """Let the storage of all layers grow on the host from now on."""
-        for layer in self.own_layers:
+        for layer in self.compressed_layers:
             layer.grow_on_host()
 
     def publish(self) -> None:
         """Let the device have what the host changed."""
-        for layer in self.own_layers:
+        for layer in self.compressed_layers:
             layer.publish()
 
-    # What the hooks tell (hf.hooks.Listener).
-
     def on_forward(self, mask: hf.Mask, weights: bool = False) -> None:
-        if weights and any(layer.paths.refused is None for layer in self.own_layers):
+        """Take a forward's mask and whether it asks for weights. The methods on_* are those of hf.hooks.Listener."""
+        if weights and any(layer.paths.refused is None for layer in self.compressed_layers):
             notices.warn("output_attentions: the fused kernel gives no attention weights")
         self.settle()
         full = full_mask(mask, self.ledger.columns, self.max_length is not None)
         custom = full is not None and full.ndim != 2
         self.forward = Forward(self.scheme, self.model, full, custom, weights)
         self.stored_rope.begin()
-        for layer in self.own_layers:
+        for layer in self.compressed_layers:
             layer.drop_hand_off()
         if self.scheme.selection is not None:
             planning.check_mask(full)
@@ -264,7 +261,7 @@ class KVCalCache(Cache):
 
     def on_broken(self) -> None:
         self.record.broken = self.record.broken or self.record.stage is not None
-        for layer in self.own_layers:
+        for layer in self.compressed_layers:
             layer.drop_hand_off()
 
     def check_use(self) -> None:
@@ -273,8 +270,6 @@ class KVCalCache(Cache):
             if (replaced := self.hooks.replaced) is not None:
                 raise KVCalError(replaced)
             self.record.check_returned()
-
-    # What layers ask for.
 
     def add_mass(self, mass: Tensor) -> None:
         """Add the attention (B, past + query) that one layer's queries gave to each slot."""
@@ -303,8 +298,6 @@ class KVCalCache(Cache):
     def uneven(self) -> str | None:
         """Why no kernel rotates the keys that are stored before RoPE; None if one does, as far as is known."""
         return self.stored_rope.why_uneven(self.full_ledger)
-
-    # What Transformers asks for.
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest -tokens_to_remove columns, exactly in the recent window, below it by whole blocks."""
@@ -383,8 +376,6 @@ class KVCalCache(Cache):
             "bundle and run the prompt again, or take copy.deepcopy(cache) for a second one on the same model"
         )
 
-    # What people ask for.
-
     def nbytes(self, part: str | None = None) -> int:
         """Bytes of real storage, in all or of one part; those of predictors and grids are resident_bytes().
 
@@ -410,7 +401,7 @@ class KVCalCache(Cache):
         if not self.scheme.ragged:
             return self.scheme.paper_bits()
         self.settle()
-        return self.scheme.paper_bits_of({layer.index: layer.packed for layer in self.own_layers})
+        return self.scheme.paper_bits_of({layer.index: layer.packed for layer in self.compressed_layers})
 
     def resident_bytes(self) -> int:
         """Bytes of predictors, grids and signs that serve the cache, whatever its length."""
@@ -431,6 +422,5 @@ class KVCalCache(Cache):
         return report.describe(self)
 
     def __repr__(self) -> str:
-        return (
-            f"KVCalCache({self.ledger.columns} tokens, {len(self.own_layers)} of {len(self.layers)} layers compressed)"
-        )
+        layers = f"{len(self.compressed_layers)} of {len(self.layers)} layers compressed"
+        return f"KVCalCache({self.ledger.columns} tokens, {layers})"

@@ -51,13 +51,13 @@ def asks_queries(pair: LayerCodecs) -> bool:
 
 def require_kernels(cache: WholeCache) -> None:
     """Raises KernelsUnavailable where a layer, as far as it can be known before keys come, takes no kernel."""
-    paths = [(layer.index, layer.paths) for layer in cache.own_layers]
+    paths = [(layer.index, layer.paths) for layer in cache.compressed_layers]
     choose.require([(index, path.refused) for index, path in paths if path.refused and path.dequantiser is None])
 
 
 def hooks(cache: WholeCache) -> hf.Hooks:
     """The hooks that tell the cache of forwards: of keys before RoPE, queries and masks only where they are needed."""
-    layers, selects = cache.own_layers, cache.scheme.selection is not None
+    layers, selects = cache.compressed_layers, cache.scheme.selection is not None
     compressed = [layer.site for layer in layers]
     tapped = compressed if cache.scheme.frame == "pre_rope" else []
     selected = compressed if selects else []

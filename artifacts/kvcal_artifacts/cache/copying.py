@@ -10,7 +10,7 @@ from .layer import KVCalLayer
 from .whole_cache import WholeCache
 
 # what a layer does not share with its copies
-OWN = ("_owner", "site", "title", "_in_place", "codecs", "handle", "_shown", "_layer")
+NOT_COPIED = ("_owner", "site", "title", "_in_place", "codecs", "handle", "_shown", "_layer")
 
 
 def fill(twin: WholeCache, cache: WholeCache, memo: dict[int, object]) -> None:
@@ -20,7 +20,7 @@ def fill(twin: WholeCache, cache: WholeCache, memo: dict[int, object]) -> None:
     twin.growing = cache.growing
     for index, (layer, other) in enumerate(zip(cache.layers, twin.layers, strict=True)):
         if isinstance(layer, KVCalLayer) and isinstance(other, KVCalLayer):
-            state = {name: value for name, value in vars(layer).items() if name not in OWN}
+            state = {name: value for name, value in vars(layer).items() if name not in NOT_COPIED}
             other.__dict__.update(copy.deepcopy(state, memo))
             other.codecs = layer.codecs
         else:
@@ -30,7 +30,7 @@ def fill(twin: WholeCache, cache: WholeCache, memo: dict[int, object]) -> None:
 @contextmanager
 def undone(cache: WholeCache, layer: KVCalLayer) -> Iterator[None]:
     """What a call does within the block to one layer, and to what it leaves for the layers above, is undone."""
-    state = {name: value for name, value in vars(layer).items() if name not in OWN}
+    state = {name: value for name, value in vars(layer).items() if name not in NOT_COPIED}
     contents, codecs = copy.deepcopy(state), layer.codecs
     with cache.forward.chain.undone():
         yield

@@ -7,7 +7,7 @@ import torch
 from ..errors import KVCalError
 from ..storage import block_store
 from ..storage.plan import CropPlan
-from ..storage.slots import own_storage, take_slots
+from ..storage.slots import compact_copy, take_slots
 from . import observing
 from .layer import KVCalLayer
 from .whole_cache import WholeCache
@@ -39,19 +39,19 @@ def crop(cache: WholeCache, tokens_to_remove: int) -> None:
 def _carry_out(cache: WholeCache, count: int, plan: CropPlan) -> None:
     """Remove the newest `count` columns from the ledger, from every layer and from its statistics."""
     cache.leave_forward()
-    for layer in cache.own_layers:
+    for layer in cache.compressed_layers:
         if layer.is_initialized:
             _crop_layer(layer, plan)
         layer.columns -= count
-    columns, tails = cache.ledger.columns, [layer.tail for layer in cache.own_layers if layer.tail is not None]
+    columns, tails = cache.ledger.columns, [layer.tail for layer in cache.compressed_layers if layer.tail is not None]
     old = cache.ledger.real(columns - count, columns - min(tails)) if tails and count > min(tails) else 0
     cache.ledger.commit_crop(count)
     if not cache.ledger.columns:  # what comes next may have other rows
-        for layer in cache.own_layers:
+        for layer in cache.compressed_layers:
             layer.reset()
-    elif any(layer.statistics for layer in cache.own_layers):
+    elif any(layer.statistics for layer in cache.compressed_layers):
         occupied, untouched = cache.ledger.occupied, cache.ledger.untouched
-        for layer in cache.own_layers:
+        for layer in cache.compressed_layers:
             observing.forget(layer, count, occupied, untouched)
         cache.record.unforgotten["tokens"] += old
         cache.record.unforgotten["blocks"] += cache.ledger.early
@@ -68,6 +68,6 @@ def _crop_layer(layer: KVCalLayer, plan: CropPlan) -> None:
             part = decoded[role]
             assert part is not None
             window = take_slots(torch.cat([part.to(layer.dtype), window], 2), plan.window_index.to(window.device))
-        layer.window[role] = own_storage(window[:, :, : plan.window])
-        layer.sink[role] = own_storage(layer.sink[role][:, :, : plan.sink])
+        layer.window[role] = compact_copy(window[:, :, : plan.window])
+        layer.sink[role] = compact_copy(layer.sink[role][:, :, : plan.sink])
     layer.packed = [{n: block_store.first_blocks(t, plan.blocks) for n, t in packed.items()} for packed in layer.packed]

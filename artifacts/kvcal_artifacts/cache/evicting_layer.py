@@ -99,6 +99,6 @@ def evict(cache: WholeCache, plan: EvictingPlan) -> None:
     """Evict tokens at the end of a call by which some leave the window: the ledger chooses, and every layer follows."""
     moves = cache.evicting_ledger.choose(plan)
     cache.forward.chain = Chain(cache.scheme)
-    for layer in cache.own_layers:
+    for layer in cache.compressed_layers:
         assert isinstance(layer, EvictingLayer)
         layer.carry_out(moves)

@@ -16,9 +16,9 @@ def nbytes(cache: WholeCache, part: str) -> int:
     if part not in PARTS:
         raise KVCalError(f"nbytes({part!r}): allowed are {', '.join(PARTS)}")
     if part == "bookkeeping":
-        statistics = [t for layer in cache.own_layers for t in layer.bookkeeping()]
+        statistics = [t for layer in cache.compressed_layers for t in layer.bookkeeping()]
         return cache.ledger.nbytes + sum(t.numel() * t.element_size() for t in statistics)
-    tensors = [t for layer in cache.own_layers for t in layer.stored(part)]
+    tensors = [t for layer in cache.compressed_layers for t in layer.stored(part)]
     if part == "window":
         plain = [layer for layer in cache.layers if not isinstance(layer, KVCalLayer)]
         tensors += [t for layer in plain for t in (layer.keys, layer.values) if t is not None]
@@ -64,7 +64,7 @@ def describe(cache: WholeCache) -> dict[str, object]:
         "unforgotten_by_statistics": dict(cache.record.unforgotten),
         "mask": "custom (not 2-D): every token counts as real" if cache.forward.custom_mask else "2-D or none",
         "decoded_steps": dict(cache.record.decoded_steps),
-        "path": choose.summary([layer.why_reference for layer in cache.own_layers], cache.kernels),
+        "path": choose.summary([layer.why_reference for layer in cache.compressed_layers], cache.kernels),
         "max_length": cache.max_length,
         "compileable": cache.why_not_compileable or True,
         "nbytes": {name: cache.nbytes(name) for name in PARTS},

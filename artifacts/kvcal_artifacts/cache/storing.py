@@ -8,7 +8,7 @@ from torch import Tensor
 from ..modes import without_grad
 from ..storage import block_store
 from ..storage.plan import Plan
-from ..storage.slots import fill_slots, own_storage, take_slots
+from ..storage.slots import compact_copy, fill_slots, take_slots
 from . import packing
 from .protocols import LayerProtocol
 
@@ -40,7 +40,7 @@ def store(
             if plan.flush:
                 assert plan.flush_index is not None and plan.idle is not None
                 leaving.append(fill_slots(take_slots(fresh, plan.flush_index), plan.idle))
-        layer.sink[role], layer.window[role] = own_storage(sink), own_storage(window)
+        layer.sink[role], layer.window[role] = compact_copy(sink), compact_copy(window)
     if plan.flush:
         _pack(layer, plan, leaving, stats, by_kernel=extended is not None)
     else:

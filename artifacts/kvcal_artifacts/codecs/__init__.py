@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import Codec, Context, Packed, Role, Shape
+from .by_head import ByHead
 from .exact import Exact
 from .float8 import Float8
 from .higgs import Higgs
@@ -29,12 +30,14 @@ CODECS.update(
         Predicted,
         MixKVQ,
         Transform,
+        ByHead,
     )
 )
 
 __all__ = [
     "CODECS",
     "PREDICTORS",
+    "ByHead",
     "Codec",
     "Context",
     "Exact",

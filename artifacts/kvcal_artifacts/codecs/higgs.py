@@ -176,7 +176,7 @@ class Higgs(Codec):
 
     @property
     def _order(self) -> int:
-        """Of the Hadamard matrix that mixes the odd factor; 0 where there is none."""
+        """The order of the Hadamard matrix that mixes the odd factor; 0 where there is none."""
         return paley_order(self.rotation_width, self.rotation_factor)
 
     def _make_rotation(self) -> None:
@@ -269,8 +269,6 @@ class Higgs(Codec):
             by_token: Tensor = flat.unflatten(2, (-1, self.shape.block)).movedim(1, 3)
             return by_token.flatten(3)
         return self._load_codes(unpack(packed["codes"], self.code_bits, self._packed_count))
-
-    # For the fused kernel.
 
     def fused(self) -> Form | str:
         return self._form

@@ -20,7 +20,7 @@ def check_selectable(site: AttentionSite) -> None:
     That is where its attention weights cannot be computed again, or its mask cannot be replaced.
     """
     name = f"layer {site.index} ({type(site.module).__name__})"
-    if why := _own_scores(site) or _odd_weights(site):
+    if why := _custom_scores(site) or _odd_weights(site):
         raise UnsupportedModel(
             f"{name}: token selection does not know this layer's attention weights: {why}; {EVERY_TOKEN}"
         )
@@ -61,7 +61,7 @@ def odd_attention(site: AttentionSite) -> str | None:
     """Why nothing but the model's own attention function computes this layer's attention; None if others may."""
     if not hasattr(site.module, "config"):
         return "its attention has no config that names an attention function"
-    if (why := _own_scores(site)) is not None:
+    if (why := _custom_scores(site)) is not None:
         return why
     kind = implementation(site)
     if kind not in IMPLEMENTATIONS:
@@ -69,16 +69,18 @@ def odd_attention(site: AttentionSite) -> str | None:
     return _odd_weights(site)
 
 
-OWN_SCORES = ("Doge", "DiffLlama")  # a mask made of the values; values cut into pieces after the cache
+CUSTOM_SCORES = ("Doge", "DiffLlama")  # a mask made of the values; values cut into pieces after the cache
 
 
-def _own_scores(site: AttentionSite) -> str | None:
+def _custom_scores(site: AttentionSite) -> str | None:
     """Why a layer's scores are not those of its cache's keys; None if they are."""
     name = type(site.module).__name__
-    return f"{name} computes more than softmax(q k) v of what its cache gives" if name.startswith(OWN_SCORES) else None
+    return (
+        f"{name} computes more than softmax(q k) v of what its cache gives" if name.startswith(CUSTOM_SCORES) else None
+    )
 
 
-def weights_wanted(config: object, arguments: Mapping[str, object]) -> bool:
+def asks_for_weights(config: object, arguments: Mapping[str, object]) -> bool:
     """Whether a call asks for the weights of the model's own attention, which only eager attention has."""
     asked = arguments.get("output_attentions", getattr(config, "output_attentions", False))
     return bool(asked) and (getattr(config, "_attn_implementation", None) or "eager") == "eager"

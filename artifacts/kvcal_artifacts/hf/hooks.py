@@ -18,7 +18,7 @@ from typing import Protocol, TypeAlias
 from torch import Tensor, nn
 
 from ..errors import KVCalError
-from .attention import weights_wanted
+from .attention import asks_for_weights
 from .decoder import decoder_of, find_decoder
 from .protocols import Decoder, Mask
 from .seam import FORWARD
@@ -75,6 +75,13 @@ class _Owner:
     rotary: Tap
     places: Places
     around: set[int]
+
+
+TOKENS = ("input_ids", "inputs_embeds")  # arguments of a decoder, of which a call has one
+NO_TOKEN = (
+    "the call has no new token; for another prompt call cache.reset() or make a new cache, for a further turn give the "
+    "whole conversation"
+)
 
 
 class _Board:
@@ -149,7 +156,10 @@ class _Board:
             arguments = {**bound, **bound.get("kwargs", {})}
         if (change := owner.places.changed()) is not None:
             raise KVCalError(CHANGED.format(change))
-        weights = weights_wanted(getattr(module, "config", None), arguments)
+        tokens = next((arguments[name] for name in TOKENS if arguments.get(name) is not None), None)
+        if isinstance(tokens, Tensor) and tokens.shape[1] == 0:
+            raise KVCalError(NO_TOKEN)
+        weights = asks_for_weights(getattr(module, "config", None), arguments)
         listener.on_forward(_mask_of(arguments.get("attention_mask")), weights)
 
     def _after(self, module: nn.Module, args: Arguments, output: object) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from kvcal_kernels.device import capturing as capturing
 
 from ..errors import KVCalError
-from .attention import plain_config, weights_wanted
+from .attention import asks_for_weights, plain_config
 from .protocols import Configured, ModelConfig, attribute
 from .sites import AttentionSite
 
@@ -60,14 +60,14 @@ class HandOff:
         if torch.compiler.is_compiling():
             self._traced = handle, before
         else:
-            self._threads.left = handle, key, value, before
+            self._threads.hand_off = handle, key, value, before
 
     def take(self, key: Tensor | None = None, value: Tensor | None = None) -> tuple[int, Tensor | None] | None:
         """What `leave` noted, if anything. Raises KVCalError where attention was called with other keys or values."""
         if torch.compiler.is_compiling():
             traced, self._traced, self._shown = self._traced, None, None
             return traced
-        entry, self._threads.left = getattr(self._threads, "left", None), None
+        entry, self._threads.hand_off = getattr(self._threads, "hand_off", None), None
         if entry is None:
             return None
         if key is not None and (entry[1] is not key or entry[2] is not value):
@@ -146,9 +146,9 @@ def _attention(
         if noted and isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
             # caches that compile have masks of all that they can hold
             attention_mask = attention_mask[..., : key.shape[2]]
-        return _own_attention(module, query, key, value, attention_mask, grown, options)
+        return _model_attention(module, query, key, value, attention_mask, grown, options)
     unseen = torch.compiler.is_compiling() or capturing()  # else the cache has asked before the forward
-    if unseen and weights_wanted(plain_config(config), options):
+    if unseen and asks_for_weights(plain_config(config), options):
         raise KVCalError(
             "output_attentions: the fused kernel gives no attention weights, and a compiled or recorded forward "
             "cannot do without it; run this call with the uncompiled model (generate: disable_compile=True)"
@@ -172,7 +172,7 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _own_attention(
+def _model_attention(
     module: Configured,
     query: Tensor,
     key: Tensor,
@@ -205,10 +205,9 @@ def has_flash(query: Tensor) -> bool:
 def without_plans() -> Iterator[None]:
     """A context in which scaled_dot_product_attention does not use cuDNN, which torch prefers on Hopper and Blackwell.
 
-    cuDNN builds a plan for every number of keys that is new to a thread (`MHAParams` in torch's cudnn/MHA.cpp): 35 to
-    39 ms of the host on an H200, in each step of a cache that grows (docs/benchmarks/aqua_tokens.md). flash builds
-    nothing and takes 12 to 62 % longer on the GPU (docs/benchmarks/decode_attention.md): 19 ms per step of 32 layers
-    and 32 rows of 32768 tokens, 0.2 ms per step of one row.
+    cuDNN builds a plan for every number of keys that is new to a thread (`MHAParams` in torch's cudnn/MHA.cpp), so in
+    each step of a cache that grows. flash builds nothing: it is slower on the GPU by less than the host takes for such
+    a plan (docs/benchmarks/reasons.md).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:

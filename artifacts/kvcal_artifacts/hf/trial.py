@@ -131,10 +131,10 @@ class _Config:
     """The module's own config except for the name of its attention function."""
 
     def __init__(self, config: ModelConfig, recorder: _Recorder, name: str) -> None:
-        self.kvcal_own, self.kvcal_recorder, self._attn_implementation = config, recorder, name
+        self.kvcal_config, self.kvcal_recorder, self._attn_implementation = config, recorder, name
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self.__dict__["kvcal_own"], name)
+        return getattr(self.__dict__["kvcal_config"], name)
 
 
 def attention(module: nn.Module, query: Tensor, *args: object, **kwargs: object) -> None:

@@ -23,9 +23,9 @@ def fill_slots(x: Tensor, idle: Tensor) -> Tensor:
 
 def first_slots(x: Tensor, width: int) -> Tensor:
     """The first `width` slots."""
-    return x if x.shape[2] == width else own_storage(x[:, :, :width])
+    return x if x.shape[2] == width else compact_copy(x[:, :, :width])
 
 
-def own_storage(x: Tensor) -> Tensor:
+def compact_copy(x: Tensor) -> Tensor:
     """A copy with storage of its own size: a slice would keep the whole prefill alive and make nbytes() lie."""
     return x.clone(memory_format=torch.contiguous_format)

@@ -185,5 +185,5 @@ def _check_grid(name: str, packed: Blocks, heads: int) -> None:
             f"{name}: a table of {grid.table.dtype} for a grid {kind}; make it by grid_of(..., in_bytes=...)"
         )
     if (*grid.table.shape,) != shapes[0] or (*grid.sign.shape,) != shapes[1] or grid.vector != form.vector:
-        found_shapes = f"table {tuple(grid.table.shape)}, signs {tuple(grid.sign.shape)}, {grid.vector} numbers a point"
-        raise ValueError(f"{name}: {found_shapes}; must be {shapes[0]}, {shapes[1]}, {form.vector}")
+        actual = f"table {tuple(grid.table.shape)}, signs {tuple(grid.sign.shape)}, {grid.vector} numbers a point"
+        raise ValueError(f"{name}: {actual}; must be {shapes[0]}, {shapes[1]}, {form.vector}")

@@ -27,7 +27,8 @@ from torch import Tensor
 Mix = Literal["none", "cosine", "interleaved", "hadamard"]
 LARGEST_ORDER = 512  # of a Hadamard matrix that is added up row by row: as many additions for each number
 Sizes: TypeAlias = tuple[int, int, int, int, int]
-KEPT = 4  # neighbours that a Sylvester matrix mixes: a grid's point stands for up to so many, which stay uncorrelated
+# Neighbours that a Sylvester matrix mixes: a grid's point stands for up to so many, which stay uncorrelated.
+MIXED_NEIGHBOURS = 4
 
 
 def largest_power_of_two(n: int) -> int:
@@ -73,8 +74,8 @@ def rotate(x: Tensor, sign: Tensor, width: int, factor: int = 1, mix: Mix = "had
         return hadamard(x * sign, width)
     if mix == "hadamard":
         size, matrix = _paley_parts(x, width, factor)
-        turned = _added(hadamard(_by_row(x * sign, size), size[2] * size[4]), matrix)
-        return _in_order(turned, size)
+        rotated = _added(hadamard(_by_row(x * sign, size), size[2] * size[4]), matrix)
+        return _in_order(rotated, size)
     _check_cosine(mix, factor)
     blocks = (x * sign).unflatten(-1, (-1, factor, width))
     if mix == "interleaved":
@@ -121,7 +122,7 @@ def _paley_parts(x: Tensor, width: int, factor: int) -> tuple[Sizes, Tensor]:
     if not order:
         raise ValueError(f"no Hadamard matrix of Paley for {width} x {factor} numbers: mix them by 'cosine'")
     together = order // factor
-    low = min(KEPT, width // together)
+    low = min(MIXED_NEIGHBOURS, width // together)
     return (-1, factor, width // (together * low), together, low), paley(order, x.device).to(x.dtype)
 
 

@@ -20,8 +20,9 @@ TRANSFERS = 2  # a memory clock: both its edges
 
 @dataclass(frozen=True)
 class Card:
-    """memory: bytes for programs; bandwidth: bytes a second; issue_rate: thread-instructions a second; flops: dense
-    16-bit operations a second of matrix products. None: not known. no_kernels: why Triton kernels do not run.
+    """A GPU as the planner knows it. memory: bytes for programs; bandwidth: bytes a second; issue_rate:
+    thread-instructions a second; flops: dense 16-bit operations a second of matrix products. None: not known.
+    no_kernels: why Triton kernels do not run.
     """
 
     name: str

@@ -19,7 +19,7 @@ KERNEL_DIMS = (64, 96, 128, 256)  # docs/benchmarks/decode_attention.md, "What i
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a block: kv heads, head_dim, tokens."""
+    """A block's kv heads, head_dim and tokens."""
 
     heads: int
     dim: int
@@ -29,13 +29,13 @@ class Shape:
 @dataclass(frozen=True)
 class Codec:
     """What planning knows of a codec in one role. bytes: of a block. bits: of a code; kernel: whether the fused kernel
-    reads it at this shape, keys stored after RoPE; turns: whether it reads keys before RoPE, too.
+    reads it at this shape, keys stored after RoPE; rotates: whether it reads keys before RoPE, too.
     """
 
     bytes: int
     bits: float
     kernel: bool
-    turns: bool = False
+    rotates: bool = False
 
 
 def codec(name: str, role: Role, shape: Shape) -> Codec:
@@ -64,7 +64,9 @@ def _packed(count: int, bits: int) -> int:
 
 
 def _integers(role: Role, shape: Shape, bits: int, group: int, axis: str, zero: bool = True) -> Codec:
-    """axis: channel, where a group is channels of one token, or token. zero: whether groups have zero points."""
+    """The size of integers in groups. axis: channel, where a group is channels of one token, or token. zero: whether
+    groups have zero points.
+    """
     rows, count = (shape.dim, shape.block) if role == "value" else (shape.block, shape.dim)
     groups = shape.block * shape.dim // group
     size = shape.heads * (rows * _packed(count, bits) + groups * (4 if zero else 2))
@@ -108,7 +110,7 @@ def _innerq(match: re.Match[str], role: Role, shape: Shape) -> Codec:
     bits, mode = (3, "symmetric") if role == "key" else INNERQ_VALUES[match["variant"]]
     inner = _inner_of(bits, mode, role, shape)
     divided = role == "key" and not match["plain"]  # by factors: not before RoPE
-    return Codec(inner.bytes, inner.bits, inner.kernel, inner.turns and not divided)
+    return Codec(inner.bytes, inner.bits, inner.kernel, inner.rotates and not divided)
 
 
 def _higgs(match: re.Match[str], role: Role, shape: Shape) -> Codec:
@@ -122,7 +124,9 @@ def _turboquant(match: re.Match[str], role: Role, shape: Shape) -> Codec:
 
 
 def _grid(role: Role, shape: Shape, d: int, code_bits: int, span: str) -> Codec:
-    """span: "" for norms of a token and head, "-wide" of a token, "-channel" of a channel of a block."""
+    """The size of grid codes with their norms. span: "" for norms of a token and head, "-wide" of a token, "-channel"
+    of a channel of a block.
+    """
     if role == "key":
         count = shape.dim if span == "-channel" else shape.dim // d
     else:

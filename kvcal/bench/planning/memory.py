@@ -45,7 +45,9 @@ class Model:
 
     @property
     def logits(self) -> float:
-        """Of a row: as the head gives them, and in float32 as sampling takes them."""
+        """Bytes of a row's logits: in the model's dtype, as the head gives them, and in float32, as sampling takes
+        them.
+        """
         return self.geometry.vocab * (self.width + 4.0)
 
     @property
@@ -129,7 +131,7 @@ class Load:
         geometry = self.model.geometry
         return geometry.sliding_layers * min(length, (geometry.sliding_window or 0) + new) * self.model.layer_token
 
-    def held(self, length: int) -> float:
+    def cache_bytes(self, length: int) -> float:
         """Bytes that a row of so many tokens takes in a cache that grows, spare capacity left out."""
         return self.packed_bytes(length) + self.window_bytes(length)
 
@@ -139,8 +141,8 @@ class Load:
         """
         windows = self.windows
         if not self.static:
-            kept_exact = min(length, windows.sink + windows.recent + windows.block - 1) if windows.block else length
-            grown = kept_exact * self.layers * self.model.layer_token
+            exact_tokens = min(length, windows.sink + windows.recent + windows.block - 1) if windows.block else length
+            grown = exact_tokens * self.layers * self.model.layer_token
             return self.packed_bytes(length), grown + self._sliding_bytes(length)
         ring = -(-(windows.recent + windows.block - 1 + STEP_TOKENS) // KERNEL_BLOCK) * KERNEL_BLOCK
         exact = (windows.sink + ring) * self.layers * self.model.layer_token
@@ -173,7 +175,9 @@ class Load:
         return self._parts(batch, length, transient, batch * earlier * self.model.layer_token, new)
 
     def _parts(self, batch: int, length: int, activations: float, decoded: float, new: int = 0) -> Parts:
-        """new: tokens of the forward, which Transformers' sliding layers hold in full until the next one."""
+        """The parts of a forward's memory, in bytes. new: tokens of the forward, which Transformers' sliding layers
+        hold in full until the next one.
+        """
         packed, windows = (batch * size for size in self._storage(length))
         windows += batch * (self._sliding_bytes(length, new) - self._sliding_bytes(length))
         tensors = self.model.weights + packed + windows + self.constants

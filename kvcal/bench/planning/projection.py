@@ -16,6 +16,8 @@ from .speed import Step
 FULL = "fp16"
 MOST_ROWS = 1 << 16
 YES, CHUNKS, NO = "yes", "in chunks", "no"  # whether it fits: as it is, if the prompt is fed in chunks, not at all
+EAGER = "eager"  # how a step begins that no CUDA graph has
+EVEN = 0.95  # of the fastest scheme's tokens a second, within which a smaller cache is the better choice
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Row(TypedDict):
     tokens_per_second: float | None
     step: str
     kl: float | None
+    kl_upper: float | None
+    kl_upper_anywhere: float | None
     kl_class: str | None
     kl_models: list[str]
     kl_same_architecture: bool | None
@@ -90,17 +94,17 @@ def rows(goal: Goal, planned: Sequence[Planned], card: Card) -> list[Row]:
     """FP16 first, then the schemes by size, the largest first."""
     first = full(goal.model)
     others = [candidate(scheme, goal.model, card) for scheme in planned]
-    others.sort(key=lambda one: -one.load.held(goal.context))
-    size = first.load.held(goal.context)
+    others.sort(key=lambda one: -one.load.cache_bytes(goal.context))
+    size = first.load.cache_bytes(goal.context)
     return [_row(goal, one, card, size) for one in (first, *others)]
 
 
 def _row(goal: Goal, one: Candidate, card: Card, full_size: float) -> Row:
     load, length, batch = one.load, goal.context, goal.batch
-    cache = load.held(length)
+    cache = load.cache_bytes(length)
     decode, prefill = load.decode(batch, length), load.prefill(batch, length)
     chunked = load.prefill(batch, length, CHUNK)
-    kl = Quality(0.0, (), True) if one.scheme is None else _quality(one.name, goal)
+    kl = Quality(0.0, 0.0, 0.0, (), True) if one.scheme is None else _quality(one.name, goal)
     step = step_of(goal, one)
     taken = None if step is None else speed.seconds(step, card)
     return {
@@ -115,10 +119,12 @@ def _row(goal: Goal, one: Candidate, card: Card, full_size: float) -> Row:
         "tokens_per_second": None if taken is None else batch / taken,
         "step": _how(one, card),
         "kl": None if kl is None else kl.kl,
+        "kl_upper": None if kl is None else kl.upper,
+        "kl_upper_anywhere": None if kl is None else kl.anywhere,
         "kl_class": None if kl is None else "0" if one.scheme is None else kl.kl_class,
         "kl_models": [] if kl is None else list(kl.models),
         "kl_same_architecture": None if kl is None else kl.alike,
-        "within_budget": None if goal.budget is None else kl is not None and kl.kl <= goal.budget,
+        "within_budget": None if goal.budget is None else kl is not None and kl.upper <= goal.budget,
         "bytes": {name: round(size) for name, size in vars(decode).items()},
         "decode_peak_bytes": round(decode.total),
         "prefill_peak_bytes": round(prefill.total),
@@ -150,7 +156,7 @@ def step_of(goal: Goal, one: Candidate) -> Step | None:
         batch,
         goal.model.read_bytes,
         goal.model.read_bytes / goal.model.width,
-        batch * load.held(goal.context) + load.constants,
+        batch * load.cache_bytes(goal.context) + load.constants,
         2.0 * batch * goal.context * geometry.kv_width * load.layers,
         timed,
         batch * packed * load.layers * goal.model.layer_token if load.decodes else 0.0,
@@ -165,7 +171,7 @@ def _how(one: Candidate, card: Card) -> str:
         return f"CUDA graph, fused kernel as timed for {one.scheme.timed}" if one.scheme.timed else "not timed"
     assert one.sizes is not None
     why = one.sizes.why_decoded or (f"{card.no_kernels}" if card.no_kernels else "float32 has no kernel")
-    return f"eager, blocks decoded at each step: {why}"
+    return f"{EAGER}, blocks decoded at each step: {why}"
 
 
 def _next(one: Candidate, model: str) -> str | None:
@@ -186,18 +192,25 @@ def _next(one: Candidate, model: str) -> str | None:
     return f"kvcal {scheme.command} -m {model}"
 
 
-def recommended(planned_rows: Sequence[Row]) -> str | None:
-    """The scheme with the smallest cache of those that fit and whose measured KL is in the budget, or without one in
-    the lowest class; not slower than FP16 where there is such a one. None where none is.
+def recommended(planned_rows: Sequence[Row], budget: float | None) -> str | None:
+    """The smallest cache of the schemes that fit, whose KL with its spread is below `budget` (without one the lowest
+    class's end), and that are within EVEN of the fastest of these.
+
+    A scheme that held on every measured model goes before one that held on this architecture's alone: outliers differ
+    between models of one architecture. Where speeds are not known, one that a kernel attends to goes before one that is
+    decoded at each step. None where none is left.
     """
-    rows_in = [row for row in planned_rows[1:] if row["fits"] != NO and _good(row)]
-    full_speed = planned_rows[0]["tokens_per_second"] or 0.0
-    quick = [row for row in rows_in if (row["tokens_per_second"] or 0.0) >= full_speed]
-    return min(quick or rows_in, key=lambda row: row["cache_bytes"])["scheme"] if rows_in else None
+    limit = quality.CLASSES[0] if budget is None else budget
+    good = [row for row in planned_rows[1:] if row["fits"] != NO and _below(row["kl_upper"], limit)]
+    good = [row for row in good if _below(row["kl_upper_anywhere"], limit)] or good
+    if not good:
+        return None
+    fastest = max(row["tokens_per_second"] or 0.0 for row in good)
+    quick = [row for row in good if (row["tokens_per_second"] or 0.0) >= EVEN * fastest]
+    if not fastest:
+        quick = [row for row in good if not row["step"].startswith(EAGER)] or good
+    return min(quick, key=lambda row: row["cache_bytes"])["scheme"]
 
 
-def _good(row: Row) -> bool:
-    kl, within = row["kl"], row["within_budget"]
-    if kl is None:
-        return False
-    return kl < quality.CLASSES[0] if within is None else within
+def _below(kl: float | None, limit: float) -> bool:
+    return kl is not None and kl <= limit

@@ -14,23 +14,27 @@ CLASSES = (0.01, 0.05, 0.2)  # nats a token: upper ends of the classes
 
 @dataclass(frozen=True)
 class Quality:
-    """kl: nats a token between next-token distributions with the scheme and without. models: on which it was measured;
-    where more than one, kl is the largest. alike: whether the model is of the same architecture.
+    """A scheme's measured quality. kl: nats a token between next-token distributions with the scheme and without.
+    upper: kl and two standard errors over windows, by which it is judged; kl itself where it is of one
+    window. models: on which it was measured; where more than one, kl and upper are the largest. alike: whether the
+    model is of the same architecture. anywhere: the largest upper of all measured models, of other architectures, too.
     """
 
     kl: float
+    upper: float
+    anywhere: float
     models: tuple[str, ...]
     alike: bool
 
     @property
     def kl_class(self) -> str:
         """The class as people read it: "< 0.01" to "> 0.2"."""
-        upper = next((limit for limit in CLASSES if self.kl < limit), None)
+        upper = next((limit for limit in CLASSES if self.upper < limit), None)
         return f"> {CLASSES[-1]:g}" if upper is None else f"< {upper:g}"
 
 
 class MeasuredModel(TypedDict):
-    """On what a model's figures were measured, and the file with all of them."""
+    """The text and settings that a model's figures were measured on, and the file with all of them."""
 
     model_type: str
     text: str
@@ -42,9 +46,12 @@ class MeasuredModel(TypedDict):
 
 
 class Figures(TypedDict):
-    """KL in nats a token and stored bits a value of one scheme on one model."""
+    """KL in nats a token and stored bits a value of one scheme on one model. kl_se: its standard error over windows,
+    None of one window.
+    """
 
     kl: float
+    kl_se: float | None
     bits: float
 
 
@@ -75,7 +82,14 @@ def expected(scheme: str, model_type: str) -> Quality | None:
         return None
     alike = [name for name in by_model if models()[name]["model_type"] == model_type]
     chosen = alike[:1] or list(by_model)
-    return Quality(max(by_model[name]["kl"] for name in chosen), tuple(chosen), bool(alike))
+    upper = {name: row["kl"] + 2 * (row["kl_se"] or 0.0) for name, row in by_model.items()}
+    return Quality(
+        max(by_model[name]["kl"] for name in chosen),
+        max(upper[name] for name in chosen),
+        max(upper.values()),
+        tuple(chosen),
+        bool(alike),
+    )
 
 
 def largest_bits(scheme: str) -> float:

@@ -24,9 +24,9 @@ THRESHOLDS = "tiers by threshold differ in size from block to block"
 
 @dataclass(frozen=True)
 class Planned:
-    """key, value: codecs by name. command: of kvcal, that makes a bundle of it, or COMPOSED. timed: the scheme of SLOTS
-    (speed.py) whose kernel's time is taken for this one's; None where none was measured. first: codec of the lowest
-    layer, where that differs.
+    """A scheme that `kvcal plan` knows. key, value: codecs by name. command: of kvcal, that makes a bundle of it, or
+    COMPOSED. timed: the scheme of SLOTS (speed.py) whose kernel's time is taken for this one's; None where none was
+    measured. first: codec of the lowest layer, where that differs.
     """
 
     name: str
@@ -47,10 +47,10 @@ class Planned:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one scheme on one model. blocks: bytes of a packed block of each compressed layer, lowest first. why_decoded:
-    why its blocks are decoded before attention, None where a kernel reads them. constants: bytes of predictors and
-    codebooks. bits: stored bits a value, over all compressed layers. expected: what the bytes rest on, where blocks
-    differ in size.
+    """What one scheme stores on one model. blocks: bytes of a packed block of each compressed layer, lowest first.
+    why_decoded: why its blocks are decoded before attention, None where a kernel reads them. constants: bytes of
+    predictors and codebooks. bits: stored bits a value, over all compressed layers. expected: what the bytes rest on,
+    where blocks differ in size.
     """
 
     blocks: tuple[int, ...]
@@ -162,7 +162,7 @@ def _why_decoded(scheme: Planned, key: Codec, value: Codec, geometry: Geometry) 
         return f"{ratio} query heads a kv head, the fused kernel serves {MOST_HEADS}"
     if not (key.kernel and value.kernel):
         return f"no kernel reads {scheme.key} beside {scheme.value} at head_dim {geometry.head_dim}"
-    if scheme.frame == "pre_rope" and not key.turns:
+    if scheme.frame == "pre_rope" and not key.rotates:
         return f"no kernel rotates keys of {scheme.key}"
     return None
 

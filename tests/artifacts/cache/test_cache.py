@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from kvcal.methods.data_free import PRESETS, Preset
-from kvcal.methods.registry import BACKBONES
+from kvcal.methods.registry import CODEC_MAKERS
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape
@@ -180,7 +180,7 @@ STORED_FOR_THE_KERNEL = [
 def test_blocks_in_the_kernels_layout_depend_on_the_tokens_only(name: str, cuts: Any) -> None:
     """Rows that have packed most, one block and none; then in another order, and cropped into what is packed."""
     fed, shape, rows = Fed(heads=2, dim=64), Shape(2, 64, 32), Rows([150, 60, 20], heads=2, dim=64)
-    make = BACKBONES.get(name, BACKBONES["kivi-2"])
+    make = CODEC_MAKERS.get(name, CODEC_MAKERS["kivi-2"])
     key = MixKVQ(shape, "key", full=16, four=16) if name == "mixkvq-16-16" else make(shape, "key")
     pair = LayerCodecs(key, make(shape, "value"))
     assert all(isinstance(codec.fused(), Form) for codec in (pair.key, pair.value))
@@ -385,12 +385,12 @@ def check_storage(made: KVCalCache) -> None:
     ledger = made.ledger
     total = ledger.sink + ledger.blocks * ledger.windows.block + ledger.window
     assert torch.equal(total, ledger.valid.sum(1))
-    for layer in made.own_layers:
+    for layer in made.compressed_layers:
         assert {t.shape[2] for t in layer.sink} <= {widest(ledger.sink)}
         assert {t.shape[2] for t in layer.window} <= {widest(ledger.window)}
         assert {t.shape[2] for packed in layer.packed for t in packed.values()} <= {widest(ledger.blocks)}
     for part in ("packed", "window"):
-        tensors = [t for layer in made.own_layers for t in layer.stored(part)]
+        tensors = [t for layer in made.compressed_layers for t in layer.stored(part)]
         assert made.nbytes(part) == sum(t.numel() * t.element_size() for t in tensors)
     assert made.nbytes("bookkeeping") == storage_bytes(schemes.ledger_tensors(made))
 
@@ -430,7 +430,7 @@ def expected_window(made: KVCalCache, row: int, kept: int) -> tuple[int, list[Te
     decoded = decode_all(made) if blocks < ledger.blocks[row] else None
     kept_tokens = slice(blocks * BLOCK, behind) if decoded else slice(0, window)
     found = []
-    for index, layer in enumerate(made.own_layers):
+    for index, layer in enumerate(made.compressed_layers):
         found += [t[row, :, : min(kept, SINK)] for t in layer.sink]
         found += [t[row, :, kept_tokens] for t in (decoded[index] if decoded else layer.window)]
     return blocks, found, window if decoded else 0
@@ -650,6 +650,17 @@ def test_reset_and_used_again_is_fresh(name: str, frame: str) -> None:
     assert same(schemes.snapshot(made), schemes.snapshot(fed_cache_of([50, 31, 9], name, frame)))
 
 
+def test_another_prompt_on_a_full_cache_says_what_to_do() -> None:
+    """generate() takes what the cache holds off the prompt: of a much shorter one nothing is left."""
+    model = schemes.tiny("llama")
+    with schemes.make(model) as made:
+        model.generate(token_ids(1, 60), past_key_values=made, max_new_tokens=2, do_sample=False)
+        with pytest.raises(KVCalError, match=r"no new token; .* cache\.reset\(\)"):
+            model.generate(token_ids(1, 20), past_key_values=made, max_new_tokens=2, do_sample=False)
+        made.reset()
+        model.generate(token_ids(1, 20), past_key_values=made, max_new_tokens=2, do_sample=False)
+
+
 @pytest.mark.parametrize("way", [pickle.dumps, copy.copy], ids=["pickle", "copy"])
 def test_a_cache_is_copied_deeply_or_not_at_all(way: Callable[[Any], Any]) -> None:
     made = fed_cache()
@@ -716,7 +727,7 @@ def test_storage_is_free_with_the_last_reference(options: dict[str, Any]) -> Non
         model = TINY["llama"]()
         kept = KVCalCache(schemes.scheme(model, "uniform-2"), model, **options)
         model.generate(token_ids(2, 60), past_key_values=kept, max_new_tokens=4, do_sample=False)
-        storage = [weakref.ref(t) for layer in kept.own_layers for t in layer.window + layer.stored("packed")]
+        storage = [weakref.ref(t) for layer in kept.compressed_layers for t in layer.window + layer.stored("packed")]
         del kept
         assert storage and not any(one() is not None for one in storage)
     finally:
@@ -917,7 +928,7 @@ def test_a_broken_cache_stays_broken(change: str, where: str) -> None:
 # Bytes.
 
 
-@pytest.mark.parametrize("name", [*BACKBONES, "aqua-kv", "aqua-kv-mlp"])
+@pytest.mark.parametrize("name", [*CODEC_MAKERS, "aqua-kv", "aqua-kv-mlp"])
 def test_bits_per_value_are_those_of_the_formula(name: str) -> None:
     found = SCHEMES[name]("post_rope") if name in SCHEMES else schemes.scheme(FED, name)
     with KVCalCache(found, FED) as made:
@@ -953,7 +964,9 @@ def test_windows_do_not_keep_the_prefill_alive() -> None:
     made = fed_cache_of([3000], "higgs-2")
     tokens = SINK + RECENT + (3000 - SINK - RECENT) % BLOCK
     assert made.nbytes("window") == LAYERS * 2 * HEADS * DIM * tokens * 4
-    assert storage_bytes([t for layer in made.own_layers for t in layer.stored("window")]) == made.nbytes("window")
+    assert storage_bytes([t for layer in made.compressed_layers for t in layer.stored("window")]) == made.nbytes(
+        "window"
+    )
 
 
 def test_nbytes_counts_layers_left_alone() -> None:
@@ -962,7 +975,7 @@ def test_nbytes_counts_layers_left_alone() -> None:
     ids = token_ids(1, 60)
     run_model(model, made, ids, torch.ones_like(ids), step=60)
     plain = [t for layer in made.layers[1:] for t in (layer.keys, layer.values)]
-    own = made.own_layers[0].stored("window")
+    own = made.compressed_layers[0].stored("window")
     assert made.nbytes("window") == storage_bytes(plain + own)
     assert made.nbytes() == sum(made.nbytes(part) for part in ("packed", "window", "bookkeeping"))
     with pytest.raises(KVCalError, match="allowed are packed, window, bookkeeping"):

@@ -377,7 +377,7 @@ def poison(cache: KVCalCache, number: float) -> int:
     """Write into every slot that holds no token; how many there were."""
     width = cache.ledger.widths[1] * BLOCK
     empty = cache.ledger.tokens < 0
-    for layer in cache.own_layers:
+    for layer in cache.compressed_layers:
         for role in (0, 1):
             layer.window[role].masked_fill_(empty[:, None, width:, None], number)
             raw = layer.packed[role]["raw"]
@@ -436,11 +436,11 @@ def check_storage(cache: KVCalCache) -> None:
     """Tensors are as wide as the fullest row needs, and bookkeeping agrees with what it says."""
     ledger = cache.ledger
     _, blocks, exact = ledger.widths
-    for layer in cache.own_layers:
+    for layer in cache.compressed_layers:
         assert {t.shape[2] for t in layer.stored("packed")} <= {blocks}
         assert {t.shape[2] for t in layer.window} == {exact}
     for part in ("packed", "window"):
-        tensors = [t for layer in cache.own_layers for t in layer.stored(part)]
+        tensors = [t for layer in cache.compressed_layers for t in layer.stored(part)]
         assert cache.nbytes(part) == sum(t.numel() * t.element_size() for t in tensors)
     rows = cache.describe()["selection"]["rows"]
     for row in range(ledger.batch):
@@ -521,7 +521,7 @@ def test_crop_past_an_eviction_changes_nothing() -> None:
 
 def all_tensors(cache: KVCalCache) -> list[Tensor]:
     ledger = cache.ledger
-    own = [t for layer in cache.own_layers for part in ("packed", "window") for t in layer.stored(part)]
+    own = [t for layer in cache.compressed_layers for part in ("packed", "window") for t in layer.stored(part)]
     own += [
         ledger.tokens,
         ledger.mass,
@@ -610,7 +610,7 @@ def test_a_crop_takes_tokens_out_of_run_time_statistics(first: int, unforgotten:
     run(never, ids[:, :first])
     cropped.crop(-3)
     assert cropped.describe()["unforgotten_by_statistics"] == {"tokens": 0, "blocks": 2 * unforgotten}
-    for mine, theirs in zip(cropped.own_layers, never.own_layers, strict=True):
+    for mine, theirs in zip(cropped.compressed_layers, never.compressed_layers, strict=True):
         for name, own in mine.statistics.items():
             for part, state in own.state.items():
                 if part not in ("tail", "before") or (part == "before" and not unforgotten):
@@ -658,7 +658,7 @@ def test_half_precision() -> None:
     for frame in FRAMES:
         cache = schemes.opened(schemes.scheme(model, "higgs-2", frame).keeping(FEW), model)
         logits = run(cache, ids, range(60, 120, 7))
-        assert {t.dtype for layer in cache.own_layers for t in layer.window} == {torch.bfloat16}
+        assert {t.dtype for layer in cache.compressed_layers for t in layer.window} == {torch.bfloat16}
         assert bool(torch.isfinite(logits[-1]).all())
         check_storage(cache)
 
@@ -685,7 +685,7 @@ def test_other_masks_and_attention_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_forward_that_broke_off_while_evicting_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, ids = made(SOME), token_ids(1, 121)
-    failing = cache.own_layers[1]
+    failing = cache.compressed_layers[1]
     with monkeypatch.context() as patch:
         patch.setattr(failing, "carry_out", lambda moves: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.cache.static.layer import StaticLayer
-from kvcal_artifacts.codecs import Context, MixKVQ, Shape, Squat, Uniform
+from kvcal_artifacts.codecs import ByHead, Context, MixKVQ, Shape, Squat, Uniform
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.paths import choose, codebook
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
@@ -97,7 +97,9 @@ def first_layer(cache: KVCalCache, row: int) -> list[Tensor]:
 
 
 def addresses(cache: KVCalCache) -> list[int]:
-    return [t.data_ptr() for layer in cache.own_layers for part in ("packed", "window") for t in layer.stored(part)]
+    return [
+        t.data_ptr() for layer in cache.compressed_layers for part in ("packed", "window") for t in layer.stored(part)
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -156,9 +158,9 @@ def test_crop_select_copy_and_reset(name: str) -> None:
     close(steps(caches, token_ids(4, 100, seed=5), [90, 91]))
     assert addresses(caches[0]) == where
     assert int(caches[0].get_seq_length()) == 100
-    handle = caches[0].own_layers[0].handle
+    handle = caches[0].compressed_layers[0].handle
     caches[0].batch_select_indices(torch.tensor([3, 1]))
-    assert caches[0].own_layers[0].handle != handle  # nothing compiled for four rows is called again
+    assert caches[0].compressed_layers[0].handle != handle  # nothing compiled for four rows is called again
 
 
 @pytest.mark.parametrize(
@@ -393,7 +395,9 @@ def test_a_factor_is_kept_only_where_no_recorded_step_can_change_it() -> None:
 
 def step(own: KVCalCache) -> Tensor:
     """As a recorded graph would go on, whatever the host thinks of it: what attention of the last layer gives."""
-    return [layer.attend(*(torch.randn(1, heads, 1, 64) for heads in (4, 2, 2)), 0.1) for layer in own.own_layers][-1]
+    return [
+        layer.attend(*(torch.randn(1, heads, 1, 64) for heads in (4, 2, 2)), 0.1) for layer in own.compressed_layers
+    ][-1]
 
 
 def test_what_steps_could_not_say_is_said_afterwards() -> None:
@@ -542,6 +546,8 @@ def test_caches_that_do_not_compile_say_why() -> None:
     odd = LayerCodecs(Uniform(pair.key.shape, "key", 5, 32), pair.value)
     assert "5 bits at head_dim 64" in why(scheme(odd), max_length=100)
     assert "token selection" in why(scheme(pair).keeping(HeavyHitters()), max_length=100)
+    apart = LayerCodecs(ByHead([Uniform(Shape(1, 64, 32), "key", bits, 32) for bits in (4, 8)]), pair.value)
+    assert "layer 0: keys: groups of heads in different codecs" in why(scheme(apart), max_length=100)
     searched = Squat(Uniform(SHAPE, "key", 4, 32, "token", search=True), channels=32)
     assert "layer 0: SQuat over uniform" in why(scheme(LayerCodecs(searched, pair.value)), max_length=100)
     chosen = "layer 0: MixKVQ chooses the channels of its tiers block by block"
@@ -579,7 +585,7 @@ def test_the_first_keys_say_whether_storage_is_allocated_once(
     served.bfloat16()
     ids = token_ids(2, 160, seed=4)
     steps((own, plain), ids[:, :80], [])
-    assert own.is_compileable and all(layer.ready for layer in own.own_layers)
+    assert own.is_compileable and all(layer.ready for layer in own.compressed_layers)
     where = addresses(own)
     apart = steps((own, plain), ids[:, 80:], [*range(1, 70)])
     assert addresses(own) == where and len(calls) == 3 * 70 and max(apart) < 0.1  # of bfloat16
@@ -609,7 +615,9 @@ def test_layers_whose_first_keys_are_refused_grow_with_all_others(
     mask = torch.cat([left_mask([80, 60]), torch.ones(2, 60, dtype=torch.long)], 1)
     first = steps(caches, ids[:, :140], [80, 81, 97, 130, 131], mask)
     assert not caches[0].is_compileable and "not in torch.float32" in str(caches[0].describe()["compileable"])
-    assert [layer.paths.refused is None for layer in caches[0].own_layers] == [index in layers for index in range(3)]
+    assert [layer.paths.refused is None for layer in caches[0].compressed_layers] == [
+        index in layers for index in range(3)
+    ]
     close(first)
     for row in (0, 1):
         assert same(first_layer(caches[0], row), first_layer(caches[1], row))
@@ -666,11 +674,11 @@ def test_the_subspace_of_a_prompt_stays_in_steps(name: str, calls: list[int]) ->
         assert same(first_layer(caches[0], row), first_layer(caches[1], row))
     assert not same(first_layer(caches[0], 2), first_layer(caches[1], 2))  # whose first block came in steps
     key = made(name).layers[0].key  # type: ignore[union-attr]
-    layer, prompt = caches[0].own_layers[0], fixed(name)
+    layer, prompt = caches[0].compressed_layers[0], fixed(name)
     assert isinstance(key, Squat)
     with torch.no_grad():
         prompt.model(ids[2:3, 60:100], past_key_values=prompt)
-    own = prompt.own_layers[0].statistics[key.statistic]
+    own = prompt.compressed_layers[0].statistics[key.statistic]
     gram = own.state["gram"][0].double() * 2.0**-20
     _, singular, right = torch.linalg.svd(gram)
     wanted = (singular.sqrt()[..., None] * right)[:, : key.rank]
@@ -694,7 +702,7 @@ def test_what_the_host_does_between_steps_keeps_a_subspace(normalise: str) -> No
             own.model(ids[:, start:stop], past_key_values=own, **given)
 
     def moves() -> Tensor:
-        room = own.own_layers[0].allocation
+        room = own.compressed_layers[0].allocation
         return torch.cat([x.flatten() for x in (*room.moves.digits, *(unit.float() for unit in room.moves.units))])
 
     go(0, 40)
@@ -753,17 +761,17 @@ def test_rows_begin_anywhere_and_gaps_are_for_the_host(calls: list[int]) -> None
     where = torch.arange(150).repeat(2, 1) + torch.tensor([[0], [500]])
     close(placed(caches, where[:, :118], [80, *range(81, 118)]))
     assert caches[0].is_compileable and len(calls) == 2 * 3 * 38
-    table = caches[0].own_layers[0].steps.rope.angles.first_words  # type: ignore[attr-defined]
+    table = caches[0].compressed_layers[0].steps.rope.angles.first_words  # type: ignore[attr-defined]
     for own in caches:
         own.batch_select_indices(torch.tensor([1, 0]))
     close(placed(caches, where[:, 118:121].flip(0), [1]))
-    assert caches[0].own_layers[0].steps.rope.angles.first_words is table  # type: ignore[attr-defined]
+    assert caches[0].compressed_layers[0].steps.rope.angles.first_words is table  # type: ignore[attr-defined]
     caches[0].settle()
     assert caches[0].ledger.positions.tolist() == where[:, :121].flip(0).tolist()
     taken = len(calls)
     close(placed(caches, where[:, 130:133], [1]))
     assert len(calls) == taken and "do not follow one another" in str(caches[0].describe()["compileable"])
-    assert not any(layer.ready for layer in caches[0].own_layers)
+    assert not any(layer.ready for layer in caches[0].compressed_layers)
     for own in caches:
         own.crop(-20)
     close(placed(caches, where[:, :2], [1]))
@@ -796,7 +804,7 @@ def test_a_row_without_a_token_waits_for_its_first() -> None:
     mask[1, 79:90] = 0
     caches = both(KIVI)
     close(steps(caches, token_ids(2, 100, seed=3), [79, 80, 89, *range(90, 97)], mask))
-    assert all(layer.ready for layer in caches[0].own_layers)
+    assert all(layer.ready for layer in caches[0].compressed_layers)
     assert not any(layer.ready for layer in first_of(caches[0], token_ids(2, 60), mask[:, :60]))
 
 
@@ -804,7 +812,7 @@ def first_of(own: KVCalCache, ids: Tensor, mask: Tensor) -> list[Any]:
     own.reset()
     with torch.no_grad():
         own.model(ids, past_key_values=own, attention_mask=mask)
-    return own.own_layers
+    return own.compressed_layers
 
 
 def test_rope_that_changes_with_the_length_or_does_not_turn_evenly_is_the_hosts(

@@ -159,7 +159,7 @@ def test_run_time_statistics_are_those_of_the_first_gpu(wants: str) -> None:
         cache = opened(schemes.Scheme(test_fused.WINDOWS, "post_rope", (PAIRS[wants],)), model)
         with torch.no_grad():
             model(token_ids(2, 100, seed=1).to(device), past_key_values=cache)
-        found.append([t.cpu() for own in cache.own_layers[0].statistics.values() for t in own.state.values()])
+        found.append([t.cpu() for own in cache.compressed_layers[0].statistics.values() for t in own.state.values()])
     assert found[0] and all(bool(t.isfinite().all()) for t in found[0] if t.is_floating_point())
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)

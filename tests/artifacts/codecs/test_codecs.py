@@ -23,6 +23,7 @@ from torch import Tensor
 from kvcal_artifacts.codecs import (
     CODECS,
     PREDICTORS,
+    ByHead,
     Codec,
     Context,
     Exact,
@@ -189,6 +190,22 @@ def squat(inner: Make, calibrated: bool = False, **settings: Any) -> Make:
     return make
 
 
+def prefill_keys(shape: Shape, role: Role) -> Codec:
+    """Keys by factors of the row's own first tokens, plain values."""
+    plain = uniform(3, 8, "token", "symmetric")
+    return scaled_by_row(uniform(3, mode="symmetric"))(shape, role) if role == "key" else plain(shape, role)
+
+
+def by_head(first: Make, others: Make) -> Make:
+    """Head 0 in one codec, all others in another."""
+
+    def make(shape: Shape, role: Role) -> Codec:
+        one, rest = replace(shape, heads=1), replace(shape, heads=shape.heads - 1)
+        return ByHead([first(one, role), others(rest, role)][: shape.heads])
+
+    return make
+
+
 CONFIGURATIONS: dict[str, dict[str, Make]] = {
     "exact": {dtype: exact(dtype) for dtype in DTYPES},
     "uniform": {
@@ -246,6 +263,7 @@ CONFIGURATIONS: dict[str, dict[str, Make]] = {
         "transform": predicted(transform((0.25, 0.0, 0.5, 0.25))),
         "two-layers-higgs": predicted(higgs(), inputs=("k1", "v1", "k2", "v2")),
         "mixkvq": predicted(mixkvq()),
+        "by-head": predicted(by_head(higgs(), uniform(2))),
     },
     "mixkvq": {
         "usual": mixkvq(dtype="bfloat16"),
@@ -261,6 +279,7 @@ CONFIGURATIONS: dict[str, dict[str, Make]] = {
         "some-not-stored": transform((0.0, 0.25, 0.5, 0.0), "debiased"),
         "signs": transform((0.0, 0.0, 0.0, 1.0)),
     },
+    "by-head": {"higgs-others": by_head(higgs(), prefill_keys)},
 }
 
 
@@ -331,7 +350,7 @@ def cases(shapes: list[Shape]) -> list[Any]:
         for label, make in made.items()
         for role in roles_of(name, label)
         for turn, s in enumerate(shapes)
-        if not label.endswith(UNLISTED) or takes(make, s, role)
+        if not (label.endswith(UNLISTED) or "by-head" in (name, label)) or takes(make, s, role)
     ]
 
 
@@ -540,6 +559,17 @@ def check_transform(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack
     assert made.shape[1] == shape.heads
 
 
+def check_by_head(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: float, factor: float) -> None:
+    """Each part on its heads; one with statistics, which are of all heads, by its bits."""
+    assert isinstance(codec, ByHead)
+    start = 0
+    for number, part in enumerate(codec.parts):
+        heads = slice(start, start := start + part.shape.heads)
+        own = {n.removeprefix(f"{number}."): t for n, t in packed.items() if n.startswith(f"{number}.")}
+        by = check_unlisted if part.stats else bound
+        by(part, x[:, heads], own, made[:, heads], slack, factor)
+
+
 Bound = Callable[[Codec, Tensor, Packed, Tensor, float, float], None]
 BOUNDS: dict[str, Bound] = {
     "exact": check_exact,
@@ -552,6 +582,7 @@ BOUNDS["transform"] = check_transform
 BOUNDS["mixkvq"] = check_mixkvq
 BOUNDS["squat"] = check_squat
 BOUNDS["residual-vq"] = check_residual_vq
+BOUNDS["by-head"] = check_by_head
 BOUNDS["predicted"] = lambda codec, *rest: bound(codec.inner, *rest)
 
 
@@ -591,6 +622,7 @@ STORED_BITS: dict[str, Callable[[Any], float]] = {
     "predicted": lambda codec: stored_bits(codec.inner),
     "transform": lambda codec: sum(codec.bits) / codec.shape.dim + 16 / (codec.shape.heads * codec.shape.dim),
     "mixkvq": lambda codec: mixkvq_bits(codec, *codec.channels()),
+    "by-head": lambda codec: sum(stored_bits(p) * p.shape.heads for p in codec.parts) / codec.shape.heads,
 }
 
 
@@ -692,9 +724,11 @@ def test_stored_as_declared(case: Case) -> None:
     packed = codec.encode(case.noise(2, blocks), case.context(2, blocks * case.shape.block))
     specs, empty = codec.tensor_specs(), codec.empty(2, torch.device("cpu"))
     assert packed.keys() == empty.keys() >= specs.keys()
+    inner = codec.inner if isinstance(codec, Predicted) else codec
+    parts = {part.shape.heads for part in inner.parts} if isinstance(inner, ByHead) else set()
     for name, (spec, dtype) in specs.items():
         first, *rest = spec
-        assert first in (1, case.shape.heads)
+        assert first in {1, case.shape.heads} | parts
         assert (packed[name].shape, packed[name].dtype) == ((2, first, blocks, *rest), dtype), name
     assert_same(joined([empty, packed]), packed, "appended to nothing")
     stored = nbytes(packed)
@@ -1015,6 +1049,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: read("residual-vq", {"codebooks.0": BOOKS}, bands=[list(range(16))], stages=[3], sizes=[16]),
         "3, 16",
     ),
+    "by-head of one part": (lambda: ByHead([Exact(S, "key")]), "of 1 parts: needs two or more"),
+    "by-head of other blocks": (
+        lambda: ByHead([Exact(S, "key"), Exact(replace(S, block=4), "key")]),
+        "part 1 of 'exact': keys of 16 channels in blocks of 4 tokens, part 0 has keys of 16 in blocks of 8",
+    ),
+    "by-head of both roles": (lambda: ByHead([Exact(S, "key"), Exact(S, "value")]), "values of 16.*part 0 has keys"),
+    "by-head of predicted": (lambda: ByHead([predicted(exact("float32"))(S, "key")] * 2), "put by-head inside"),
+    "by-head of ragged": (lambda: ByHead([mixkvq()(S, "key")] * 2), "its blocks differ in size"),
+    "by-head twice": (
+        lambda: ByHead([scaled(by_head(exact("float16"), exact("float32")))(S, "key")] * 2),
+        "heads are divided already",
+    ),
     "inputs none": (lambda: Predicted(Exact(S, "key"), predictor("linear", 32, 32), ()), "allowed are k1"),
     "inputs unknown": (lambda: read_predicted(LINEAR, inputs=("q1",)), "q1.*allowed are 'k1'"),
     "inputs k0 for keys": (
@@ -1049,6 +1095,24 @@ def test_predictor_input_that_is_not_there() -> None:
 
 
 # Each codec's own arithmetic
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_by_head_is_each_codec_on_its_heads(role: Role) -> None:
+    """With the statistics of these heads, to the byte; under predictors, too."""
+    first, others = squat(uniform(2, 8, "token")), higgs()
+    whole = by_head(first, others)(Shape(3, 16, 8), role)
+    assert isinstance(whole, ByHead)
+    x, stats = normal(2, 3, 16, 16), stats_of(whole, 2, 2)
+    packed = whole.encode(x, Context(stats=stats))
+    made = whole.decode(packed, Context(stats=stats))
+    for number, (part, heads) in enumerate(zip(whole.parts, (slice(0, 1), slice(1, 3)), strict=True)):
+        context = Context(stats={name: t[:, heads] for name, t in stats.items()})
+        own = part.encode(x[:, heads], context)
+        assert_same({n.removeprefix(f"{number}."): t for n, t in packed.items() if n[0] == str(number)}, own)
+        assert torch.equal(made[:, heads], part.decode(own, context))
+    assert whole.paper_bits() == pytest.approx(sum(p.paper_bits() * p.shape.heads for p in whole.parts) / 3)
+    assert isinstance(whole.fused(), str) and whole.stats == whole.parts[0].stats
 
 
 def test_uniform_by_hand() -> None:

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcal.methods.registry import BACKBONES, backbone
+from kvcal.methods.registry import CODEC_MAKERS, codec_maker
 from kvcal_artifacts.codecs import Higgs, Role, Shape, Transform, build, state_of
 from kvcal_artifacts.codecs.higgs import Span
 from kvcal_artifacts.codecs.higgs_grids import GRID_MSE, gaussian_grid
 from kvcal_artifacts.errors import KVCalError
 from kvcal_kernels.hadamard import Mix, cosines, largest_power_of_two, paley, paley_order, rotate, signs, unrotate
 
-ROTATED = [name for name in BACKBONES if name.startswith(("higgs", "turboquant")) and "channel" not in name]
+ROTATED = [name for name in CODEC_MAKERS if name.startswith(("higgs", "turboquant")) and "channel" not in name]
 SHAPES = [(1, 64), (2, 64), (3, 64), (5, 64), (7, 64), (12, 64), (2, 96), (3, 96), (4, 80), (3, 32), (9, 16), (20, 64),
           (24, 64), (40, 64), (16, 96), (23, 64), (26, 32)]  # fmt: skip
 LARGE = [(12, 64), (16, 96), (20, 64), (24, 64), (40, 128), (6, 96), (28, 64), (36, 32), (12, 80), (3, 64)]
@@ -140,7 +140,7 @@ def test_heads_of_unequal_size_cost_no_more_than_equal_ones(
     name: str, shape: tuple[int, int], role: Role, sizes: list[float], seed: int
 ) -> None:
     """A grid's MSE is that of a unit Gaussian, and so is a token's, whatever the sizes of its heads."""
-    codec = backbone(name)(Shape(*shape, 32), role)
+    codec = codec_maker(name)(Shape(*shape, 32), role)
     assert isinstance(codec, Higgs)
     x = normal(1, shape[0], 128, shape[1], seed=seed) * torch.tensor(sizes[: shape[0]])[:, None, None]
     bias = codec._gain - 1  # what a larger stored norm adds
@@ -154,7 +154,7 @@ def test_one_large_head_costs_no_more_than_a_norm_for_each_head(name: str, shape
     what 64 tokens of that head vary by.
     """
     heads, dim = shape
-    codec = backbone(name)(Shape(heads, dim, 32), "key")
+    codec = codec_maker(name)(Shape(heads, dim, 32), "key")
     assert isinstance(codec, Higgs) and codec.mixed in ("none", "hadamard")
     x = normal(1, heads, 64, dim, seed=3)
     expected = max(error(codec, x), GRID_MSE[codec.d, codec.n])

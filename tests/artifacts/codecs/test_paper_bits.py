@@ -10,7 +10,7 @@ import torch
 
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods.mixkvq import MixKVQ
-from kvcal.methods.registry import backbone
+from kvcal.methods.registry import codec_maker
 from kvcal_artifacts import codecs, load_bundle
 from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.cache import KVCalCache
@@ -23,7 +23,7 @@ WIDE = Shape(8, 128, 128)  # of Llama-3: C = 1024
 
 
 def pair_of(key: str, value: str | None = None, shape: Shape = WIDE) -> LayerCodecs:
-    return LayerCodecs(backbone(key)(shape, "key"), backbone(value or key)(shape, "value"))
+    return LayerCodecs(codec_maker(key)(shape, "key"), codec_maker(value or key)(shape, "value"))
 
 
 def scheme_of(*pairs: LayerCodecs) -> Scheme:
@@ -131,7 +131,7 @@ def test_an_evaluation_counts_what_was_chosen() -> None:
     row = evaluate(model, ids, {"mixkvq": make}, batch=2)[1]
     tiers = []
     for cache in caches:
-        for layer in cache.own_layers:
+        for layer in cache.compressed_layers:
             key = layer.codecs.key
             assert isinstance(key, codecs.MixKVQ)
             full, four, two = (count.double() for count in key.counts(layer.packed[0]))

@@ -11,9 +11,9 @@ from torch import Tensor
 from kvcal.evaluate.outliers import outlier_twin
 from kvcal.methods.composition import Composition
 from kvcal.methods.data_free import Preset
-from kvcal.methods.registry import backbone
+from kvcal.methods.registry import codec_maker
 from kvcal.methods.statistics import Moments, at_distances
-from kvcal.methods.transform import TransformBackbone, allocate, fit_transform
+from kvcal.methods.transform import CalibratedTransform, allocate, fit_transform
 from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Shape, Transform
 from kvcal_artifacts.codecs.transform import MSE
@@ -65,7 +65,7 @@ def test_weighted_error_is_what_the_formula_says(bits: float) -> None:
     energies = torch.stack([torch.linalg.eigvalsh(r.mT @ s @ r).flip(0) for r, s in zip(roots, spread, strict=True)])
     expected = float((energies * torch.tensor([MSE[b] for b in codec.bits])).sum())
     assert seen == pytest.approx(expected, rel=0.15)
-    rotated = backbone("higgs-2-wide")(SHAPE, "key")
+    rotated = codec_maker("higgs-2-wide")(SHAPE, "key")
     off = (rotated.decode(rotated.encode(x)) - x)[0].double()
     if bits <= 2:  # fewer bits than HIGGS, a fraction of its error
         assert seen < 0.7 * sum(float(((e @ w) * e).sum(-1).mean()) for e, w in zip(off, metric, strict=True))
@@ -121,7 +121,7 @@ def test_a_turned_query_scores_keys_before_rope_as_the_model_does() -> None:
 def test_names() -> None:
     made = Composition("transform-2.25", "transform-2-debiased")
     key, value = made.codec(0, 1, "key"), made.codec(0, 1, "value")
-    assert key == TransformBackbone(2.25) and value == TransformBackbone(2.0, "debiased")
+    assert key == CalibratedTransform(2.25) and value == CalibratedTransform(2.0, "debiased")
     with pytest.raises(UsageError, match="above 0 to 4"):
         Composition("transform-5", "higgs-2")
     with pytest.raises(UsageError, match="learned from text"):
@@ -158,7 +158,7 @@ def test_constant_tokens_and_zero() -> None:
 def test_calibration_tokens_that_are_all_alike() -> None:
     seen = Moments(SHAPE, torch.device("cpu"))
     seen.add(torch.full((1, 2, 8, 16), 0.5))
-    codec = TransformBackbone(2).fit(SHAPE, "key", seen)
+    codec = CalibratedTransform(2).fit(SHAPE, "key", seen)
     assert bool(torch.isfinite(codec.decode(codec.encode(torch.ones(1, 2, 8, 16)))).all())
 
 

@@ -64,7 +64,7 @@ def test_an_exact_codec_changes_no_bit(name: str, frame: str) -> None:
     with make(model, frame=frame) as own:
         got = padded(model, own)
         assert own.ledger.blocks.tolist() == [6, 4, 1, 0]
-        assert len(own.own_layers) == (3 if name in HYBRID else model.config.num_hidden_layers)
+        assert len(own.compressed_layers) == (3 if name in HYBRID else model.config.num_hidden_layers)
     assert all(torch.equal(a, b) for a, b in zip(got, padded(model, DynamicCache(config=model.config)), strict=True))
 
 
@@ -293,7 +293,7 @@ def test_reconstruction_of_layers_apart(tmp_path: Path) -> None:
         with load_cache(result.path, model, kernels=kernels) as own:
             model(token_ids(1, 60, seed=6), past_key_values=own)
             logits[kernels] = model(token_ids(1, 1, seed=7), past_key_values=own).logits
-            read = [layer.paths.dequantiser is not None for layer in own.own_layers]
+            read = [layer.paths.dequantiser is not None for layer in own.compressed_layers]
         assert read == [kernels == "torch"] * 3
     torch.testing.assert_close(logits["torch"], logits["off"], atol=2e-3, rtol=2e-3)
 

@@ -48,8 +48,14 @@ def fresh(**overrides: Any) -> Any:
 
 def held(cache: KVCalCache) -> list[Any]:
     """What a cache holds, by value; also where tokens were evicted."""
-    tensors = [t.clone() for layer in cache.own_layers for part in ("packed", "window") for t in layer.stored(part)]
-    return [cache.ledger.columns, *(t.clone() for layer in cache.own_layers for t in layer.bookkeeping()), *tensors]
+    tensors = [
+        t.clone() for layer in cache.compressed_layers for part in ("packed", "window") for t in layer.stored(part)
+    ]
+    return [
+        cache.ledger.columns,
+        *(t.clone() for layer in cache.compressed_layers for t in layer.bookkeeping()),
+        *tensors,
+    ]
 
 
 def exact(frame: Any = "pre_rope", **settings: Any) -> Callable[[Any], KVCalCache]:

@@ -183,7 +183,7 @@ def test_caches_on_one_device_share_readers() -> None:
             own.model(token_ids(1, 81), past_key_values=own)
     assert all(
         a.paths.dequantiser is b.paths.dequantiser is not None
-        for a, b in zip(first.own_layers, second.own_layers, strict=True)
+        for a, b in zip(first.compressed_layers, second.compressed_layers, strict=True)
     )
 
 

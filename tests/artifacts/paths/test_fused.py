@@ -169,7 +169,7 @@ def test_grids_in_bytes_are_looked_up_where_a_kv_head_has_more_than_four_query_h
     close(steps(caches, token_ids(2, 90, seed=1), [80, 81, 84]))
     assert len(calls) == 9
     for own in caches:
-        assert in_bytes(own.own_layers[0].codecs) == [bytewise] * 2
+        assert in_bytes(own.compressed_layers[0].codecs) == [bytewise] * 2
         assert in_bytes(own.scheme.layers[0]) == [True, True]
 
 
@@ -275,7 +275,7 @@ def test_crop_and_copies(name: str, calls: list[int]) -> None:
     caches = both(name)
     steps(caches, ids[:, :100], [90, 95])
     twins = copy.deepcopy(caches[0]), copy.deepcopy(caches[1])
-    assert twins[0].own_layers[0].handle != caches[0].own_layers[0].handle
+    assert twins[0].compressed_layers[0].handle != caches[0].compressed_layers[0].handle
     for own in (*caches, *twins):
         own.crop(-7)
     for pair in (caches, twins):
@@ -419,7 +419,7 @@ def test_a_forward_that_breaks_off_before_its_attention_leaves_no_turn(monkeypat
             own.model(token_ids(1, 1), past_key_values=own)
         own.reset()
         own.model(token_ids(1, 80), past_key_values=own)
-        layer = own.own_layers[0]
+        layer = own.compressed_layers[0]
         own.on_forward(None)
         monkeypatch.setattr(type(own.hooks), "active", True)
         layer.update(*(torch.randn(1, 2, 1, 64) for _ in range(2)))  # and no attention
@@ -514,7 +514,7 @@ def test_attention_weights_that_are_asked_for_are_the_models_own(
 
 def test_an_operator_whose_cache_is_gone_says_so() -> None:
     own = KVCalCache(scheme(PAIRS["inner-4"]), model(), kernels="torch")
-    handle = own.own_layers[0].handle
+    handle = own.compressed_layers[0].handle
     own.close()
     del own
     gc.collect()
@@ -528,7 +528,7 @@ def test_the_operator_keeps_the_rules_of_torch_library() -> None:
     own = both("inner-4")[0]
     with torch.no_grad():
         own.model(token_ids(1, 80), past_key_values=own)
-    layer = own.own_layers[0]
+    layer = own.compressed_layers[0]
 
     class Same:
         def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
@@ -1376,7 +1376,7 @@ def test_whether_the_kernel_runs_is_seen_from_the_keys_that_come(monkeypatch: py
     own.bfloat16()
     with torch.no_grad():
         own(token_ids(1, 80), past_key_values=kept)
-    assert "kernel" in kept.describe()["path"] and "no" not in {layer.paths.refused for layer in kept.own_layers}
+    assert "kernel" in kept.describe()["path"] and "no" not in {layer.paths.refused for layer in kept.compressed_layers}
 
 
 def test_architectures_with_scores_of_their_own_are_refused() -> None:

@@ -260,7 +260,7 @@ def test_schemes_that_are_not_counted_have_no_projection() -> None:
 UNCOUNTED = "instructions of the compiled kernels are not counted for vector codes"
 
 
-@pytest.mark.parametrize("name", schemes.known())
+@pytest.mark.parametrize("name", schemes.scheme_names())
 def test_presets_that_the_kernel_takes_are_counted(name: str) -> None:
     geometry = CATALOGUE["llama-3.1-8b"].geometry
     own = case(name, 1, 4096, geometry)
@@ -440,12 +440,12 @@ def test_a_jetson_measures_or_says_why_not(tmp_path: Path, monkeypatch: pytest.M
     for name in ("jetson", "jetson-orin-nano"):
         found = target.target(name)
         assert (found.name, found.device, found.jetson) == ("jetson-orin-nano", torch.device("cuda"), True)
-    assert bench_options.wanted_operations(None, target.target("jetson"))[:2] == [
+    assert bench_options.resolve_operations(None, target.target("jetson"))[:2] == [
         "innerq-table-4",
         "decode-then-attend",
     ]
-    assert bench_options.wanted_operations(None, target.target("jetson-orin-nano"))[0] == "decode-then-attend"
-    assert bench_options.wanted_operations(["innerq-table-4"], target.target("jetson")) == ["innerq-table-4"]
+    assert bench_options.resolve_operations(None, target.target("jetson-orin-nano"))[0] == "decode-then-attend"
+    assert bench_options.resolve_operations(["innerq-table-4"], target.target("jetson")) == ["innerq-table-4"]
 
 
 # Measured.
@@ -1176,7 +1176,7 @@ def wide_model() -> Any:
 
 @needs_triton
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("name", schemes.known())
+@pytest.mark.parametrize("name", schemes.scheme_names())
 def test_required_kernels_are_those_of_the_cache(
     name: str, fails: bool, wide_model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -1191,7 +1191,7 @@ def test_required_kernels_are_those_of_the_cache(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with KVCalCache(filled.scheme_of(wide_model, one), wide_model) as cache:
-            layer_of = cache.own_layers[-1]
+            layer_of = cache.compressed_layers[-1]
             refused, reader = layer_of.paths.refused, layer_of.paths.dequantiser
             place = torch.float16, CPU
             assert (fused.unreadable(one, one.codecs, 2) is None) == layer_of.paths.readable
@@ -1261,10 +1261,10 @@ FUSED_AT = {  # of the page's table: of each name what stands under 64, 96, 128,
 
 
 def test_the_page_names_every_scheme_by_head_dim() -> None:
-    assert sorted(FUSED_AT) == sorted(schemes.known())
+    assert sorted(FUSED_AT) == sorted(schemes.scheme_names())
 
 
-@pytest.mark.parametrize("name", schemes.known())
+@pytest.mark.parametrize("name", schemes.scheme_names())
 def test_what_is_fused_at_which_head_dim_is_as_the_page_says(name: str) -> None:
     whole = replace(CATALOGUE["llama-3.1-8b"].geometry, kv_heads=2, heads=8)
     every = [case(name, 1, 4096, replace(whole, head_dim=dim)) for dim in (64, 96, 128, 256)]
@@ -1342,7 +1342,7 @@ def test_shapes_that_were_measured_on_gpus_are_not_refused(batch: int, length: i
     """Llama-3.1-8B on 78 GiB: what is needed for certain is a part of it."""
     geometry = CATALOGUE["llama-3.1-8b"].geometry
     gpu = torch.device("cuda")
-    for name in schemes.known():
+    for name in schemes.scheme_names():
         one = replace(case(name, batch, length, geometry, torch.float16), device=gpu)
         every = [operation.needs(one) for operation in OPERATIONS.values()]
         assert max(*every, needed.peers(one, torch.float16)) < 78 * 2**30
@@ -1460,7 +1460,7 @@ def test_a_filled_cache_of_few_tokens_holds_no_more(name: str, length: int) -> N
     one = schemes.named(name, GEOMETRY)
     with filled.filled_cache(LLAMA, GEOMETRY, one, 2, length) as cache, torch.no_grad():
         for columns in (length, length + 1):
-            held = [layer.sink[0].shape[2] + layer.window[0].shape[2] for layer in cache.own_layers]
+            held = [layer.sink[0].shape[2] + layer.window[0].shape[2] for layer in cache.compressed_layers]
             assert set(held) == {columns} and cache.get_seq_length() == columns
             LLAMA(input_ids=torch.zeros(2, 1, dtype=torch.long), past_key_values=cache)
 
@@ -1932,7 +1932,7 @@ def test_the_command_says_what_it_does_not_compare(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     (row,) = done.json["rows"]
     assert {name: row[name] for name in rows.SETTINGS} == SET
-    assert {*rows.MADE_BY} <= set(done.json["machine"]) and done.json["commit"] == checkout.commit()
+    assert {*rows.ENVIRONMENT} <= set(done.json["machine"]) and done.json["commit"] == checkout.commit()
     path = tmp_path / "earlier.json"
     path.write_text(done.out)
 

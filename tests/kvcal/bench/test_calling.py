@@ -138,7 +138,9 @@ def test_what_does_not_compile_says_so(compiled: CompileConfig, monkeypatch: pyt
 
 def test_rows_of_generate() -> None:
     every = [plain("full"), plain("DynamicCache"), kind("inner-4"), replace(plain("full"), maker=None, why_not="why")]
-    found = generation.beside_fp16(list(generation.called_rows("m", model(), every, [(2, LENGTH)], "cpu", copy=1e9)))
+    found = generation.with_fp16_ratios(
+        list(generation.called_rows("m", model(), every, [(2, LENGTH)], "cpu", copy=1e9))
+    )
     assert {row.operation for row in found} == {"generate-call"} and all(
         row.path.endswith("; generate()") for row in found
     )
@@ -199,7 +201,7 @@ def test_rows_of_largest_batches_are_beside_their_own_fp16() -> None:
         for scheme, batch in (("fp16", 10), ("a", 50))
     ]
     made.append(replace(made[-1], microseconds=400.0, more={"tokens_per_second": 50 * 1e6 / 400.0}))
-    found = generation.beside_fp16(made)
+    found = generation.with_fp16_ratios(made)
     assert [one.fp16_backend for one in found[2:]] == ["largest-batch-call"] * 3
     assert [one.more["throughput_to_fp16"] for one in found[1::2]] == [5, 5] and found[4].more["batch_to_fp16"] == 5
     assert found[4].more["throughput_to_fp16"] == 2.5

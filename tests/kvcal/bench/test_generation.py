@@ -69,7 +69,7 @@ def start(one: Kind, batch: int = 2, length: int = LENGTH) -> Start:
 
 
 def stored(own: Start) -> list[Tensor]:
-    return [t for one in own.cache.own_layers for part in ("packed", "window") for t in one.stored(part)]
+    return [t for one in own.cache.compressed_layers for part in ("packed", "window") for t in one.stored(part)]
 
 
 # What a measurement starts from.
@@ -89,9 +89,9 @@ def test_a_block_is_due_in_an_early_step(block: int, length: int) -> None:
 def test_rooms_are_filled_where_they_stay_and_again(name: str) -> None:
     """The same bytes as in a cache that grows; after steps and `again` the same bytes at the same addresses."""
     own, other = start(kind(name), length=300), start(kind(name, "off"), length=300)
-    assert all(isinstance(one, StaticLayer) for one in own.cache.own_layers) and own.no_graph is None
+    assert all(isinstance(one, StaticLayer) for one in own.cache.compressed_layers) and own.no_graph is None
     assert own.length == other.length and other.no_graph is not None
-    for a, b in zip(own.cache.own_layers, other.cache.own_layers, strict=True):
+    for a, b in zip(own.cache.compressed_layers, other.cache.compressed_layers, strict=True):
         for role in (0, 1):
             assert torch.equal(a.window[role], b.window[role]) and torch.equal(a.sink[role], b.sink[role])
             assert all(torch.equal(a.packed[role][part], x) for part, x in b.packed[role].items())
@@ -111,7 +111,7 @@ def test_rooms_are_filled_where_they_stay_and_again(name: str) -> None:
     assert own.flush == FLUSH_AT
     stepper.back()
     assert [t.data_ptr() for t in stored(own)] == where
-    packed = [t.data_ptr() for one in own.cache.own_layers for t in one.stored("packed")]
+    packed = [t.data_ptr() for one in own.cache.compressed_layers for t in one.stored("packed")]
     for t, was in zip(stored(own), before, strict=True):
         if t.data_ptr() in packed:  # the slot behind the last block keeps what a step wrote there
             blocks = own.cache.ledger.widths[1]
@@ -182,7 +182,7 @@ def _later(stepper: Stepper) -> None:
 
 
 def _poisoned(stepper: Stepper) -> None:
-    stepper.start.cache.own_layers[0].allocation.ring[0].fill_(torch.nan)
+    stepper.start.cache.compressed_layers[0].allocation.ring[0].fill_(torch.nan)
 
 
 def _twice(stepper: Stepper) -> None:
@@ -244,7 +244,7 @@ def test_weights_that_a_step_reads() -> None:
 
 def test_generation_rows() -> None:
     every = [*caches.plain_kinds(model(), geometry()), kind("inner-4"), kind("fp8")]
-    found = generation.beside_fp16(rows(every))
+    found = generation.with_fp16_ratios(rows(every))
     assert [row.refused for row in found] == [None] * 5
     best = min((row for row in found if row.scheme == "fp32"), key=lambda row: row.microseconds or 0)
     for row in found:
@@ -307,7 +307,7 @@ def test_rows_of_compiled_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "tried", run)
     on_gpu, every = SimpleNamespace(device=torch.device("cuda")), [plain("full"), kind("inner-4")]
     given = ("m", on_gpu, every, [(1, LENGTH)], "x", 1e9)
-    full, ours = generation.beside_fp16([*faster, *generation.compiled_rows(*given)])[-2:]
+    full, ours = generation.with_fp16_ratios([*faster, *generation.compiled_rows(*given)])[-2:]
     assert {row.operation for row in (full, ours)} == {"generate-compiled"} and ours.ratio_to_fp16 == 1
     assert ours.path.endswith("; forward compiled, CUDA graph") and ours.fp16_backend == full.path
     assert (ours.microseconds, ours.more["logits_apart"]) == (500, 1e-3)
@@ -469,7 +469,7 @@ def row(scheme: str, batch: int, taken: float | None, path: str = "p", operation
 
 
 def test_ratios_are_to_the_best_fp16_whatever_its_mode() -> None:
-    found = generation.beside_fp16(
+    found = generation.with_fp16_ratios(
         [
             row("a", 1, 50.0), row("fp16", 1, 200.0, "slow"), row("fp16", 1, 100.0, "fast"), row("fp16", 1, None, "none"),
             row("fp16", 8, 1.0, "other batch"), row("a", 16, 400.0, operation="largest-batch"),
@@ -482,7 +482,7 @@ def test_ratios_are_to_the_best_fp16_whatever_its_mode() -> None:
     assert (largest.fp16_backend, largest.ratio_to_fp16) == ("best", None)
     assert largest.more["throughput_to_fp16"] == pytest.approx((16 / 400) / (4 / 200))
     assert largest.more["batch_to_fp16"] == 16 / 5
-    assert generation.beside_fp16([row("a", 1, 5.0)])[0].ratio_to_fp16 is None
+    assert generation.with_fp16_ratios([row("a", 1, 5.0)])[0].ratio_to_fp16 is None
 
 
 # With optimum-quanto, and the script.
@@ -600,7 +600,7 @@ def test_the_largest_batch_on_a_gpu() -> None:
             one for one in caches.kinds(served, own, [schemes.named("inner-4", own)]) if one.path != "DynamicCache"
         ]
         found = list(generation.largest_batch_rows("m", served, every, 65536, "gpu"))
-        found = generation.beside_fp16(found)
+        found = generation.with_fp16_ratios(found)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     ours = [row for row in found if row.scheme == "inner-4"]

@@ -27,7 +27,7 @@ from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.codebooks import Training
 from kvcal.methods.data_free import Preset, preset
-from kvcal.methods.registry import backbone
+from kvcal.methods.registry import codec_maker
 from kvcal.methods.vqkv import VQKV
 from kvcal.models.layerwise import open_layerwise
 from kvcal.models.loading import load_model
@@ -155,7 +155,7 @@ def test_a_fitted_schemes_advice_says_what_to_change(tiny: Any, windows: torch.T
         return [one.command for one in found if one is not None]
 
     def unbalanced(key: Any) -> Any:
-        made = backbone("higgs-3" if key.name == "scaled" else "higgs-2")(key.shape, "key")
+        made = codec_maker("higgs-3" if key.name == "scaled" else "higgs-2")(key.shape, "key")
         return made if key.name == "scaled" else Predicted(made, key.predictor, key.inputs)
 
     scheme = replace(
@@ -289,7 +289,7 @@ def test_what_the_first_layer_packs_is_what_a_cache_packs(
     forecasts(model, ids, {"": scheme})
     with torch.no_grad(), KVCalCache(scheme, model) as cache:
         model(ids[:, :prompt], past_key_values=cache)
-        layer = cache.own_layers[0]
+        layer = cache.compressed_layers[0]
         held = decoded(cache, layer, layer.packed)
     for made, wanted in zip(seen[0], held, strict=True):
         torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-4)
@@ -456,5 +456,5 @@ def test_nothing_is_served_unwarned(tmp_path: Path) -> None:
 )
 def test_the_codec_behind_balanced_factors_is_the_one_that_breaks(name: str) -> None:
     """Grids in bytes have the settings of the papers': beside values in bytes these would be looked up."""
-    found = _factors(backbone(name)(Shape(2, 64, 32), "key"))
+    found = _factors(codec_maker(name)(Shape(2, 64, 32), "key"))
     assert found is not None and found.codec == name

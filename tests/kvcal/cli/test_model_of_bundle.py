@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcal.bundles.made_for import MadeFor, made_for
-from kvcal.commands.made_for import with_model_of
+from kvcal.bundles.target_model import TargetModel, target_model
+from kvcal.commands.target_model import with_model_of
 from kvcal.pipeline.options import EvalOptions
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.bundle import Bundle
@@ -76,7 +76,7 @@ def test_bundles_of_two_models(base: Path) -> None:
 def test_a_hub_model_comes_with_its_commit(bundle: Bundle) -> None:
     commit = "0" * 40
     of_model(bundle, name="HuggingFaceTB/SmolLM2-135M", kind="hub", revision=commit)
-    assert made_for(bundle) == MadeFor("HuggingFaceTB/SmolLM2-135M", False, commit, None)
+    assert target_model(bundle) == TargetModel("HuggingFaceTB/SmolLM2-135M", False, commit, None)
     named = with_model_of(EvalOptions(), [bundle], ())
     assert (named.model, named.revision) == ("HuggingFaceTB/SmolLM2-135M", commit)
     assert with_model_of(EvalOptions(revision="v1"), [bundle], {"revision"}).revision == "v1"
@@ -97,7 +97,7 @@ def test_random_weights_come_with_their_seed(bundle: Bundle) -> None:
 def test_what_no_model_is_called_is_not_taken(fields: dict[str, object], bundle: Bundle) -> None:
     """The default stays, and the fingerprint decides."""
     of_model(bundle, **fields)
-    assert made_for(bundle) is None and with_model_of(EvalOptions(), [bundle], ()) == EvalOptions()
+    assert target_model(bundle) is None and with_model_of(EvalOptions(), [bundle], ()) == EvalOptions()
 
 
 def test_a_local_name_is_no_path(bundle: Bundle) -> None:

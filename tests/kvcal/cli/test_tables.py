@@ -237,7 +237,7 @@ def test_wide_has_all_columns_and_digits(folder: Path, monkeypatch: pytest.Monke
 def test_guard_and_canary_say_how_long_they_took(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a log; in a terminal their bars stay."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("kvcal.report.progress.LEAST_SECONDS_TOLD", 0.0)
+    monkeypatch.setattr("kvcal.report.progress.LEAST_SECONDS_REPORTED", 0.0)
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
     guarded = kvcal("preset", "kivi-2", "--model", "model", "--output", f"guarded{SUFFIX}")
     assert "\nOutlier guard, passes: 1/1 after " in f"\n{guarded.err}"

@@ -208,6 +208,11 @@ py-modules = ["kvcal_acme"]
 """
 
 
+def test_the_page_shows_this_package() -> None:
+    page = (ROOT / "docs" / "adding-a-method.md").read_text("utf-8")
+    assert f"```python\n{PLUGIN.strip()}\n```" in page and f"```toml\n{PROJECT.strip()}\n```" in page
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder into which pip has installed a small package that brings a codec, a preset and a method."""
@@ -235,8 +240,10 @@ def test_an_installed_package_brings_codecs_presets_and_methods(base: Path, inst
         f"print(load_bundle({str(bundle)!r}).scheme.layers[0].key.name)\n"
         "from kvcal.methods.composition import Composition\nComposition('acme-8', 'kivi-2')\n"
         "from kvcal.commands.api import _method\nprint(type(_method('acme-kv')).__name__)\n"
+        "from kvcal.commands.names import run_names\n"
+        "print(*(row['name'] for row in run_names(None, 'llama-3.1-8b') if row['name'].startswith('acme')))\n"
     )
-    assert python(script, PYTHONPATH=path).split() == ["acme-float8", "AcmeKV"]
+    assert python(script, PYTHONPATH=path).split() == ["acme-float8", "AcmeKV", "acme", "acme-8"]
     with pytest.raises(KVCalError, match="codec 'acme-float8': this version knows"):  # it is not installed here
         load_bundle(bundle)
 

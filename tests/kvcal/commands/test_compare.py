@@ -121,7 +121,7 @@ def test_sizes_of_the_tables_are_those_that_they_are_divided_into(base: Path) ->
 
 
 def test_errors_bytes_csv_and_plot(base: Path, tmp_path: Path) -> None:
-    files = {"--csv": tmp_path / "rows.csv", "--plot": tmp_path / "front.png"}
+    files = {"--csv": tmp_path / "rows.csv", "--plot": tmp_path / "front.svg"}
     presets = ["--preset", "kivi-2", "--preset", "kivi-4", "--preset", "fp8"]
     told = [part for pair in files.items() for part in pair]
     found = kvcal("compare", *named(base), *presets, *told, "--at-length", 1000, "--json").json
@@ -137,10 +137,35 @@ def test_errors_bytes_csv_and_plot(base: Path, tmp_path: Path) -> None:
         read = list(csv.DictReader(file))
     assert [row["name"] for row in read] == [row["name"] for row in found["rows"]]
     assert float(read[0]["kl"]) == found["rows"][0]["kl"]
-    assert files["--plot"].read_bytes().startswith(b"\x89PNG")
+    drawn = files["--plot"].read_text()
+    assert ">model, " in drawn and str(base) not in drawn  # a folder's last part alone
     kept = kvcal("compare", *named(base), "--preset", "fp8", "--keep", 0.5, "--json").json["rows"][0]
     assert kept["logit_error"] is None and kept["output_error"] is None
     assert kvcal("compare", *named(base), *presets, "--plot", tmp_path / "front.jpg").code == 2
+
+
+def test_measured_rows_are_not_lost_to_other_settings(base: Path, tmp_path: Path) -> None:
+    """--at-length is worked out of the figures that are there; another step would throw rows away, and is refused."""
+    output = tmp_path / "rows.json"
+    given = ["compare", *named(base), "--preset", "kivi-2", "--preset", "higgs-2", "--output", output]
+    first = kvcal(*given, "--json").json
+    kept = output.read_bytes()
+    again = kvcal(*given, "--at-length", 1000, "--json").json
+    asked = kvcal("compare", *named(base), "--preset", "kivi-2", "--at-length", 1000, "--json").json["rows"][0]
+    (kivi,) = (row for row in again["rows"] if row["name"] == "kivi-2")
+    assert again["resumed_rows"] == 2 and output.read_bytes() == kept and again["at_length"] == 1000
+    assert kivi["bytes_at_length"] == asked["bytes_at_length"] != first["rows"][0]["bytes_at_length"]
+    other = kvcal(*given, "--step", 7)
+    assert other.code == 2 and output.read_bytes() == kept
+    assert "its 2 rows are of step" in other.err and "not 7" in other.err and "--no-resume" in other.err
+    assert kvcal(*given, "--step", 7, "--no-resume", "--json").json["resumed_rows"] == 0
+
+
+def test_unequal_windows_are_told(base: Path, tmp_path: Path) -> None:
+    done = kvcal("compare", *named(base), "--preset", "kivi-2", "--preset", "kivi-sink-2")
+    said = " ".join(done.out.split())
+    assert "exact tokens (first + last) differ: " in said and "±" in said and "KL and bits/value" in said
+    assert "differ" not in kvcal("compare", *named(base), "--preset", "kivi-2").out
 
 
 def test_what_is_refused(base: Path, tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from kvcal.commands import early
 from kvcal.commands.names import KINDS, run_names
 from kvcal.methods.calibrated import calibration_of
 from kvcal.methods.data_free import PRESETS, preset
-from kvcal.methods.registry import BACKBONES, CALIBRATED, backbone
+from kvcal.methods.registry import CALIBRATED, CODEC_MAKERS, codec_maker
 from kvcal.pipeline.options import PresetOptions
 from kvcal.report.suggest import allowed, nearest
+from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
 from tests.support.models_fixture import kvcal
 
@@ -29,25 +30,32 @@ def rows() -> dict[tuple[str, str], dict[str, Any]]:
 def test_all_that_options_take_is_there(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
     by_kind = {kind: {name for k, name in rows if k == kind} for kind in KINDS}
     assert by_kind["preset"] == set(PRESETS)
-    assert by_kind["codec"] == {*BACKBONES, *CALIBRATED, "mixkvq-FULL-FOUR"}
+    assert by_kind["codec"] == {*CODEC_MAKERS, *CALIBRATED, "mixkvq-FULL-FOUR", "NxCODEC+NxCODEC"}
     for name in by_kind["preset"]:
         preset(name)
     for row in rows.values():
         if row["about"].startswith("learned"):
             assert calibration_of(row["about"].split()[-1]) is not None
-    backbone("mixkvq-8-16")
+    codec_maker("mixkvq-8-16")
+    assert rows["codec", "NxCODEC+NxCODEC"]["about"].endswith(", as 1xhiggs-4+2xhiggs-2")
+    made = codec_maker("1xhiggs-4+2xhiggs-2")
+    assert made(Shape(3, 64, 32), "key").describe().startswith("by-head(1 x higgs(d=2, n=256, ")
+    with pytest.raises(UsageError, match="'1xhiggs-4\\+2xhiggs-2' is for 3 kv heads, the model's layers have 2"):
+        made(Shape(2, 64, 32), "key")
+    with pytest.raises(UsageError, match="'1xhiggs-4\\+2xhiggs-2-scaled': higgs-2-scaled is learned from text"):
+        codec_maker("1xhiggs-4+2xhiggs-2-scaled")
 
 
 def test_names_of_the_bench_are_taken_by_it() -> None:
     """All at once, on a tiny shape and one row, are refused only for what this machine is."""
     from kvcal.bench.devices import device
     from kvcal.bench.target import target
-    from kvcal.commands.bench_options import wanted_operations
+    from kvcal.commands.bench_options import resolve_operations
 
     here, away = target("cpu"), target("jetson-orin-nano")
     for row in run_names("operation", "tiny"):
-        assert wanted_operations([row["name"]], here)
-    assert wanted_operations(["innerq-table-4"], away)
+        assert resolve_operations([row["name"]], here)
+    assert resolve_operations(["innerq-table-4"], away)
     about = {row["name"]: row["about"] for row in run_names("device", "tiny")}
     assert about.pop("jetson").startswith("measured on a Jetson, else projected: the Orin Nano, and Table 4")
     assert all(said == "measured here" or device(name).name == name for name, said in about.items())

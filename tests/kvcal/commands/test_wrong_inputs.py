@@ -146,6 +146,16 @@ def test_a_bundle_in_a_presets_place(base: Path) -> None:
     assert done.code == 2 and "is the name of a bundle's file: give it with --bundle" in done.complaint
 
 
+def test_a_method_in_a_presets_place() -> None:
+    done = kvcal("eval", "--preset", "aqua-kv")
+    assert done.code == 2 and "`kvcal fit-predictors` makes its bundle, which --bundle takes" in done.complaint
+
+
+def test_part_of_a_devices_name() -> None:
+    done = kvcal("plan", "--model", "llama-3.1-8b", "--gpu", "4090")
+    assert done.code == 2 and "did you mean rtx-4090?" in done.complaint
+
+
 # The card of an unknown method.
 
 

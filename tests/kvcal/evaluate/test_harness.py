@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvcal.cli.evaluate import print_tasks
 from kvcal.commands import evaluation
 from kvcal.commands.tasks import Answered, judged, lengths_of
 from kvcal.evaluate.contexts import Haystack, agreed, agreement, by_length, context_once, needle
@@ -20,7 +21,7 @@ from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.report.plots import needle_table
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.errors import TextUnavailable, UsageError
 from tests.support.models_fixture import kvcal, write_text
 
 LM_EVAL = importlib.util.find_spec("lm_eval") is not None
@@ -79,6 +80,23 @@ def test_what_lm_eval_prints_stays_out_of_the_result(capsys: pytest.CaptureFixtu
     with in_one_line(["ruler_vt"]):
         print("Max length 4096 | Current length 511")
     assert capsys.readouterr() == ("", "Max length 4096 | Current length 511\n")
+
+
+def test_a_task_whose_data_cannot_be_reached() -> None:
+    said = "--task gsm8k: its data are on the hub, .* connect, or"
+    with pytest.raises(TextUnavailable, match=said) as caught, in_one_line(["gsm8k"]):
+        raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub (OfflineModeIsEnabled)")
+    assert caught.value.exit_code == 5
+
+
+def test_a_score_without_a_difference_is_no_proof(capsys: pytest.CaptureFixture[str]) -> None:
+    same = {"score": 1.0, "full": 1.0, "difference": 0.0, "low": 0.0, "high": 0.0, "mcnemar": 1.0, "n": 5}
+    print_tasks([{"name": "kivi-4", "tasks": {"needle@256": same}}])
+    assert "with 5 questions the true loss may still be up to 45.1 % (95 %)" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    print_tasks([{"name": "kivi-4", "tasks": {"needle@256": same | {"low": -0.2}}}])
+    assert "may still be" not in capsys.readouterr().out
 
 
 def test_forced_logits_are_the_models_own(loaded: Any) -> None:

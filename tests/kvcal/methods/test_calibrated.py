@@ -20,10 +20,16 @@ from kvcal.evaluate.attention_error import attention_errors
 from kvcal.evaluate.outliers import outlier_twin
 from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.base import Carry
-from kvcal.methods.calibrated import CodebookBackbone, FactorBackbone, SubspaceBackbone, TierBackbone, calibration_of
+from kvcal.methods.calibrated import (
+    CalibratedCodebooks,
+    CalibratedFactors,
+    CalibratedSubspace,
+    CalibratedTiers,
+    calibration_of,
+)
 from kvcal.methods.composition import Composition, DataFreeComposition
 from kvcal.methods.data_free import Preset
-from kvcal.methods.registry import CALIBRATED, backbone
+from kvcal.methods.registry import CALIBRATED, codec_maker
 from kvcal.methods.statistics import TrainingData
 from kvcal.report.timing import PhaseTimer
 from kvcal_artifacts import load_bundle, load_cache
@@ -91,11 +97,13 @@ def score_error(codec: Any, k: Tensor, q: Tensor) -> float:
 
 
 def test_names() -> None:
-    assert calibration_of("vq-2.5") == CodebookBackbone(2.5) and calibration_of("vq-2-k16") == CodebookBackbone(2.0, 16)
-    assert calibration_of("mixkvq-2.5") == TierBackbone(2.5)
-    assert calibration_of("squat-3-g128-calibrated") == SubspaceBackbone("squat-3-g128")
-    assert calibration_of("innerq-small-plain-scaled") == FactorBackbone("innerq-small-plain", "scaled")
-    assert calibration_of("higgs-2-wide-debiased-balanced") == FactorBackbone("higgs-2-wide-debiased", "balanced")
+    assert calibration_of("vq-2.5") == CalibratedCodebooks(2.5) and calibration_of("vq-2-k16") == CalibratedCodebooks(
+        2.0, 16
+    )
+    assert calibration_of("mixkvq-2.5") == CalibratedTiers(2.5)
+    assert calibration_of("squat-3-g128-calibrated") == CalibratedSubspace("squat-3-g128")
+    assert calibration_of("innerq-small-plain-scaled") == CalibratedFactors("innerq-small-plain", "scaled")
+    assert calibration_of("higgs-2-wide-debiased-balanced") == CalibratedFactors("higgs-2-wide-debiased", "balanced")
     assert [calibration_of(name) for name in ("higgs-2", "mixkvq", "mixkvq-8-16", "squat-2", "nonsense")] == [None] * 5
     made = Composition("vq-2", "higgs-2", ("0=higgs-4",))
     assert made.learns and not Composition("mixkvq-8-16", "kivi-2").learns
@@ -153,7 +161,7 @@ def test_codebooks_code_as_the_public_library_does() -> None:
     """With our codewords; and its sums of them are ours."""
     published = pytest.importorskip("vector_quantize_pytorch")  # machines with a GPU may lack it
     k, q = usual()
-    codec = CodebookBackbone(2.0).learn(shown(k, q))
+    codec = CalibratedCodebooks(2.0).learn(shown(k, q))
     assert isinstance(codec, ResidualVQ) and codec.scale is not None
     assert [tuple(book.shape) for book in codec.codebooks] == [(4, 256, 16)]
     public = published.ResidualVQ(dim=16, num_quantizers=4, codebook_size=256).eval()
@@ -172,9 +180,9 @@ def test_codebooks_are_of_the_training_tokens() -> None:
     of NaN sinks and held-out windows (see shown) got in.
     """
     k, q = usual()
-    codec = CodebookBackbone(2.0).learn(shown(k, q))
+    codec = CalibratedCodebooks(2.0).learn(shown(k, q))
     assert codec.bits_per_value() == 2.0
-    plain, turned = backbone("uniform-2-channel")(SHAPE, "key"), backbone("higgs-2-wide-debiased")(SHAPE, "key")
+    plain, turned = codec_maker("uniform-2-channel")(SHAPE, "key"), codec_maker("higgs-2-wide-debiased")(SHAPE, "key")
     error = score_error(codec, k, q)
     assert 0 < error < 0.8 * score_error(turned, k, q) < 0.8 * score_error(plain, k, q)
 
@@ -182,7 +190,7 @@ def test_codebooks_are_of_the_training_tokens() -> None:
 def test_codebooks_of_points_that_repeat_are_exact() -> None:
     points = normal(1, SHAPE.heads, 16, SHAPE.dim).half().float()
     k = points.repeat(8, 1, (SINK + TOKENS + 9) // 16 + 1, 1)[:, :, : SINK + TOKENS + 9]
-    codec = CodebookBackbone(2.0, 256).learn(shown(k, usual()[1]))
+    codec = CalibratedCodebooks(2.0, 256).learn(shown(k, usual()[1]))
     made = codec.decode(codec.encode(coded(k)))
     assert float((made - coded(k)).abs().max()) < 2e-3
 
@@ -190,14 +198,14 @@ def test_codebooks_of_points_that_repeat_are_exact() -> None:
 @pytest.mark.parametrize("size", [16, pytest.param(256, marks=pytest.mark.slow)])
 def test_codebooks_of_a_layer_of_zeros(size: int) -> None:
     k, q = usual()
-    codec = CodebookBackbone(2.0, size).learn(shown(k * 0, q))
+    codec = CalibratedCodebooks(2.0, size).learn(shown(k * 0, q))
     assert float(codec.decode(codec.encode(coded(k) * 0)).abs().max()) == 0
 
 
 def test_too_few_vectors_for_a_codebook() -> None:
     k, q = usual()
     with pytest.raises(UsageError, match=r"1792 vectors a layer for codebooks of 4096 codewords; give more --windows"):
-        CodebookBackbone(2.0, 4096).learn(shown(k, q))
+        CalibratedCodebooks(2.0, 4096).learn(shown(k, q))
 
 
 @pytest.mark.parametrize("name", ["vq-2", "higgs-2-wide-balanced"])
@@ -223,7 +231,7 @@ def test_scaling_keys_up_and_queries_down_changes_nothing(name: str) -> None:
 
 def test_scaled_factors_are_the_root_of_the_largest() -> None:
     k, q = usual()
-    codec = FactorBackbone("inner-3-symmetric", "scaled").learn(shown(k, q))
+    codec = CalibratedFactors("inner-3-symmetric", "scaled").learn(shown(k, q))
     assert isinstance(codec, Scaled) and codec.factor is not None
     expected = [[float(coded(k)[:, h, :, c].abs().max()) ** 0.5 for c in range(16)] for h in range(2)]
     assert np.allclose(codec.factor.float().numpy(), expected, rtol=2**-10)
@@ -233,13 +241,13 @@ def test_scaled_factors_are_the_root_of_the_largest() -> None:
 def test_a_search_behind_factors_weighs_channels_by_queries(rule: str) -> None:
     """Mean squares of the training windows' queries over the head's mean; a codec that searches for nothing has none."""
     k, q = usual(torch.linspace(0.1, 8, 16))
-    codec = FactorBackbone("inner-3-symmetric", rule).learn(shown(k, q))  # type: ignore[arg-type]
+    codec = CalibratedFactors("inner-3-symmetric", rule).learn(shown(k, q))  # type: ignore[arg-type]
     assert isinstance(codec, Scaled) and isinstance(codec.inner, Uniform) and codec.inner.weight is not None
     squares = q[:7].unflatten(1, (SHAPE.heads, GROUP)).square().mean((0, 2, 3)).double()
     expected = (squares / squares.mean(-1, keepdim=True)).clamp_min(1e-4)
     assert torch.allclose(codec.inner.weight.double(), expected, rtol=2e-3)
     for name in ("inner-3-symmetric-max", "uniform-4", "higgs-2"):
-        plain = FactorBackbone(name, rule).learn(shown(k, q))  # type: ignore[arg-type]
+        plain = CalibratedFactors(name, rule).learn(shown(k, q))  # type: ignore[arg-type]
         assert isinstance(plain, Scaled) and "weight" not in plain.inner.tensors()
 
 
@@ -248,7 +256,7 @@ def test_balanced_factors_are_the_best_there_are() -> None:
     says.
     """
     k, q = usual(torch.linspace(0.1, 8, 16))
-    codec = FactorBackbone("higgs-2-wide", "balanced").learn(shown(k, q))
+    codec = CalibratedFactors("higgs-2-wide", "balanced").learn(shown(k, q))
     assert isinstance(codec, Scaled) and codec.factor is not None
     energy = coded(k).square().mean((0, 2)).double()
     weight = q[:7].unflatten(1, (SHAPE.heads, GROUP)).square().mean((0, 2, 3)).double()
@@ -260,7 +268,7 @@ def test_balanced_factors_are_the_best_there_are() -> None:
     for seed in range(50):
         other = own * torch.exp(0.1 * normal(2, 16, seed=seed).double())
         assert loss(other) > loss(own)
-    plain = score_error(backbone("higgs-2-wide")(SHAPE, "key"), k, q)
+    plain = score_error(codec_maker("higgs-2-wide")(SHAPE, "key"), k, q)
     assert score_error(codec, k, q) == pytest.approx(plain * loss(own) / loss(torch.ones(2, 16)), rel=0.25)
     assert score_error(codec, k, q) < 0.5 * plain
 
@@ -268,8 +276,8 @@ def test_balanced_factors_are_the_best_there_are() -> None:
 def test_values_have_no_factors() -> None:
     seen = replace(shown(*usual()), role="value")
     for rule in ("scaled", "balanced"):
-        assert FactorBackbone("innerq-hybrid-plain", rule).learn(seen).describe() == (  # type: ignore[arg-type]
-            backbone("innerq-hybrid")(SHAPE, "value").describe()
+        assert CalibratedFactors("innerq-hybrid-plain", rule).learn(seen).describe() == (  # type: ignore[arg-type]
+            codec_maker("innerq-hybrid")(SHAPE, "value").describe()
         )
 
 
@@ -279,7 +287,7 @@ def test_values_have_no_factors() -> None:
 def test_the_subspace_is_that_of_the_queries() -> None:
     """Against numpy's singular values of all queries of a window's length."""
     k, q = usual()
-    codec = SubspaceBackbone("squat-2").learn(shown(k, q))
+    codec = CalibratedSubspace("squat-2").learn(shown(k, q))
     assert isinstance(codec, Squat) and codec.calibrated is not None and codec.subspace == "calibrated"
     assert codec.stats == frozenset()  # nothing of run time
     for head in range(SHAPE.heads):
@@ -294,8 +302,8 @@ def test_it_moves_errors_to_where_queries_do_not_look() -> None:
     k, q = usual()
     low = normal(1, 1, 5, 16, seed=9)  # queries of five directions only
     q = normal(8, SHAPE.heads * GROUP, SINK + TOKENS + 9, 5, seed=4) @ low[0, 0]
-    codec = SubspaceBackbone("squat-2").learn(shown(k, q))
-    assert score_error(codec, k, q) < 0.8 * score_error(backbone("kivi-2")(SHAPE, "key"), k, q)
+    codec = CalibratedSubspace("squat-2").learn(shown(k, q))
+    assert score_error(codec, k, q) < 0.8 * score_error(codec_maker("kivi-2")(SHAPE, "key"), k, q)
 
 
 # MixKVQ.
@@ -320,7 +328,7 @@ def tier_counts(codec: MixKVQ, seen: TrainingData) -> tuple[float, float]:
 def test_thresholds_take_the_bits_that_were_asked_for(bits: float) -> None:
     k, q = usual(2.0 ** normal(16, seed=5))
     seen = shown(k, q)
-    codec = TierBackbone(bits).learn(seen)
+    codec = CalibratedTiers(bits).learn(seen)
     assert isinstance(codec, MixKVQ) and codec.ragged
     assert codec.tau_high == pytest.approx(12 * codec.tau_low)
     full, four = tier_counts(codec, seen)

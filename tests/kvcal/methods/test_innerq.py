@@ -22,7 +22,7 @@ from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods.data_free import preset
 from kvcal.methods.factors import by_queries, channel_factor, outlier_ratios, query_weight, share_pairs
 from kvcal.methods.innerq import InnerQ
-from kvcal.methods.registry import INNERQ_VALUES, backbone
+from kvcal.methods.registry import INNERQ_VALUES, codec_maker
 from kvcal.models import folding
 from kvcal.models.folding import fold_in_place, write_folded
 from kvcal.models.loading import load_model
@@ -119,7 +119,7 @@ def test_effective_bits_of_table_3() -> None:
     shape = Shape(8, 128, 32)
     found = {}
     for variant in INNERQ_VALUES:
-        make = backbone(f"innerq-{variant}")
+        make = codec_maker(f"innerq-{variant}")
         found[variant] = LayerCodecs(make(shape, "key"), make(shape, "value")).bits_per_value()
     assert found == {"base": 3.5, "hybrid": 3.25, "small": 3.0}
 
@@ -235,7 +235,7 @@ def chosen_by_hand(group: np.ndarray, weight: np.ndarray, bits: int) -> float:
 def test_a_weighted_search_finds_the_lowest_weighted_error(bits: int) -> None:
     shape, x = Shape(2, 64, 32), numbers(1, 2, 32, 64, seed=3)
     weight = (numbers(2, 64, seed=4) * 3).exp().clamp(1e-3, 1e3).half()
-    plain = backbone(f"inner-{bits}-symmetric")(shape, "key")
+    plain = codec_maker(f"inner-{bits}-symmetric")(shape, "key")
     assert isinstance(plain, Uniform)
     own = plain.weighted(weight)
     counts = weight.double()[:, None]
@@ -253,7 +253,7 @@ def test_a_weighted_search_finds_the_lowest_weighted_error(bits: int) -> None:
 def test_weights_are_the_encoders_alone() -> None:
     """Equal ones change no byte; blocks are decoded, and attended to, without them; kernels do not pack by them."""
     shape, x = Shape(2, 64, 32), numbers(1, 2, 64, 64)
-    plain = backbone("inner-3-symmetric")(shape, "key")
+    plain = codec_maker("inner-3-symmetric")(shape, "key")
     assert isinstance(plain, Uniform)
     same, other = plain.weighted(torch.full((2, 64), 0.25).half()), plain.weighted(numbers(2, 64).exp().half())
     packed = {name: codec.encode(x) for name, codec in (("plain", plain), ("same", same), ("other", other))}
@@ -340,13 +340,13 @@ def test_scores_of_outlier_keys_err_less() -> None:
     size[[3, 17]] = 20.0
     keys, queries = numbers(1, 2, 256, 32) * size, numbers(1, 2, 256, 32, seed=1) / size
     factor = channel_factor(keys.abs().amax((0, 2)))
-    plain = backbone("inner-3-symmetric")(Shape(2, 32, 32), "key")
+    plain = codec_maker("inner-3-symmetric")(Shape(2, 32, 32), "key")
     errors = {}
     for name, inner in (("plain", plain), ("queries", by_queries(plain, queries.square().mean((0, 2))))):
         off = queries @ (Scaled(inner, factor).encode_decode(keys)[1] - keys).mT
         errors[name] = float((off - off.mean(-1, keepdim=True)).square().sum())
     assert errors["queries"] < 0.9 * errors["plain"]
-    assert by_queries(backbone("kivi-2")(Shape(2, 32, 32), "key"), torch.ones(2, 32)).tensors() == {}
+    assert by_queries(codec_maker("kivi-2")(Shape(2, 32, 32), "key"), torch.ones(2, 32)).tensors() == {}
 
 
 def test_unknown_variant(base: Path, tmp_path: Path) -> None:

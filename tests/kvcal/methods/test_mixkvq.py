@@ -20,7 +20,7 @@ from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.search.study_storage import Storage, this_worker
 from kvcal.search.thresholds import choose
-from kvcal.search.two_objectives import Found, Point, front_of, search, suggest
+from kvcal.search.two_objectives import Point, SearchResult, front_of, search, suggest
 from kvcal_artifacts import hf, load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape
@@ -206,17 +206,19 @@ def bowl(p: dict[str, float]) -> tuple[float, float]:
     return (p["a"] - 2) ** 2 + 0.1 * p["b"], p["a"] + p["b"]
 
 
-def found_in(folder: Path, trials: int = 12, evaluate: Any = bowl, maximise: bool = False, **storage: Any) -> Found:
+def found_in(
+    folder: Path, trials: int = 12, evaluate: Any = bowl, maximise: bool = False, **storage: Any
+) -> SearchResult:
     where = Storage("study", folder, **storage)
     return search(evaluate, SPACE, trials=trials, seed=3, maximise=maximise, storage=where)
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
     return found_in(tmp_path_factory.mktemp("search") / "s")
 
 
-def test_points_follow_from_those_before(reference: Found) -> None:
+def test_points_follow_from_those_before(reference: SearchResult) -> None:
     points = reference.points
     assert len(points) == 12 and reference.in_order
     for number in (0, 9, 11):
@@ -227,7 +229,7 @@ def test_points_follow_from_those_before(reference: Found) -> None:
 
 
 @pytest.mark.parametrize("broken", [1, 8])
-def test_an_interrupted_search_gives_the_same_points(reference: Found, broken: int, tmp_path: Path) -> None:
+def test_an_interrupted_search_gives_the_same_points(reference: SearchResult, broken: int, tmp_path: Path) -> None:
     calls = 0
 
     def breaks(p: dict[str, float]) -> tuple[float, float]:

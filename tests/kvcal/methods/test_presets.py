@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvcal.methods.data_free import PRESETS, Preset, preset
-from kvcal.methods.registry import backbone
+from kvcal.methods.registry import codec_maker
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.codecs import Higgs, Role, Shape, Uniform
 from kvcal_artifacts.errors import UsageError
@@ -41,7 +41,7 @@ def test_kivi_keys_per_channel_and_values_per_token(bits: int) -> None:
     x = numbers(1, SHAPE.heads, 3 * SHAPE.block, SHAPE.dim, seed=bits) * 3
     x[..., 5] += 20  # a channel apart
     for role in ("key", "value"):
-        codec = backbone(f"kivi-{bits}")(SHAPE, role)  # type: ignore[arg-type]
+        codec = codec_maker(f"kivi-{bits}")(SHAPE, role)  # type: ignore[arg-type]
         packed = codec.encode(x)
         assert isinstance(codec, Uniform)
         found, scale, low = codec.groups(packed)
@@ -68,7 +68,7 @@ def test_kivi_keys_per_channel_and_values_per_token(bits: int) -> None:
 def test_turboquant_is_a_scalar_grid_with_a_norm_a_head() -> None:
     """b + 16/128 bits; a head's error does not depend on the other head's size. With points of bytes, too."""
     for bits, kind in itertools.product((2, 3, 4), ("", "-bytes")):
-        codec = backbone(f"turboquant-{bits}{kind}")(Shape(8, 128, 32), "key")
+        codec = codec_maker(f"turboquant-{bits}{kind}")(Shape(8, 128, 32), "key")
         assert isinstance(codec, Higgs) and (codec.d, codec.n, codec.rotation_width) == (1, 2**bits, 128)
         assert codec.bits_per_value() == bits + 16 / 128
         x = numbers(1, 8, 64, 128)
@@ -100,7 +100,7 @@ PAPERS = {
 @pytest.mark.parametrize("name", PAPERS)
 def test_bits_and_windows_of_the_papers(name: str) -> None:
     method, shape = preset(name), Shape(8, 128, 32)
-    codecs = backbone(method.key)(shape, "key"), backbone(method.value)(shape, "value")
+    codecs = codec_maker(method.key)(shape, "key"), codec_maker(method.value)(shape, "value")
     bits = sum(codec.bits_per_value() for codec in codecs) / 2
     assert (bits, method.sink, method.recent, method.block, method.rope) == (*PAPERS[name], 32, "post_rope")
 
@@ -160,7 +160,7 @@ def kinds(path: Path) -> list[tuple[str, str]]:
 
 def of(name: str, role: Role, block: int = 32) -> str:
     """What a codec says it is on the model of `folder`, in blocks of so many tokens."""
-    return backbone(name)(Shape(2, 16, block), role).describe()
+    return codec_maker(name)(Shape(2, 16, block), role).describe()
 
 
 def test_codecs_and_exceptions_in_the_place_of_a_presets_own(folder: Path, tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_presets_that_are_refused(folder: Path, arguments: list[str], code: int,
 
 def test_fp8_round_trip_in_a_cache() -> None:
     """As servers do: keys and values as 8-bit floats of the whole tensor, two significant digits."""
-    codec = backbone("fp8")(SHAPE, "key")
+    codec = codec_maker("fp8")(SHAPE, "key")
     x: Tensor = numbers(1, 2, 32, 64) * 10
     made = codec.decode(codec.encode(x))
     assert torch.equal(made, x.clamp(-448, 448).to(torch.float8_e4m3fn).float())

@@ -27,7 +27,7 @@ from kvcal.methods.codebooks import (
     ClosedForm,
     StageReport,
     Training,
-    held_error,
+    holdout_error,
     last_fall,
     subtract,
     train_stage,
@@ -140,7 +140,7 @@ def test_stopping_rule() -> None:
 
     patch = pytest.MonkeyPatch()
     patch.setitem(TRAINERS, "k-means", build)
-    patch.setattr(codebooks, "held_error", error)
+    patch.setattr(codebooks, "holdout_error", error)
     with patch.context():
         report = train_stage(held, held, 1.0, 0, 2, "x", Training("k-means"))[1]
         patch.undo()
@@ -184,7 +184,7 @@ def test_adams_stages_start_near_where_they_end() -> None:
     x, held = vectors(6000), vectors(2000, seed=1)
     energy = float(held.double().square().sum())
     start = Adam(64, "start", Training("adam")).start(x).half()
-    assert held_error(held, start, energy) < 0.6
+    assert holdout_error(held, start, energy) < 0.6
     ends = {name: trained(x.clone(), held.clone(), 2, 64, Training(name))[-1].error for name in ("closed-form", "adam")}
     assert ends["adam"] < 1.05 * ends["closed-form"]
 
@@ -201,7 +201,7 @@ def test_dead_codewords_are_seeded_again(name: str) -> None:
     made = trainer.improve(x, book.half())
     assert trainer.reseeded >= 32
     assert len(nearest(x, made.half()).unique()) > 48
-    assert held_error(x, made.half(), 1.0) < held_error(x, book.half(), 1.0)
+    assert holdout_error(x, made.half(), 1.0) < holdout_error(x, book.half(), 1.0)
 
 
 def test_too_few_kinds_of_vectors() -> None:
@@ -602,15 +602,15 @@ def test_sample_is_of_the_tokens_behind_the_sink(model: Any) -> None:
     with Capture(WholeModel(model), ids, device="cpu", batch=2) as capture:
         found = collect(method, capture, 4, HEADS)
     whole = LAYERS * 4 * HEADS * 17
-    assert (found.keys.shape, found.held_keys.shape) == ((whole, DIM), (whole // 4, DIM))
+    assert (found.keys.shape, found.holdout_keys.shape) == ((whole, DIM), (whole // 4, DIM))
     with Capture(WholeModel(model), ids, device="cpu") as capture:
         for taps in capture:
             for batch in taps.batches({"k", "v"}, "post_rope"):
                 assert batch.k is not None and batch.v is not None
                 here = found.train_of[taps.index]
                 assert torch.allclose(found.keys[here], batch.k[:4, :, 3:].reshape(-1, DIM), atol=1e-6)
-                held = found.held_of[taps.index]
-                assert torch.allclose(found.held_values[held], batch.v[4:, :, 3:].reshape(-1, DIM), atol=1e-6)
+                held = found.holdout_of[taps.index]
+                assert torch.allclose(found.holdout_values[held], batch.v[4:, :, 3:].reshape(-1, DIM), atol=1e-6)
     assert found.rotary == DIM
 
 

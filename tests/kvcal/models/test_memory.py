@@ -22,7 +22,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with 16 GiB available, of a kernel's own wording, without control groups."""
     (tmp_path / "meminfo").write_text("MemTotal: 24684092 kB\nMemAvailable:   16777216 kB\nHugePages_Total:       0\n")
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "PROCESS_GROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
     return tmp_path
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcal.methods.composition import Composition
-from kvcal.methods.registry import backbone
+from kvcal.methods.registry import codec_maker
 from kvcal.pipeline.scheme_file import read_recipe
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.codecs import Predicted, Role, Shape
@@ -44,7 +44,7 @@ def described(composition: Composition) -> list[tuple[str, str]]:
 
 
 def named(keys: str, values: str) -> tuple[str, str]:
-    return backbone(keys)(SHAPE, "key").describe(), backbone(values)(SHAPE, "value").describe()
+    return codec_maker(keys)(SHAPE, "key").describe(), codec_maker(values)(SHAPE, "value").describe()
 
 
 def test_the_last_exception_that_names_a_layer_holds() -> None:

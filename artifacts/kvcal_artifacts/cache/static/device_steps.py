@@ -104,12 +104,12 @@ def _is_ready(cache: WholeCache, query: int) -> bool:
     """Whether all layers have their storage on the device, and its kernels take so many new tokens, with no watch."""
     if cache.watch is not None or not cache.is_compileable or query > cache.most_queries:
         return False
-    return all(layer.ready for layer in cache.own_layers)
+    return all(layer.ready for layer in cache.compressed_layers)
 
 
 def can_step(cache: WholeCache, keys: Tensor) -> bool:
     """Whether a forward is a step that the device does by itself. keys: (B, H, Q, D) of one of its layers."""
-    query, past, layers = keys.shape[2], cache.ledger.columns, cache.own_layers
+    query, past, layers = keys.shape[2], cache.ledger.columns, cache.compressed_layers
     if not _is_ready(cache, query):
         return False
     if hf.capturing():
@@ -131,7 +131,7 @@ def can_step(cache: WholeCache, keys: Tensor) -> bool:
 
 def await_offloading(cache: WholeCache) -> None:
     """Wait for layers that are being copied to host memory: what runs on the host must not come first."""
-    started = [layer for layer in cache.own_layers if layer.is_initialized]
+    started = [layer for layer in cache.compressed_layers if layer.is_initialized]
     for device in {layer.device for layer in started if layer.device.type == "cuda"}:
         torch.cuda.synchronize(device)
 
@@ -141,13 +141,13 @@ def heed_all(cache: WholeCache) -> None:
     for device in cache.steps:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # a step that still runs may yet say so
-    for layer in cache.own_layers:
+    for layer in cache.compressed_layers:
         layer.heed()
 
 
 def catch_up(cache: WholeCache) -> None:
     """Update the host about the steps that the device did by itself. Raises KVCalError for what went wrong in them."""
-    ready = [layer for layer in cache.own_layers if isinstance(layer, StaticLayer) and layer.ready]
+    ready = [layer for layer in cache.compressed_layers if isinstance(layer, StaticLayer) and layer.ready]
     if not ready:
         return
     length, counts = read(ready)

@@ -133,8 +133,6 @@ class StaticLayer(KVCalLayer):
             return super().path
         return f"{super().path}; steps appended by {self.paths.appending()}"
 
-    # From the host to the device and back.
-
     @torch.inference_mode(False)  # else what is allocated could be written to in inference mode alone
     @torch.no_grad()
     def publish(self) -> None:
@@ -320,8 +318,6 @@ class StaticLayer(KVCalLayer):
         shared = [*steps.due.values()] if steps is not None and self.index == steps.first else []
         return [*super().bookkeeping(), memory.flags, *([] if memory.moves is None else memory.moves.tensors), *shared]
 
-    # On the device.
-
     @without_grad
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
         """Do a whole step: count, append, pack what is due, attend. The host reads no value."""
@@ -372,7 +368,7 @@ class StaticLayer(KVCalLayer):
         """
         if self.index == steps.last:
             steps.length.add_(k.shape[2])
-            layers = [layer for layer in self.cache.own_layers if isinstance(layer, StaticLayer)]
+            layers = [layer for layer in self.cache.compressed_layers if isinstance(layer, StaticLayer)]
             ours = [one.allocation for one in layers if one.allocation is not None and one.device == self.device]
             lost = torch.cat([memory.flags for memory in ours]).any()
             wrong = lost | (steps.length > (self.cache.max_length or 0))

@@ -121,7 +121,7 @@ def verdict(
 def transform_verdict(
     keys: TransformForm, values: TransformForm, heads: int, ratio: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """As `verdict`, of the kernel over the transform codec."""
+    """None where the kernel over the transform codec gives what the reference gives; else what is wrong."""
     parts = ["transform_attention", f"{keys.pairs}", f"{values.pairs}", f"d{keys.dim}", f"h{heads}", f"r{ratio}"]
     return _verdict(parts, dtype, device, lambda: transform_trial(keys, values, heads, ratio, dtype, device))
 

@@ -33,10 +33,10 @@ def _exact_rotated(
     low = tl.load(p_k + o_token[:, :, None] + channel, mask=live[:, :, None], other=0.0).to(tl.float32)
     high = tl.load(p_k + o_token[:, :, None] + channel + PAIRS * 16, mask=live[:, :, None], other=0.0).to(tl.float32)
     p_run = p_first + place // 32 * (PAIRS * 32) + PAIR * 32 + r[None, None, :] // 2 * 4 + r[None, None, :] % 2
-    p_own = p_near + near_offset(place % 32, channel, PAIRS)
+    p_within = p_near + near_offset(place % 32, channel, PAIRS)
     cos0, sin0 = (tl.load(p_run, mask=live[:, :, None], other=0.0).to(tl.float32),
                   tl.load(p_run + 2, mask=live[:, :, None], other=0.0).to(tl.float32))
-    cos1, sin1 = tl.load(p_own).to(tl.float32), tl.load(p_own + 256).to(tl.float32)
+    cos1, sin1 = tl.load(p_within).to(tl.float32), tl.load(p_within + 256).to(tl.float32)
     cos, sin = cos0 * cos1 - sin0 * sin1, sin0 * cos1 + cos0 * sin1
     kind: tl.constexpr = p_k.dtype.element_ty
     return cast(low * cos - high * sin, kind, ASM), cast(high * cos + low * sin, kind, ASM)

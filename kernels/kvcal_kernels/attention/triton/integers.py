@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .int8.ptx import half_tile_shift
-from .numbers import field_number, transposed
+from .numbers import field_number, half_tile_shift, transposed
 from .queries import row_offset
 from .scales import row_scales, scale_columns, scale_pairs, scaled_queries
 from .tiles import blocks_at, half_tile, tile

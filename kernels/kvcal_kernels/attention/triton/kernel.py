@@ -181,7 +181,7 @@ def _all_blocks(
     places, tables, fit, run = prepared
     SLOT: tl.constexpr = KEYS.slot + VALUES.slot
     INT8: tl.constexpr = PAIRED == 2
-    OWN_BLOCKS: tl.constexpr = NW == 1 or INT8 or (KEYS.grid and VALUES.grid)
+    PRIVATE_BLOCKS: tl.constexpr = NW == 1 or INT8 or (KEYS.grid and VALUES.grid)
     middle = start + (stop - start) // NW * NW
     b_ring, o_slot = tl.zeros([NW, 1], tl.int32), 0
     if FETCH:
@@ -189,7 +189,7 @@ def _all_blocks(
         to = base + tl.arange(0, 32 * NW) // 32 * (SLOT * SLOTS)
     for first in tl.range(start, stop if INT8 else middle, NW, num_stages=STAGES):
         if FETCH:
-            wait_for_blocks(SLOTS - 2, OWN_BLOCKS, NW)
+            wait_for_blocks(SLOTS - 2, PRIVATE_BLOCKS, NW)
             behind = tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
             fetch_blocks(origins, first + (SLOTS - 1) * NW, last, to + behind, lane, swapped, KEYS, VALUES, NW)
         if INT8:
@@ -208,14 +208,14 @@ def _all_blocks(
     if NW > 1 and not INT8:
         for first in tl.range(middle, stop, NW, num_stages=1):
             if FETCH:
-                wait_for_blocks(0, OWN_BLOCKS, NW)
+                wait_for_blocks(0, PRIVATE_BLOCKS, NW)
             b_m, b_l, acc = _step(
                 p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
                 p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, capacity, KEYS, VALUES,
                 PAIRS, SLICES, STEP, PAIRED, NW, N, ASM, True,
             )
     if FETCH:
-        wait_for_blocks(0, OWN_BLOCKS, NW)
+        wait_for_blocks(0, PRIVATE_BLOCKS, NW)
     return b_m, b_l, acc
 
 

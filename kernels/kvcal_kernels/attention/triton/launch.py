@@ -76,7 +76,7 @@ def attend(
     same = keys.grid is not None and k_table.data_ptr() == v_table.data_ptr()
     inputs = (q, packed_q, blocks, *sink, *recent)
     key = (
-        keys.launch_key, values.launch_key, *map(_ABOUT, inputs), packed_q is q, same, launch, ring,
+        keys.launch_key, values.launch_key, *map(_CHECKED, inputs), packed_q is q, same, launch, ring,
         None if rope is None else rope.launch_key,
     )
     prepared = _PREPARED.get(key)
@@ -101,7 +101,7 @@ def attend(
     return out
 
 
-_ABOUT = attrgetter("shape", "dtype", "device")  # with contiguity all that is checked of a tensor
+_CHECKED = attrgetter("shape", "dtype", "device")  # with contiguity all that is checked of a tensor
 LOG2E = 1.4426950408889634
 _PREPARED: Prepared[tuple[Ready, tuple[int, ...], tuple[int, ...]]] = Prepared()
 _AT_ONCE: dict[int, int] = {}  # of compiled kernels that were examined, which stay: programs of a multiprocessor

@@ -6,12 +6,13 @@ import triton
 import triton.language as tl
 
 from ...layout import form
-from ...triton import half
+from ...triton import constexpr_function, half
 
 TOKENS = tl.constexpr(32)  # a block
 TILE = tl.constexpr(256)  # words of a tile: 16 x 16
 LOW = tl.constexpr(-1e30)  # below every score; not infinity, whose differences are NaN
-field_number, side_by_side = triton.constexpr_function(form.field_number), triton.constexpr_function(form.together)
+field_number, side_by_side = constexpr_function(form.field_number), constexpr_function(form.together)
+half_tile_shift = constexpr_function(form.half_tile_shift)
 
 
 @triton.constexpr_function

@@ -40,7 +40,7 @@ def paged_kernel(
     EACH: tl.constexpr = 2 if PAIRED else 1
     QUERY_ROWS: tl.constexpr = N // EACH
     SLOT: tl.constexpr = KEYS.slot + VALUES.slot
-    OWN_BLOCKS: tl.constexpr = NW == 1 or (KEYS.grid and VALUES.grid)
+    PRIVATE_BLOCKS: tl.constexpr = NW == 1 or (KEYS.grid and VALUES.grid)
     i_split, i_batch = tl.program_id(2), tl.program_id(0)
     i_kv, i_chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
     i_head = (i_batch * HEADS + i_kv).to(tl.int64)
@@ -92,7 +92,7 @@ def paged_kernel(
     o_word = o_head // 2
     for first in tl.range(start, middle, NW, num_stages=1):
         if ASM:
-            wait_for_blocks(SLOTS - 2, OWN_BLOCKS, NW)
+            wait_for_blocks(SLOTS - 2, PRIVATE_BLOCKS, NW)
             behind = to + tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
             fetch_pages(p_head, pages, page_stride, behind, lane, swapped, KEYS, VALUES, NW)
             pages = pages_of(p_row, first + SLOTS * NW, stop, NW)
@@ -105,7 +105,7 @@ def paged_kernel(
             o_slot = tl.where(o_slot == SLOT * (SLOTS - 1), 0, o_slot + SLOT)
     for first in tl.range(middle, stop, NW, num_stages=1):
         if ASM:
-            wait_for_blocks(SLOTS - 2, OWN_BLOCKS, NW)
+            wait_for_blocks(SLOTS - 2, PRIVATE_BLOCKS, NW)
             behind = to + tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
             fetch_pages(p_head, pages, page_stride, behind, lane, swapped, KEYS, VALUES, NW)
             pages = pages_of(p_row, first + SLOTS * NW, stop, NW)
@@ -117,7 +117,7 @@ def paged_kernel(
         if ASM:
             o_slot = tl.where(o_slot == SLOT * (SLOTS - 1), 0, o_slot + SLOT)
     if ASM:
-        wait_for_blocks(0, OWN_BLOCKS, NW)
+        wait_for_blocks(0, PRIVATE_BLOCKS, NW)
     out, b_m, b_l = _output_of(
         acc, b_m, b_l, p_v_sign, i_kv, v_unit, VALUES, SLICES, WIDE, WIDTH, PAIRED, PAIRED, NW, N, ASM
     )

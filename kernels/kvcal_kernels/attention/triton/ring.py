@@ -80,13 +80,14 @@ def _arrived(pending):
 
 
 @triton.jit
-def wait_for_blocks(PENDING: tl.constexpr, OWN_BLOCKS: tl.constexpr, NW: tl.constexpr):
-    """Wait until at most PENDING of a warp's fetches are on their way. OWN_BLOCKS: each warp reads its own blocks only.
-    Otherwise all wait for one another, as Triton may read scales of integers in a layout in which a warp has those of
-    others' blocks.
+def wait_for_blocks(PENDING: tl.constexpr, PRIVATE_BLOCKS: tl.constexpr, NW: tl.constexpr):
+    """Wait until at most PENDING of a warp's fetches are on their way.
+
+    PRIVATE_BLOCKS: each warp reads its own blocks only. Otherwise all wait for one another, as Triton may read scales
+    of integers in a layout in which a warp has those of others' blocks.
     """
     tl.inline_asm_elementwise(_arrived(PENDING), "=r,r", [tl.arange(0, 32 * NW)], dtype=tl.int32, is_pure=False, pack=1)
-    if not OWN_BLOCKS:
+    if not PRIVATE_BLOCKS:
         tl.debug_barrier()
 
 

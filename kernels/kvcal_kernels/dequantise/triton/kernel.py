@@ -39,7 +39,7 @@ def _parity(x):
 
 
 @triton.jit
-def _multiply(p_x, p_weight, o_row, b_live, columns, b_known, acc, s_head, first, steps,
+def _multiply(p_x, p_weight, o_row, b_live, columns, b_inside, acc, s_head, first, steps,
               H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, FULL: tl.constexpr,
               STAGES: tl.constexpr, ASM: tl.constexpr):
     """Return acc plus one input's part of the prediction; `first`: its first row of the weights."""
@@ -52,7 +52,7 @@ def _multiply(p_x, p_weight, o_row, b_live, columns, b_known, acc, s_head, first
             a, b = tl.load(p_a), tl.load(p_b)
         else:
             a = tl.load(p_a, mask=b_live[:, None], other=0.0)
-            b = tl.load(p_b, mask=b_known[None, :], other=0.0)
+            b = tl.load(p_b, mask=b_inside[None, :], other=0.0)
         acc = _dot(a, b, acc, ASM)
     return acc
 
@@ -166,7 +166,7 @@ def dequantise_kernel(
     i_n, i_m = tl.program_id(0) % TILES, tl.program_id(0) // TILES
     b_live, b_batch, b_token, o_code, b_place, b_some = _places_of(i_m, rows, tokens, s_code_row, CODES, BM)
     columns = i_n * BN + tl.arange(0, BN)
-    b_known = columns < C
+    b_inside = columns < C
     s_x_head = tl.cast(s_x_head, tl.int64)
     acc = _decoded(
         p_codes, p_grid, p_matrix, o_code, b_place, b_some, s_code_head, i_n, CODES, INPUTS, BM, BN, ASM
@@ -176,19 +176,19 @@ def dequantise_kernel(
         acc = acc * (tl.load(p_norm + o_norm, mask=b_live, other=0.0).to(tl.float32) * CODES.width**-0.5)[:, None]
     else:
         o_norm = o_norm[:, None] + ((columns // D).to(tl.int64) * s_norm_head)[None, :]
-        b_norm = tl.load(p_norm + o_norm, mask=b_live[:, None] & b_known[None, :], other=0.0)
+        b_norm = tl.load(p_norm + o_norm, mask=b_live[:, None] & b_inside[None, :], other=0.0)
         acc = acc * (b_norm.to(tl.float32) * CODES.width**-0.5)
     if CODES.factors:
-        acc = acc * tl.load(p_factor + columns, mask=b_known, other=0.0)[None, :]
+        acc = acc * tl.load(p_factor + columns, mask=b_inside, other=0.0)[None, :]
 
     # the predictor
     if INPUTS > 0:
-        acc += tl.load(p_bias + columns, mask=b_known, other=0.0)[None, :]
+        acc += tl.load(p_bias + columns, mask=b_inside, other=0.0)[None, :]
         o_x = tl.multiple_of(tl.where(b_live, b_batch * s_x_row + b_token * D, 0), 16)
         inputs = (p_x0, p_x1, p_x2, p_x3)
         for i in tl.static_range(INPUTS):
             acc = _multiply(
-                inputs[i], p_weight, o_x, b_live, columns, b_known, acc, s_x_head, i * C, steps, H, D, C, BK, FULL,
+                inputs[i], p_weight, o_x, b_live, columns, b_inside, acc, s_x_head, i * C, steps, H, D, C, BK, FULL,
                 STAGES, ASM,
             )
 
@@ -196,7 +196,7 @@ def dequantise_kernel(
     o_out = b_batch * s_out_row + b_token * D
     if R == 0:
         o_out = o_out[:, None] + ((columns // D).to(tl.int64) * s_out_head + columns % D)[None, :]
-        tl.store(p_out + o_out, cast(acc, TYPE, ASM), mask=b_live[:, None] & b_known[None, :])
+        tl.store(p_out + o_out, cast(acc, TYPE, ASM), mask=b_live[:, None] & b_inside[None, :])
     else:  # columns 2 i and 2 i + 1 are a pair
         o_rotation = b_batch * s_rotation + b_token * (R // 2)
         _store_rotated(p_out, p_rotated, p_table, acc, o_out, o_rotation, b_live, i_n, s_out_head, H, D, R, BM, BN, ASM)

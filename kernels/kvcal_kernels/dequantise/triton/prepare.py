@@ -21,7 +21,8 @@ CHANNELS = 128  # of a program
 
 @dataclass(frozen=True)
 class Launch:
-    """tokens: of a program. depth: rows of the weights a step. stages: of loads in flight."""
+    """How the kernel is launched. tokens: of a program. depth: rows of the weights a step. stages: of loads in flight.
+    """
 
     tokens: int
     depth: int = 64

@@ -48,7 +48,7 @@ class TransformRule:
 
     @functools.cached_property
     def hows(self) -> dict[int, Rotated]:
-        """By bits what finds the nearest point."""
+        """The searches for the nearest point, by bits."""
         return {bits: Rotated(self.points[bits], self.encoder.new_zeros(1)) for bits, _ in self.form.tiers if bits > 1}
 
     @functools.cached_property

@@ -92,7 +92,7 @@ def _tile(p, codes, in_book, start, d, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _left(p_rest, o_rest, p_book, code, live, cols, d):
+def _residual(p_rest, o_rest, p_book, code, live, cols, d):
     """Return some columns of vectors less those of codewords."""
     inside = live[:, None] & (cols < d)[None, :]
     b_c = tl.load(p_book + code[:, None] * d + cols[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -118,7 +118,7 @@ def _nearest_of(
         there = live & (code < K)  # a column that never saw a codeword names none
         distance = tl.zeros([BM], tl.float32)
         for start in tl.static_range(0, d, AT_ONCE):
-            off = _left(p_rest, o_rest, p_book, code, there, start + cols, d)
+            off = _residual(p_rest, o_rest, p_book, code, there, start + cols, d)
             distance += tl.sum(off * off, 1)
         nearer = (distance < b_least) | ((distance == b_least) & (code < b_code))
         nearer = nearer & (code < K)
@@ -209,7 +209,7 @@ def encode_kernel(
         tl.debug_barrier()  # others have read the residual
         for start in tl.static_range(0, d, AT_ONCE):
             inside = live[:, None] & (start + cols < d)[None, :]
-            off = _left(p_rest, o_rest, p_stage, b_code, live, start + cols, d)
+            off = _residual(p_rest, o_rest, p_stage, b_code, live, start + cols, d)
             tl.store(p_rest + o_rest[:, None] + (start + cols)[None, :], off, mask=inside)
 
 

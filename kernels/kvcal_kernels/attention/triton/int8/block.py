@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ....layout.form import POINTS
 from ....triton import constexpr_function
-from .ptx import half_tile_shift, points_tensors
+from ..numbers import half_tile_shift
+from .ptx import points_tensors
 from .scores import beginning_tensors, block_scores, renewed_queries
 from .values import added_values, constants, prepared_values, probabilities
 

@@ -36,9 +36,9 @@ assembly.
 
 from __future__ import annotations
 
-from ....layout import form
 from ....layout.form import POINTS
 from ....triton import constexpr_function
+from ..numbers import half_tile_shift, side_by_side
 
 MAGIC = 0x4B400000
 MAGIC_FLOAT = 12582912.0
@@ -48,7 +48,6 @@ SLACK = 16  # powers of two by which a block may lie above the outputs before th
 # powers of two by which a block makes earlier tokens negligible: 2^17 tokens of 2^SLACK at most are 2^-43 of it.
 # Outputs stay below 2^121: 32 probabilities of 2^16, codes of 2^8, scales of 2^16, times 2^JUMP
 JUMP = 76
-_together, half_tile_shift = constexpr_function(form.together), constexpr_function(form.half_tile_shift)
 
 
 @constexpr_function
@@ -259,7 +258,7 @@ def loaded_scales(name: str, address: str, byte: int, count: int) -> list[str]:
     """Return assembly for registers {name}{column}_{0, 1}w of rows r and r + 8: columns of float16, stored [count /
     w][16][w], w to a register.
     """
-    width, text = _together(count), []
+    width, text = side_by_side(count), []
     for first in range(0, count, width):
         for row in range(2):
             into = f"{name}{first}_{row}w"
@@ -271,7 +270,7 @@ def loaded_scales(name: str, address: str, byte: int, count: int) -> list[str]:
 @constexpr_function
 def as_floats(name: str, count: int) -> list[str]:
     """Return assembly that converts the registers of `loaded_scales` to floats {name}{column}_{0, 1}."""
-    width, text = _together(count), []
+    width, text = side_by_side(count), []
     halves = ", ".join(f"h{i}" for i in range(width))
     for first in range(0, count, width):
         for row in range(2):

@@ -60,10 +60,10 @@ def _bytes_of_queries(p_q, o_t, there, inverse, D: tl.constexpr, NW: tl.constexp
     registers = ()
     for c in tl.static_range((D + 63) // 64):
         channel = (2 * c + r // 8) * 32 + column // 2 * 2 + column % 2 * 8
-        p_own = p_pair + (o_t[:, None] + channel) // 2
-        x0, x1 = _two_numbers(tl.load(p_own, mask=there[:, None] & (channel < D), other=0), p_q.dtype.element_ty)
+        p_word = p_pair + (o_t[:, None] + channel) // 2
+        x0, x1 = _two_numbers(tl.load(p_word, mask=there[:, None] & (channel < D), other=0), p_q.dtype.element_ty)
         further = there[:, None] & (channel + 16 < D)
-        x2, x3 = _two_numbers(tl.load(p_own + 8, mask=further, other=0), p_q.dtype.element_ty)
+        x2, x3 = _two_numbers(tl.load(p_word + 8, mask=further, other=0), p_q.dtype.element_ty)
         first = _bytes_of(_fixed(x0, inverse, rounded), _fixed(x2, inverse, rounded), which)
         second = _bytes_of(_fixed(x1, inverse, rounded), _fixed(x3, inverse, rounded), which)
         registers = registers + (

@@ -170,7 +170,7 @@ def output_of(
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
     """Return outputs by channels, as `value_channels` lays pairs out, maxima and sums of each warp [NW, N]: their sum
-    over warps is the program's, with one maximum. A warp turns back the coordinates of one step, or of every NW-th,
+    over warps is the program's, with one maximum. A warp rotates back the coordinates of one step, or of every NW-th,
     which it has of all warps; they are two float16, what is rounded and the rest of it.
     """
     STEPS: tl.constexpr = VALUES.steps

@@ -106,7 +106,7 @@ def transform_kernel(
     key_pointers, value_pointers = (p_k4, p_k3, p_k2, p_k1), (p_v4, p_v3, p_v2, p_v1)
     lane, last = tl.arange(0, 32 * NW) % 32, tl.maximum(stop, 1) - 1
 
-    # blocks are on their way while the query is turned
+    # blocks are on their way while the query is rotated
     origins, base, o_slot = (), 0, 0
     b_ring = tl.zeros([NW, 1], tl.int32)
     to = tl.zeros([32 * NW], tl.int32)

@@ -63,7 +63,7 @@ def paged_kernel(
     key_pointers, value_pointers = (p_pages,), (p_values,)
     lane, last = tl.arange(0, 32 * NW) % 32, stop - 1
 
-    # blocks are on their way while the query is turned
+    # blocks are on their way while the query is rotated
     origins, o_slot = (), 0
     b_ring = tl.zeros([NW, 1], tl.int32)
     to = tl.zeros([32 * NW], tl.int32)

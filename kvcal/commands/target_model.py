@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import IncompatibleBundle, UsageError
 
-from ..bundles.made_for import MadeFor, made_for
+from ..bundles.target_model import TargetModel, target_model
 from ..pipeline.options import EvalOptions
 from ..pipeline.shared_options import ModelOptions
 from .options import CompareOptions, GenerateOptions
@@ -24,7 +24,7 @@ def with_model_of(o: WithBundles, rows: Iterable[object], typed: Collection[str]
     typed: names of the options that somebody gave. Raises UsageError where the bundles were made for different models,
     IncompatibleBundle for a local folder, whose place no bundle records.
     """
-    bundles = {row.name: origin for row in rows if isinstance(row, Bundle) and (origin := made_for(row))}
+    bundles = {row.name: origin for row in rows if isinstance(row, Bundle) and (origin := target_model(row))}
     if not bundles or "model" in typed or o.model != DEFAULT:
         return o
     (first, origin), *others = bundles.items()
@@ -39,16 +39,16 @@ def with_model_of(o: WithBundles, rows: Iterable[object], typed: Collection[str]
     return replace(o, model=origin.name, revision=revision)
 
 
-def check_made_for(
+def check_target_model(
     bundle: Bundle, model: Any, revision: str | None = None, probe: tuple[float, ...] | None = None
 ) -> None:
     """`bundle.check`, whose IncompatibleBundle also says which model to give."""
     try:
         bundle.check(model, revision, probe)
     except IncompatibleBundle as error:
-        origin = made_for(bundle)
+        origin = target_model(bundle)
         raise IncompatibleBundle(f"{error}; {_give(origin)}" if origin else str(error)) from error
 
 
-def _give(origin: MadeFor) -> str:
+def _give(origin: TargetModel) -> str:
     return f"made for {origin.name}: give --model {'PATH' if origin.local else origin.name}"

@@ -19,7 +19,7 @@ from kvcal_artifacts.codecs.predictors import MLP, Linear
 from kvcal_artifacts.errors import KVCalError
 from kvcal_kernels.dequantise import Coded, Rotation, decode, reference
 from kvcal_kernels.packing import packed_bytes
-from tests.support.cases.reconstruct_cases import (
+from tests.support.cases.dequantise_cases import (
     Case,
     Placed,
     codec_of,
@@ -134,12 +134,12 @@ def test_what_the_kernel_would_misread_is_refused(change: dict[str, Any], says: 
 
 @needs_triton
 def test_interpreted_kernel_agrees_with_the_reference() -> None:
-    assert interpreted("-m", "tests.support.cases.reconstruct_cases", "small") == [str(len(small()))]
+    assert interpreted("-m", "tests.support.cases.dequantise_cases", "small") == [str(len(small()))]
 
 
 @needs_triton
 def test_interpreted_kernel_places_exact_tokens_as_the_reference_does() -> None:
-    assert interpreted("-m", "tests.support.cases.reconstruct_cases", "placed") == [str(len(placed()))]
+    assert interpreted("-m", "tests.support.cases.dequantise_cases", "placed") == [str(len(placed()))]
 
 
 @needs_triton
@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_not_placed() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_interpreted_kernel_agrees_with_the_reference_everywhere() -> None:
-    assert interpreted("-m", "tests.support.cases.reconstruct_cases", "exhaustive") == [str(len(list(exhaustive())))]
+    assert interpreted("-m", "tests.support.cases.dequantise_cases", "exhaustive") == [str(len(list(exhaustive())))]
 
 
 # Compiled without a GPU, at Llama-3.1-8B's geometry.

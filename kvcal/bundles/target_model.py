@@ -11,7 +11,7 @@ from .record_checks import Fields, check_model, string_of, table_of
 
 
 @dataclass(frozen=True)
-class MadeFor:
+class TargetModel:
     """The model that a bundle was made for, as its provenance names it: a name of the hub or of the catalogue, or, of a
     local folder, its name without its place. seed: of random weights.
     """
@@ -22,7 +22,7 @@ class MadeFor:
     seed: int | None
 
 
-def made_for(bundle: Bundle) -> MadeFor | None:
+def target_model(bundle: Bundle) -> TargetModel | None:
     """What a bundle's provenance says of its model; None where it says nothing that can be read."""
     try:
         provenance: Fields = bundle.provenance
@@ -33,7 +33,7 @@ def made_for(bundle: Bundle) -> MadeFor | None:
         name, revision = string_of(model, "name"), model["revision"]
         seed = re.fullmatch(r"random:(\d{1,18})", str(revision)) if model["random_weights"] else None
         commit = isinstance(revision, str) and model["kind"] == "hub" and not model["random_weights"]
-        return MadeFor(
+        return TargetModel(
             name, model["kind"] == "folder", str(revision) if commit else None, int(seed[1]) if seed else None
         )
     except (LookupError, TypeError, ValueError, AttributeError):

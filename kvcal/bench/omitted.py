@@ -14,7 +14,7 @@ from .rows import Row
 from .schemes import Benched
 
 
-def left_out(
+def omitted_rows(
     measured: Collection[Row],
     model: str,
     geometry: Geometry,

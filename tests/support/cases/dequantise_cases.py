@@ -1,5 +1,5 @@
 """Cases of the reconstruction kernel, run by its tests in a process of their own: `python -m
-tests.support.cases.reconstruct_cases`, in Triton's interpreter. Prints what is wrong, then how many there were.
+tests.support.cases.dequantise_cases`, in Triton's interpreter. Prints what is wrong, then how many there were.
 """
 
 from __future__ import annotations
