@@ -309,3 +309,17 @@ class LayerCheckpoint(CheckpointFolder):
 
     def _path(self, index: int) -> Path:
         return self.folder / f"layer-{index:04d}.safetensors"
+
+
+class FollowersCheckpoint(LayerCheckpoint):
+    """The checkpoint of a rank that keeps nothing, because rank 0 does; what it has done it hears from that one."""
+
+    def __init__(self, output: Path, record: Mapping[str, Json]) -> None:
+        self.folder, self.key = partial_folder(output), sha256_text(canonical(record))
+
+    def layers(self, compressed: Sequence[int]) -> dict[int, Bundle]:
+        return {}
+
+    def save(self, index: int, method: Method, pair: LayerCodecs, metrics: dict[str, float]) -> None: ...
+
+    def remove(self) -> None: ...
