@@ -87,7 +87,7 @@ class Ranks:
         """Rank 0's value, on every rank."""
         return value if self.count == 1 else self.broadcast(value if self.rank == 0 else None, 0)
 
-    def made_by_first(self, make: Callable[[], T]) -> T:
+    def from_rank_0(self, make: Callable[[], T]) -> T:
         """What rank 0 makes, on every rank."""
         return make() if self.count == 1 else self.broadcast(make() if self.rank == 0 else None, 0)
 
@@ -136,7 +136,7 @@ def joined(device: str) -> Iterator[Ranks]:
     Raises UsageError for devices that do not suffice, RankEndedError where not all processes come.
     """
     timeout = _timeout()
-    kind = _own_device(device)
+    kind = _device_of_rank(device)
     try:
         store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
         backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
@@ -146,19 +146,19 @@ def joined(device: str) -> Iterator[Ranks]:
         control = distributed.group.WORLD if kind == "cpu" else distributed.new_group(backend="gloo")
     except RuntimeError as error:
         raise RankEndedError(f"not all of the processes that torchrun started came: {_first_line(error)}") from error
-    before = signal.signal(signal.SIGTERM, _told_to_end)
+    before = signal.signal(signal.SIGTERM, _terminate)
     _joined.append(Ranks(rank, count, kind, timeout, control))
     try:
         yield _joined[-1]
     except ShareDoneError:
         raise
-    except _ToldToEnd as error:
+    except _Terminated as error:
         ended = RankEndedError("torchrun ended this rank, because another one ended; its report says which")
-        raise (ended if _is_first(store) else AlreadySaidError(ended)) from error
+        raise (ended if _is_first(store) else AlreadyReportedError(ended)) from error
     except Exception as error:
         if _is_first(store):
             raise
-        raise AlreadySaidError(error) from error
+        raise AlreadyReportedError(error) from error
     finally:
         _joined.pop()
         signal.signal(signal.SIGTERM, before)
@@ -166,7 +166,7 @@ def joined(device: str) -> Iterator[Ranks]:
             distributed.destroy_process_group()
 
 
-class AlreadySaidError(KVCalError):
+class AlreadyReportedError(KVCalError):
     """Another rank has printed the line for what failed here, too; the exit code is that of the error."""
 
     def __init__(self, error: Exception) -> None:
@@ -186,11 +186,11 @@ def _is_first(store: Any) -> bool:
         return True
 
 
-def _told_to_end(number: int, frame: FrameType | None) -> None:
-    raise _ToldToEnd
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise _Terminated
 
 
-class _ToldToEnd(BaseException):
+class _Terminated(BaseException):
     """SIGTERM; no Exception, which what reads files and configurations would blame on them."""
 
 
@@ -205,7 +205,7 @@ def _timeout() -> float:
     return seconds
 
 
-def _own_device(device: str) -> str:
+def _device_of_rank(device: str) -> str:
     """ "cpu", or the name of this rank's GPU, which becomes the current one."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return "cpu"
