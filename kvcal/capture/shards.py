@@ -72,7 +72,7 @@ class Shards:
         return {number: place * size for place, number in enumerate(numbers)}
 
     @property
-    def held(self) -> int:
+    def local_windows(self) -> int:
         """How many windows this rank holds."""
         return sum(one.stop - one.start for one in self.chunks(slice(0, self.windows)))
 
@@ -102,7 +102,9 @@ class ShardStore(SpillStore):
         label: str = "spilled tensor",
     ) -> None:
         self._shards = shards
-        super().__init__((shards.held, *shape), dtype, device=device, where=where, spill_dir=spill_dir, label=label)
+        super().__init__(
+            (shards.local_windows, *shape), dtype, device=device, where=where, spill_dir=spill_dir, label=label
+        )
 
     def write(self, rows: slice, x: Tensor) -> None:
         super().write(self._shards.local(rows), x)
