@@ -11,7 +11,7 @@ import os
 import pickle
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -87,10 +87,6 @@ class Ranks:
         """Rank 0's value, on every rank."""
         return value if self.count == 1 else self.broadcast(value if self.rank == 0 else None, 0)
 
-    def from_rank_0(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, on every rank."""
-        return make() if self.count == 1 else self.broadcast(make() if self.rank == 0 else None, 0)
-
     def check_same(self, record: Mapping[str, Json]) -> None:
         """Raise UsageError, on every rank, where one has another record than rank 0: it would sum other numbers."""
         if self.count == 1:
@@ -136,7 +132,7 @@ def joined(device: str) -> Iterator[Ranks]:
     Raises UsageError for devices that do not suffice, RankEndedError where not all processes come.
     """
     timeout = _timeout()
-    kind = _device_of_rank(device)
+    kind = _rank_device(device)
     try:
         store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
         backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
@@ -146,7 +142,7 @@ def joined(device: str) -> Iterator[Ranks]:
         control = distributed.group.WORLD if kind == "cpu" else distributed.new_group(backend="gloo")
     except RuntimeError as error:
         raise RankEndedError(f"not all of the processes that torchrun started came: {_first_line(error)}") from error
-    before = signal.signal(signal.SIGTERM, _terminate)
+    before = signal.signal(signal.SIGTERM, _on_sigterm)
     _joined.append(Ranks(rank, count, kind, timeout, control))
     try:
         yield _joined[-1]
@@ -154,11 +150,11 @@ def joined(device: str) -> Iterator[Ranks]:
         raise
     except _Terminated as error:
         ended = RankEndedError("torchrun ended this rank, because another one ended; its report says which")
-        raise (ended if _is_first(store) else AlreadyReportedError(ended)) from error
+        raise (ended if _is_first(store) else LinePrintedError(ended)) from error
     except Exception as error:
         if _is_first(store):
             raise
-        raise AlreadyReportedError(error) from error
+        raise LinePrintedError(error) from error
     finally:
         _joined.pop()
         signal.signal(signal.SIGTERM, before)
@@ -166,7 +162,7 @@ def joined(device: str) -> Iterator[Ranks]:
             distributed.destroy_process_group()
 
 
-class AlreadyReportedError(KVCalError):
+class LinePrintedError(KVCalError):
     """Another rank has printed the line for what failed here, too; the exit code is that of the error."""
 
     def __init__(self, error: Exception) -> None:
@@ -186,7 +182,7 @@ def _is_first(store: Any) -> bool:
         return True
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
     raise _Terminated
 
 
@@ -205,7 +201,7 @@ def _timeout() -> float:
     return seconds
 
 
-def _device_of_rank(device: str) -> str:
+def _rank_device(device: str) -> str:
     """ "cpu", or the name of this rank's GPU, which becomes the current one."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return "cpu"

@@ -72,7 +72,7 @@ class Shards:
         return {number: place * size for place, number in enumerate(numbers)}
 
     @property
-    def count_here(self) -> int:
+    def local_windows(self) -> int:
         """How many windows this rank holds."""
         return sum(one.stop - one.start for one in self.chunks(slice(0, self.windows)))
 
@@ -103,7 +103,7 @@ class ShardStore(SpillStore):
     ) -> None:
         self._shards = shards
         super().__init__(
-            (shards.count_here, *shape), dtype, device=device, where=where, spill_dir=spill_dir, label=label
+            (shards.local_windows, *shape), dtype, device=device, where=where, spill_dir=spill_dir, label=label
         )
 
     def write(self, rows: slice, x: Tensor) -> None:

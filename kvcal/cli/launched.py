@@ -39,7 +39,7 @@ def as_rank(run: Callable[[], None], name: str, spread: bool, options: object) -
 
 
 def _share(run: Callable[[], None], device: str) -> None:
-    from kvcal.capture.ranks import AlreadyReportedError, ShareDoneError, joined
+    from kvcal.capture.ranks import LinePrintedError, ShareDoneError, joined
 
     try:
         with joined(device) as ranks:
@@ -51,5 +51,5 @@ def _share(run: Callable[[], None], device: str) -> None:
                 run()
     except ShareDoneError:
         return
-    except AlreadyReportedError as error:
+    except LinePrintedError as error:
         raise typer.Exit(error.exit_code) from error

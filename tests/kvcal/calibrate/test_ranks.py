@@ -110,7 +110,7 @@ def test_every_window_has_one_rank_and_batches_stay_whole() -> None:
                 for shards, mine in zip(every, chunks, strict=True):
                     places = [row for part in mine for row in range(windows)[shards.local(part)]]
                     if count > 1:
-                        assert places == list(range(shards.count_here))
+                        assert places == list(range(shards.local_windows))
                 if windows * count > 24 * batch * count:  # there are as many shards for each
                     loads = [len(one) for one in chunks]
                     assert max(loads) - min(loads) <= 1
@@ -189,7 +189,7 @@ def broken(how: str) -> int:
 )
 def test_one_rank_says_what_is_wrong_with_another(tmp_path: Path, how: str, line: str) -> None:
     ends = in_ranks(2, lambda: broken(how), tmp_path, timeout=20)
-    told = [text for _, text in ends if text and not text.startswith("AlreadyReportedError")]
+    told = [text for _, text in ends if text and not text.startswith("LinePrintedError")]
     assert ends[0][0] == 1
     assert any(line in text for text in told), ends
     if how == "differs":
