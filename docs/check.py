@@ -29,7 +29,7 @@ from kvcal.cli.help import examples_of
 ROOT = Path(__file__).resolve().parent.parent
 ROOT_COMMAND: Any = typer.main.get_command(app)
 CLI_PAGE, CHANGELOG = ROOT / "docs" / "cli.md", ROOT / "CHANGELOG.md"
-WIDTH = 100
+WIDTH = 80  # as in a terminal, and as wide as the page
 
 INTRO = """\
 # Commands

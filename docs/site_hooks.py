@@ -23,6 +23,9 @@ TOKEN = re.compile(
     r"|\]\((?P<target>[^)\s]+)\)",
     flags=re.DOTALL | re.MULTILINE,
 )
+OPTION = re.compile(r"--[\w-]+")
+CODE = re.compile(r'<code>[^<]*</code>|<div class="language-bash.*?</pre>', flags=re.DOTALL)
+LOGS = ("ablations/", "benchmarks/", "lab/", "runs/")  # found in a search below the pages for readers
 SHIM = "https://unpkg.com/iframe-worker/shim"  # search without a server; ours is a copy of 1.0.4
 
 
@@ -33,14 +36,22 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
         if token["block"]:
             return convert(token["block"], display="block")
         if token["inline"]:
-            return convert(token["inline"])
+            return f"<span>{convert(token['inline'])}</span>"  # at a line's start Markdown takes <math> for a block
         return f"]({_target(token['target'], page, config, files)})" if token["target"] else token[0]
 
+    if page.file.src_uri.startswith(LOGS) and page.file.src_uri != "benchmarks/index.md":
+        page.meta.setdefault("search", {"boost": 0.001})
     return TOKEN.sub(changed, markdown)
 
 
+def on_page_content(html: str, page: Page, config: Any, files: Files) -> str:
+    """Options in one piece: a browser would break a line between their dashes."""
+    return CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
+
+
 def on_post_page(output: str, page: Page, config: Any) -> str:
-    """Scripts of the theme from this site."""
+    """Scripts of the theme from this site, and its search with a name for screen readers."""
+    output = output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
     return output.replace(SHIM, posixpath.relpath("assets/iframe-worker/shim.js", posixpath.dirname(page.url) or "."))
 
 
@@ -57,8 +68,9 @@ def _target(target: str, page: Page, config: Any, files: Files) -> str:
     folder = posixpath.dirname(page.file.src_uri)
     inside = posixpath.normpath(posixpath.join(folder, name))
     path = Path(config.docs_dir) / inside
-    if files.get_file_from_path(inside) or not path.exists():
-        return target  # mkdocs checks it
+    own = files.get_file_from_path(inside)
+    if (own and own.inclusion.is_included()) or not path.exists():
+        return target  # mkdocs checks it; what exclude_docs names is not on the site
     if path.is_dir():
         path = path / "__init__.py"
     copied = f"source/{path.resolve().relative_to(ROOT).as_posix()}.txt"

@@ -1,6 +1,6 @@
 """torch's modes, entered only where they would change something.
 
-Entering and leaving one costs the host 2 to 4 us, and a decode step of a model would do it a few times per layer.
+Entering and leaving one costs host time (docs/benchmarks/reasons.md), a few times a layer in every decode step.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def decode_eagerly(
     return layer.attend(q, k, v, scaling, positions)
 
 
-# What is compiled calls the operator; called from Python the dispatcher would add 30 us to every layer.
+# What is compiled calls the operator; from Python its dispatcher would cost too much (docs/benchmarks/reasons.md).
 decode_attention = torch.library.custom_op("kvcal::decode_attention", mutates_args=())(decode_eagerly)
 
 

@@ -21,6 +21,7 @@ import verdicts
 FOLDER = Path(__file__).resolve().parent
 PAGES = FOLDER.parent / "methods"
 MODELS = ("SmolLM2-135M", "Qwen2.5-Coder-0.5B")
+INSTRUCT = {model: f"{model}-Instruct" for model in MODELS}  # the names of the hub, as pages head their columns
 REGION = re.compile(r"(<!-- (figures|verdicts) by method_pages\.py -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 HIGGS_2 = ("HIGGS at 2", "HIGGS as published")
@@ -180,19 +181,23 @@ def measured() -> dict[str, Measured]:
 
 def figures(rows: list[tuple[str, str]], models: Mapping[str, Measured]) -> str:
     lines = [
-        f"| scheme | stored bits per value | {' | '.join(f'KL on {model}' for model in MODELS)} |",
+        f"| scheme | stored bits per value | {' | '.join(f'KL on {model}' for model in INSTRUCT.values())} |",
         "|---|---|---|---|",
     ]
     for label, name in rows:
         found = [models[model].get(label) for model in MODELS]
-        bits = list(dict.fromkeys(f"{row['bits_per_value']:.2f}" for row in found if row))
+        bits = [f"{row['bits_per_value']:.2f}" for row in found if row]
+        if len({*bits}) == 1:
+            stored = bits[0]
+        else:
+            stored = ", ".join(f"{each} on {model.split('-')[0]}" for each, model in zip(bits, MODELS, strict=True))
         cells = [f"{row['kl']:.3g}" if row else "–" for row in found]
-        lines.append(f"| {name} | {', '.join(bits)} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {stored} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def claims(wanted: list[tuple[str, str, str, str]], models: Mapping[str, Measured]) -> str:
-    lines = [f"| claim | {' | '.join(MODELS)} |", "|---|---|---|"]
+    lines = [f"| claim | {' | '.join(INSTRUCT.values())} |", "|---|---|---|"]
     for text, better, worse, by in wanted:
         claim = {"text": text, "better": better, "worse": worse, "by": by}
         cells = [verdicts.verdict(claim, {}, dict(models[model])) for model in MODELS]

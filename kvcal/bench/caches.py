@@ -242,9 +242,6 @@ def scheme_kind(model: PreTrainedModel, geometry: Geometry, one: Benched, requir
     return Kind(one.name, maker, one.stored_bits, path, more=more, settings=settings)
 
 
-# Of a scheme.
-
-
 def blocks_of(windows: Windows, length: int) -> int:
     """Packed blocks of a row of so many tokens."""
     return max(0, (length - windows.sink - windows.recent) // windows.block)
@@ -310,9 +307,6 @@ def _witness(cache: KVCalCache) -> list[Tensor]:
     for packed in cache.compressed_layers[0].packed:
         parts += [x[:, :, -1].cpu() for x in packed.values() if isinstance(x, Tensor) and x.shape[2]]
     return parts
-
-
-# Of Transformers.
 
 
 def _updated(cache: Cache, model: PreTrainedModel, geometry: Geometry, batch: int, length: int) -> Start:

@@ -1,4 +1,4 @@
-"""`model.generate()` itself on a filled cache: what a caller gets, beside the bare steps of decoding.py.
+"""`model.generate()` itself on a filled cache: what a caller gets, next to the bare steps of decoding.py.
 
 A call of WARM_UP tokens that nobody times, then one of TOKENS, from the same start where the cache can go back there. A
 token's moment is taken where generate() asks whether to stop, with the device waited for as generate() waits itself;

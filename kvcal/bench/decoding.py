@@ -36,14 +36,12 @@ STEPS = 10  # timed
 LEAST = CHECKED
 SECONDS = 3.0  # for timing a pass, at most
 TOLERANCE = 8  # units of the dtype's eps, relative error of logits: products may be taken by another kernel in a graph
-# Of a compiled forward, which rounds elsewhere in every layer: FP16's own steps were 5.4 and 5.6 apart, others up to
-# 8.4 (bfloat16, 32 layers of random weights, 128k tokens, H200); logits that have nothing in common are 181 apart.
+# Of a compiled forward, which rounds elsewhere in every layer (docs/benchmarks/reasons.md).
 COMPILED_TOLERANCE = 16
 ALIKE = 0.99  # of the bytes of a packed block
 MARGIN = 1 << 28  # bytes that recording takes besides what an eager step took
-# Of torch.compile. With it Inductor makes the products of a single row, too, in the place of cuBLAS: Llama-3.1-8B's
-# step at one row of 128k tokens took 8.44 ms in place of 9.12 in FP16, 5.52 in place of 6.20 with KIVI 2/2, G = 128
-# (H200).
+# Of torch.compile. With it Inductor makes the products of a single row, too, instead of cuBLAS, which is slower
+# (docs/benchmarks/reasons.md).
 INDUCTOR = {"coordinate_descent_tuning": True}
 
 
@@ -82,7 +80,7 @@ class Stepper:
         self.place = torch.full((1, 1), start.length, dtype=torch.long, device=model.device)
         self.rows = some_rows(
             batch
-        )  # whose logits are compared: of all rows they take more than there is beside a full cache
+        )  # whose logits are compared: of all rows they take more than there is next to a full cache
 
     def step(self) -> Tensor:
         """Logits (B, vocabulary) of the next token, which is chosen."""
@@ -214,9 +212,6 @@ def _eager(stepper: Stepper, steps: int) -> Pass:
     return run
 
 
-# By a graph.
-
-
 def _record(stepper: Stepper) -> tuple[Callable[[], None], Tensor] | str:
     """How to replay a step, and where it leaves its logits; else why it cannot be recorded."""
     device = stepper.model.device
@@ -288,9 +283,6 @@ def _replayed(stepper: Stepper, replay: Callable[[], None], steps: int) -> list[
         event.record()
     torch.cuda.synchronize(stepper.model.device)
     return [1e3 * a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-
-
-# Memory.
 
 
 def wait(device: torch.device) -> None:

@@ -81,7 +81,7 @@ def _fill_layer(layer: KVCalLayer, case: Case, batch: int, plan: Plan, length: i
     ]
     _observe(layer, case, batch)
     layer.columns = length
-    if isinstance(layer, StaticLayer):  # packed blocks go where they stay: a copy of all would not fit beside them
+    if isinstance(layer, StaticLayer):  # packed blocks go where they stay: a copy of all would not fit next to them
         layer.publish()
         # The storage itself: what the host would look at as `packed` brings a copy of each layer's window with it.
         stored = layer.packed if layer.allocation is None else layer.allocation.packed

@@ -79,8 +79,8 @@ def _absent(one: Benched, pair: LayerCodecs, ratio: int, dtype: torch.dtype, dev
 
 
 def fused_attention(case: Case) -> Prepared:
-    """Scores, softmax and sums straight from packed codes, sink and recent tokens beside them. KernelsUnavailable for a
-    dtype that the kernel does not take.
+    """Scores, softmax and sums straight from packed codes, sink and recent tokens next to them. KernelsUnavailable for
+    a dtype that the kernel does not take.
     """
     if case.dtype not in SIXTEEN:
         raise KernelsUnavailable(f"{DTYPES_TAKEN}, not {DTYPE_NAMES[case.dtype]}; give --dtype float16")

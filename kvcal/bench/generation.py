@@ -183,9 +183,6 @@ def _row(
     )
 
 
-# By generate() itself.
-
-
 def called_rows(
     model_name: str,
     model: CausalLM,
@@ -272,9 +269,6 @@ def _call_row(
     return replace(plain_row, bytes=ran.read, fraction_of_copy=fraction, repeats=ran.timed)
 
 
-# Against FP16.
-
-
 def with_fp16_ratios(rows: Sequence[Row]) -> list[Row]:
     """Return the rows with their ratios to the best FP16 of the same model and shape among them, eager or not.
 
@@ -310,9 +304,6 @@ def _speed(row: Row) -> float:
     speed = row.more["tokens_per_second"]
     assert isinstance(speed, (int, float))
     return float(speed)
-
-
-# How far a memory goes.
 
 
 @dataclass

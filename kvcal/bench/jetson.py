@@ -1,4 +1,4 @@
-"""Projections: InnerQ's Table 4 beside a roofline of the Xavier NX, and our kernels on any device profile.
+"""Projections: InnerQ's Table 4 next to a roofline of the Xavier NX, and our kernels on any device profile.
 
 The paper's kernels decode one query head a time: 32 query heads of Llama-3.1-8B read 32 separate copies of the keys,
 though 8 kv heads hold them. So its FP16 keys of 32768 tokens are 32 * 32768 * 128 * 2 bytes = 268 MB.

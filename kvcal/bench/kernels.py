@@ -28,8 +28,6 @@ NEAREST_TOLERANCE = 1e-3  # of the distance: chosen against best
 # of the result, that reconstruction may be off (4.03 measured): inputs, weights and sums of grid points are rounded too
 ROUNDINGS = 6
 
-# Decode attention.
-
 
 def decode_then_attend(case: Case) -> Prepared:
     """Everything decoded to the model's dtype, then torch's attention: what the cache does without fused kernels."""
@@ -49,9 +47,6 @@ def decode_then_attend(case: Case) -> Prepared:
         "reference: decode, then SDPA",
         more={"window_bytes": filled.window_bytes, "packed_bytes": filled.packed_bytes},
     )
-
-
-# Storing.
 
 
 def quantise(case: Case) -> Prepared:
@@ -104,9 +99,6 @@ def append(case: Case) -> Prepared:
         per=calls,
         more={"calls": f"one in {calls} steps"},
     )
-
-
-# Reading without attention.
 
 
 def dequantise(case: Case) -> Prepared:

@@ -1,4 +1,4 @@
-"""Kernel-level rows: every operation of every scheme beside the best FP16 of the same run."""
+"""Kernel-level rows: every operation of every scheme next to the best FP16 of the same run."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _row(
 
 
 def _fraction_of_matmul(prepared: Prepared, microseconds: float, clock: Clock) -> float:
-    """Where it looks impossible, beside another measurement of the product."""
+    """Where it looks impossible, next to another measurement of the product."""
     rate = prepared.flops / (microseconds * 1e-6)
     fraction = rate / clock.matmul_rate()
     return rate / clock.matmul_rate(again=True) if prepared.bounded and fraction > POSSIBLE else fraction

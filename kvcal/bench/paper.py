@@ -1,4 +1,4 @@
-"""What the papers report, to print beside ours. µs unless said otherwise."""
+"""What the papers report, to print next to ours. µs unless said otherwise."""
 
 from __future__ import annotations
 

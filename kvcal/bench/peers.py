@@ -186,7 +186,7 @@ def measure(case: Case, clock: Clock) -> list[Peer]:
 
 
 def dtypes_of(case: Case) -> tuple[torch.dtype, ...]:
-    """The dtypes to try: on a GPU the model's, or both of 16 bits beside a model of float32: what is called FP16 is
+    """The dtypes to try: on a GPU the model's, or both of 16 bits next to a model of float32: what is called FP16 is
     never wider. On a CPU float32 too: there it may be the faster one.
     """
     if case.device.type != "cuda":

@@ -118,7 +118,7 @@ def by_kernel(case: Case, rules: tuple[AnyRule, AnyRule]) -> Prepared:
         return kernel.quantise(rounded(), raw[1], *rules, factor)
 
     def check() -> str | None:
-        """All rows beside the codec's packing, of which few numbers may differ; some_rows beside the kernel's
+        """All rows next to the codec's packing, of which few numbers may differ; some_rows next to the kernel's
         reference, all of whose bits must be the same.
         """
         keys, values, flags = run()

@@ -20,7 +20,7 @@ LONG, BEFORE = " G=128", " before RoPE"
 # Of the fused decode kernel as it is compiled and launched (triton 3.7.1, head_dim 128, four query heads a kv head), by
 # how keys are stored, values alike (of tiers: "outer 2"). They are the ceilings BUDGET of
 # tests/kernels/attention/test_attention_kernel.py, counted in SASS there, of sm_87 where it has a row, else sm_90; a
-# test beside it holds the two together. Other GPUs, head_dims and dtypes are taken to need as many; `counted_at` says
+# test next to it holds the two together. Other GPUs, head_dims and dtypes are taken to need as many; `counted_at` says
 # of a model where it has another head_dim or other query heads.
 COUNTED: dict[str, float] = {
     "symmetric 2": 1.32, "symmetric 3": 1.59, "symmetric 4": 1.33, "symmetric 8": 1.15, "asymmetric 2": 1.59,
@@ -33,13 +33,12 @@ COUNTED: dict[str, float] = {
     "outer 4 before RoPE": 3.53,
 }  # fmt: skip
 
-# Compiled for sm_87: at head_dim 64 20 to 27 % more (KIVI 2.38, uniform 4/4 1.66, 2/2 1.67, HIGGS 2 2.08). Fewer heads
-# need as many as the four or eight that they are taken for (uniform 4/4: one head 1.31, seven 1.89), sixteen more
-# (2.73).
+# Compiled for sm_87, a head_dim of 64 needs a fifth to a quarter more; fewer heads need as many as the four or eight
+# that they are taken for, sixteen need more (docs/benchmarks/reasons.md).
 COUNTED_DIM = 128
 
-# Where a kv head has five query heads or more: what BUDGET has "of 8 rows", in the place of the above, which other
-# kinds keep ("outer 2" and "tiers" need the same, HIGGS in 2 bits 2.2 in place of 1.7 and 40 bytes of stack on sm_87).
+# Where a kv head has five query heads or more: what BUDGET has "of 8 rows", instead of the above, which other kinds
+# keep (docs/benchmarks/reasons.md).
 ALIKE_OF_8 = ("outer 2", "tiers")  # COUNTED is of eight, too
 COUNTED_OF_8 = {
     "symmetric 2": 1.83,

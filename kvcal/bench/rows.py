@@ -83,7 +83,7 @@ KEY = {
 # May be None, and are missing in older files.
 SETTINGS = {"dtype": str, "sink": int, "recent": int, "block": int, "queries": int}
 BEFORE = {"queries": 1}  # of rows that have it, where a file is older: there was no other
-ENVIRONMENT = ("torch", "triton", "torch built for", "processor", "GPU")  # of the machine, beside the version of kvcal
+ENVIRONMENT = ("torch", "triton", "torch built for", "processor", "GPU")  # of the machine, next to the version of kvcal
 KINDS = {str: "a text", int: "a whole number", bool: "true or false"}
 LONGEST_NAME = 60
 LONGEST = 1e18  # µs, 31,700 years
@@ -190,7 +190,7 @@ def _microseconds(row: Mapping[str, Json]) -> int | float | None:
 def _pairs(
     now: Iterable[Mapping[str, Json]], earlier: Iterable[Mapping[str, Json]]
 ) -> Iterator[tuple[Mapping[str, Json], list[Mapping[str, Json]]]]:
-    """Each row beside those of before that are alike in KEY, if there are any."""
+    """Each row next to those of before that are alike in KEY, if there are any."""
     before: dict[tuple[Json, ...], list[Mapping[str, Json]]] = {}
     for row in earlier:
         before.setdefault(tuple(row[name] for name in KEY), []).append(row)
@@ -209,7 +209,7 @@ def _says(name: str, old: Mapping[str, Json]) -> bool:
 
 
 def _then(name: str, row: Mapping[str, Json], old: Mapping[str, Json]) -> Json:
-    """A setting of an earlier row, beside one of now."""
+    """A setting of an earlier row, next to one of now."""
     return old[name] if name in old else None if row[name] is None else BEFORE[name]
 
 

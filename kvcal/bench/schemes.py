@@ -144,7 +144,7 @@ def scheme_names() -> list[str]:
 def named(name: str, geometry: Geometry, windows: Windows | None = None) -> Benched:
     """A preset, one of EXTRA, or KEY+VALUE, two codecs as `kvcal compare --keys` takes them.
 
-    windows: in the place of the bench's own; the block is the scheme's, because groups depend on it.
+    windows: instead of the bench's own; the block is the scheme's, because groups depend on it.
     """
     sink, recent = (WINDOWS.sink, WINDOWS.recent) if windows is None else (windows.sink, windows.recent)
     extra, method = EXTRA.get(name), PRESETS.get(name)

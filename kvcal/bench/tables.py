@@ -157,7 +157,7 @@ def channel_selection(case: Case) -> Prepared:
 
 
 def mlp(case: Case) -> Prepared:
-    """The gated feed-forward part of one layer at one token a row, random weights: beside attention in MixKVQ's Table
+    """The gated feed-forward part of one layer at one token a row, random weights: next to attention in MixKVQ's Table
     7.
     """
     hidden, wide = case.geometry.hidden, case.geometry.intermediate

@@ -52,7 +52,7 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Pulled:
-    """What RECORD beside the bundle holds too. revision: as asked for."""
+    """What RECORD next to the bundle holds too. revision: as asked for."""
 
     repo: str
     endpoint: str
@@ -108,7 +108,7 @@ def push(
 def pull(
     repo: str, folder: Path, *, revision: str | None = None, file: str | None = None, sha256: str | None = None
 ) -> Pulled:
-    """The bundle with its card and plots at one commit, into `folder`; RECORD beside it says which commit. A symlink
+    """The bundle with its card and plots at one commit, into `folder`; RECORD next to it says which commit. A symlink
     there stays one: the file it leads to is replaced.
 
     file: where the repository holds several bundles. sha256: what the bundle must have, from elsewhere than the hub.
@@ -225,7 +225,7 @@ def _companions(info: ModelInfo, name: str) -> list[str]:
 
 
 def _local(name: str) -> str:
-    """What the card is called beside the bundle: a README.md may be there already, of something else."""
+    """What the card is called next to the bundle: a README.md may be there already, of something else."""
     return f"{name.removesuffix(SUFFIX)}.card.md"
 
 

@@ -94,7 +94,7 @@ def tasks_of(options: Fields) -> list[str]:
 
 
 def check_task(task: str) -> None:
-    """Raise ValueError for what may be a path: lm-eval would load it, and code beside it."""
+    """Raise ValueError for what may be a path: lm-eval would load it, and code next to it."""
     if not TASK.fullmatch(task) or task.lower().endswith(FILES):
         raise ValueError(f"task {task!r} is no task's name: files of tasks are taken from --tasks-path alone")
 

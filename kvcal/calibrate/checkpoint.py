@@ -1,6 +1,6 @@
 """What a long command keeps while it runs, so that a killed one goes on: a folder for the settings it was made with.
 
-Beside the output, where there is one: `.OUTPUT.partial`. Else partial/COMMAND-KEY in the folder of preflight.json.
+Next to the output, where there is one: `.OUTPUT.partial`. Else partial/COMMAND-KEY in the folder of preflight.json.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class BatchCheckpoint:
 
 
 class LayerCheckpoint(CheckpointFolder):
-    """A hidden folder beside the output: one small bundle a fitted layer, for the settings it was made with."""
+    """A hidden folder next to the output: one small bundle a fitted layer, for the settings it was made with."""
 
     def __init__(self, output: Path, record: Mapping[str, Json], resume: bool) -> None:
         check_output(output)
@@ -309,3 +309,17 @@ class LayerCheckpoint(CheckpointFolder):
 
     def _path(self, index: int) -> Path:
         return self.folder / f"layer-{index:04d}.safetensors"
+
+
+class FollowersCheckpoint(LayerCheckpoint):
+    """The checkpoint of a rank that keeps nothing, because rank 0 does; what it has done it hears from that one."""
+
+    def __init__(self, output: Path, record: Mapping[str, Json]) -> None:
+        self.folder, self.key = partial_folder(output), sha256_text(canonical(record))
+
+    def layers(self, compressed: Sequence[int]) -> dict[int, Bundle]:
+        return {}
+
+    def save(self, index: int, method: Method, pair: LayerCodecs, metrics: dict[str, float]) -> None: ...
+
+    def remove(self) -> None: ...

@@ -18,17 +18,19 @@ import torch
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint
 from kvcal_artifacts.checked import Json
-from kvcal_artifacts.errors import KVCalError, NonFiniteError
+from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, coverage
 
 from ..capture.checks import check_model
-from ..capture.scan import Capture, LayerSource, LayerTaps
+from ..capture.ranks import RankEndedError, ShareDoneError
+from ..capture.scan import Capture, LayerSource, LayerTaps, default_batch
+from ..capture.shards import Shards, ShardStore
 from ..capture.spill import SpillStore
 from ..methods.base import Carry, Finishing, Method, coded_tokens
 from ..methods.vqkv import VQKV
 from ..report.progress import progress
 from ..report.timing import PhaseTimer
-from .checkpoint import LayerCheckpoint
+from .checkpoint import FollowersCheckpoint, LayerCheckpoint
 from .codebooks import TrainResult
 from .job import FitJob, FitOptions, FitResult, Part, Scan
 from .needs import predictions_worse_than_none, too_little
@@ -92,7 +94,8 @@ def fit_together(
     alone.
 
     Each layer is loaded once and run once as a whole; every method makes its own passes over the layer's q, k and v,
-    which end before attention. written: called as soon as a bundle is on disk. Raises as `fit`.
+    which end before attention. written: called as soon as a bundle is on disk. Raises as `fit`, and ShareDoneError at
+    the end on all ranks but rank 0.
     """
     options = options or FitOptions()
     ids = torch.cat((text.train, text.holdout, *(() if other is None else (other.train,))))
@@ -108,6 +111,8 @@ def fit_together(
     parts = [_part(job, scan) for job in jobs]
     probes = [part.saved_probe for part in parts if part.saved_probe is not None]
     probe = probes[0] if len(probes) == len(parts) else _scanned(parts, scan)
+    if scan.options.ranks.rank:
+        raise ShareDoneError
     fingerprint = Fingerprint.of(source.model, revision, probe)
     _warn(jobs, parts, scan)
     results = []
@@ -132,6 +137,7 @@ def _scanned(parts: Sequence[Part], scan: Scan) -> tuple[float, ...]:
                 hidden=options.spill,
                 spill_dir=options.spill_dir,
                 timer=scan.timer,
+                ranks=options.ranks,
             )
         )
         for part in parts:
@@ -164,6 +170,8 @@ def _warn(jobs: Sequence[FitJob], parts: Sequence[Part], scan: Scan) -> None:
 
 def _part(job: FitJob, scan: Scan) -> Part:
     if isinstance(job.method, VQKV):  # its codebooks are shared by layers: trained after the scan
+        if scan.options.ranks.count > 1:
+            raise UsageError("codebooks of VQKV are not spread over processes: start it without torchrun")
         from .codebooks import TrainPart
 
         return TrainPart(job, scan)
@@ -182,8 +190,14 @@ class LayerPart:
         windows = self.method.windows
         self.tokens = coded_tokens(scan.ids.shape[1], windows.sink, windows.block)
         self.record = scan.record(job)
-        self.work = LayerCheckpoint(job.output, self.record, scan.options.resume)
-        self.done = self.work.layers(scan.compressed)
+        ranks = scan.options.ranks
+        ranks.check_same(self.record)
+        self.work: LayerCheckpoint = (
+            LayerCheckpoint(job.output, self.record, scan.options.resume)
+            if ranks.rank == 0
+            else FollowersCheckpoint(job.output, self.record)
+        )
+        self.done = ranks.agree(self.work.layers(scan.compressed))
         self.fitted: list[LayerCodecs] = []
         self.metrics: list[dict[str, float]] = []
         group = scan.config.num_attention_heads // self.shape.heads
@@ -206,12 +220,15 @@ class LayerPart:
             holdout=len(text.holdout),
             skipped=scan.skipped,
         )
-        width = (len(scan.ids), self.tokens.stop - self.tokens.start, self.shape.heads * self.shape.dim)
+        batch = scan.options.batch or default_batch(scan.ids.shape[1], scan.device)
+        shards = Shards(len(scan.ids), batch, scan.options.ranks)
+        width = (self.tokens.stop - self.tokens.start, self.shape.heads * self.shape.dim)
         stores: dict[str, SpillStore] = {}
         for name, buffer in self.method.buffers().items():
             if buffer not in stores:
                 stores[buffer] = stack.enter_context(
-                    SpillStore(
+                    ShardStore(
+                        shards,
                         width,
                         scan.dtype,
                         device=scan.device,
@@ -288,8 +305,8 @@ def _failing(works: Sequence[LayerCheckpoint], others: Sequence[LayerCheckpoint]
         raise
     except KVCalError as error:
         waiting = [str(work.folder) for work in works if work.folder.exists()]
-        if type(error) is KVCalError and waiting:
-            raise KVCalError(
+        if type(error) in (KVCalError, RankEndedError) and waiting:
+            raise type(error)(
                 f"{error} (fitted layers wait in {', '.join(waiting)}: start again to go on, or delete it)"
             ) from error
         raise

@@ -17,6 +17,7 @@ from kvcal_artifacts.checked import Json
 from kvcal_artifacts.hf import ModelConfig
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 
+from ..capture.ranks import ALONE, Ranks
 from ..capture.scan import LayerSource, LayerTaps, default_batch
 from ..capture.spill import Where
 from ..methods.base import Method
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class FitOptions:
     """How to run, not what to learn. spill: where hidden states and reconstructions lie. warn: whether to forecast the
-    fitted schemes' KL and say where it is high.
+    fitted schemes' KL and say where it is high. ranks: the processes that share the windows.
     """
 
     batch: int | None = None
@@ -40,6 +41,7 @@ class FitOptions:
     spill_dir: Path | None = None
     resume: bool = True
     warn: bool = True
+    ranks: Ranks = ALONE
 
 
 @dataclass

@@ -49,7 +49,7 @@ BETTER = 0.5  # an alternative is named where its forecast is at most so many ti
 
 @dataclass(frozen=True)
 class Alternative:
-    """Codecs in the place of a scheme's own; values: empty keeps those."""
+    """Codecs instead of a scheme's own; values: empty keeps those."""
 
     keys: str
     values: str = ""
@@ -172,7 +172,7 @@ def _line(name: str, result: Forecast, word: str, instead: Advice) -> str:
 
 @dataclass(frozen=True)
 class Tried:
-    """A scheme in the place of another. command: what learns it from text, "" for one that needs none. apart: in
+    """A scheme instead of another. command: what learns it from text, "" for one that needs none. apart: in
     contrast to the other it treats key channels apart, at about the same bits.
     """
 

@@ -41,6 +41,8 @@ from kvcal_artifacts.hf.protocols import attribute
 
 from .call import LayerCall, call_layer, check_rotation, layer_calls
 from .checks import check_finite, check_model, checked_ids
+from .ranks import ALONE, Ranks
+from .shards import S, Shards, ShardStore, ShardSums
 from .spill import SpillStore, Where
 
 Item = TypeVar("Item")
@@ -109,6 +111,8 @@ class Capture:
     batch: windows at a time; by default as many as make 16k tokens on CUDA, 4k on a CPU. Never measured: the
         shape of a batch decides the last bits of every product, and the same command gives the same bytes.
     hidden: where the hidden states (N, T, hidden size) live between layers.
+    ranks: the processes that share the windows; this one runs and hands out those of its shards alone. Raises
+        UsageError where there are more of them than batches.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class Capture:
         hidden: Where = "device",
         spill_dir: Path | None = None,
         timer: Timer | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.source: LayerSource = WholeModel(source) if isinstance(source, nn.Module) else source
         self.device = torch.device(device)
@@ -135,6 +140,12 @@ class Capture:
         self.batch = default_batch(self.length, self.device) if batch is None else batch
         if self.batch < 1:
             raise UsageError(f"batch of {self.batch} windows: it takes at least 1")
+        self.shards = Shards(self.windows, self.batch, ranks)
+        if ranks.count > self.shards.count:
+            raise UsageError(
+                f"{ranks.count} ranks for {self.shards.count} batches of windows: give --nproc-per-node "
+                f"{self.shards.count} or less, more --windows, or a smaller --batch"
+            )
         self.timer: Timer = timer or _untimed
         self.hidden: SpillStore | None = None
         self.layer_kwargs: dict[str, dict[str, object]] = {}  # by the layers' kind
@@ -202,9 +213,13 @@ class Capture:
         return probes
 
     def chunks(self, rows: slice | None = None) -> list[slice]:
-        """The batches, in window order, in which those rows are run."""
+        """The batches of this rank, in window order, in which those rows are run."""
+        return self.shards.chunks(self.whole(rows))
+
+    def whole(self, rows: slice | None) -> slice:
+        """These windows with numbers for both ends; None: all."""
         start, stop, _ = (rows or slice(None)).indices(self.windows)
-        return [slice(i, min(i + self.batch, stop)) for i in range(start, stop, self.batch)]
+        return slice(start, stop)
 
     def _embed(self) -> None:
         """Fill the hidden states with the first layer's input, and learn what layers are called with."""
@@ -224,8 +239,9 @@ class Capture:
             self.source.free_outer()
 
     def _store_for(self, x: Tensor) -> SpillStore:
-        return SpillStore(
-            (self.windows, *x.shape[1:]),
+        return ShardStore(
+            self.shards,
+            tuple(x.shape[1:]),
             x.dtype,
             device=self.device,
             where=self._where,
@@ -278,6 +294,16 @@ class LayerTaps:
         return self._capture.timer
 
     @property
+    def ranks(self) -> Ranks:
+        """The processes that share the windows."""
+        return self._capture.shards.ranks
+
+    @property
+    def device(self) -> torch.device:
+        """Where q, k and v are computed."""
+        return self._capture.device
+
+    @property
     def place(self) -> int:
         """The layer's number among those that are handed out: what lies below it is the one handed out before."""
         return self._capture.layers.index(self.index)
@@ -320,12 +346,13 @@ class LayerTaps:
         frame: Frame = "pre_rope",
         rows: slice | None = None,
         advance: bool = False,
+        sums: ShardSums[S] | None = None,
     ) -> Iterator[TapBatch]:
         """q, k, v of this layer, as far as wanted, in window order; every call computes them again.
 
         rows: only these windows. advance: run the whole layer and replace its input by its output; allowed
         once, over all windows, and no batches can be had afterwards. Nothing follows the last layer: there it
-        only gives the batches.
+        only gives the batches. sums: what the caller adds up batch by batch, over all ranks when the pass is over.
         """
         self._check_order()
         if not set(want) <= TAPS:
@@ -336,7 +363,10 @@ class LayerTaps:
             check_queries(self.site, "calibration")
         if advance and rows is not None:
             raise ValueError("a layer advances over all windows: advance=True goes without rows")
-        return self._pass(frozenset(want), frame, rows, advance)
+        batches = self._pass(frozenset(want), frame, rows, advance)
+        if sums is None:
+            return batches
+        return sums.over(batches, self._capture.shards, self._capture.whole(rows), self.timer)
 
     @contextmanager
     def shared(self) -> Iterator[LayerTaps]:

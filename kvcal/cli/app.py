@@ -37,7 +37,7 @@ from kvcal.cli import (
 )
 from kvcal.cli.defaults import register
 from kvcal.cli.failure import INTERRUPTED, guarded
-from kvcal.cli.help import METHODS, Command, Group
+from kvcal.cli.help import METHODS, Command, Group, Methods
 from kvcal.report.version import __version__
 from kvcal_artifacts.shown import message
 
@@ -83,13 +83,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-fit_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+fit_app = typer.Typer(cls=Methods, no_args_is_help=True, rich_markup_mode=None)
 for _name, _command in COMMANDS.items():
     app.command(_name, cls=Command)(guarded(_command))
 for _method, _name in METHODS.items():
     fit_app.command(_method, cls=Command)(guarded(COMMANDS[_name]))
 app.add_typer(
-    fit_app, name="fit", help="Calibrate METHOD on text. Each is also a command of its own, as fit-predictors is."
+    fit_app,
+    name="fit",
+    help="Calibrate a method on text. Each is a command of its own, too.",
 )
 register(COMMANDS, app)
 

@@ -7,7 +7,7 @@ from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import FitPredictorsOptions
 
 
-@command(FitPredictorsOptions)
+@command(FitPredictorsOptions, spread=True)
 def fit_predictors(o: FitPredictorsOptions, typed: Typed) -> None:
     """Calibrate AQUA-KV: fit each layer's predictors on text and write a bundle."""
     from kvcal.commands.fit_predictors import run_fit_predictors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,22 +57,23 @@ BUNDLE = "mine.kvcal.safetensors"
 EXAMPLES: dict[str, tuple[str, str]] = {
     "plan": ("plan -m llama-3.1-8b --gpu rtx-4090 --context 32k", "plan -m qwen2.5-7b --memory 24GB --budget-kl 0.05"),
     "recommend": ("recommend -m llama-3.2-1b --max-bits 3", "recommend -m llama-3.2-1b --text books.txt --max-kl 0.02"),
+    "fit": ("fit aqua-kv -m llama-3.2-1b", "fit squat -m llama-3.2-1b --rank 10"),
     "fit-predictors": (
         "fit-predictors -m llama-3.2-1b -o mine.kvcal.safetensors",
-        "fit-predictors -m llama-3.1-8b --layerwise --backbone higgs-3-wide-debiased",
+        "fit-predictors -m llama-3.1-8b --layerwise --text books.txt",
     ),
     "combine": (
-        "combine keys.kvcal.safetensors values.kvcal.safetensors -o mine.kvcal.safetensors",
-        "combine aqua.kvcal.safetensors kivi.kvcal.safetensors -o both.kvcal.safetensors --json",
+        "combine a.kvcal.safetensors b.kvcal.safetensors -o c.kvcal.safetensors",
+        "combine a.safetensors b.safetensors -o c.safetensors --json",
     ),
     "fit-norms": ("fit-norms -m llama-3.2-1b --variant hybrid", "fit-norms -m qwen2.5-0.5b --factors pair"),
     "fold": (
         f"fold -m llama-3.2-1b -b {BUNDLE} -o folded",
-        f"fold -m llama-3.2-1b -b {BUNDLE} -o folded --bundle-output rest.kvcal.safetensors",
+        f"fold -m llama-3.2-1b -b {BUNDLE} -o folded --json",
     ),
     "preset": (
         "preset kivi-2 -m llama-3.2-1b",
-        "preset -m llama-3.2-1b --keys higgs-4 --values uniform-2 --per-layer 0=exact-16",
+        "preset -m llama-3.2-1b --keys higgs-4 --per-layer 0=exact-16",
     ),
     "tune-thresholds": (
         "tune-thresholds -m llama-3.2-1b --objective perplexity --max-bits 3",
@@ -91,10 +93,10 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "inspect": (f"inspect {BUNDLE}", f"inspect {BUNDLE} -m llama-3.2-1b --plot heads.png"),
     "verify": (f"verify {BUNDLE}", f"verify {BUNDLE} -m llama-3.2-1b"),
     "diff": (f"diff {BUNDLE} new.kvcal.safetensors", f"diff {BUNDLE} new.kvcal.safetensors --json"),
-    "reproduce": (f"reproduce {BUNDLE}", f"reproduce {BUNDLE} --text books.txt -o again.kvcal.safetensors"),
+    "reproduce": (f"reproduce {BUNDLE}", f"reproduce {BUNDLE} -o again.kvcal.safetensors"),
     "export": (
         "export -m llama-3.2-1b --to fp8 -o llama-fp8-kv",
-        "export -m llama-3.2-1b --to int8 --per-head --text books.txt -o llama-int8-kv",
+        "export -m llama-3.2-1b --to int8 --per-head -o llama-int8-kv",
     ),
     "report": (
         "report eval.json mine.kvcal.safetensors -o report.html",
@@ -105,21 +107,26 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "pull": ("pull me/my-bundle", "pull me/my-bundle --revision v1 -o bundles"),
     "eval": (
         f"eval {BUNDLE} -m llama-3.2-1b -p kivi-2 --text books.txt",
-        f"eval {BUNDLE} -m llama-3.2-1b --max-kl 0.05 --junit gates.xml",
+        f"eval {BUNDLE} --max-kl 0.05 --junit gates.xml",
     ),
     "compare": (
-        "compare -m llama-3.2-1b -p kivi-2 -p higgs-3 -p uniform-4 --plot front.png",
-        "compare -m llama-3.2-1b --keys higgs-2,higgs-3 --values uniform-2,uniform-4",
+        "compare -m llama-3.2-1b -p kivi-2 -p higgs-3 --plot front.png",
+        "compare -m llama-3.2-1b --keys higgs-2,higgs-3 --values kivi-2",
     ),
     "generate": (
         'generate -p kivi-2 --prompt "The emperor had resolved"',
-        f'generate -m llama-3.2-1b -b {BUNDLE} --chat --prompt "Why is the sky blue?"',
+        f'generate -b {BUNDLE} --chat --prompt "Who are you?"',
     ),
     "bench": ("bench -p kivi-2 --length 4k,32k", "bench --device jetson-orin-nano --memory 8 -o longest-generation"),
     "doctor": ("doctor", "doctor --json"),
     "models": ("models", "models --json"),
     "names": ("names preset", "names codec -m qwen2.5-7b"),
     "demo": ("demo", "demo -o demo.kvcal.safetensors --json"),
+}
+SHORTER = {  # what Click writes of a type -> what is enough
+    r"<list\[(\w+)\]>": r"<\1>",
+    r"(int|float) range": r"\1",
+    r"0<=x<=9223372036854775807": "x>=0",
 }
 METHODS = {  # of `kvcal fit`, and the command that each one is
     "aqua-kv": "fit-predictors",
@@ -160,17 +167,44 @@ class Command(TyperCommand):
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
+                record = (_shorter(record[0]), _shorter(record[1]))
                 place = "Arguments" if parameter.param_type_name == "argument" else None
                 panels.setdefault(place or getattr(parameter, "rich_help_panel", None) or "Output", []).append(record)
         for panel, records in panels.items():
             with formatter.section(panel):
-                formatter.write_dl(records)
+                formatter.write_dl(sorted(records, key=_place))
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        words = ctx.command_path.removeprefix("kvcal").strip()
-        if lines := examples_of(words):
-            formatter.write_paragraph()
-            formatter.write("Examples:\n" + "".join(f"  {line}\n" for line in lines))
+        write_examples(ctx, formatter)
+
+
+def _shorter(text: str) -> str:
+    for pattern, instead in SHORTER.items():
+        text = re.sub(pattern, instead, text)
+    return text
+
+
+def _place(record: tuple[str, str]) -> int:
+    """What has a short name, as the model, comes first, and --help last."""
+    return 2 if record[0].startswith("-h") else 0 if re.match(r"-\w,", record[0]) else 1
+
+
+def write_examples(ctx: Any, formatter: Any) -> None:
+    words = ctx.command_path.removeprefix("kvcal").strip()
+    if lines := examples_of(words):
+        formatter.write_paragraph()
+        formatter.write("Examples:\n" + "".join(f"  {line}\n" for line in lines))
+
+
+class Methods(TyperGroup):
+    """`kvcal fit`: a method a line."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Methods"):
+            formatter.write_dl([(method, summary_of(name).partition(" (")[0]) for method, name in METHODS.items()])
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        write_examples(ctx, formatter)
 
 
 class Group(TyperGroup):

@@ -14,7 +14,7 @@ COLUMNS = {
 }  # fmt: skip
 
 
-@command(FitNormsOptions)
+@command(FitNormsOptions, spread=True)
 def fit_norms(o: FitNormsOptions, typed: Typed) -> None:
     """Calibrate InnerQ: measure key channels on text, report outliers, write a bundle with a factor a channel."""
     from kvcal.commands.fit_norms import run_fit_norms

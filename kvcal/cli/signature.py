@@ -12,17 +12,21 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from kvcal.cli.launched import as_rank
 from kvcal.pipeline.spec import Options, Spec, specs
 
 O = TypeVar("O", bound=Options)  # noqa: E741
 Typed = frozenset[str]  # names of the options that somebody gave, be it at their default
 
 
-def command(options: type[O], *, light: bool = False) -> Callable[[Callable[[O, Typed], None]], Callable[..., None]]:
+def command(
+    options: type[O], *, light: bool = False, spread: bool = False
+) -> Callable[[Callable[[O, Typed], None]], Callable[..., None]]:
     """Make a function of typed options a command of Typer, which reads loose ones from its signature. The function also
     takes the names of those that somebody gave.
 
-    light: whether the command may do its work without torch, which is then not imported before it.
+    light: whether the command may do its work without torch, which is then not imported before it. spread: whether
+    processes that torchrun started share its work; others are refused there.
     """
 
     def decorated(run: Callable[[O, Typed], None]) -> Callable[..., None]:
@@ -34,7 +38,7 @@ def command(options: type[O], *, light: bool = False) -> Callable[[Callable[[O, 
             refuse(o)
             if not light:
                 _import_torch()
-            run(o, typed_of(typer_context))
+            as_rank(lambda: run(o, typed_of(typer_context)), typer_context.info_name or "", spread, o)
 
         parameters = [inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         parameters += _parameters(options)

@@ -7,7 +7,7 @@ from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import MeasureSubspacesOptions
 
 
-@command(MeasureSubspacesOptions)
+@command(MeasureSubspacesOptions, spread=True)
 def measure_subspaces(o: MeasureSubspacesOptions, typed: Typed) -> None:
     """Measure the subspaces that queries lie in, and write a bundle of SQuat that uses them."""
     from kvcal.commands.measure_subspaces import SOURCES, run_measure_subspaces

@@ -9,7 +9,7 @@ from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import TuneBitsOptions
 
 
-@command(TuneBitsOptions)
+@command(TuneBitsOptions, spread=True)
 def tune_bits(o: TuneBitsOptions, typed: Typed) -> None:
     """Choose each layer's key and value codecs for the least error under a limit of stored bits.
 

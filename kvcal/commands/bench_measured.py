@@ -223,9 +223,9 @@ def _record(o: BenchOptions, source: ModelSource) -> dict[str, Any]:
 
 @dataclass
 class RowCheckpoint:
-    """Rows that a killed run had measured, by what they are of: kernels of one shape all in one run, and so beside FP16
-    of the same; of whole models each scheme. resumed: how many rows were taken over; copies: bytes a second that the
-    runs which measured them copied at.
+    """Rows that a killed run had measured, by what they are of: kernels of one shape all in one run, and so next to
+    FP16 of the same; of whole models each scheme. resumed: how many rows were taken over; copies: bytes a second that
+    the runs which measured them copied at.
     """
 
     work: CommandCheckpoint
@@ -261,7 +261,7 @@ def _once(say: Say) -> Say:
 
 
 def _with_shares(rows: list[Row]) -> list[Row]:
-    """MixKVQ's Table 7: where its three operations are there, each one's part of their sum, the paper's beside it."""
+    """MixKVQ's Table 7: where its three operations are there, each one's part of their sum, the paper's next to it."""
     names = dict(zip(TABLES["mixkvq-table-7"], paper.MIXKVQ_SHARES, strict=True))
     out = []
     for row in rows:

@@ -15,7 +15,7 @@ from kvcal_artifacts.files import read_bytes, write_atomically
 from ..bundles.diff import diff
 from ..bundles.paths import bundle_at
 from ..evaluate.errors import HeadErrors, head_errors_fault, measured_head_errors, stored_head_errors
-from ..report.records import check_depth
+from ..report.records import Table, check_depth
 from .idle import refuse_idle, refuse_idle_seed
 from .options import InspectOptions, VerifyOptions
 
@@ -70,7 +70,7 @@ def run_inspect(o: InspectOptions, say: Say, typed: Collection[str] = ()) -> dic
         "plot": None if o.plot is None else str(o.plot),
     }
     if o.plot is not None:
-        _draw(bundle, errors, o.plot)
+        _draw(bundle, errors, o, o.plot)
     return facts
 
 
@@ -105,15 +105,23 @@ def _measured(bundle: Bundle, o: InspectOptions, model: str, say: Say) -> tuple[
     return measured_head_errors(loaded.model, bundle.scheme, text.ids), text.source
 
 
-def _draw(bundle: Bundle, errors: dict[str, Any] | None, path: Path) -> None:
-    from ..report.drawn import as_file
+def _draw(bundle: Bundle, errors: dict[str, Any] | None, o: InspectOptions, path: Path) -> None:
+    """Titled with the bundle, its model and the text; with machine and date where errors were measured now."""
+    from ..report.drawn import as_file, machine_and_date
     from ..report.plots import head_errors_figure
 
     if errors is None:
         fault = head_errors_fault(bundle.metrics)
         what = "no errors by head" if fault is None else f"no errors by head that can be drawn ({fault})"
         raise UsageError(f"--plot: {bundle.name} stores {what}; give --model to measure them")
-    picture = head_errors_figure(errors["key"], errors["value"], f"{bundle.name}: {errors['from']}")
+    origin = Table(bundle.provenance).table("model").display("name")
+    title = ", ".join([bundle.name, *([origin] if origin else [])]) + f": {errors['from']}"
+    if o.model is not None:
+        from ..models.devices import pick_device
+        from .common import machine
+
+        title += f"; {machine_and_date(machine(pick_device(o.device)))}"
+    picture = head_errors_figure(errors["key"], errors["value"], title)
     write_atomically(path, as_file(picture, path, 120), "--plot")
 
 

@@ -1,4 +1,4 @@
-"""What the calibrating commands share: a model opened layer by layer, its windows of text, what is told of a run."""
+"""What the calibrating commands share: a model opened layer by layer, windows of text, what is reported of a run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvcal_artifacts.scheme import HeavyHitters
 
 from ..calibrate.driver import fit
 from ..calibrate.job import FitOptions, FitResult
+from ..capture import ranks
 from ..capture.spill import Where
 from ..methods.base import Method
 from ..models import names
@@ -128,7 +129,15 @@ def run_options(o: CalibrationOptions) -> FitOptions:
         raise UsageError(
             f"--spill-dir applies only to --spill disk, and --spill is {o.spill}: give that, or leave it out"
         )
-    return FitOptions(o.batch, cast(Where, o.spill), folder, o.resume)
+    return FitOptions(o.batch, cast(Where, o.spill), folder, o.resume, ranks=ranks.current())
+
+
+def refuse_ranks(what: str) -> None:
+    """Raise UsageError where torchrun started more than one process, for what they cannot share."""
+    if (count := ranks.current().count) > 1:
+        raise UsageError(
+            f"{what} is not spread over processes, and torchrun started {count}: start it without torchrun"
+        )
 
 
 def written(result: FitResult) -> dict[str, Any]:

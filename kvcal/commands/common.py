@@ -133,9 +133,9 @@ def required_tokenizer(tokenizer: Any) -> Any:
 def tokenizer_for(o: RunOptions, source: ModelSource, *origins: str | None) -> Any:
     """The model's tokenizer, so that a text is read before any weights are; None for random weights of a hub model.
 
-    Raises, in this order, what `models.check_config` raises, TextError for one of the texts `origins` that is no file
-    kvcal reads, UsageError for a --device or --dtype that cannot be used, ModelUnavailable for a tokenizer that cannot
-    be read.
+    Raises, in this order, what `configuration.check_config` raises, TextError for one of the texts `origins` that is no
+    file kvcal reads, UsageError for a --device or --dtype that cannot be used, ModelUnavailable for a tokenizer that
+    cannot be read.
     """
     configuration.check_config(source, random_weights=o.random_weights)
     for origin in origins:

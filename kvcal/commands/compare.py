@@ -215,7 +215,9 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     for line in measured_warnings(o.model, ready, behind):
         say(line)
     measured = [at_length(ledger.rows[row.key] | {"name": row.name}, sized["at_length"]) for row in rows]
-    judged = _judged(o, measured, texts.evaluation.source, machine(loaded.model.device), resumed)
+    count = f"{len(texts.evaluation.ids)} window{'s' * (len(texts.evaluation.ids) > 1)} of {texts.length:,} tokens"
+    text = f"{texts.evaluation.source}, {count}"
+    judged = _judged(o, measured, text, machine(loaded.model.device), resumed)
     return settings | sized | judged | {"failed": failed}
 
 
@@ -327,7 +329,8 @@ def _judged(o: CompareOptions, measured: list[dict[str, Any]], text: str, called
     if o.plot is not None:
         from ..report.plots import plot_quality
 
-        plot_quality(ordered, f"{o.model}, {text}; {machine_and_date(called)}", o.plot)
+        name = resolve(o.model, o.revision).public
+        plot_quality(ordered, f"{name}, {text}; {machine_and_date(called)}", o.plot)
     return {
         "full_perplexity": measured[0]["full_perplexity"],
         "rows": ordered,

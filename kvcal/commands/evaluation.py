@@ -27,6 +27,7 @@ from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
 from ..pipeline.gates import Check, Limits, broken_off, check_recorded, check_row
 from ..pipeline.options import EvalOptions
+from ..report.drawn import machine_and_date
 from ..report.progress import progress
 from ..text.token_windows import EvaluationWindows
 from .bundles import file_sha256
@@ -37,6 +38,7 @@ from .common import (
     decided_by,
     evaluation_text,
     kernels_required,
+    machine,
     refuse_idle,
     refuse_idle_seed,
     required_tokenizer,
@@ -88,7 +90,8 @@ def run_eval(
     if o.needle_plot is not None:
         from ..report.plots import plot_needle_maps
 
-        plot_needle_maps(answered.needles, f"{plan.source.public}: needles found", o.needle_plot)
+        title = f"{plan.source.public}, needles found; {machine_and_date(machine(loaded.model.device))}"
+        plot_needle_maps(answered.needles, title, o.needle_plot)
     selection = plan.selection
     return {
         "rows": [

@@ -81,7 +81,8 @@ def run_measure_subspaces(o: MeasureSubspacesOptions, say: Say, typed: Collectio
     if o.plot is not None:
         from ..report.plots import plot_deviation
 
-        title = f"{o.model}, {of.text.source}, queries {method.queries}; {machine_and_date(machine(of.opened.device))}"
+        place = machine_and_date(machine(of.opened.device))
+        title = f"{source.public}, {of.text.source}, queries {method.queries}; {place}"
         plot_deviation(summary["deviation"], SOURCES, title, o.plot)
         summary["plot"] = str(o.plot)
     return summary | {"seconds": round(time.monotonic() - started, 1)}

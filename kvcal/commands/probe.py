@@ -105,7 +105,9 @@ def run_probe(o: ProbeOptions, say: Say) -> dict[str, Any]:
     if o.plot is not None:
         from ..report.plots import plot_probes
 
-        title = f"{o.model}, {of.text.source}, keys {settings.frame}; {machine_and_date(machine(of.opened.device))}"
+        title = (
+            f"{source.public}, {of.text.source}, keys {settings.frame}; {machine_and_date(machine(of.opened.device))}"
+        )
         plot_probes(rows, title, o.plot)
     files = {"output": o.output, "csv": o.csv, "plot": o.plot}
     return result | {name: str(path) for name, path in files.items() if path is not None}

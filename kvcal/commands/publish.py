@@ -21,7 +21,7 @@ from .reproduce import check_command
 
 
 def run_card(o: CardOptions, defaults_of: DefaultsOf, options_of: OptionsOf) -> dict[str, Any]:
-    """The card's text; with --output it is written, and its plots beside it."""
+    """The card's text; with --output it is written, and its plots next to it."""
     if o.output is not None:
         if str(o.output) == "-":
             raise UsageError("--output -: leave --output out to print the card, or give a file name")

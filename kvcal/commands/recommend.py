@@ -113,7 +113,7 @@ class Run:
 def run_recommend(o: RecommendOptions, say: Say) -> dict[str, Any]:
     """Measure the ladder, write the bundle of the scheme that is chosen, and say why.
 
-    Nothing but the finished bundle is written to the output; what a killed run measured and fitted lies beside it, and
+    Nothing but the finished bundle is written to the output; what a killed run measured and fitted lies next to it, and
     the same command goes on from there. Raises UsageError where no scheme is small enough, GateFailed where none is
     good enough.
     """
@@ -217,7 +217,7 @@ def _outliers(run: Run) -> list[dict[str, Any]]:
 def _fitted(run: Run, rungs: Sequence[Rung], seed: int, spare: Path) -> dict[str, Path]:
     """Bundles of these schemes by name, in one scan; those that a killed run finished are taken as they are.
 
-    spare: where they go if nothing can be written beside the output.
+    spare: where they go if nothing can be written next to the output.
     """
     paths: dict[str, Path] = {}
     jobs: list[FitJob] = []

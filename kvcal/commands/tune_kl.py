@@ -94,7 +94,7 @@ def _codecs(o: TuneBitsOptions) -> list[str]:
 
 
 def run_tune_kl(o: TuneBitsOptions, say: Say) -> dict[str, Any]:
-    """Measure, choose, verify, write: what was chosen, beside the best uniform assignment."""
+    """Measure, choose, verify, write: what was chosen, next to the best uniform assignment."""
     started = time.monotonic()
     codecs = _codecs(o)
     source = names.resolve(o.model, o.revision)

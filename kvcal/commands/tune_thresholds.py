@@ -17,10 +17,11 @@ from ..methods.mixkvq import MixKVQ
 from ..models import names
 from ..models.weights import causal_lm
 from ..pipeline.options import TuneBitsOptions, TuneThresholdsOptions
+from ..report.drawn import machine_and_date
 from ..report.extras import require
 from ..search.thresholds import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
 from .calibration import prepare
-from .common import Say, output_for, refuse_idle
+from .common import Say, machine, output_for, refuse_idle
 from .workbench import Opened
 
 Searched = TypeVar("Searched", TuneBitsOptions, TuneThresholdsOptions)
@@ -165,6 +166,7 @@ def run_tune_thresholds(o: TuneThresholdsOptions, say: Say, typed: Collection[st
         opened.revision,
         of.options,
         say,
+        f"{source.public}, {text.source}; {machine_and_date(machine(opened.device))}",
     )
     tuned = tune(method, job, settings, _objective(o, name, method, opened, text), o.storage, o.heartbeat)
     return _summary(tuned, job, name) | {"seconds": round(time.monotonic() - started, 1)}

@@ -1,4 +1,4 @@
-"""Decode steps through compressed caches beside full precision: which next token, how much memory."""
+"""Decode steps through compressed caches next to full precision: which next token, how much memory."""
 
 from __future__ import annotations
 

@@ -196,5 +196,5 @@ def _usable(name: object, value: object) -> bool:
 
 
 def _plausible(value: object) -> bool:
-    """Zeros in the place of everything would have an error of 1."""
+    """Zeros instead of everything would have an error of 1."""
     return is_number(value) and 0 <= value <= 1

@@ -202,9 +202,9 @@ FEWSHOT_SEED = 1234  # lm-eval's own default
 class TaskScore:
     """Mean score of lm-eval tasks, and stored bits of the caches that answered them.
 
-    tasks_path: a folder of task files beside lm-eval's own. metric: METRIC or METRIC,FILTER; None: each task's first.
+    tasks_path: a folder of task files next to lm-eval's own. metric: METRIC or METRIC,FILTER; None: each task's first.
     limit: questions of each task. Raises KVCalError in one line for what lm-eval cannot load,
-    and for a task that is named by a path: a file may import code from beside it.
+    and for a task that is named by a path: a file may import code from its folder.
     """
 
     label = "score"

@@ -20,6 +20,7 @@ from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 from kvcal_artifacts.storage import block_store
 
 from ..capture.scan import LayerTaps
+from ..capture.shards import ShardSums
 from .base import Carry, HoldoutError, LayerFit, flat
 from .calibrated import Calibrated
 from .composition import Composition
@@ -150,6 +151,18 @@ class AquaKV:
 
 
 @dataclass
+class _Encoded:
+    """What a pass that encodes sums up."""
+
+    holdout: HoldoutError = field(default_factory=HoldoutError)
+    sizes: TierSizes = field(default_factory=TierSizes)
+
+    def merge(self, other: _Encoded) -> None:
+        self.holdout.merge(other.holdout)
+        self.sizes.merge(other.sizes)
+
+
+@dataclass
 class _LayerRun:
     """One layer's passes over the windows."""
 
@@ -170,7 +183,8 @@ class _LayerRun:
             inner = make.learn(data)
         else:
             inner = make(self.carry.shape, role)
-        return inner if predictor is None else Predicted(inner, predictor, inputs)
+        codec = inner if predictor is None else Predicted(inner, predictor, inputs)
+        return self.taps.ranks.agree(codec)
 
     def encode_keys(self, codec: Codec) -> HoldoutError:
         """Keys of all windows to reconstructions in the carry (Algorithm 1 lines 14 and 15)."""
@@ -181,9 +195,9 @@ class _LayerRun:
         return self._encode(codec, "v", advance=True)
 
     def _encode(self, codec: Codec, role: str, advance: bool) -> HoldoutError:
-        holdout, carry = HoldoutError(), self.carry
+        sums, carry = ShardSums(_Encoded), self.carry
         want = frozenset(role) | taps_of(codec.stats)
-        for batch in self.taps.batches(want, self.method.frame, advance=advance):
+        for batch in self.taps.batches(want, self.method.frame, advance=advance, sums=sums):
             x = getattr(batch, role)
             codec = codec.to(x.device)
             stats = window_statistics(codec, self.method.windows, self.method.frame, self.taps, batch)
@@ -197,7 +211,7 @@ class _LayerRun:
             if codec.ragged:
                 inner = codec.inner if isinstance(codec, Predicted) else codec
                 assert isinstance(inner, MixKVQ)
-                self.sizes.add(
+                sums.part.sizes.add(
                     inner, {name: block_store.select(tensors, torch.arange(train)) for name, tensors in packed.items()}
                 )
             # held-out windows always as a cache has them, or the stated error would be of inputs that it never sees
@@ -206,8 +220,11 @@ class _LayerRun:
             )
             carry.write(f"{role}0", batch.rows, reconstruction)
             if train < x.shape[0]:
-                holdout.add(flat(x[train:]), None if guess is None else flat(guess[train:]), flat(decoded[train:]))
-        return holdout
+                sums.part.holdout.add(
+                    flat(x[train:]), None if guess is None else flat(guess[train:]), flat(decoded[train:])
+                )
+        self.sizes.merge(sums.total.sizes)
+        return sums.total.holdout
 
     def expecting(self, codec: Codec) -> Codec:
         """A codec of ragged blocks with what they took on the training windows, in `sizes`; others as they are."""
@@ -218,28 +235,32 @@ class _LayerRun:
             return MixKVQ.from_state(codec.shape, codec.role, settings, {})
         return codec
 
-    def _pairs(self, inputs: tuple[str, ...], want: frozenset[str]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pairs(
+        self, inputs: tuple[str, ...], want: frozenset[str], sums: ShardSums[Gram] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Training tokens: predictor inputs (n, Cin) and targets (n, C), float32."""
         carry = self.carry
-        for batch in self.taps.batches(want, self.method.frame, rows=slice(0, carry.train)):
+        for batch in self.taps.batches(want, self.method.frame, rows=slice(0, carry.train), sums=sums):
             target = batch.k if "k" in want else batch.v
             assert target is not None
             parts = carry.read(inputs, batch.rows)
             yield torch.cat([flat(parts[name]) for name in inputs], -1), flat(carry.coded(target))
 
     def _fit(self, inputs: tuple[str, ...], want: frozenset[str]) -> Predictor:
-        method, gram, tokens = self.method, None, 0
-        for x, y in self._pairs(inputs, want):
-            gram = gram or Gram.empty(x.shape[1], y.shape[1], x.device)
+        method, width = self.method, self.carry.shape.heads * self.carry.shape.dim
+        if method.predictor.startswith("mlp") and self.taps.ranks.count > 1:
+            raise UsageError(
+                f"--predictor {method.predictor}: its training is not spread over processes; start it without torchrun"
+            )
+        sums = ShardSums(lambda: Gram.empty(len(inputs) * width, width, self.taps.device))
+        for x, y in self._pairs(inputs, want, sums):
             with self.carry.timer("gram"):
-                gram.add(x, y)
-            tokens += len(x)
-        assert gram is not None
+                sums.part.add(x, y)
+        gram = sums.total
         with self.carry.timer("solve"):
             if method.predictor == "linear":
                 return fit_linear(gram, method.ridge)
             if method.predictor == "reduced-rank":
-                width = gram.xy.shape[1]
                 if method.rank > width:
                     raise UsageError(f"--rank {method.rank}: at most the kv width, {width}")
                 return fit_reduced_rank(gram, method.ridge, method.rank or max(1, width // 4))
@@ -249,7 +270,7 @@ class _LayerRun:
                 return fit_bias(gram)
             settings = MLPSettings(norm=method.predictor == "mlp", epochs=method.mlp_epochs)
             with torch.enable_grad():
-                return fit_mlp(lambda: self._pairs(inputs, want), gram, tokens, settings)
+                return fit_mlp(lambda: self._pairs(inputs, want), gram, gram.count, settings)
 
 
 def reconstruct(codec: Codec, x: Tensor, context: Context) -> tuple[Packed, Tensor, Tensor | None]:

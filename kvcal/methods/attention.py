@@ -161,6 +161,11 @@ class OutputError:
         self.error += float((exact - output).double().square().sum())
         self.total += float(exact.double().square().sum())
 
+    def merge(self, other: OutputError) -> None:
+        """Add the sums of other windows."""
+        self.error += other.error
+        self.total += other.total
+
     @property
     def value(self) -> float:
         return self.error / max(self.total, 1e-30)

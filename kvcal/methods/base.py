@@ -161,6 +161,14 @@ class HoldoutError:
             self.residual = self.residual + (wide - guess).square().sum(0)
         self.count += len(x)
 
+    def merge(self, other: HoldoutError) -> None:
+        """Add the sums of other tokens."""
+        self.residual = self.residual + other.residual
+        self.total = self.total + other.total
+        self.square = self.square + other.square
+        self.error = self.error + other.error
+        self.count += other.count
+
     def metrics(self, role: str, heads: int) -> dict[str, Json]:
         """relative_error: |x - decoded|^2 / |x|^2. explained_variance: mean over channels, AQUA-KV section 3.1.
 

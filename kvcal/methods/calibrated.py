@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -18,6 +18,7 @@ from kvcal_artifacts.cache.statistics.subspace import subspace
 from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Scaled, Squat
 from kvcal_artifacts.errors import UsageError
 
+from ..capture.shards import Gathered, Largest, ShardSums
 from .codebooks import Training, subtract, train_stage
 from .factors import by_queries, channel_factor
 from .hashing import spread
@@ -86,24 +87,38 @@ def sampled(data: TrainingData, count: int, label: str) -> tuple[Tensor, Tensor]
     """
     shape, tokens = data.shape, data.carry.tokens.stop - data.carry.tokens.start
     places = spread(data.vectors, count, label).sort().values
-    taken, heads, moments = [], [], Moments(shape, torch.device("cpu"))
-    for stored, batch in data.batches({"q"} if data.role == "key" else ()):
+    sums = ShardSums(lambda: _Sampled(Moments(shape, data.taps.device)))
+    for stored, batch in data.batches({"q"} if data.role == "key" else (), sums):
         unit = shape.heads * tokens
         edges = torch.tensor([batch.rows.start * unit, batch.rows.stop * unit])
         low, high = torch.searchsorted(places, edges).tolist()
         here = (places[low:high] - batch.rows.start * unit).to(stored.device)
-        taken.append(stored.flatten(0, 2)[here])
-        heads.append(here // tokens % shape.heads)
-        moments = moments if moments.count else Moments(shape, stored.device)
-        moments.add(stored)
-        data.weighed(moments, batch)
+        sums.part.vectors.append(stored.flatten(0, 2)[here])
+        sums.part.heads.append(here // tokens % shape.heads)
+        sums.part.moments.add(stored)
+        data.weighed(sums.part.moments, batch)
+    moments = sums.total.moments
     square = moments.square.diagonal(dim1=1, dim2=2) / max(1, moments.count)
     weight = moments.metric().diagonal(dim1=1, dim2=2)
     scale = head_scale(
         "query" if data.role == "key" else "head", square, weight / (square * weight).mean().clamp_min(1e-30)
     )
     assert scale is not None
-    return torch.cat(taken) / scale.float()[torch.cat(heads)], scale
+    return torch.cat(sums.total.vectors) / scale.float()[torch.cat(sums.total.heads)], scale
+
+
+@dataclass
+class _Sampled:
+    """Vectors (n, D) of each batch with their heads (n,), and the moments of all."""
+
+    moments: Moments
+    vectors: list[Tensor] = field(default_factory=list)
+    heads: list[Tensor] = field(default_factory=list)
+
+    def merge(self, other: _Sampled) -> None:
+        self.moments.merge(other.moments)
+        self.vectors += other.vectors
+        self.heads += other.heads
 
 
 @dataclass(frozen=True)
@@ -134,7 +149,11 @@ class CalibratedFactors:
     @staticmethod
     def _largest(data: TrainingData) -> Tensor:
         """(H, D) float32."""
-        return torch.stack([stored.abs().amax((0, 2)) for stored, _ in data.batches()]).amax(0)
+        sums = ShardSums(Largest)
+        for stored, _ in data.batches(sums=sums):
+            sums.part.add(stored.abs().amax((0, 2)))
+        assert sums.total.value is not None
+        return sums.total.value
 
     @staticmethod
     def _balance(moments: Moments) -> Tensor:
@@ -188,11 +207,11 @@ class CalibratedTiers:
         base = codec_maker("mixkvq")(data.shape, data.role)
         if not isinstance(base, MixKVQ):
             return base
-        step, parts = -(-data.vectors // (data.shape.heads * data.shape.block * BLOCKS)), []
-        for stored, batch in data.batches(taps_of(base.stats)):
+        step, parts = -(-data.vectors // (data.shape.heads * data.shape.block * BLOCKS)), ShardSums(Gathered)
+        for stored, batch in data.batches(taps_of(base.stats), parts):
             salience = base.salience(stored, data.context(base, batch))
-            parts.append(salience.transpose(1, 2).flatten(0, 1)[::step].transpose(0, 1)[None])
-        salience = torch.cat(parts, 2)  # (1, H, blocks, D)
+            parts.part.tensors.append(salience.transpose(1, 2).flatten(0, 1)[::step].transpose(0, 1)[None])
+        salience = torch.cat(parts.total.tensors, 2)  # (1, H, blocks, D)
         low, high = -20.0, 20.0
         for _ in range(40):  # powers of two: 2^-40 of them is far below a step of the tiers' sizes
             middle = (low + high) / 2

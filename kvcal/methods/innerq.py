@@ -22,6 +22,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
 from ..capture.scan import LayerTaps, TapBatch
+from ..capture.shards import Added, Largest, ShardSums
 from .base import Carry, HoldoutError, LayerFit, flat
 from .composition import DataFreeComposition
 from .factors import by_queries, channel_factor, outlier_ratios, share_pairs
@@ -96,12 +97,12 @@ class InnerQ:
             inner = by_queries(inner, self._query_squares(taps, carry))
         value = codec(layer, carry.layers, "value")(carry.shape, "value")
         key = inner if self.factors == "none" or no_factors(name) else Scaled(inner, self._factor(largest, taps).cpu())
-        errors = _Errors(key, inner, value)
-        for batch in taps.batches(self.taps, self.frame, advance=True):
+        sums = ShardSums(lambda: _Errors(key, inner, value))
+        for batch in taps.batches(self.taps, self.frame, advance=True, sums=sums):
             if (train := carry.training_rows(batch.rows)) < batch.rows.stop - batch.rows.start:
                 with carry.timer("encode"):
-                    errors.add(batch, train, carry.tokens)
-        measured = {"key_outlier_ratio": round(float(outlier_ratios(largest).max()), 3)} | errors.metrics()
+                    sums.part.add(batch, train, carry.tokens)
+        measured = {"key_outlier_ratio": round(float(outlier_ratios(largest).max()), 3)} | sums.total.metrics()
         return LayerFit(LayerCodecs(key, value), measured)
 
     def replay_layer(self, layer: int, taps: LayerTaps, carry: Carry, codecs: LayerCodecs) -> None:
@@ -109,21 +110,21 @@ class InnerQ:
 
     def _largest(self, taps: LayerTaps, carry: Carry) -> Tensor:
         """(H, D) float32: max |K_c| over the training windows' coded tokens; sinks are not coded and do not count."""
-        largest: Tensor | None = None
-        for batch in taps.batches({"k"}, self.frame, rows=slice(0, carry.train)):
+        sums = ShardSums(Largest)
+        for batch in taps.batches({"k"}, self.frame, rows=slice(0, carry.train), sums=sums):
             assert batch.k is not None
-            here = carry.coded(batch.k).float().abs().amax((0, 2))
-            largest = here if largest is None else torch.maximum(largest, here)
-        assert largest is not None
-        return largest
+            sums.part.add(carry.coded(batch.k).float().abs().amax((0, 2)))
+        assert sums.total.value is not None
+        return sums.total.value
 
     def _query_squares(self, taps: LayerTaps, carry: Carry) -> Tensor:
         """(H, D) float64: sums over the training windows' queries of their squares."""
-        total = torch.zeros(carry.shape.heads, carry.shape.dim, dtype=torch.float64)
-        for batch in taps.batches({"q"}, self.frame, rows=slice(0, carry.train)):
+        sums = ShardSums(Added)
+        for batch in taps.batches({"q"}, self.frame, rows=slice(0, carry.train), sums=sums):
             assert batch.q is not None
-            total += _by_kv_head(batch.q, carry.shape.heads).double().square().sum((0, 2)).cpu()
-        return total
+            sums.part.add(_by_kv_head(batch.q, carry.shape.heads).double().square().sum((0, 2)).cpu())
+        assert sums.total.value is not None
+        return sums.total.value
 
     def _factor(self, largest: Tensor, taps: LayerTaps) -> Tensor:
         if self.factors == "pair" and taps.rope is not None:
@@ -161,6 +162,15 @@ class _Errors:
             self.logits[name] = self.logits.get(name, 0.0) + _spread(queries, decoded - keys)
             if name == "logit_error":
                 self.keys.add(flat(keys), None, flat(decoded))
+
+    def merge(self, other: _Errors) -> None:
+        """Add the sums of other windows."""
+        self.keys.merge(other.keys)
+        self.values.merge(other.values)
+        for name, error in other.logits.items():
+            self.logits[name] = self.logits.get(name, 0.0) + error
+        self.spread += other.spread
+        self.symmetric += other.symmetric
 
     def metrics(self) -> dict[str, Json]:
         """Squared errors over squares; of logits over their variance, since a constant added to all changes nothing."""

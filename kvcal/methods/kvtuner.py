@@ -20,6 +20,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
 from ..capture.scan import LayerTaps
+from ..capture.shards import ShardSums
 from .attention import OutputError, Probe, probe
 from .base import Carry, LayerFit
 from .registry import divisor
@@ -73,17 +74,16 @@ class KVTuner:
     def fit_layer(self, layer: int, taps: LayerTaps, carry: Carry) -> LayerFit:
         """Errors of every pair, on training and held-out windows; the codecs are those of most bits until `finish`."""
         self._budget(carry.shape, len(carry.compressed))  # refuses before any work what could not be met in the end
-        fitted = {pair: OutputError() for pair in self.pairs}
-        held_out = {pair: OutputError() for pair in self.pairs}
-        for batch in taps.batches(self.taps, self.frame, advance=True):
+        sums = ShardSums(lambda: _Tables(self.pairs))
+        for batch in taps.batches(self.taps, self.frame, advance=True, sums=sums):
             with carry.timer("encode"):
                 layer_probe = probe(batch, layer, taps.site, carry.shape, self.windows, frozenset())
                 train = carry.training_rows(batch.rows)
-                self._add(fitted, layer_probe.rows(0, train), carry.shape)
-                self._add(held_out, layer_probe.rows(train), carry.shape)
+                self._add(sums.part.fitted, layer_probe.rows(0, train), carry.shape)
+                self._add(sums.part.holdout, layer_probe.rows(train), carry.shape)
         most = max(self.choices)
         pair = LayerCodecs(self.codec(carry.shape, "key", most), self.codec(carry.shape, "value", most))
-        tables = {"error": fitted, "holdout_error": held_out}
+        tables = {"error": sums.total.fitted, "holdout_error": sums.total.holdout}
         metrics = {
             f"{what}_{label(bits)}": float(f"{error.value:.6g}")
             for what, table in tables.items()
@@ -133,6 +133,20 @@ class KVTuner:
                 "it",
             )
         return math.floor((self.max_bits - smallest + least) * 2 * layers + 1e-9)
+
+
+class _Tables:
+    """Errors of every pair of bits, on training and on held-out windows."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self.fitted = {pair: OutputError() for pair in pairs}
+        self.holdout = {pair: OutputError() for pair in pairs}
+
+    def merge(self, other: _Tables) -> None:
+        for pair, error in other.fitted.items():
+            self.fitted[pair].merge(error)
+        for pair, error in other.holdout.items():
+            self.holdout[pair].merge(error)
 
 
 def label(pair: Pair) -> str:

@@ -21,6 +21,7 @@ from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 from kvcal_artifacts.storage import block_store
 
 from ..capture.scan import LayerTaps
+from ..capture.shards import ShardSums
 from .attention import OutputError, probe
 from .base import Carry, LayerFit, layer_by_layer
 from .registry import divisor
@@ -114,27 +115,28 @@ class MixKVQ:
         """Counts on the training windows, errors on the held-out ones."""
         dtype = next(taps.site.module.parameters()).dtype
         key, value = self.key_codec(carry.shape, dtype), self.value_codec(carry.shape)
-        sizes, error, keys = TierSizes(), OutputError(), OutputError()
-        for batch in taps.batches(self.taps, self.frame, advance=True):
+        sums = ShardSums(_Measured)
+        for batch in taps.batches(self.taps, self.frame, advance=True, sums=sums):
             with carry.timer("encode"):
                 layer_probe = probe(batch, layer, taps.site, carry.shape, self.windows, key.stats)
                 train = carry.training_rows(batch.rows)
                 packed = key.encode(layer_probe.k[:, :, layer_probe.packed], layer_probe.context())
-                sizes.add(
+                sums.part.sizes.add(
                     key, {name: block_store.select(tensors, torch.arange(train)) for name, tensors in packed.items()}
                 )
                 if train < len(layer_probe.k):
                     rest, decoded = layer_probe.rows(train), key.decode(packed, layer_probe.context())[train:]
-                    keys.add(rest.k[:, :, rest.packed].float(), decoded)
-                    error.add(rest.outputs(), rest.outputs(decoded, rest.decoded(value)))
-        first, second = sizes.means()
+                    sums.part.keys.add(rest.k[:, :, rest.packed].float(), decoded)
+                    sums.part.outputs.add(rest.outputs(), rest.outputs(decoded, rest.decoded(value)))
+        measured = sums.total
+        first, second = measured.sizes.means()
         expected = self.key_codec(carry.shape, dtype, None if self.full is not None else (first, second))
         pair = LayerCodecs(expected, value)
         metrics = {
             "full_channels": first,
             "four_bit_channels": second,
-            "key_relative_error": keys.value,
-            "output_error": error.value,
+            "key_relative_error": measured.keys.value,
+            "output_error": measured.outputs.value,
             "expected_bits_per_value": pair.bits_per_value(),
             "paper_bits_per_value": pair.paper_bits(),
         }
@@ -160,6 +162,12 @@ class TierSizes:
         for tier, counts in enumerate(codec.counts(packed)[:2]):
             self.channels[tier] += int(counts.sum())
 
+    def merge(self, other: TierSizes) -> None:
+        """Add those of other blocks."""
+        self.nbytes += other.nbytes
+        self.blocks += other.blocks
+        self.channels = [a + b for a, b in zip(self.channels, other.channels, strict=True)]
+
     def means(self) -> tuple[float, float]:
         """Channels a head in the first two tiers."""
         blocks = max(self.blocks, 1)
@@ -168,3 +176,17 @@ class TierSizes:
     def bits(self, shape: Shape) -> float:
         """Stored bits a key value."""
         return self.nbytes * 8 / max(self.blocks * shape.dim * shape.block, 1)
+
+
+@dataclass
+class _Measured:
+    """What packed keys take on training windows, and the errors of keys and of attention outputs on held-out ones."""
+
+    sizes: TierSizes = field(default_factory=TierSizes)
+    keys: OutputError = field(default_factory=OutputError)
+    outputs: OutputError = field(default_factory=OutputError)
+
+    def merge(self, other: _Measured) -> None:
+        self.sizes.merge(other.sizes)
+        self.keys.merge(other.keys)
+        self.outputs.merge(other.outputs)

@@ -2,7 +2,7 @@
 KIVI's.
 
 The paper needs no calibration. What is fitted here is a subspace per kv head, from queries on text, to be used instead
-of the row's own or beside it; and measured on held-out windows: how well subspaces hold queries that they have not seen
+of the row's own or next to it; and measured on held-out windows: how well subspaces hold unseen queries
 (Figures 2 and 6), and the error of attention logits, also over a grid of settings (Table 3).
 """
 
@@ -26,6 +26,7 @@ from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Windows
 from kvcal_artifacts.storage.ledger import Ledger
 
 from ..capture.scan import LayerTaps
+from ..capture.shards import ShardSums
 from .base import Carry, HoldoutError, LayerFit, flat
 from .registry import divisor
 
@@ -158,6 +159,11 @@ class QuerySum:
             self.gram = self.gram + wide.transpose(-1, -2) @ wide
             self.count += wide.shape[1]
 
+    def merge(self, other: QuerySum) -> None:
+        """Add the sums of other windows."""
+        self.gram = self.gram.to(other.gram.device) + other.gram
+        self.count += other.count
+
     @property
     def mean(self) -> Tensor:
         return self.gram / self.count
@@ -176,6 +182,11 @@ class Deviation:
         inside = (unit @ vectors.transpose(-1, -2)).square().cumsum(-1)
         self.total = self.total + (1 - inside).clamp_min(0).sqrt().flatten(0, 2).sum(0)
         self.count += inside.shape[:-1].numel()
+
+    def merge(self, other: Deviation) -> None:
+        """Add the sums of other queries."""
+        self.total = self.total + other.total
+        self.count += other.count
 
     def metrics(self, source: str) -> dict[str, float]:
         means = (torch.as_tensor(self.total) / self.count).tolist()
@@ -200,33 +211,36 @@ class _LayerRun:
             vectors = {n: principal(t.mean)[1] for n, t in (("same_text", text), ("other_text", other)) if t.count}
         points = [self.method.codecs(carry.shape, rank, strength, calibrated) for rank, strength in grid]
         kivi = self.method.codecs(carry.shape, 1, 0.0, calibrated)
-        sums = _Holdout(self.method, self.layer, self.taps, [*points, kivi])
-        for batch in self.taps.batches({"q", "k", "v"}, "pre_rope", advance=True):
+        pairs = [*points, kivi]
+        measure = _Holdout(self.method, self.layer, self.taps, pairs)
+        sums = ShardSums(lambda: HoldoutSums.of(len(pairs)))
+        for batch in self.taps.batches({"q", "k", "v"}, "pre_rope", advance=True, sums=sums):
             rows = slice(max(holdout.start - batch.rows.start, 0), max(holdout.stop - batch.rows.start, 0))
             assert batch.q is not None and batch.k is not None and batch.v is not None
             with carry.timer("measure"):
-                sums.add(batch.q[rows], batch.k[rows], batch.v[rows], vectors)
-        return self._chosen(points, grid, sums)
+                measure.add(sums.part, batch.q[rows], batch.k[rows], batch.v[rows], vectors)
+        return self._chosen(points, grid, sums.total)
 
     def _sum(self, rows: slice) -> QuerySum:
         """Q'Q of these windows, which may be none."""
-        total = QuerySum()
+        sums = ShardSums(QuerySum)
         if rows.start < rows.stop:
-            for batch in self.taps.batches({"q"}, self.method.queries, rows=rows):
+            for batch in self.taps.batches({"q"}, self.method.queries, rows=rows, sums=sums):
                 assert batch.q is not None
                 with self.carry.timer("gram"):
-                    total.add(torch.unflatten(batch.q, 1, (self.carry.shape.heads, -1)))
-        return total
+                    sums.part.add(torch.unflatten(batch.q, 1, (self.carry.shape.heads, -1)))
+        return sums.total
 
     def _calibrated(self, text: QuerySum, rank: int) -> Tensor:
         """(H, rank, D) float32 as if one window of the text were the prompt; over the root of the length, of any."""
         scale = 1.0 if self.method.normalise == "length" else (text.count / self.carry.train) ** 0.5
         return (subspace(text.mean, rank) * scale).float()
 
-    def _chosen(self, points: list[LayerCodecs], grid: list[tuple[int, float]], sums: _Holdout) -> LayerFit:
+    def _chosen(self, points: list[LayerCodecs], grid: list[tuple[int, float]], sums: HoldoutSums) -> LayerFit:
         """The point with the lowest logit error, and what was measured."""
         metrics: dict[str, Json] = {**sums.deviation_metrics()}
-        logits = sums.logit_errors()
+        shape, module = self.carry.shape, self.taps.site.module
+        logits = sums.logit_errors(float(getattr(module, "scaling", shape.dim**-0.5)))
         best = 0
         if logits:
             best = min(range(len(grid)), key=lambda i: logits[i])
@@ -245,35 +259,70 @@ class _LayerRun:
         return LayerFit(points[best], metrics | {"rank": rank, "strength": strength})
 
 
+@dataclass
+class HoldoutSums:
+    """Sums over the held-out windows of a layer, of the key codec of every pair, and of values.
+
+    squares: of logits' errors by pair; pairs: how many logits of each.
+    """
+
+    key_errors: list[HoldoutError]
+    squares: list[float]
+    value_error: HoldoutError = field(default_factory=HoldoutError)
+    deviations: dict[str, Deviation] = field(default_factory=dict)
+    pairs: int = 0
+
+    @classmethod
+    def of(cls, count: int) -> HoldoutSums:
+        """Those of no windows, for so many pairs."""
+        return cls([HoldoutError() for _ in range(count)], [0.0] * count)
+
+    def merge(self, other: HoldoutSums) -> None:
+        """Add the sums of other windows."""
+        for error, more in zip(self.key_errors, other.key_errors, strict=True):
+            error.merge(more)
+        self.squares = [a + b for a, b in zip(self.squares, other.squares, strict=True)]
+        self.value_error.merge(other.value_error)
+        for name, deviation in other.deviations.items():
+            self.deviations.setdefault(name, Deviation()).merge(deviation)
+        self.pairs += other.pairs
+
+    def deviation_metrics(self) -> dict[str, float]:
+        return {k: v for name, deviation in self.deviations.items() for k, v in deviation.metrics(name).items()}
+
+    def logit_errors(self, scaling: float) -> list[float]:
+        """Root mean square error of attention logits by codec; empty where windows were too short to pack anything.
+
+        scaling: of the scores.
+        """
+        return [scaling * (total / self.pairs) ** 0.5 for total in self.squares] if self.pairs else []
+
+
 class _Holdout:
-    """Sums over the held-out windows of a layer, for the key codec of every pair; value codecs are alike."""
+    """Measures the held-out windows of a layer, with the key codec of every pair; value codecs are alike."""
 
     def __init__(self, method: Squat, layer: int, taps: LayerTaps, pairs: list[LayerCodecs]) -> None:
         self.method, self.layer, self.taps, self.value = method, layer, taps, pairs[0].value
         self.tried = [pair.key for pair in pairs if isinstance(pair.key, codecs.Squat)]
-        self.key_errors = [HoldoutError() for _ in pairs]
-        self.value_error = HoldoutError()
-        self.deviations: dict[str, Deviation] = {}
-        self.squares, self.pairs = [0.0] * len(pairs), 0
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor, vectors: dict[str, Tensor]) -> None:
-        """Held-out windows, none perhaps: q (B, heads, T, D) and k before RoPE, v; vectors (H, D, D) by source."""
+    def add(self, sums: HoldoutSums, q: Tensor, k: Tensor, v: Tensor, vectors: dict[str, Tensor]) -> None:
+        """Add held-out windows, none perhaps: q (B, heads, T, D) and k before RoPE, v; vectors (H, D, D) by source."""
         if not len(q):
             return
         rotated = self._rotate(q, slice(None))
         queries = rotated if self.method.queries == "post_rope" else q
-        self._deviate(torch.unflatten(queries, 1, (k.shape[1], -1)), vectors)
+        self._deviate(sums, torch.unflatten(queries, 1, (k.shape[1], -1)), vectors)
         windows = self.method.windows
         blocks = (q.shape[2] - windows.sink - windows.recent) // windows.block
         if blocks > 0:
             packed = slice(windows.sink, windows.sink + blocks * windows.block)
             stored = self._rotate(k, slice(None)) if self.method.frame == "post_rope" else k
-            errors = self._encode(queries, stored[:, :, packed], packed)
+            errors = self._encode(sums, queries, stored[:, :, packed], packed)
             squares, pairs = logit_squares(torch.unflatten(rotated, 1, (k.shape[1], -1)), errors, windows)
-            self.squares = [a + b for a, b in zip(self.squares, squares, strict=True)]
-            self.pairs += pairs
+            sums.squares = [a + b for a, b in zip(sums.squares, squares, strict=True)]
+            sums.pairs += pairs
             decoded = self.value.encode_decode(v[:, :, packed])[1]
-            self.value_error.add(flat(v[:, :, packed]), None, flat(decoded))
+            sums.value_error.add(flat(v[:, :, packed]), None, flat(decoded))
 
     def _rotate(self, x: Tensor, tokens: slice) -> Tensor:
         """x (B, heads, these tokens, D) as attention multiplies it."""
@@ -282,13 +331,13 @@ class _Holdout:
         cos, sin = (t[:, tokens].to(x.dtype) for t in self.taps.rope)
         return self.taps.site.rotate(x, cos, sin)
 
-    def _encode(self, queries: Tensor, x: Tensor, packed: slice) -> list[Tensor]:
+    def _encode(self, sums: HoldoutSums, queries: Tensor, x: Tensor, packed: slice) -> list[Tensor]:
         """The error of each codec on keys x (B, H, packed tokens, D), as attention multiplies it; queries: its
         queries.
         """
         widest, errors = max(self.tried, key=lambda codec: codec.rank), []
         subspaces = window_subspaces(queries, widest.shape, self.method.windows, widest.statistic)
-        for codec, total in zip(self.tried, self.key_errors, strict=True):
+        for codec, total in zip(self.tried, sums.key_errors, strict=True):
             stats = {codec.statistic: subspaces[..., : codec.rank, :]}  # of the widest subspace the first directions
             decoded = codec.encode_decode(x, Context(self.layer, stats=stats))[1]
             total.add(flat(x), None, flat(decoded))
@@ -296,7 +345,7 @@ class _Holdout:
             errors.append(self._rotate(error, packed) if self.method.frame == "pre_rope" else error)
         return errors
 
-    def _deviate(self, q: Tensor, vectors: dict[str, Tensor]) -> None:
+    def _deviate(self, sums: HoldoutSums, q: Tensor, vectors: dict[str, Tensor]) -> None:
         """Queries q (B, H, group, T, D) behind the prompt, from subspaces of their prompt, their window, and
         `vectors`.
         """
@@ -309,15 +358,7 @@ class _Holdout:
             bases[name] = principal(wide.transpose(-1, -2) @ wide)[1]
         later = q[:, :, :, prompt:].flatten(2, 3)
         for name, rows in (bases | vectors).items():
-            self.deviations.setdefault(name, Deviation()).add(later, rows)
-
-    def deviation_metrics(self) -> dict[str, float]:
-        return {k: v for name, deviation in self.deviations.items() for k, v in deviation.metrics(name).items()}
-
-    def logit_errors(self) -> list[float]:
-        """Root mean square error of attention logits by codec; empty where windows were too short to pack anything."""
-        scaling = float(getattr(self.taps.site.module, "scaling", self.value.shape.dim**-0.5))
-        return [scaling * (total / self.pairs) ** 0.5 for total in self.squares] if self.pairs else []
+            sums.deviations.setdefault(name, Deviation()).add(later, rows)
 
 
 def search_name(rank: int, strength: float) -> str:

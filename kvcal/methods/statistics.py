@@ -19,6 +19,7 @@ from kvcal_artifacts.scheme import Frame, Windows
 from kvcal_artifacts.storage.plan import Plan
 
 from ..capture.scan import LayerTaps, TapBatch
+from ..capture.shards import S, ShardSums
 from .base import Carry
 
 
@@ -91,7 +92,9 @@ class TrainingData:
         tokens: int = self.carry.tokens.stop - self.carry.tokens.start
         return self.carry.train * self.shape.heads * tokens
 
-    def batches(self, also: Collection[str] = ()) -> Iterator[tuple[Tensor, TapBatch]]:
+    def batches(
+        self, also: Collection[str] = (), sums: ShardSums[S] | None = None
+    ) -> Iterator[tuple[Tensor, TapBatch]]:
         """What is stored of some windows, residuals where there is a predictor: (B, H, coded tokens, D) float32. The
         batch has the layer's keys or values whole, and those of q, k, v that are named.
         """
@@ -99,7 +102,7 @@ class TrainingData:
         stand_in = (
             None if self.predictor is None else Predicted(Exact(self.shape, self.role), self.predictor, self.inputs)
         )
-        for batch in self.taps.batches({tap, *also}, self.frame, rows=slice(0, carry.train)):
+        for batch in self.taps.batches({tap, *also}, self.frame, rows=slice(0, carry.train), sums=sums):
             x = batch.k if self.role == "key" else batch.v
             assert x is not None
             with carry.timer("moments"):
@@ -127,13 +130,12 @@ class TrainingData:
         """Moments of what is stored, with the metric of what it will be multiplied by: queries or output projection
         rows.
         """
-        moments: Moments | None = None
-        for stored, batch in self.batches({"q"} if self.role == "key" else ()):
-            moments = moments or Moments(self.shape, stored.device)
+        sums = ShardSums(lambda: Moments(self.shape, self.taps.device))
+        for stored, batch in self.batches({"q"} if self.role == "key" else (), sums):
             with self.carry.timer("moments"):
-                moments.add(stored)
-                self.weighed(moments, batch)
-        assert moments is not None
+                sums.part.add(stored)
+                self.weighed(sums.part, batch)
+        moments = sums.total
         if self.role == "value" and (projection := output_projection(self.taps.site)) is not None:
             moments.weigh_output(projection)
         return moments
@@ -171,6 +173,13 @@ class Moments:
         self.count += rows.shape[1]
         self.total += rows.sum(1)
         self.square += rows.mT @ rows
+
+    def merge(self, other: Moments) -> None:
+        """Add the sums of other tokens."""
+        self.count += other.count
+        self.total += other.total
+        self.square += other.square
+        self.weight += other.weight
 
     def weigh(self, queries: Tensor) -> None:
         """Weigh keys by queries (B, H * group, T, D), in the frame in which keys are stored."""

@@ -100,7 +100,7 @@ def shard_names(source: ModelSource, index: Path) -> list[str]:
 def weights_revision(source: ModelSource, *, random_weights: bool, seed: int) -> str:
     """Which weights these are: the hub's commit, a hash of the files, or `random:SEED`.
 
-    The embedded model has `sha256:` of its packed file; a folder has what `weights.content_revision` says.
+    The embedded model has `sha256:` of its packed file; a folder has what `file_hashes.content_revision` says.
     """
     if random_weights:
         return f"random:{seed}"

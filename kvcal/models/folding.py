@@ -326,7 +326,7 @@ def _rest(source: ModelSource) -> Iterator[Path]:
 def write_with_tensors(
     source: ModelSource, output: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Json], *, dtype: str = "auto"
 ) -> None:
-    """Write the model as a new folder with these tensors beside its weights, and these fields in its config.json."""
+    """Write the model as a new folder with these tensors next to its weights, and these fields in its config.json."""
     before = plain_fields(source)
     kind = _dtype(before, dtype)
     write_model(source, output, kind, before | dict(fields), lambda parts, to: _write_weights(parts, {}, to, tensors))

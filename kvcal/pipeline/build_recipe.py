@@ -261,9 +261,3 @@ def _slug(option: str, value: object) -> str:
         return option if value else f"no-{option}"
     text = str(value) if isinstance(value, str) else f"{option}{value}"
     return re.sub(r"[^\w.+-]+", "_", text).strip("_") or option
-
-
-# What a bundle is made of.
-
-
-# The lock file.

@@ -192,7 +192,7 @@ def check_row(
 
 
 def broken_off(name: str, layer: int | None, why: str) -> Check:
-    """A check in the place of all gates of a bundle that could not be measured, as its numbers overflow."""
+    """A check instead of all gates of a bundle that could not be measured, as its numbers overflow."""
     return Check(name, "evaluation", False, layer=layer, detail=why)
 
 

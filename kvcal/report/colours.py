@@ -26,7 +26,7 @@ COLOURS = {  # a word of a scheme's name -> colour; the first that is found coun
     "uniform": "#bbbbbb",
 }
 OTHER = "#6b7783"
-LIGHTER = {3: 0.25, 4: 0.45, 8: 0.6}  # bits in a scheme's name -> part of white
+LIGHTER = {"3": 0.25, "4": 0.45, "8": 0.6, "hybrid": 0.3, "base": 0.55}  # bits or variant in a name -> part of white
 
 
 def colour(scheme: str) -> str:
@@ -34,8 +34,8 @@ def colour(scheme: str) -> str:
     name = scheme.casefold()
     matches = [(name.find(word), -len(word), word) for word in COLOURS if word in name]
     word = "transform" if "transform" in name else min(matches)[2] if matches else ""
-    bits = re.search(rf"{word}[^\d+]*(\d)", name) if word else None
-    return _lighter(COLOURS.get(word, OTHER), LIGHTER.get(int(bits[1]), 0.0) if bits else 0.0)
+    bits = re.search(rf"{word}[^\d+]*?(\d|hybrid|base)", name) if word else None
+    return _lighter(COLOURS.get(word, OTHER), LIGHTER.get(bits[1], 0.0) if bits else 0.0)
 
 
 def _lighter(shade: str, white: float) -> str:

@@ -55,7 +55,7 @@ def _longest_run(text: str) -> int:
 
 
 def link(name: str) -> str:
-    """A file's name as the address of a link beside it."""
+    """A file's name as the address of a link next to it."""
     return quote(name.encode("utf-8", "surrogateescape"), safe="+,=@-._~")
 
 

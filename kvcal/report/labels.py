@@ -19,13 +19,15 @@ STEPS = tuple(
     for angle in (0.5, -0.5, 2.6, -2.6, 1.57, -1.57, 0.0, 3.14)
 )  # points (1/72 inch) from a point to its label's nearest edge
 FAR = 20.0  # from where on a line leads from label to point
+AROUND = 7.0  # points that another label keeps from a point, so that it is not read as its name
+LABEL_GAP = 1.0  # and from another label
 
 
-def label_points(axis: Axes, points: Sequence[tuple[float, float]], texts: Sequence[str], size: float = 7) -> None:
-    """Write each text beside its point, in data units of `axis`; limits and layout of the figure are fixed by it.
+def label_points(axis: Axes, points: Sequence[tuple[float, float]], texts: Sequence[str], size: float = 8) -> None:
+    """Write each text next to its point, in data units of `axis`; limits and layout of the figure are fixed by it.
 
-    A label takes the first of STEPS at which it lies within the axes and on no point and no label before it; where
-    none is free, the one with the least overlap.
+    A label takes the first of STEPS at which it lies within the axes, on no label before it and AROUND from the other
+    points; where none is free, the one with the least overlap.
     """
     figure = axis.get_figure(root=True)
     assert figure is not None
@@ -34,12 +36,16 @@ def label_points(axis: Axes, points: Sequence[tuple[float, float]], texts: Seque
     unit = figure.dpi / 72
     inside = axis.get_window_extent()
     at = [axis.transData.transform(point) for point in points]
-    boxes_so_far: list[Box] = [(x - 3 * unit, y - 3 * unit, x + 3 * unit, y + 3 * unit) for x, y in at]
-    for (x, y), point, text in sorted(zip(at, points, texts, strict=True), key=lambda label: label[0][0]):
+    dots: list[Box] = [_grown((x, y, x, y), AROUND * unit) for x, y in at]
+    labels: list[Box] = []
+    for place in sorted(range(len(at)), key=lambda place: (at[place][0], -at[place][1])):  # the upper one first
+        (x, y), point, text = at[place], points[place], texts[place]
+        dot = _grown((x, y, x, y), 3 * unit)
         note = axis.annotate(drawable(text), point, xytext=(0, 0), textcoords="offset points", fontsize=size)
         extent = note.get_window_extent()
         boxes = [_box(x, y, step, extent.width, extent.height, unit) for step in STEPS]
-        best = min(range(len(STEPS)), key=lambda n: (_overlap(boxes[n], boxes_so_far, inside), n))
+        others = [*dots[:place], dot, *dots[place + 1 :], *labels]
+        best = min(range(len(STEPS)), key=lambda n: (_overlap(boxes[n], others, inside), n))
         step = STEPS[best]
         note.set_horizontalalignment("left" if step[0] > 1 else "right" if step[0] < -1 else "center")
         note.set_verticalalignment("bottom" if step[1] > 1 else "top" if step[1] < -1 else "center")
@@ -49,7 +55,11 @@ def label_points(axis: Axes, points: Sequence[tuple[float, float]], texts: Seque
                 "", point, xytext=step, textcoords="offset points",
                 arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": "#9aa5b1", "shrinkA": 0, "shrinkB": 3},
             )  # fmt: skip
-        boxes_so_far.append(boxes[best])
+        labels.append(_grown(boxes[best], LABEL_GAP * unit))
+
+
+def _grown(box: Box, by: float) -> Box:
+    return box[0] - by, box[1] - by, box[2] + by, box[3] + by
 
 
 def _box(x: float, y: float, step: tuple[float, float], width: float, height: float, unit: float) -> Box:
@@ -58,9 +68,9 @@ def _box(x: float, y: float, step: tuple[float, float], width: float, height: fl
     return x0, y0, x0 + width, y0 + height
 
 
-def _overlap(box: Box, boxes_so_far: Sequence[Box], inside: Bbox) -> float:
+def _overlap(box: Box, others: Sequence[Box], inside: Bbox) -> float:
     """Pixels that the box shares with others, and those outside of the axes, ten times."""
-    shared = sum(_common(box, place) for place in boxes_so_far)
+    shared = sum(_common(box, place) for place in others)
     whole = (box[2] - box[0]) * (box[3] - box[1])
     return shared + 10 * (whole - _common(box, (inside.x0, inside.y0, inside.x1, inside.y1)))
 

@@ -158,7 +158,7 @@ def _figures(report: Report) -> str:
     ]
     words = (
         "KL is the divergence of next-token distributions from those of full precision, in nats per token, with its "
-        "standard error over windows. Differences below that are no order."
+        "standard error over windows. Differences below two of it are no order."
     )
     return _section("Figures", words, _table("Figures", columns, rows))
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Rows = Sequence[Sequence[float] | None]
+LONG_TITLE = 30  # letters that fit above the narrowest figure
 LEAST_SHOWN = 1e-7  # an exact codec's error of 0 has no logarithm
 
 
@@ -58,9 +59,10 @@ def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, p
 
 
 def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """KL against stored bits of rows as `kvcal compare` gives them, those on the front joined by a line.
+    """KL against stored bits of rows as `kvcal compare` gives them, with bars of two standard errors over windows where
+    there are several, those on the front joined by a line.
 
-    title: names model, text, machine and date.
+    title: names model, text, windows, machine and date.
     """
     from matplotlib.figure import Figure
 
@@ -71,7 +73,7 @@ def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     axis.set(xlabel="stored bits per value", ylabel="KL to full precision (nats per token)", yscale="log")
     axis.set_title(drawable(title), fontsize=9.5, wrap=True)
     points = [(row["bits_per_value"], row["kl"]) for row in drawn]
-    if front:
+    if len(front) > 1:
         axis.plot(
             *zip(*[(row["bits_per_value"], row["kl"]) for row in front], strict=True),
             linewidth=1,
@@ -79,15 +81,40 @@ def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
             label="Pareto front",
             zorder=2,
         )
+    has_bars = _draw_spread(axis, drawn)
+    if len(front) > 1 or has_bars:
         axis.legend(frameon=False)
     if points:
         axis.scatter(
             [x for x, _ in points], [y for _, y in points], s=26, c=[colour(row["name"]) for row in drawn], zorder=3
         )
         axis.margins(x=0.12, y=0.12)
-    axis.grid(alpha=0.25, which="both")
+    axis.grid(alpha=0.25)
+    _plain_ticks(axis)
     label_points(axis, points, [row["name"] for row in drawn])
     write_atomically(path, as_file(figure, path), "--plot")
+
+
+def _draw_spread(axis: Axes, rows: list[dict[str, Any]]) -> bool:
+    """Draw bars of two standard errors of each row's KL; False where no row has any, being of one window."""
+    spread = [2 * (row.get("kl_se") or 0.0) for row in rows]
+    if not any(spread):
+        return False
+    bits, kl = [row["bits_per_value"] for row in rows], [row["kl"] for row in rows]
+    below = [min(bar, 0.95 * value) for bar, value in zip(spread, kl, strict=True)]  # a logarithm has no zero
+    style: dict[str, Any] = {"fmt": "none", "ecolor": "#6b7783", "elinewidth": 1, "capsize": 2, "zorder": 1}
+    axis.errorbar(bits, kl, yerr=[below, spread], label="± 2 standard errors over windows", **style)
+    return True
+
+
+def _plain_ticks(axis: Axes) -> None:
+    """Numbers on a logarithmic axis, as 0.02, in steps of 1, 2 and 5."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 8 * low else MaxNLocator(6))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 QUANTISERS = {1: 0.75, 2: 0.89}  # bits -> variance that they "usually explain", AQUA-KV section 3.1
@@ -143,10 +170,11 @@ def plot_bench(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Times of `kvcal bench` against cached tokens, a panel an operation, a line a scheme and batch; projected ones
     dashed.
 
-    Attention has the best FP16 of the run beside it; crosses are a paper's figures. Rows without a time are not drawn.
+    Attention has the best FP16 of the run next to it; crosses are a paper's figures. Rows without a time are not drawn.
     title: names model, machine and date.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     timed = [row for row in rows if row["microseconds"] is not None]
     plain = [row for row in timed if row["operation"] == "decode-attention" and row["ratio_to_fp16"] in (None, 1)]
@@ -165,6 +193,11 @@ def plot_bench(rows: list[dict[str, Any]], title: str, path: Path) -> None:
         )
         _bench_lines(axis, reference + of_operation)
         axis.set(title=drawable(name), xlabel="cached tokens", ylabel="µs", xscale="log", yscale="log")
+        lengths = sorted({row["length"] for row in of_operation})
+        axis.set_xticks(lengths[:: -(-len(lengths) // 8)], minor=False)
+        axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        _plain_ticks(axis)
         axis.grid(alpha=0.25)
         axis.legend(fontsize=6.5, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     for axis in axes[len(names) :]:
@@ -208,7 +241,7 @@ def head_errors_png(key: Rows, value: Rows, title: str) -> bytes:
 
 
 def head_errors_figure(key: Rows, value: Rows, title: str) -> Figure:
-    """Relative squared error by layer (down) and kv head (across), keys beside values; layers without a row are
+    """Relative squared error by layer (down) and kv head (across), keys next to values; layers without a row are
     grey."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -228,7 +261,7 @@ def head_errors_figure(key: Rows, value: Rows, title: str) -> Figure:
         axis.set(title=name, xlabel="kv head", xticks=range(heads))
     axes[0].set(ylabel="layer", yticks=range(0, len(key), max(1, len(key) // 16)))
     figure.colorbar(picture, ax=axes, label="|x − decoded|² / |x|²")
-    figure.suptitle(drawable(title))
+    figure.suptitle(drawable(title), fontsize=9 if len(title) > LONG_TITLE else None, wrap=True)
     return figure
 
 
@@ -259,5 +292,5 @@ def plot_needle_maps(maps: Mapping[str, Mapping[str, float]], title: str, path: 
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=7)
     axes[0].set_ylabel("depth of the needle")
     figure.colorbar(picture, ax=axes, label="found")
-    figure.suptitle(drawable(title))
+    figure.suptitle(drawable(title), fontsize=9.5, wrap=True)
     write_atomically(path, as_file(figure, path), "--needle-plot")

@@ -2,7 +2,7 @@
 
 First each codec alone: the forward KL of the model with one layer's keys, or values, in that codec and all else exact
 (kvcal.calibrate.forecast). Then the assignment with the least sum of these under the budget (knapsack.py). The sum
-leaves out how errors add up, so the assignment is measured whole, through the cache and on held-out windows, beside
+leaves out how errors add up, so the assignment is measured whole, through the cache and on held-out windows, next to
 every pair of one codec for all keys and one for all values that fits the budget: the best of all is taken. Codecs
 need no data, or are fitted under predictors (predicted_codecs.py).
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 EXACT = "exact-32"
 TUNED, BY_LAYER = "tuned", "tuned by layer"  # by head group, where there are any; one codec for all heads of a side
 ROLES: tuple[Role, Role] = ("key", "value")
-WORST = 1e6  # nats in the place of an infinite KL, so that sums stay comparable
+WORST = 1e6  # nats instead of an infinite KL, so that sums stay comparable
 
 Place = tuple[int, Role]
 

@@ -133,7 +133,7 @@ def this_worker() -> str:
 
 
 def is_dead(worker: str) -> bool:
-    """Whether that worker was of this machine and is no more; False where nobody can know."""
+    """Whether that worker was of this machine and has ended; False where nobody can know."""
     machine, _, rest = worker.partition(" ")
     process, _, born = rest.partition(" ")
     if not machine or machine != _machine() or not process.isdigit():
@@ -151,7 +151,7 @@ def _machine() -> str:
 
 
 def _born(process: int) -> str:
-    """When a process started, in ticks since boot; empty for one that is no more."""
+    """When a process started, in ticks since boot; empty for one that has ended."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -191,6 +191,7 @@ class Job:
     revision: str | None
     options: FitOptions = field(default_factory=FitOptions)
     say: Callable[[str], None] = lambda line: None
+    title: str | None = None  # of the plot
 
     @property
     def folder(self) -> Path:
@@ -222,7 +223,7 @@ def tune(
     """Search the thresholds, then measure the chosen ones layer by layer (kvcal.calibrate.driver) and write bundle and
     plot.
 
-    objective: makes it, once it is needed. storage: an Optuna storage URL that workers share; None: a file beside the
+    objective: makes it, once it is needed. storage: an Optuna storage URL that workers share; None: a file next to the
     output, which this process alone uses, and removes. Raises UsageError, before any trial, if no point can lie under
     max_bits; KVCalError if none does.
     """
@@ -251,7 +252,7 @@ def tune(
     metrics = _search_record(method, points, goal, front, number)
     result = _measured(best, job, settings, {"provenance": record, "metrics": metrics})
     pairs = [(point.cost, point.quality) for point in points.points]
-    picture = front_figure(pairs, front, number, settings.max_bits, goal.label, "stored bits per value")
+    picture = front_figure(pairs, front, number, settings.max_bits, goal.label, "stored bits per value", job.title)
     write_atomically(job.plot, as_file(picture, job.plot, 120), "--plot")
     shutil.rmtree(job.folder, ignore_errors=True)
     return Tuned(result, best, points, front, number)

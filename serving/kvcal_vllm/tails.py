@@ -105,7 +105,7 @@ class LayerTails:
         self._stored: list[Tensor] = []  # keys, values; as many slots as were needed so far
 
     def join(self, pages: Tensor, fresh: Tensor, blocks: Sequence[Tensor]) -> None:
-        """Put earlier tokens of pages, int64 (P,), into blocks (P, H, b, D) of keys and of values beside the fresh
+        """Put earlier tokens of pages, int64 (P,), into blocks (P, H, b, D) of keys and of values next to the fresh
         ones, bool (P, b), and keep them all.
         """
         slots = self.table.slots(pages)

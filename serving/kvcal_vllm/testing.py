@@ -188,7 +188,7 @@ class Suite:
         return _same(self.alone.again, self.alone.single)
 
     def check_chunks(self) -> str:
-        """A prompt that comes in chunks, beside others, gets the same answer."""
+        """A prompt that comes in chunks, next to others, gets the same answer."""
         expected = self.alone.single
         return _same(answers(self._small_steps(), self.prompts), expected)
 

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.models_fixture import ROOT
 
-PAGE = (ROOT / "docs" / "adding-a-method.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "adding-a-method.md").read_text("utf-8").partition("## In a checkout")[2]
 PARTS = ("kvcal", "artifacts", "kernels", "tests", "docs", "pyproject.toml", "README.md")
 STEPS = 6
 

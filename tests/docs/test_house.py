@@ -245,7 +245,7 @@ def test_docstrings_that_need_a_context_are_seen() -> None:
     texts = ("Of a row.", "n: how many.", "n (B, T): rows.", "None: no rows.", "Rows: n of them.", "Sort n rows.")
     source = "\n".join(f"def f{i}(n, m):\n    '{text}'" for i, text in enumerate(texts))
     source += "\nclass A:\n    'x, y: numbers.'\n    x: int\n    y: int"
-    assert list(house.unreadable_docstrings("m", source)) == ["m.f0", "m.f1", "m.f2", "m.f3", "m.A"]
+    assert list(house.unreadable_docstrings("m", ast.parse(source))) == ["m.f0", "m.f1", "m.f2", "m.f3", "m.A"]
 
 
 CASES = """

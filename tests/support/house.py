@@ -342,18 +342,32 @@ def words(package: str) -> Words:
     return Words(len(bound), sum(map(is_vague, bound)), used_any, unformatted)
 
 
+@cache
+def wording(package: str) -> tuple[dict[str, list[str]], list[str]]:
+    """What `vague_names` and `docstrings_in_need` give, from one look at each module."""
+    by_module: dict[str, list[str]] = {}
+    docstrings: list[str] = []
+    for module, path in modules(package):
+        tree = ast.parse(path.read_text("utf-8"))
+        bound = [module.rpartition(".")[2], *names_bound(tree)]
+        if vague := [name for name in bound if is_vague(name)]:
+            by_module[module] = vague
+        docstrings += unreadable_docstrings(module, tree)
+    return by_module, docstrings
+
+
 def vague_names(package: str) -> dict[str, list[str]]:
     """Names with a word of VAGUE that each module binds; modules that bind none are omitted.
 
     A name is that of a local, parameter, constant, attribute, function, class or of the module itself; a compound is
     vague by any of its words, but for those of FIELD_TERMS.
     """
-    by_module = {}
-    for module, path in modules(package):
-        bound = [module.rpartition(".")[2], *names_bound(ast.parse(path.read_text("utf-8")))]
-        if vague := [name for name in bound if is_vague(name)]:
-            by_module[module] = vague
-    return by_module
+    return wording(package)[0]
+
+
+def docstrings_in_need(package: str) -> list[str]:
+    """Names of what has a docstring that cannot be read alone."""
+    return wording(package)[1]
 
 
 def names_bound(tree: ast.AST) -> Iterator[str]:
@@ -376,26 +390,22 @@ def names_bound(tree: ast.AST) -> Iterator[str]:
 
 def is_vague(name: str) -> bool:
     spelled = re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    if VAGUE.isdisjoint(spelled.split("_")):
+        return False
     for term in FIELD_TERMS:
         spelled = re.sub(rf"(?<![a-z0-9]){term}(?![a-z0-9])", "", spelled)
     return not VAGUE.isdisjoint(spelled.split("_"))
 
 
-def unreadable_docstrings(module: str, source: str) -> Iterator[str]:
+def unreadable_docstrings(module: str, tree: ast.Module) -> Iterator[str]:
     """Names whose docstring cannot be read alone: it begins with a preposition, or with what a parameter or field is."""
-    for name, node in documented(module, ast.parse(source)):
+    for name, node in documented(module, tree):
         text = ast.get_docstring(node) or ""
         names = re.match(r"([\w*]+(?:, [\w*]+)*)( \([^)]*\))?:", text)
         words = re.match(r"\w+", text)
         starts_with_preposition = words is not None and words[0].lower() in PREPOSITIONS
         if starts_with_preposition or (names and parameters_of(node).issuperset(names[1].split(", "))):
             yield name
-
-
-def docstrings_in_need(package: str) -> list[str]:
-    return [
-        name for module, path in modules(package) for name in unreadable_docstrings(module, path.read_text("utf-8"))
-    ]
 
 
 def documented(prefix: str, node: ast.AST) -> Iterator[tuple[str, Documented]]:
@@ -460,4 +470,4 @@ def table() -> list[list[str]]:
 
 if __name__ == "__main__":
     for row in table():
-        print(f"{row[0]:26}", *(f"{cell:>18}" for cell in row[1:]))
+        print(f"{row[0]:30}", *(f"{cell:>18}" for cell in row[1:]))

@@ -154,8 +154,6 @@ class KVCalCache(Cache):
         assert isinstance(self.ledger, EvictingLedger)
         return self.ledger
 
-    # With max_length.
-
     def steps_on_device(self, keys: Tensor) -> bool:
         """Whether this forward is a step that the device does by itself. keys: (B, H, Q, D) of one of its layers."""
         if self.forward.on_device is None:
@@ -216,9 +214,8 @@ class KVCalCache(Cache):
         for layer in self.compressed_layers:
             layer.publish()
 
-    # What the hooks tell (hf.hooks.Listener).
-
     def on_forward(self, mask: hf.Mask, weights: bool = False) -> None:
+        """Take a forward's mask and whether it asks for weights. The methods on_* are those of hf.hooks.Listener."""
         if weights and any(layer.paths.refused is None for layer in self.compressed_layers):
             notices.warn("output_attentions: the fused kernel gives no attention weights")
         self.settle()
@@ -274,8 +271,6 @@ class KVCalCache(Cache):
                 raise KVCalError(replaced)
             self.record.check_returned()
 
-    # What layers ask for.
-
     def add_mass(self, mass: Tensor) -> None:
         """Add the attention (B, past + query) that one layer's queries gave to each slot."""
         self.evicting_ledger.add(mass)
@@ -303,8 +298,6 @@ class KVCalCache(Cache):
     def uneven(self) -> str | None:
         """Why no kernel rotates the keys that are stored before RoPE; None if one does, as far as is known."""
         return self.stored_rope.why_uneven(self.full_ledger)
-
-    # What Transformers asks for.
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest -tokens_to_remove columns, exactly in the recent window, below it by whole blocks."""
@@ -382,8 +375,6 @@ class KVCalCache(Cache):
             "a KVCalCache cannot be pickled nor copied by copy.copy: it belongs to the model in this process; save the "
             "bundle and run the prompt again, or take copy.deepcopy(cache) for a second one on the same model"
         )
-
-    # What people ask for.
 
     def nbytes(self, part: str | None = None) -> int:
         """Bytes of real storage, in all or of one part; those of predictors and grids are resident_bytes().

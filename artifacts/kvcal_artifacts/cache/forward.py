@@ -53,8 +53,6 @@ class Forward:
         self._places: dict[torch.device, Tensor] = {}
         self._counts: dict[tuple[torch.device, int], tuple[Tensor, Tensor, Tensor]] = {}
 
-    # What the rotary module told.
-
     def rotate_by(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Note position ids int (B or 1, query) of the call's columns, and the model's cos and sin for them."""
         self._positions, self._rotation = positions, (cos, sin)
@@ -107,8 +105,6 @@ class Forward:
             visible = allowed(plan.alive, self.prefixes(hidden.device).valid, 0, plan.query)
             self.masks[hidden.device] = None if bool(visible.all()) else hf.mask_for(site, visible, hidden.dtype)
         return self.masks[hidden.device]
-
-    # The plan.
 
     @property
     def plan(self) -> Plan:

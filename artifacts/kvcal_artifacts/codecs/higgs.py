@@ -270,8 +270,6 @@ class Higgs(Codec):
             return by_token.flatten(3)
         return self._load_codes(unpack(packed["codes"], self.code_bits, self._packed_count))
 
-    # For the fused kernel.
-
     def fused(self) -> Form | str:
         return self._form
 

@@ -158,8 +158,6 @@ class MixKVQ(Codec):
     def ragged(self) -> bool:
         return self.full is None
 
-    # For the fused kernel.
-
     def fused(self) -> Form | str:
         return self._form
 
@@ -203,8 +201,6 @@ class MixKVQ(Codec):
             return refused
         words = packed["words"].flatten(2).unflatten(2, (-1, self._form.words))
         return Blocks(self._form, words, packed["scale"], None, packed["perm"])
-
-    # Which channel goes where.
 
     def salience(self, x: Tensor, context: Context = EMPTY) -> Tensor:
         """The salience A = I * S of Eq.
@@ -254,8 +250,6 @@ class MixKVQ(Codec):
     def _rounded(self, count: Tensor) -> Tensor:
         step = self.round_up
         return ((count + step - 1).div(step, rounding_mode="floor") * step).clamp_max(self.shape.dim)
-
-    # Bytes.
 
     def by_kernel(self) -> MixKVQ:
         """The same codec with channels chosen by a Triton kernel, as torch does; itself where none takes its shape."""
@@ -368,8 +362,6 @@ class MixKVQ(Codec):
         if isinstance(stored, Ragged):
             return stored.counts.long()
         return torch.full(stored.shape[:3], stored.shape[3], device=stored.device)
-
-    # Sizes.
 
     @property
     def _count_dtype(self) -> torch.dtype:

@@ -177,8 +177,6 @@ class Transform(Codec):
     def _code_bits(b: int) -> int:
         return 1 if b == 1 else GRIDS[GRID_OF[b]]
 
-    # For kernels.
-
     def _find_form(self) -> TransformForm | str:
         """How the fused kernel reads the packed tensors; else why it cannot."""
         if self.shape.block != BLOCK:

@@ -205,10 +205,9 @@ def has_flash(query: Tensor) -> bool:
 def without_plans() -> Iterator[None]:
     """A context in which scaled_dot_product_attention does not use cuDNN, which torch prefers on Hopper and Blackwell.
 
-    cuDNN builds a plan for every number of keys that is new to a thread (`MHAParams` in torch's cudnn/MHA.cpp): 35 to
-    39 ms of the host on an H200, in each step of a cache that grows (docs/benchmarks/aqua_tokens.md). flash builds
-    nothing and takes 12 to 62 % longer on the GPU (docs/benchmarks/decode_attention.md): 19 ms per step of 32 layers
-    and 32 rows of 32768 tokens, 0.2 ms per step of one row.
+    cuDNN builds a plan for every number of keys that is new to a thread (`MHAParams` in torch's cudnn/MHA.cpp), so in
+    each step of a cache that grows. flash builds nothing: it is slower on the GPU by less than the host takes for such
+    a plan (docs/benchmarks/reasons.md).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:

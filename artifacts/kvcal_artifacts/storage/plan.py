@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 class Past:
     """Where the tokens of padded rows lay before a call.
 
-    Its index, 31 ms at 32 rows of 32k, is made when it is asked for: attention by the kernel never does.
+    Its index is costly (docs/benchmarks/reasons.md), so it is made when asked for: attention by the kernel never asks.
     valid (B, columns) bool, sink, blocks (B,): of the ledger then. block: tokens of a block.
     """
 

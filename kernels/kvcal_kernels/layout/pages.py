@@ -27,7 +27,7 @@ from .grids import Grid
 from .transform import CODE_BITS, Basis, TransformBlocks, TransformForm
 
 AnyForm: TypeAlias = Form | TransformForm
-Constants: TypeAlias = Basis | Grid | None  # what decodes a block beside its bytes; None of integers
+Constants: TypeAlias = Basis | Grid | None  # what decodes a block next to its bytes; None of integers
 
 
 @dataclass(frozen=True)

@@ -240,9 +240,6 @@ def check(flags: Tensor, layer: int) -> str | None:
     return f"layer {layer}, {role} head {head}: {what}"
 
 
-# Windows.
-
-
 @dataclass(frozen=True)
 class Windows:
     """Numbers of tokens: sink, recent ones that stay exact at least, and how many are packed at a time, a multiple of

@@ -106,7 +106,7 @@ def _with_memory(profile: Device, memory: float, source: str) -> Card:
 
 
 def ask(library: Any = None) -> Answers | None:
-    """What the driver says of its first GPU; None without a driver or a GPU. library: in the place of the driver's."""
+    """What the driver says of its first GPU; None without a driver or a GPU. library: instead of the driver's."""
     try:
         cuda = ctypes.CDLL(DRIVER) if library is None else library
     except OSError:

@@ -1,7 +1,7 @@
 """Memory of a whole model with a cache of one scheme, from bytes alone. Nothing here imports torch.
 
 `kvcal plan` and the projections of `kvcal bench` use it. Constants that are not a count of bytes are measured, and the
-line beside each says where.
+line next to each says where.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Model:
 
     @property
     def activation(self) -> float:
-        """The widest place of a layer: the residual stream and its norm beside three MLP rows (gate, up and their
-        product), or beside the query and what rotating it needs (five of its width) and keys and values.
+        """The widest place of a layer: the residual stream and its norm next to three MLP rows (gate, up and their
+        product), or next to the query and what rotating it needs (five of its width) and keys and values.
         """
         geometry = self.geometry
         attention = 5 * geometry.heads * geometry.head_dim + 4 * geometry.kv_width
@@ -166,7 +166,7 @@ class Load:
 
     def prefill(self, batch: int, length: int, chunk: int | None = None) -> Parts:
         """A prompt of so many tokens, in one forward or in chunks, at its last layer: the layer's keys and values lie
-        beside their copies while they are packed; of a chunk what came before is decoded.
+        next to their copies while they are packed; of a chunk what came before is decoded.
         """
         new = length if chunk is None else min(length, chunk)
         copies = 2 if self.windows.block else 0

@@ -190,6 +190,12 @@ def squat(inner: Make, calibrated: bool = False, **settings: Any) -> Make:
     return make
 
 
+def prefill_keys(shape: Shape, role: Role) -> Codec:
+    """Keys by factors of the row's own first tokens, plain values."""
+    plain = uniform(3, 8, "token", "symmetric")
+    return scaled_by_row(uniform(3, mode="symmetric"))(shape, role) if role == "key" else plain(shape, role)
+
+
 def by_head(first: Make, others: Make) -> Make:
     """Head 0 in one codec, all others in another."""
 
@@ -273,10 +279,7 @@ CONFIGURATIONS: dict[str, dict[str, Make]] = {
         "some-not-stored": transform((0.0, 0.25, 0.5, 0.0), "debiased"),
         "signs": transform((0.0, 0.0, 0.0, 1.0)),
     },
-    "by-head": {
-        "higgs-uniform": by_head(higgs(), uniform(3, 8, "token", "symmetric")),
-        "prefill": by_head(uniform(2), scaled_by_row(uniform(3, mode="symmetric"))),
-    },
+    "by-head": {"higgs-others": by_head(higgs(), prefill_keys)},
 }
 
 

@@ -580,12 +580,26 @@ def test_fit_writes_the_bundle_of_the_command(base: Path, tmp_path: Path) -> Non
 
 
 def test_every_command_stands_in_a_group_with_a_line_of_help() -> None:
-    """Lines of `kvcal --help` fit 80 columns; each command has two examples, which docs/check.py parses."""
+    """Lines of `kvcal --help` and examples fit 80 columns; each command has two, which docs/check.py parses."""
     in_groups = [name for commands in GROUPS.values() for name in commands]
     assert len(in_groups) == len(set(in_groups))
     assert {*app.COMMANDS, "fit"} <= set(in_groups)
     assert all(len(line) <= 80 for line in kvcal("--help").out.splitlines())
-    assert all(len(examples_of(name)) == 2 for name in [*app.COMMANDS, *(f"fit {method}" for method in METHODS)])
+    examples = {name: examples_of(name) for name in [*app.COMMANDS, "fit", *(f"fit {method}" for method in METHODS)]}
+    assert all(len(lines) == 2 for lines in examples.values())
+    assert not [line for lines in examples.values() for line in lines if len(f"  {line}") > 80]
+
+
+def test_help_of_methods_is_whole_and_types_are_short() -> None:
+    methods = kvcal("fit", "--help").out
+    assert (
+        "..." not in methods.partition("Methods:")[2]
+        and "predictors for each layer" in methods
+        and "kvcal fit squat" in methods
+    )
+    options = kvcal("eval", "--help").out
+    assert "list[" not in options and "range" not in options and "9223372036854775807" not in options
+    assert options.index("-m, --model") < options.index("--random-weights")
 
 
 def test_an_output_that_cannot_be_is_noticed_before_the_model_is_read(base: Path, tmp_path: Path) -> None:

@@ -208,6 +208,11 @@ py-modules = ["kvcal_acme"]
 """
 
 
+def test_the_page_shows_this_package() -> None:
+    page = (ROOT / "docs" / "adding-a-method.md").read_text("utf-8")
+    assert f"```python\n{PLUGIN.strip()}\n```" in page and f"```toml\n{PROJECT.strip()}\n```" in page
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder into which pip has installed a small package that brings a codec, a preset and a method."""

@@ -647,7 +647,7 @@ def test_a_checkpoint_without_errors_by_iteration_is_not_used(
         patch.setattr(StageCheckpoint, "VERSION", 1)
         StageCheckpoint(output, {}, True).keep("low", normal(4, 3).half(), StageReport(0, 5, 0.25, [], 4, 1))
     assert StageCheckpoint(output, {}, True).load("low", 0) is None
-    assert "other settings; starting anew" in capsys.readouterr().err
+    assert "other settings (stage_report was 1, is 2); starting anew" in capsys.readouterr().err
 
 
 def stopped_rightly(errors: list[float], training: Training) -> bool:

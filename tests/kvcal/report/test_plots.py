@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvcal.report import plots
 from kvcal_artifacts.errors import KVCalError
 from tests.support.models_fixture import file_size_limit, small_disk
+
+if TYPE_CHECKING:
+    from matplotlib.transforms import Bbox
 
 pytest.importorskip("matplotlib")
 
@@ -73,6 +77,7 @@ def test_a_scheme_has_one_colour() -> None:
     assert colour("kivi-2+higgs-2") == colour("kivi-sink-2") == COLOURS["kivi"]
     assert colour("tiny-aqua-kv") == COLOURS["aqua"] != colour("AQUA-KV x transform") == COLOURS["transform"]
     assert colour("turboquant-2") == COLOURS["turboquant"] != colour("higgs-2") and colour("no such scheme") == OTHER
+    assert len({colour(f"innerq-{variant}") for variant in ("small", "hybrid", "base")}) == 3
     assert len({colour(f"inner-{bits}") for bits in (2, 3, 4)}) == 3 and colour("innerq-small") == COLOURS["inner"]
 
 
@@ -93,6 +98,29 @@ def test_labels_do_not_lie_on_each_other() -> None:
     for n, box in enumerate(boxes):
         assert axis.get_window_extent().contains(box.x0, box.y0)
         assert not any(box.overlaps(other) for other in boxes[:n]), labels[n].get_text()
+
+
+def test_a_label_stands_nearest_to_its_own_point() -> None:
+    """At the right edge, where only places to the left are free and another point lies there."""
+    from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
+
+    from kvcal.report.labels import label_points
+
+    axis = Figure(figsize=(8, 5), dpi=100).subplots()
+    axis.set(xlim=(0, 1), ylim=(0, 1))
+    points = [(0.66, 0.55), (0.75, 0.45), (0.9, 0.5)]
+    texts = ["kivi-4 + higgs-2", "turboquant-4-3", "kivi-4 + kivi-2"]
+    label_points(axis, points, texts)
+    labels = [child for child in axis.get_children() if isinstance(child, Annotation) and child.get_text()]
+    for label in labels:
+        box, own = label.get_window_extent(), points[texts.index(label.get_text())]
+        away = {point: _away(box, *axis.transData.transform(point)) for point in points}
+        assert min(away, key=lambda point: away[point]) == own, label.get_text()
+
+
+def _away(box: Bbox, x: float, y: float) -> float:
+    return math.hypot(max(box.x0 - x, 0, x - box.x1), max(box.y0 - y, 0, y - box.y1))
 
 
 def assert_untouched(path: Path) -> None:

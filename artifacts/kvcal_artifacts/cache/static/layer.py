@@ -134,8 +134,6 @@ class StaticLayer(KVCalLayer):
             return super().path
         return f"{super().path}; steps appended by {self.paths.appending()}"
 
-    # From the host to the device and back.
-
     @torch.inference_mode(False)  # else what is allocated could be written to in inference mode alone
     @torch.no_grad()
     def publish(self) -> None:
@@ -320,8 +318,6 @@ class StaticLayer(KVCalLayer):
         steps = self.cache.steps.get(self.device)
         shared = [*steps.due.values()] if steps is not None and self.index == steps.first else []
         return [*super().bookkeeping(), memory.flags, *([] if memory.moves is None else memory.moves.tensors), *shared]
-
-    # On the device.
 
     @without_grad
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:

@@ -171,7 +171,7 @@ def _blocks(
 def _grid(
     form: Form, heads: int, twin: layout.Grid | None, device: torch.device, generator: torch.Generator
 ) -> layout.Grid:
-    """Random signs, and points of float16 in no order: codes here are not those of Gaussian numbers (grids._times).
+    """Random signs, and points of float16 in no order: codes here are not those of Gaussian numbers.
 
     Points of a grid in bytes are multiples of a step.
     """

@@ -13,8 +13,6 @@ from ...attention.triton.numbers import cast
 from ...triton import Ready, interpreted
 from ..reference import Rotation
 
-# Exact tokens around the packed ones.
-
 
 @triton.jit
 def _exact(p_sink, p_window, p_new, token, channel, live, sink, window, s_token, D: tl.constexpr):

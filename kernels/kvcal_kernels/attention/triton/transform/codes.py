@@ -162,9 +162,6 @@ def value_step(side, byte, step, tables):
     return " ".join([*text, "}"]), ",".join(["=&r"] * 16 + ["r"] * 8)
 
 
-# Without assembly: from memory, code by code.
-
-
 @triton.constexpr_function
 def _run_of(side, step, i):
     return side.runs[min(2 * step + i, len(side.runs) - 1)]

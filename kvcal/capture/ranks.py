@@ -1,0 +1,270 @@
+"""The processes that `torchrun` started for one calibration, and what they tell each other, by torch.distributed.
+
+Tensors on a CPU go by gloo, those on GPUs by NCCL. Ranks that wait meet at gloo's monitored barrier first, which names
+the rank that does not come.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.rendezvous import rendezvous
+
+from kvcal_artifacts.bundle.canonical import canonical
+from kvcal_artifacts.checked import Json
+from kvcal_artifacts.errors import KVCalError, UsageError
+
+T = TypeVar("T")
+
+TIMEOUT = "KVCAL_RANK_TIMEOUT"
+SECONDS = 1800  # that ranks wait for each other: torch's own default for gloo
+MISSED = re.compile(r"[Rr]anks? (\d+) failed to pass monitoredBarrier in (\d+) ms")
+ALL_MISSED = re.compile(r"[Rr]anks (\d+(?:, \d+)*) failed to pass monitoredBarrier in (\d+) ms")
+
+
+class RankEndedError(KVCalError):
+    """Another rank ended, or did not come in time."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One process of `count`, the one of number `rank`. control: the gloo group that barriers and objects go by.
+
+    Every method is to be called by all ranks, in the same order. With a count of 1 nothing is sent.
+    """
+
+    rank: int = 0
+    count: int = 1
+    device: str = "cpu"
+    timeout: float = SECONDS
+    control: Any = None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.count}"
+
+    def broadcast(self, value: T | None, source: int) -> T:
+        """What rank `source` gives here, on every rank; tensors lie on the device of the same kind. Other ranks give
+        None.
+
+        Raises RankEndedError where a rank ended, or does not come within the timeout.
+        """
+        if self.count == 1:
+            assert value is not None
+            return value
+        self.meet()
+        header: list[Any] = [None]
+        tensors: list[Tensor] = []
+        if self.rank == source:
+            data, tensors = _packed(value)
+            header = [(data, [(tuple(x.shape), x.dtype, x.device.type) for x in tensors])]
+        with _named(self):
+            distributed.broadcast_object_list(header, src=source, group=self.control)
+            data, forms = header[0]
+            if self.rank != source:
+                tensors = [torch.empty(shape, dtype=dtype, device=self._on(kind)) for shape, dtype, kind in forms]
+            for x in tensors:
+                if x.numel():
+                    distributed.broadcast(x.reshape(-1).view(torch.uint8), src=source)
+        if self.rank == source:
+            assert value is not None
+            return value
+        received: T = _Unpickler(io.BytesIO(data), tensors).load()
+        return received
+
+    def agree(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        return value if self.count == 1 else self.broadcast(value if self.rank == 0 else None, 0)
+
+    def check_same(self, record: Mapping[str, Json]) -> None:
+        """Raise UsageError, on every rank, where one has another record than rank 0: it would sum other numbers."""
+        if self.count == 1:
+            return
+        self.meet()
+        records: list[Any] = [None] * self.count
+        with _named(self):
+            distributed.all_gather_object(records, dict(record), group=self.control)
+        first = records[0]
+        for rank, theirs in enumerate(records):
+            for name in sorted({*first, *theirs}):
+                value, expected = canonical(theirs.get(name)), canonical(first.get(name))
+                if value != expected:
+                    raise UsageError(
+                        f"rank {rank} has {name} {value}, rank 0 has {expected}: all ranks need the same texts, "
+                        "models, versions and devices"
+                    )
+
+    def meet(self) -> None:
+        """Wait for all ranks. Raises RankEndedError that names the one that is missing, on rank 0."""
+        if self.count > 1:
+            with _named(self):
+                distributed.monitored_barrier(self.control, timedelta(seconds=self.timeout), wait_all_ranks=True)
+
+    def _on(self, kind: str) -> str:
+        return "cpu" if kind == "cpu" else self.device
+
+
+ALONE = Ranks()
+_joined: list[Ranks] = []  # the process's own while `joined`, as torch.distributed's group is
+
+
+def current() -> Ranks:
+    """The ranks that this process has joined; ALONE without any."""
+    return _joined[-1] if _joined else ALONE
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """Be a rank of the processes that torchrun started, within. device: what `--device` says; each rank has a GPU of
+    its own.
+
+    Raises UsageError for devices that do not suffice, RankEndedError where not all processes come.
+    """
+    timeout = _timeout()
+    kind = _rank_device(device)
+    try:
+        store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
+        distributed.init_process_group(
+            backend, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=timeout)
+        )
+        control = distributed.group.WORLD if kind == "cpu" else distributed.new_group(backend="gloo")
+    except RuntimeError as error:
+        raise RankEndedError(f"not all of the processes that torchrun started came: {_first_line(error)}") from error
+    before = signal.signal(signal.SIGTERM, _on_sigterm)
+    _joined.append(Ranks(rank, count, kind, timeout, control))
+    try:
+        yield _joined[-1]
+    except ShareDoneError:
+        raise
+    except _Terminated as error:
+        ended = RankEndedError("torchrun ended this rank, because another one ended; its report says which")
+        raise (ended if _is_first(store) else LinePrintedError(ended)) from error
+    except Exception as error:
+        if _is_first(store):
+            raise
+        raise LinePrintedError(error) from error
+    finally:
+        _joined.pop()
+        signal.signal(signal.SIGTERM, before)
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+class LinePrintedError(KVCalError):
+    """Another rank has printed the line for what failed here, too; the exit code is that of the error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.exit_code = int(getattr(error, "exit_code", 1))
+
+
+class ShareDoneError(Exception):
+    """No error: this rank has done its share, and rank 0 alone writes and prints."""
+
+
+def _is_first(store: Any) -> bool:
+    """Whether no other rank has asked yet; True, too, where the store is gone."""
+    try:
+        return int(store.add("kvcal/line", 1)) == 1
+    except RuntimeError:
+        return True
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+class _Terminated(BaseException):
+    """SIGTERM; no Exception, which what reads files and configurations would blame on them."""
+
+
+def _timeout() -> float:
+    text = os.environ.get(TIMEOUT, str(SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"{TIMEOUT}={text}: give seconds above 0")
+    return seconds
+
+
+def _rank_device(device: str) -> str:
+    """ "cpu", or the name of this rank's GPU, which becomes the current one."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if device not in ("auto", "cuda"):
+        raise UsageError(f"--device {device}: under torchrun every rank has a GPU of its own; give cuda, cpu or auto")
+    index, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= gpus:
+        raise UsageError(
+            f"torchrun started more processes here than there are GPUs ({gpus}): give --nproc-per-node "
+            f"{max(1, gpus)}, or --device cpu"
+        )
+    torch.cuda.set_device(index)
+    return f"cuda:{index}"
+
+
+@contextmanager
+def _named(ranks: Ranks) -> Iterator[None]:
+    """Let what torch.distributed raises say which rank is missing, where it knows."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if (match := ALL_MISSED.search(text) or MISSED.search(text)) is None:
+            raise RankEndedError(f"{ranks}: another rank ended; torchrun's report says which") from error
+        who = f"rank{'s' if ',' in match[1] else ''} {match[1]} of {ranks.count}"
+        if "closed by peer" in text or "Connection reset" in text:
+            raise RankEndedError(f"{who} ended; torchrun's report says why") from error
+        raise RankEndedError(
+            f"{who} did not come within {float(match[2]) / 1000:g} s ({TIMEOUT}): it hangs, or has ended"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves tensors out: they are sent by themselves."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        self.tensors.append(value.detach().contiguous())
+        return len(self.tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts them back. What it reads comes from the other processes of the same job, as torch's own objects do."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> Tensor:
+        return self._tensors[number]
+
+
+def _packed(value: object) -> tuple[bytes, list[Tensor]]:
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    return file.getvalue(), pickler.tensors

@@ -1,0 +1,210 @@
+"""Shards of a calibration's windows: what each rank holds, and sums that come out the same for any number of ranks.
+
+A shard is a run of whole batches. Sums over each shard are added in the order of the shards, by one process as by
+several (docs/scale.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Generic, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from .ranks import ALONE, Ranks
+from .spill import Pending, SpillStore, Where
+
+SHARDS = 24  # at most: as many for 1, 2, 3, 4, 6, 8 or 12 ranks each
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Windows 0 to `windows`, run `batch` at a time, in at most SHARDS shards; shard s belongs to rank s mod N."""
+
+    windows: int
+    batch: int
+    ranks: Ranks = ALONE
+
+    @property
+    def batches(self) -> int:
+        return -(-self.windows // self.batch)
+
+    @property
+    def count(self) -> int:
+        return min(SHARDS, self.batches)
+
+    def of(self, window: int) -> int:
+        """The shard of a window."""
+        size, longer = divmod(self.batches, self.count)  # in batches; the first shards have one more
+        number = window // self.batch
+        if number < longer * (size + 1):
+            return number // (size + 1)
+        return longer + (number - longer * (size + 1)) // size
+
+    def within(self, rows: slice) -> range:
+        """The shards that these windows, not none, lie in."""
+        return range(self.of(rows.start), self.of(rows.stop - 1) + 1)
+
+    def owner(self, shard: int) -> int:
+        """The rank that a shard belongs to."""
+        return shard % self.ranks.count
+
+    def chunks(self, rows: slice) -> list[slice]:
+        """The batches of this rank, in window order, in which those windows are run: whole, or cut at the ends."""
+        size = self.batch
+        cut = [
+            slice(max(rows.start, one * size), min(rows.stop, (one + 1) * size))
+            for one in range(rows.start // size, -(-rows.stop // size))
+            if self.owner(self.of(one * size)) == self.ranks.rank
+        ]
+        return [one for one in cut if one.start < one.stop]
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """Where each of this rank's batches begins among the windows that it holds, by the batch's number."""
+        rank, size = self.ranks.rank, self.batch
+        numbers = [batch for batch in range(self.batches) if self.owner(self.of(batch * size)) == rank]
+        return {number: place * size for place, number in enumerate(numbers)}
+
+    @property
+    def local_windows(self) -> int:
+        """How many windows this rank holds."""
+        return sum(one.stop - one.start for one in self.chunks(slice(0, self.windows)))
+
+    def local(self, rows: slice) -> slice:
+        """Windows of one of this rank's batches -> their places among those that it holds."""
+        if self.ranks.count == 1:
+            return rows
+        start = self._places[rows.start // self.batch] + rows.start % self.batch
+        return slice(start, start + rows.stop - rows.start)
+
+
+class ShardStore(SpillStore):
+    """A SpillStore of this rank's windows, read and written by their numbers among all.
+
+    shape: of a window's row.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        device: torch.device | str,
+        where: Where = "device",
+        spill_dir: Path | None = None,
+        label: str = "spilled tensor",
+    ) -> None:
+        self._shards = shards
+        super().__init__(
+            (shards.local_windows, *shape), dtype, device=device, where=where, spill_dir=spill_dir, label=label
+        )
+
+    def write(self, rows: slice, x: Tensor) -> None:
+        super().write(self._shards.local(rows), x)
+
+    def _start(self, rows: slice) -> Pending:
+        return super()._start(self._shards.local(rows))
+
+
+class Sums(Protocol):
+    """What a pass over windows sums up."""
+
+    def merge(self, other: Self) -> None:
+        """Add what another shard came to."""
+
+
+class HasRows(Protocol):
+    @property
+    def rows(self) -> slice: ...
+
+
+S = TypeVar("S", bound=Sums)
+B = TypeVar("B", bound=HasRows)
+
+
+class ShardSums(Generic[S]):
+    """The sums of one pass, given to `LayerTaps.batches`: the batch at hand is added to `part`, and `total` holds
+    those of all shards, of every rank, when the pass is over.
+
+    empty: makes sums of nothing.
+    """
+
+    def __init__(self, empty: Callable[[], S]) -> None:
+        self._empty, self.part, self.total = empty, empty(), empty()
+
+    def over(
+        self, batches: Iterator[B], shards: Shards, rows: slice, timer: Callable[[str], AbstractContextManager[None]]
+    ) -> Iterator[B]:
+        """The same batches, of a pass over the windows `rows`; shards are closed between them."""
+        if rows.start >= rows.stop:
+            return
+        passed, ranks = shards.within(rows), shards.ranks
+        turn = passed.start // ranks.count  # of N shards, one a rank
+        for batch in batches:
+            while turn < shards.of(batch.rows.start) // ranks.count:
+                self._close(turn, passed, shards, timer)
+                turn += 1
+            yield batch
+        for last in range(turn, (passed.stop - 1) // ranks.count + 1):
+            self._close(last, passed, shards, timer)
+
+    def _close(
+        self, turn: int, passed: range, shards: Shards, timer: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        """Add the shards of one round in their order."""
+        ranks, part = shards.ranks, self.part
+        for shard in range(turn * ranks.count, (turn + 1) * ranks.count):
+            if shard not in passed:
+                continue
+            if ranks.count == 1:
+                self.total.merge(part)
+            else:
+                owner = shards.owner(shard)
+                with timer("exchange"):
+                    self.total.merge(ranks.broadcast(part if owner == ranks.rank else None, owner))
+        self.part = self._empty()
+
+
+@dataclass
+class Gathered:
+    """Tensors of batches in the order of their windows."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def merge(self, other: Gathered) -> None:
+        self.tensors += other.tensors
+
+
+@dataclass
+class Added:
+    """The sum of tensors that have one shape."""
+
+    value: Tensor | None = None
+
+    def add(self, x: Tensor) -> None:
+        self.value = x if self.value is None else self.value + x
+
+    def merge(self, other: Added) -> None:
+        if other.value is not None:
+            self.add(other.value)
+
+
+@dataclass
+class Largest:
+    """The largest value of each place of tensors that have one shape."""
+
+    value: Tensor | None = None
+
+    def add(self, x: Tensor) -> None:
+        self.value = x if self.value is None else torch.maximum(self.value, x)
+
+    def merge(self, other: Largest) -> None:
+        if other.value is not None:
+            self.add(other.value)

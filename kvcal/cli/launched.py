@@ -1,0 +1,55 @@
+"""A command as one of the processes that `torchrun` started: rank 0 prints, and one rank says what failed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+
+import typer
+
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+
+
+def processes() -> int:
+    """How many processes torchrun started together with this one, as the environment says; 1 without it."""
+    if any(name not in os.environ for name in LAUNCHED):
+        return 1
+    count = os.environ["WORLD_SIZE"]
+    return int(count) if count.isdecimal() else 1
+
+
+def as_rank(run: Callable[[], None], name: str, spread: bool, options: object) -> None:
+    """Run a command, `name`, which shares its work with the other processes if there are any. spread: whether it can.
+
+    Raises UsageError, on rank 0, for a command that cannot; the others end without a word.
+    """
+    if (count := processes()) == 1:
+        run()
+    elif spread:
+        _share(run, str(getattr(options, "device", "auto")))
+    elif os.environ["RANK"] == "0":
+        from kvcal_artifacts.errors import UsageError
+
+        raise UsageError(
+            f"`kvcal {name}` is not spread over processes, and torchrun started {count}: start it without torchrun"
+        )
+    else:
+        raise typer.Exit(2)
+
+
+def _share(run: Callable[[], None], device: str) -> None:
+    from kvcal.capture.ranks import LinePrintedError, ShareDoneError, joined
+
+    try:
+        with joined(device) as ranks:
+            if ranks.rank == 0:
+                run()
+                return
+            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+                run()
+    except ShareDoneError:
+        return
+    except LinePrintedError as error:
+        raise typer.Exit(error.exit_code) from error

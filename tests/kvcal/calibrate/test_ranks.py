@@ -1,0 +1,197 @@
+"""Calibration by several processes: the bytes of one, whoever holds which windows; and one line where one fails."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvcal.calibrate.driver import fit_together
+from kvcal.calibrate.job import FitJob, FitOptions
+from kvcal.capture.ranks import ALONE, Ranks, ShareDoneError, joined
+from kvcal.capture.scan import Capture, WholeModel
+from kvcal.capture.shards import SHARDS, Gathered, Shards, ShardSums
+from kvcal.methods import METHODS, VQKV, AquaKV, InnerQ, KVTuner, MixKVQ, Squat
+from kvcal.methods.registry import CALIBRATED, calibrated_name
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
+from kvcal.text import token_windows
+from kvcal_artifacts.errors import KVCalError, UsageError
+from tests.support.models_fixture import SUFFIX, kvcal, write_model
+from tests.support.ranks import in_ranks
+
+WINDOWS: dict[str, Any] = {"sink": 4, "recent": 16, "block": 8}
+LEARNED = (
+    "1:keys=transform-2.5", "1:values=vq-2-k16", "2:keys=squat-2-calibrated", "2:values=inner-2-symmetric-scaled",
+    "0:keys=mixkvq-3", "0:values=higgs-2-wide-balanced",
+)  # fmt: skip
+JOBS: dict[str, Any] = {
+    "aqua-kv": AquaKV(predictor="reduced-rank", **WINDOWS),
+    "learned": AquaKV(first_layer="", per_layer=LEARNED, **WINDOWS),
+    "squat": Squat(group=8, search_ranks=(1, 2), **WINDOWS),
+    "innerq": InnerQ(value="inner-2-hybrid", **WINDOWS),
+    "kvtuner": KVTuner(max_bits=9, choices=(2, 4), group=8, **WINDOWS),
+    "mixkvq": MixKVQ(group=8, value_group=8, **WINDOWS),
+}
+
+
+def test_every_method_and_every_learned_codec_is_tried() -> None:
+    assert {method.name for method in JOBS.values()} == METHODS.keys() - {VQKV.name}  # which is refused
+    kinds = [calibrated_name(one.partition("=")[2]) for one in LEARNED]
+    assert {kind[0] for kind in kinds if kind is not None} == CALIBRATED.keys()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = write_model(tmp_path_factory.mktemp("ranks") / "m", 3)
+    return load_model(resolve(str(folder)), dtype="float32", device="cpu").model
+
+
+TEXT = token_windows.random_windows(256, windows=7, length=60, holdout=2, seed=0)
+
+
+def fitted(model: Any, folder: Path, ranks: Ranks, methods: dict[str, Any] = JOBS) -> dict[str, str]:
+    """SHA-256 of each bundle."""
+    folder.mkdir(exist_ok=True)
+    results = fit_together(
+        [FitJob(method, folder / f"{name}{SUFFIX}") for name, method in methods.items()],
+        WholeModel(model),
+        TEXT,
+        model_record={"name": "m"},
+        revision="r",
+        device=torch.device("cpu"),
+        options=FitOptions(batch=2, warn=False, ranks=ranks),
+    )
+    return {name: result.sha256 for name, result in zip(methods, results, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def alone(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return fitted(model, tmp_path_factory.mktemp("alone"), ALONE)
+
+
+def share(model: Any, folder: Path) -> int:
+    try:
+        with joined("cpu") as ranks:
+            fitted(model, folder, ranks)
+    except ShareDoneError:
+        return 3
+    return 0
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_bytes_do_not_depend_on_how_many_processes_there_are(
+    model: Any, alone: dict[str, str], tmp_path: Path, count: int
+) -> None:
+    ends = in_ranks(count, lambda: share(model, tmp_path / "out"), tmp_path)
+    assert [code for code, _ in ends] == [0] + [3] * (count - 1), ends
+    assert {
+        path.name.removesuffix(SUFFIX): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in (tmp_path / "out").iterdir()
+    } == alone
+
+
+def test_every_window_has_one_rank_and_batches_stay_whole() -> None:
+    for windows in (1, 5, 24, 50, 131):
+        for batch in (1, 2, 7):
+            for count in (1, 2, 3, 8):
+                every = [Shards(windows, batch, Ranks(rank, count)) for rank in range(count)]
+                chunks = [one.chunks(slice(0, windows)) for one in every]
+                rows = sorted(row for one in chunks for part in one for row in range(part.start, part.stop))
+                assert rows == list(range(windows))
+                assert all(part.start % batch == 0 for one in chunks for part in one)
+                assert every[0].count <= SHARDS
+                for shards, mine in zip(every, chunks, strict=True):
+                    places = [row for part in mine for row in range(windows)[shards.local(part)]]
+                    if count > 1:
+                        assert places == list(range(shards.local_windows))
+                if windows * count > 24 * batch * count:  # there are as many shards for each
+                    loads = [len(one) for one in chunks]
+                    assert max(loads) - min(loads) <= 1
+
+
+def test_shards_come_in_their_order() -> None:
+    shards, gathered = Shards(99, 2), ShardSums(Gathered)
+
+    class Batch:
+        def __init__(self, rows: slice) -> None:
+            self.rows = rows
+
+    batches = (Batch(rows) for rows in shards.chunks(slice(3, 90)))
+    for batch in gathered.over(batches, shards, slice(3, 90), lambda phase: _nothing()):
+        gathered.part.tensors.append(torch.arange(batch.rows.start, batch.rows.stop))
+    assert torch.cat(gathered.total.tensors).tolist() == list(range(3, 90))
+
+
+def _nothing() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def test_more_processes_than_batches_are_refused(model: Any) -> None:
+    ids = torch.cat((TEXT.train, TEXT.holdout))
+    with pytest.raises(UsageError, match="5 ranks for 4 batches of windows: give --nproc-per-node 4 or less"):
+        Capture(model, ids, device="cpu", batch=2, ranks=Ranks(0, 5))
+
+
+@pytest.mark.parametrize("words", [("eval", "--model", "tiny"), ("names",), ("train-codebooks", "--model", "tiny")])
+def test_a_command_that_is_not_spread_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "2" if name == "WORLD_SIZE" else "0")
+    done = kvcal(*words)
+    line = f"kvcal: `kvcal {words[0]}` is not spread over processes, and torchrun started 2: start it without torchrun"
+    assert (done.code, done.complaint) == (2, line)
+    monkeypatch.setenv("RANK", "1")
+    assert (kvcal(*words).code, kvcal(*words).err) == (2, "")
+
+
+SECONDS = 3  # that ranks wait
+
+
+def broken(how: str) -> int:
+    """What becomes of rank 0 where rank 1 ends, hangs, or differs."""
+    os.environ["KVCAL_RANK_TIMEOUT"] = f"{SECONDS}"
+    try:
+        with joined("cpu") as ranks:
+            if how == "differs":
+                ranks.check_same({"text": "b" if ranks.rank else "a", "seed": 0})
+            if ranks.rank:
+                if how == "ends":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(2 * SECONDS)
+            ranks.meet()
+    except KVCalError as error:
+        print(f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ("ends", "rank 1 of 2"),
+        pytest.param(
+            "hangs",
+            f"rank 1 of 2 did not come within {SECONDS} s (KVCAL_RANK_TIMEOUT): it hangs, or has ended",
+            marks=pytest.mark.slow,
+        ),
+        ("differs", 'rank 1 has text "b", rank 0 has "a": all ranks need the same texts, models, versions and devices'),
+    ],
+)
+def test_one_rank_says_what_is_wrong_with_another(tmp_path: Path, how: str, line: str) -> None:
+    ends = in_ranks(2, lambda: broken(how), tmp_path, timeout=20)
+    told = [text for _, text in ends if text and not text.startswith("LinePrintedError")]
+    assert ends[0][0] == 1
+    assert any(line in text for text in told), ends
+    if how == "differs":
+        assert [code for code, _ in ends] == [1, 1]
+        assert len(told) == 1, ends

@@ -1,0 +1,49 @@
+"""Processes that share a calibration, forked from a test as torchrun starts them: without its agent, and in no time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def in_ranks(count: int, run: Callable[[], int], folder: Path, timeout: float = 60) -> list[tuple[int, str]]:
+    """Run `run` in so many forked processes, each with a rank's environment: the exit code (negative: the signal) and
+    the output of each. A process that lasts longer than `timeout` seconds is killed.
+    """
+    port, children = free_port(), []
+    for rank in range(count):
+        said = folder / f"rank-{rank}.txt"
+        child = os.fork()
+        if child == 0:
+            _be(rank, count, port, run, said, timeout)
+        children.append((child, said))
+    return [(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said.read_text()) for child, said in children]
+
+
+def _be(rank: int, count: int, port: int, run: Callable[[], int], said: Path, timeout: float) -> None:
+    code = 70
+    try:
+        signal.alarm(int(timeout))
+        with said.open("w", buffering=1) as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            sys.stdout = sys.stderr = output
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}}
+            code = run()
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
+    finally:
+        os._exit(code)
