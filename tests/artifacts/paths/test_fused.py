@@ -615,7 +615,7 @@ for pair in pairs.values():
     try:
         own(t.token_ids(2, 109), past_key_values=cache)
     except NonFiniteError as error:
-        print(cache.own_layers[0].columns, error.layer, error)
+        print(cache.compressed_layers[0].columns, error.layer, error)
 """
 
 

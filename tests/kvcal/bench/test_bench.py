@@ -53,6 +53,7 @@ from kvcal.bench.timing import Clock
 from kvcal.commands import bench as command
 from kvcal.commands import bench_measured, bench_options, bench_projected, doctor
 from kvcal.commands.options import BenchOptions
+from kvcal.methods.registry import codec_maker
 from kvcal.models.catalogue import CATALOGUE
 from kvcal.models.geometry import Geometry
 from kvcal.report import bench as report
@@ -60,6 +61,7 @@ from kvcal.report import checkout
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import (
     CODECS,
+    ByHead,
     Codec,
     Exact,
     Float8,
@@ -649,11 +651,21 @@ def test_an_append_kernel_that_stores_something_else_is_refused(
 
 @pytest.mark.parametrize("name", CODECS)
 def test_every_codec_has_a_promise(name: str) -> None:
-    """Of the transform codec, which no named scheme has: with tiers of every kind, over a basis that is no rotation."""
+    """A codec that no named scheme has is filled by itself: the transform codec with tiers of every kind, over a basis
+    that is no rotation, and codecs by head.
+    """
     covered = {codec.name: scheme for scheme, codec in FORMATS.items()}
     if name in covered:
         held = layer.fill(case(covered[name], length=300))
         assert operation.misread(held, held.decoded()) is None
+        return
+    if name == "by-head":
+        parts = [codec_maker(part) for part in ("higgs-2", "uniform-4")]
+        pair = LayerCodecs(*(ByHead([make(Shape(1, 32, 32), role) for make in parts]) for role in ("key", "value")))  # type: ignore[arg-type]
+        held = layer.fill(replace(case("kivi-2"), scheme=replace(case("kivi-2").scheme, codecs=pair)))
+        keys, values = held.decoded()
+        assert operation.misread(held, (keys, values)) is None
+        assert operation.misread(held, (keys * 0.05, values)) is not None
         return
     assert name == "transform"
     shape = Shape(2, 32, 32)

@@ -181,7 +181,11 @@ def test_an_interrupted_run_goes_on(
     assert again["resumed_layers"] == 3
     assert again["rows"] == usual["rows"]
     assert given_model.found("--output", output)["resumed_layers"] == LAYERS
-    assert given_model.found("--output", output, "--ridge", 0.1)["resumed_layers"] == 0
+    measured = output.read_bytes()
+    other = given_model.run("--output", output, "--ridge", 0.1)
+    assert other.code == 2 and "rows are of ridge 0.001, not 0.1; give another name" in other.err
+    assert output.read_bytes() == measured
+    assert given_model.found("--output", output, "--ridge", 0.1, "--no-resume")["resumed_layers"] == 0
 
 
 def test_files(given_model: Given, usual: dict[str, Any], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ refused.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from kvcal.calibrate.driver import fit
 from kvcal.capture.scan import TapBatch, WholeModel
+from kvcal.capture.shards import Shards
 from kvcal.evaluate.attention_error import attention_errors
 from kvcal.evaluate.outliers import outlier_twin
 from kvcal.methods.aqua_kv import AquaKV
@@ -48,12 +50,17 @@ SINK, TOKENS, GROUP = 4, 128, 2  # coded tokens of a window; query heads a kv he
 class Given:
     """Stands for LayerTaps: windows of given keys, values and queries (N, heads, T, D), some at a time, as after RoPE."""
 
-    rope = None
+    rope, device = None, torch.device("cpu")
 
     def __init__(self, q: Tensor, k: Tensor) -> None:
         self.q, self.k, self.site = q, k, SimpleNamespace()
 
-    def batches(self, want: set[str], frame: str, rows: slice) -> Any:
+    def batches(self, want: set[str], frame: str, rows: slice, sums: Any = None) -> Any:
+        found = self._batches(want, rows)
+        shards = Shards(len(self.k), 3)
+        return found if sums is None else sums.over(found, shards, rows, lambda phase: contextlib.nullcontext())
+
+    def _batches(self, want: set[str], rows: slice) -> Any:
         for start in range(0, rows.stop, 3):
             here = slice(start, min(start + 3, rows.stop))
             q, k = (x[here] if name in want else None for name, x in (("q", self.q), ("k", self.k)))
