@@ -1,0 +1,30 @@
+#!/bin/bash
+# Kills of a random rank at a random moment of a fit under torchrun; then the same command with another number of ranks.
+#
+#     bash docs/runs/kill_ranks.sh [KILLS] [SECONDS]
+#
+# In a checkout, on a CPU. A line for each: which rank was killed when, how the run ended, how many layers its checkpoint
+# has, and whether the run after it wrote the bytes of a run of one process. Exit code 1 where one wrote others.
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+kills=${1:-10} span=${2:-12} bad=0
+given="fit aqua-kv --model tiny --windows 12 --length 256 --holdout 3 --recent 16 --batch 2"
+cd "$(mktemp -d)" || exit
+kvcal $given --output plain.kvcal.safetensors >plain.log 2>&1 || exit
+plain=$(sha256sum <plain.kvcal.safetensors)
+for number in $(seq 1 "$kills"); do
+    ranks=$((RANDOM % 3 + 2)) again=$((RANDOM % 3 + 1)) after=$((RANDOM % span + 4)) to="$number.kvcal.safetensors"
+    torchrun --nproc-per-node $ranks -m kvcal $given --output "$to" >"$number.log" 2>&1 &
+    run=$!
+    sleep "$after"
+    rank=$(pgrep -P $run | shuf -n 1)
+    [ -n "$rank" ] && kill -9 "$rank"
+    from=$SECONDS
+    wait $run
+    code=$? ended=$((SECONDS - from)) layers=$(find ".$to.partial" -name "layer-*" 2>/dev/null | wc -l)
+    torchrun --nproc-per-node $again -m kvcal $given --output "$to" >"$number-again.log" 2>&1
+    same=same
+    [ "$(sha256sum <"$to")" = "$plain" ] || { same="OTHER BYTES" && bad=1; }
+    echo "$number: $ranks ranks, one killed after $after s (${rank:-none was left}): exit $code within $ended s," \
+        "$layers layers; $again ranks again: $same"
+done
+exit $bad
