@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvcal.cli.output import line, note, on_stdout, print_json, print_table, wrapped
+from kvcal.cli.output import Result, line, note, on_stdout, print_json, print_table, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import PlanOptions
 from kvcal.report.quantities import significant
@@ -47,7 +47,7 @@ WIDE = [
 ]  # fmt: skip
 
 
-def _cells(row: dict[str, Any]) -> list[Any]:
+def _cells(row: Result) -> list[Any]:
     speed = None if row["fits"] == "no" else row["tokens_per_second"]
     return [
         row["scheme"],
@@ -60,13 +60,13 @@ def _cells(row: dict[str, Any]) -> list[Any]:
     ]
 
 
-def _of_another(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _of_another(rows: list[Result]) -> list[Result]:
     """Rows whose KL was measured on other architectures alone, where that of others was on the model's own."""
     mixed = any(row["kl_same_architecture"] and row["kl_models"] for row in rows)
     return [row for row in rows if mixed and row["kl_same_architecture"] is False]
 
 
-def _wide(row: dict[str, Any]) -> list[Any]:
+def _wide(row: Result) -> list[Any]:
     cells = _cells(row)
     peaks = [f"{row[name] / 2**30:.2f}" for name in ("cache_bytes", "decode_peak_bytes", "prefill_peak_bytes")]
     kl = None if row["kl"] is None else significant(row["kl"])
@@ -75,7 +75,7 @@ def _wide(row: dict[str, Any]) -> list[Any]:
     return [*first, *cells[4:], *rest, row["step"], row["next"]]
 
 
-def _head(result: dict[str, Any]) -> list[str]:
+def _head(result: Result) -> list[str]:
     model, gpu = result["model"], result["gpu"]
     rate = "" if gpu["bytes_per_second"] is None else f", {gpu['bytes_per_second'] / 1e9:,.0f} GB/s"
     return [
@@ -87,7 +87,7 @@ def _head(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _foot(result: dict[str, Any]) -> list[str]:
+def _foot(result: Result) -> list[str]:
     rows, chunk = result["rows"], result["assumed"]["chunk_tokens"]
     lines = ["", f"in chunks: prompts fed {chunk:,} tokens at a time; longest and batch are so too", *_kl_lines(rows)]
     if result["gpu"]["bytes_per_second"] is None:
@@ -99,7 +99,7 @@ def _foot(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _kl_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+def _kl_lines(rows: list[Result]) -> Iterator[str]:
     """Lines that name the models on which the KL was measured."""
     others = _of_another(rows)
     alike = dict.fromkeys(name for row in rows if row["kl_same_architecture"] for name in row["kl_models"])
@@ -112,7 +112,7 @@ def _kl_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"    {', '.join(models)}"
 
 
-def _nothing(result: dict[str, Any]) -> str:
+def _nothing(result: Result) -> str:
     """What to do where no scheme is recommended: the budget that the best of those that fit needs."""
     fitting = [row for row in result["rows"][1:] if row["fits"] != "no" and row["kl_upper"] is not None]
     if not fitting:
