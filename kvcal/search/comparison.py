@@ -71,20 +71,15 @@ def token_bytes(scheme: Scheme, row: Mapping[str, object], itemsize: int) -> flo
 
 
 def bytes_at(row: Mapping[str, object], length: int, *, at_16_bit: bool = False) -> int:
-    """Bytes of one sequence of `length` tokens: what was measured of the row's `tokens` (packed, windows, run-time
-    statistics, predictors and codebooks), and more or fewer tokens at what each takes.
+    """Bytes of one sequence of `length` tokens, from what a row measured at the end of its windows (packed blocks, exact
+    tokens, run-time statistics, predictors and codebooks) and the bytes that one token more takes.
 
     at_16_bit: exact tokens and layers at 16 bits per value, whatever the model's dtype is. Raises KVCalError where the
     row, of a file, lacks a figure.
     """
     kind = "_16_bit" if at_16_bit else ""
-    return max(
-        0,
-        round(
-            figure(row, f"window_end_bytes{kind}")
-            + (length - figure(row, "window_tokens")) * figure(row, f"token_bytes{kind}")
-        ),
-    )
+    more = (length - figure(row, "window_tokens")) * figure(row, f"token_bytes{kind}")
+    return max(0, round(figure(row, f"window_end_bytes{kind}") + more))
 
 
 def as_csv(rows: Sequence[Mapping[str, object]]) -> str:
