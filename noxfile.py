@@ -126,7 +126,7 @@ def tests_vllm(session: nox.Session) -> None:
         " and (one.marker is None or one.marker.evaluate({'extra': ''}))), sep=chr(10))"
     )
     _install(session, "packaging")
-    needed = str(session.run("python", "-c", listing, silent=True)).split()
+    needed = str(session.run_install("python", "-c", listing, silent=True)).split()  # with --install-only, too
     # not constraints.txt: vLLM 0.32 takes an older Transformers, which kvcal supports, too
     _install(session, "--no-compile", "torch==2.13.0", *needed, "-e", ".[test]")
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
