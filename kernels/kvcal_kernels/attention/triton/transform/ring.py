@@ -44,19 +44,19 @@ def _whole(pieces):
     """Return what a warp copies of pieces with all of its lanes at a time: piece, its bytes, bytes of a lane, bytes in
     all, first byte in a slot.
     """
-    found = []
+    copies = []
     for i in range(len(pieces)):
         size, at = pieces[i]
         taken = size // (32 * _width(size)) * 32 * _width(size)
         if taken:
-            found.append((i, size, _width(size), taken, at))
-    return tuple(found)
+            copies.append((i, size, _width(size), taken, at))
+    return tuple(copies)
 
 
 @triton.constexpr_function
 def _rows(pieces):
-    """Return what is left of pieces, in rows of 32 lanes: bytes of a lane, lanes, then for each piece in a row its first
-    lane, the piece, its bytes, and bytes from a lane's place (lane * bytes) to that in the piece and in a slot.
+    """Return what is left of pieces, in rows of 32 lanes: bytes of a lane, lanes, then for each piece in a row its
+    first lane, the piece, its bytes, and bytes from a lane's place (lane * bytes) to that in the piece and in a slot.
     """
     rows = []
     for wide in (16, 8):
@@ -68,7 +68,10 @@ def _rows(pieces):
         for first in range(0, len(chunks), 32):
             row = chunks[first : first + 32]
             begins = [lane for lane in range(len(row)) if lane == 0 or row[lane][0] != row[lane - 1][0]]
-            parts = [(lane, *row[lane][:2], row[lane][2] - lane * wide, sum(row[lane][2:]) - lane * wide) for lane in begins]
+            parts = []
+            for lane in begins:
+                piece, size, byte, at = row[lane]
+                parts.append((lane, piece, size, byte - lane * wide, byte + at - lane * wide))
             rows.append((wide, len(row), tuple(parts)))
     return tuple(rows)
 
@@ -117,14 +120,14 @@ def _row_of(addresses, lane, KEYS: tl.constexpr, VALUES: tl.constexpr, I: tl.con
     ROW: tl.constexpr = _rows(_pieces(KEYS, VALUES))[I]
     PARTS: tl.constexpr = ROW[2]
     COUNT: tl.constexpr = len(PARTS)
-    own = lane * ROW[0]
+    offset = lane * ROW[0]
     address = addresses[PARTS[0][1]] + PARTS[0][3] + tl.zeros_like(lane).to(tl.int64)
     stride, place = tl.full(lane.shape, PARTS[0][2], tl.int32), tl.full(lane.shape, PARTS[0][4], tl.int32)
     for i in tl.static_range(1, COUNT):
         here = lane >= PARTS[i][0]
         address = tl.where(here, addresses[PARTS[i][1]] + PARTS[i][3], address)
         stride, place = tl.where(here, PARTS[i][2], stride), tl.where(here, PARTS[i][4], place)
-    return address + own, stride, place + own
+    return address + offset, stride, place + offset
 
 
 @triton.jit
