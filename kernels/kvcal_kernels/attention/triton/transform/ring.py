@@ -67,13 +67,23 @@ def _rows(pieces):
                 chunks += [(i, size, byte, at) for byte in range(size // (32 * wide) * 32 * wide, size, wide)]
         for first in range(0, len(chunks), 32):
             row = chunks[first : first + 32]
-            begins = [lane for lane in range(len(row)) if lane == 0 or row[lane][0] != row[lane - 1][0]]
             parts = []
-            for lane in begins:
-                piece, size, byte, at = row[lane]
-                parts.append((lane, piece, size, byte - lane * wide, byte + at - lane * wide))
+            for lane in range(len(row)):
+                i, size, byte, at = row[lane]
+                if lane == 0 or row[lane - 1][0] != i:
+                    parts.append((lane, i, size, byte - lane * wide, at + byte - lane * wide))
             rows.append((wide, len(row), tuple(parts)))
     return tuple(rows)
+
+
+@triton.constexpr_function
+def _row_count(keys, values):
+    return len(_rows(_pieces(keys, values)))
+
+
+@triton.constexpr_function
+def _row(keys, values, i, part):
+    return _rows(_pieces(keys, values))[i][part]
 
 
 @triton.constexpr_function
@@ -117,10 +127,10 @@ def _piece_addresses(pointers, p_norm, i_head, i_batch, capacity, SIDE: tl.const
 @triton.jit
 def _row_of(addresses, lane, KEYS: tl.constexpr, VALUES: tl.constexpr, I: tl.constexpr):
     """Return of row I each lane's pointer into the first block, bytes of a block, and place in a slot."""
-    ROW: tl.constexpr = _rows(_pieces(KEYS, VALUES))[I]
-    PARTS: tl.constexpr = ROW[2]
+    WIDE: tl.constexpr = _row(KEYS, VALUES, I, 0)
+    PARTS: tl.constexpr = _row(KEYS, VALUES, I, 2)
     COUNT: tl.constexpr = len(PARTS)
-    offset = lane * ROW[0]
+    offset = lane * WIDE
     address = addresses[PARTS[0][1]] + PARTS[0][3] + tl.zeros_like(lane).to(tl.int64)
     stride, place = tl.full(lane.shape, PARTS[0][2], tl.int32), tl.full(lane.shape, PARTS[0][4], tl.int32)
     for i in tl.static_range(1, COUNT):
@@ -143,16 +153,15 @@ def origins_of(
     else:
         PIECES: tl.constexpr = _pieces(KEYS, VALUES)
         WHOLE: tl.constexpr = _whole(PIECES)
-        ROWS: tl.constexpr = _rows(PIECES)
         COUNT: tl.constexpr = len(WHOLE)
-        ROW_COUNT: tl.constexpr = len(ROWS)
+        ROWS: tl.constexpr = _row_count(KEYS, VALUES)
         addresses = _piece_addresses(key_pointers, p_kn, i_head, i_batch, capacity, KEYS) + _piece_addresses(
             value_pointers, p_vn, i_head, i_batch, capacity, VALUES
         )
         origins = ()
         for i in tl.static_range(COUNT):
             origins = origins + (addresses[WHOLE[i][0]] + lane * WHOLE[i][2],)
-        for i in tl.static_range(ROW_COUNT):
+        for i in tl.static_range(ROWS):
             origins = origins + _row_of(addresses, lane, KEYS, VALUES, i)
     return origins
 
