@@ -195,8 +195,8 @@ def value_step(side, byte, step, tables):
     text += _rows_of(runs, byte, "$16", "kvcal_v32", words, 256, False)
     for i in range(2):
         targets = tuple(f"${4 * tile + i + 2 * late}" for tile in range(4) for late in range(2))
-        own = words[2 * i : 2 * i + 2]
-        text += _value_run(runs[i], byte, i, "$16", own, tables) if i < len(runs) else _zeros(targets)
+        pair = words[2 * i : 2 * i + 2]
+        text += _value_run(runs[i], byte, i, "$16", pair, tables) if i < len(runs) else _zeros(targets)
     return " ".join([*text, "}"]), ",".join(["=&r"] * 16 + ["r"] * 8)
 
 
