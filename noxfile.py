@@ -126,6 +126,9 @@ def tests_vllm(session: nox.Session) -> None:
     tools = [one for one in extras["test"] if not one.startswith(("kvcal[", "compressed-tensors"))]  # vLLM pins that
     # not constraints.txt: vLLM 0.32 takes an older Transformers, which kvcal supports, too
     _install(session, "--no-compile", "torch==2.13.0", *needed, *tools, "-e", ".[data,plot,tune]")
+    # LMCache, whose requirements are CUDA's in part; its files are written by the other two
+    _install(session, "--no-compile", "--no-deps", "lmcache==0.5.6")
+    _install(session, "--no-compile", "aiofile", "aiofiles")
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     options = ("-v", "-n", "0", "-m", "vllm", "--timeout=1800", "--show-capture=no")  # an engine logs a hundred lines
     session.run("pytest", *options, "tests/serving", *session.posargs, env=environment)
