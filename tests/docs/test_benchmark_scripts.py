@@ -25,7 +25,7 @@ ON_A_CPU = {
     "startup.py",
     "served_quality.py",
     "tasks.py",
-}  # errors of grids; times of codecs; of kvcal eval; a reader of files; KL of rows; CPU time of commands; vLLM on a CPU; scores
+}  # errors of grids; times of codecs, of kvcal eval; reader of files; KL of rows; CPU time of commands; vLLM on a CPU; scores
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in ON_A_CPU)
 
 
