@@ -80,9 +80,11 @@ class KVCalCache(Cache):
             warnings.warn(caveat, stacklevel=2)
         if max_length is not None:
             self.caveats = [*self.caveats, *device_steps.caveats(scheme)]
+        sites = {site.index: site for site in hf.attention_sites(model)}
+        self.whole_scheme = scheme  # of all heads, of which this process may have a part
+        scheme, sites, self.head_shard, self.why_all_heads = construction.local_heads(scheme, sites)
         self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
         self.model, self.max_length, self.kernels, self.require_kernels = model, max_length, kernels, require_kernels
-        sites = {site.index: site for site in hf.attention_sites(model)}
         before = scheme.frame == "pre_rope"
         self.stored_rope = StoredRope(model, hf.rotary_width(model) if before and kernels != "off" else 0)
         plain = DynamicCache(config=config).layers
@@ -235,10 +237,15 @@ class KVCalCache(Cache):
         self.forward.rotate_by(positions, cos, sin)
 
     def on_keys(self, layer: int, keys: Tensor) -> None:
-        self.forward.keys_before[layer] = keys
+        self.forward.keys_before[layer] = self._gathered(layer, keys)
 
     def on_queries(self, layer: int, queries: Tensor) -> None:
-        self.forward.queries_before[layer] = queries
+        self.forward.queries_before[layer] = self._gathered(layer, queries)
+
+    def _gathered(self, layer: int, x: Tensor) -> Tensor:
+        target = self.layers[layer]
+        assert isinstance(target, KVCalLayer)
+        return target.site.gather(x)
 
     @torch.no_grad()
     def on_attention(self, layer: int, hidden: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -276,6 +283,8 @@ class KVCalCache(Cache):
 
     def add_mass(self, mass: Tensor) -> None:
         """Add the attention (B, past + query) that one layer's queries gave to each slot."""
+        if self.head_shard is not None and self.why_all_heads is None:  # every process evicts the same tokens
+            mass = self.head_shard.add(mass)
         self.evicting_ledger.add(mass)
 
     def plan_for(self, layer: LayerProtocol, keys: Tensor) -> Plan:
@@ -368,7 +377,7 @@ class KVCalCache(Cache):
         self.settle()
         options: CacheOptions = {"strict": self.strict, "offload": self.offloading_layers, "remember": self.remember}
         options |= {"kernels": self.kernels, "max_length": self.max_length, "require_kernels": self.require_kernels}
-        twin = KVCalCache(self.scheme, self.model, **options)
+        twin = KVCalCache(self.whole_scheme, self.model, **options)
         copying.fill(twin, self, memo)
         return twin
 

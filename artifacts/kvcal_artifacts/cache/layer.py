@@ -172,6 +172,7 @@ class KVCalLayer(CacheLayerMixin):
 
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         cache = self.cache
+        key_states, value_states = self.site.gather(key_states), self.site.gather(value_states)
         plan = cache.plan_for(self, key_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -181,7 +182,8 @@ class KVCalLayer(CacheLayerMixin):
             self._due = plan, stored
             hf.hand_off_of(self.site).leave(self.handle, key_states, value_states)
             return key_states, value_states
-        out = reading.materialise(self, plan, key_states, value_states)
+        keys, values = reading.materialise(self, plan, key_states, value_states)
+        out = self.site.local(keys), self.site.local(values)
         if self.replaces_attention:  # cuDNN serves prompts better, and builds a plan once
             hf.note_keys(self.site, out[0], grown=plan.past > 0 and plan.query == 1)
         self.finish(plan, stored)

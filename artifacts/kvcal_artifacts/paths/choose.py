@@ -123,6 +123,8 @@ def refusal(kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionS
     """
     if kernels == "off":
         return "kernels='off'"
+    if site.shard is not None:
+        return "heads are stored together, and this process attends with a part of them"
     why = format_refusal(scheme, pair, rotary) or (_odd_pairs(site, rotary) if rotary else None)
     return why or hf.odd_attention(site) or ratio_refusal(site.ratio)
 

@@ -15,20 +15,20 @@ import triton.language as tl
 
 from ..tiles import lane_zeros
 
-ALIGNED = 7  # bit at which a code is a multiple of the 128 bytes that an entry takes
+REPLICA_BYTES = tl.constexpr(128)  # that an entry of the table takes
 SIGNS, MINUS_ONE = 0x80008000, 0xBC00BC00
 
 
 @triton.jit
 def declare_lanes():
     """Declare registers that look-ups know by name: where a lane's codes begin in a run of pairs, by bytes of a pair,
-    and by how much they are shifted.
+    and by how much they are shifted; for signs of keys powers of two that do so.
     """
     tl.inline_asm_elementwise(
-        """.reg .b32 kvcal_g, kvcal_t, kvcal_bank, kvcal_k32, kvcal_k24, kvcal_k24b, kvcal_k16, kvcal_k8, kvcal_ks4,
-        kvcal_ks6, kvcal_ks2, kvcal_v32, kvcal_v24, kvcal_v24b, kvcal_v16, kvcal_v8, kvcal_vs4, kvcal_vs6, kvcal_vs2;
-        mov.u32 kvcal_t, %laneid; shl.b32 kvcal_bank, kvcal_t, 2; shr.u32 kvcal_g, kvcal_t, 2;
-        and.b32 kvcal_t, kvcal_t, 3;
+        """.reg .b32 kvcal_g, kvcal_t, kvcal_k32, kvcal_k24, kvcal_k24b, kvcal_k16, kvcal_k8, kvcal_ks4, kvcal_ks6,
+        kvcal_ks2, kvcal_up15, kvcal_up7, kvcal_v32, kvcal_v24, kvcal_v24b, kvcal_v16, kvcal_v8, kvcal_vs4, kvcal_vs6,
+        kvcal_vs2;
+        mov.u32 kvcal_t, %laneid; shr.u32 kvcal_g, kvcal_t, 2; and.b32 kvcal_t, kvcal_t, 3;
         and.b32 kvcal_ks4, kvcal_g, 3; and.b32 kvcal_ks6, kvcal_g, 1;
         shl.b32 kvcal_k16, kvcal_ks4, 2; shl.b32 kvcal_k24b, kvcal_ks6, 2; shl.b32 kvcal_k32, kvcal_g, 1;
         mad.lo.u32 kvcal_k32, kvcal_t, 32, kvcal_k32; mad.lo.u32 kvcal_k24, kvcal_t, 24, kvcal_k16;
@@ -36,6 +36,8 @@ def declare_lanes():
         mad.lo.u32 kvcal_k16, kvcal_t, 16, kvcal_k16; shl.b32 kvcal_k8, kvcal_t, 3;
         shr.u32 kvcal_ks4, kvcal_g, 2; shl.b32 kvcal_ks4, kvcal_ks4, 2; add.s32 kvcal_ks6, kvcal_ks4, -2;
         and.b32 kvcal_ks6, kvcal_ks6, 31; and.b32 kvcal_ks2, kvcal_g, 6;
+        sub.u32 kvcal_up7, 7, kvcal_g; mov.b32 kvcal_up15, 1; shl.b32 kvcal_up7, kvcal_up15, kvcal_up7;
+        shl.b32 kvcal_up15, kvcal_up7, 8;
         shl.b32 kvcal_v32, kvcal_t, 2; mad.lo.u32 kvcal_v32, kvcal_g, 32, kvcal_v32;
         and.b32 kvcal_v16, kvcal_t, 1; shl.b32 kvcal_v16, kvcal_v16, 3;
         mad.lo.u32 kvcal_v24, kvcal_g, 24, kvcal_v16; mul.lo.u32 kvcal_v24b, kvcal_g, 24;
@@ -59,19 +61,18 @@ def _address(into, lane_part, lane, stride, base, count, width):
 
 
 @triton.constexpr_function
-def _look_up(into, word, bit, bits, first):
-    """Return assembly that looks up the code from `bit` of a word on. first: entry at which the tier's points begin."""
-    shift, mask = bit - ALIGNED, (1 << {4: 8, 3: 6, 2: 4}[bits]) - 1 << ALIGNED
-    move = f"shr.u32 at, {word}, {shift};" if shift > 0 else f"shl.b32 at, {word}, {-shift};"
-    text = f"{move} lop3.b32 at, at, {mask}, kvcal_bank, 0xEA; add.u32 at, at, table;"
-    return f"{text} ld.shared.b32 {into}, [at + {first * 128}];"
+def _look_up(into, word, byte, first):
+    """Return assembly that looks up the code that is a byte of a word. first: entry at which the tier's points begin.
+    A product of bytes is one instruction for shift, mask and sum, and does not run where shifts and masks do.
+    """
+    at = f"dp4a.u32.u32 at, {word}, {REPLICA_BYTES.value << 8 * byte}, kvcal_bank;"
+    return f"{at} ld.shared.b32 {into}, [at + {first * REPLICA_BYTES.value}];"
 
 
 @triton.constexpr_function
-def _signs(into, word, up):
-    """Return assembly that makes -1 and 1 of bits 0 and 16 of a word, once it is shifted up by `up`."""
-    move = f"shl.b32 at, {word}, {up};" if up >= 0 else f"shr.u32 at, {word}, {-up};"
-    return f"{move} lop3.b32 {into}, at, {SIGNS}, ones, 0x6A;"
+def _signs(into, word):
+    """Return assembly that makes -1 and 1 of bits 15 and 31 of a word."""
+    return f"lop3.b32 {into}, {word}, {SIGNS}, ones, 0x6A;"
 
 
 @triton.constexpr_function
@@ -90,32 +91,46 @@ def _key_run(run, byte, targets, base, tables):
     if bits == 4:
         text = _address("a", "kvcal_k32", "kvcal_t", 32, base, count, 4)
         text += [f"ld.shared.u16 x, [a + {at}]; ld.shared.u16 y, [a + {at + 16}];"]
-        return [*text, _look_up(even, "x", 0, 4, first), _look_up(odd, "x", 8, 4, first),
-                _look_up(even16, "y", 0, 4, first), _look_up(odd16, "y", 8, 4, first)]  # fmt: skip
+        return [*text, _look_up(even, "x", 0, first), _look_up(odd, "x", 1, first),
+                _look_up(even16, "y", 0, first), _look_up(odd16, "y", 1, first)]  # fmt: skip
     if bits == 1:
         text = _address("a", "kvcal_k8", "kvcal_t", 8, base, count, 4)
-        text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}]; shr.u32 x, x, kvcal_g; shr.u32 y, y, kvcal_g;"]
-        text += [f"prmt.b32 a, x, y, 0x5410; prmt.b32 x, x, y, 0x7632; mov.b32 ones, {MINUS_ONE};"]
-        return [*text, _signs(even, "a", 15), _signs(even16, "a", 7), _signs(odd, "x", 15), _signs(odd16, "x", 7)]
+        text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}]; mov.b32 ones, {MINUS_ONE};"]
+        text += ["prmt.b32 a, x, y, 0x5410; prmt.b32 x, x, y, 0x7632;"]
+        for into, word, up in ((even, "a", 15), (even16, "a", 7), (odd, "x", 15), (odd16, "x", 7)):
+            text += [f"mul.lo.u32 y, {word}, kvcal_up{up}; {_signs(into, 'y')}"]
+        return text
     if bits == 2:
         text = _address("a", "kvcal_k16", "kvcal_t", 16, base, count, 4)
-        text += [f"ld.shared.b32 x, [a + {at}]; shr.u32 x, x, kvcal_ks4;"]
+        text += [f"ld.shared.b32 x, [a + {at}]; shr.u32 x, x, kvcal_ks4; and.b32 x, x, 0x0F0F0F0F;"]
     else:
         text = _address("a", "kvcal_k24", "kvcal_t", 24, base, count, 4)
         text += [f"ld.shared.b32 x, [a + {at}]; shf.r.wrap.b32 x, x, x, kvcal_ks6;"]
         text += _address("a", "kvcal_k24b", "kvcal_t", 24, base, count, 4)
-        text += [f"ld.shared.b32 y, [a + {at}]; shr.u32 y, y, kvcal_ks2; lop3.b32 x, x, y, 0x3C3C3C3C, 0xE4;"]
+        text += [f"ld.shared.b32 y, [a + {at}]; shr.u32 y, y, kvcal_ks2; {_joined('x', 'y')}"]
     order = (even, even16, odd, odd16)
-    return [*text, *(_look_up(into, "x", 8 * i, bits, first) for i, into in enumerate(order))]
+    return [*text, *(_look_up(into, "x", i, first) for i, into in enumerate(order))]
+
+
+@triton.constexpr_function
+def _joined(upper, lower):
+    """Return assembly that joins upper bits 2 to 5 of each byte of a word with lower bits 0 and 1 of another."""
+    return f"and.b32 {lower}, {lower}, 0x03030303; lop3.b32 {upper}, {upper}, 0x3C3C3C3C, {lower}, 0xEA;"
+
+
+@triton.constexpr_function
+def _zeros(targets):
+    return [f"mov.b32 {target}, 0;" for target in targets]
 
 
 @triton.constexpr_function
 def key_step(side, step, tables):
     """Return assembly that loads a product's coordinates of both half blocks, and its constraints: 8 registers."""
-    text = ["{ .reg .b32 a, x, y, at, table, ones; mov.u32 table, kvcal_table;"]
+    text = ["{ .reg .b32 a, x, y, at, ones;"]
     for i in range(2):
-        run = side.runs[min(2 * step + i, len(side.runs) - 1)]  # of an odd number the last one twice
-        text += _key_run(run, 0, tuple(f"${n + 2 * i}" for n in (0, 1, 4, 5)), "$8", tables)
+        targets = tuple(f"${n + 2 * i}" for n in (0, 1, 4, 5))
+        odd = 2 * step + i == len(side.runs)  # the last step has one run
+        text += _zeros(targets) if odd else _key_run(side.runs[2 * step + i], 0, targets, "$8", tables)
     return " ".join([*text, "}"]), ",".join(["=&r"] * 8 + ["r"] * 8)
 
 
@@ -131,34 +146,36 @@ def _value_run(run, byte, row, base, tables):
     if bits == 4:
         text = _address("a", "kvcal_v32", "kvcal_g", 32, base, count, 8)
         text += [f"ld.shared.b32 x, [a + {at}]; ld.shared.b32 y, [a + {at + 16}];"]
-        look = [_look_up(targets[one], "xy"[one[0]], 8 * (one[1] + 2 * one[2]), 4, first) for one in tokens]
-        return [*text, *look]
+        return [*text, *(_look_up(targets[one], "xy"[one[0]], one[1] + 2 * one[2], first) for one in tokens)]
     if bits == 1:
         text = _address("a", "kvcal_v8", "kvcal_g", 8, base, count, 8)
         text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}]; shr.u32 x, x, kvcal_vs2; shr.u32 y, y, kvcal_vs2;"]
         text += [f"prmt.b32 a, x, y, 0x5410; prmt.b32 x, x, y, 0x7632; mov.b32 ones, {MINUS_ONE};"]
-        return [*text, *(_signs(targets[h, e, late], "ax"[e], 15 - 8 * h - late) for h, e, late in tokens)]
+        for h, e, late in tokens:
+            text += [f"shl.b32 y, {'ax'[e]}, {15 - 8 * h - late}; {_signs(targets[h, e, late], 'y')}"]
+        return text
     if bits == 2:
         text = _address("a", "kvcal_v16", "kvcal_g", 16, base, count, 8)
         text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}]; shr.u32 x, x, kvcal_vs4; shr.u32 y, y, kvcal_vs4;"]
+        text += ["and.b32 x, x, 0x0F0F0F0F; and.b32 y, y, 0x0F0F0F0F;"]
     else:
         text = _address("a", "kvcal_v24", "kvcal_g", 24, base, count, 8)
         text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}];"]
         text += ["shf.r.wrap.b32 x, x, x, kvcal_vs6; shf.r.wrap.b32 y, y, y, kvcal_vs6;"]
         text += _address("a", "kvcal_v24b", "kvcal_g", 24, base, count, 8)
         text += [f"ld.shared.v2.b32 {{a, z}}, [a + {at}]; shr.u32 a, a, kvcal_vs2; shr.u32 z, z, kvcal_vs2;"]
-        text += ["lop3.b32 x, x, a, 0x3C3C3C3C, 0xE4; lop3.b32 y, y, z, 0x3C3C3C3C, 0xE4;"]
-    look = [_look_up(targets[h, e, late], "xy"[late], 8 * (2 * e + h), bits, first) for h, e, late in tokens]
-    return [*text, *look]
+        text += [_joined("x", "a"), _joined("y", "z")]
+    return [*text, *(_look_up(targets[h, e, late], "xy"[late], 2 * e + h, first) for h, e, late in tokens)]
 
 
 @triton.constexpr_function
 def value_step(side, byte, step, tables):
     """Return assembly that loads a tile of 16 pairs of values, as four operands of 8 tokens, and its constraints."""
-    text = ["{ .reg .b32 a, x, y, z, at, table, ones; mov.u32 table, kvcal_table;"]
+    text = ["{ .reg .b32 a, x, y, z, at, ones;"]
     for i in range(2):
-        run = side.runs[min(2 * step + i, len(side.runs) - 1)]
-        text += _value_run(run, byte, i, "$16", tables)
+        odd = 2 * step + i == len(side.runs)
+        targets = tuple(f"${4 * tile + i + 2 * late}" for tile in range(4) for late in range(2))
+        text += _zeros(targets) if odd else _value_run(side.runs[2 * step + i], byte, i, "$16", tables)
     return " ".join([*text, "}"]), ",".join(["=&r"] * 16 + ["r"] * 8)
 
 
