@@ -109,7 +109,7 @@ def check_rows_equal_alone(name: str, frame: str, batch: KVCalCache, rows: Rows)
 
 @every_frame
 @pytest.mark.parametrize("name", LOSSY)
-@settings(max_examples=12)
+@settings(max_examples=9)
 @given(layout=layouts())
 def test_packed_bytes_depend_on_the_tokens_only(name: str, frame: str, layout: tuple[Rows, Tensor, list[int]]) -> None:
     rows, valid, cuts = layout
