@@ -28,7 +28,8 @@ body { margin: 0; background: var(--back); color: var(--ink); font: 16px/1.5 sys
 main { max-width: 62rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } h3 { font-size: 1rem; }
 p, li { color: var(--soft); overflow-wrap: anywhere; } a { color: var(--link); }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } thead th { background: var(--panel); }
 svg { width: 100%; min-width: 34rem; height: auto; display: block; } svg text { fill: var(--soft); font-size: 12px; }

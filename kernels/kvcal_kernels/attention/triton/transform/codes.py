@@ -25,20 +25,23 @@ def declare_lanes():
     and by how much they are shifted; for signs of keys powers of two that do so.
     """
     tl.inline_asm_elementwise(
-        """.reg .b32 kvcal_g, kvcal_t, kvcal_k32, kvcal_k24, kvcal_k24b, kvcal_k16, kvcal_k8, kvcal_ks4, kvcal_ks6,
-        kvcal_ks2, kvcal_up15, kvcal_up7, kvcal_v32, kvcal_v24, kvcal_v24b, kvcal_v16, kvcal_v8, kvcal_vs4, kvcal_vs6,
-        kvcal_vs2;
-        mov.u32 kvcal_t, %laneid; shr.u32 kvcal_g, kvcal_t, 2; and.b32 kvcal_t, kvcal_t, 3;
+        """.reg .pred kvcal_upper; .reg .b32 kvcal_g, kvcal_t, kvcal_k32, kvcal_k24, kvcal_k24b, kvcal_k16, kvcal_k8,
+        kvcal_ks4, kvcal_ks6, kvcal_ks2, kvcal_up15, kvcal_up7, kvcal_v32, kvcal_v24, kvcal_v24b, kvcal_v16, kvcal_v8,
+        kvcal_vs4, kvcal_vs6, kvcal_vs2;
+        mov.u32 kvcal_t, %laneid; shl.b32 kvcal_k32, kvcal_t, 4; shr.u32 kvcal_v32, kvcal_t, 1;
+        xor.b32 kvcal_v32, kvcal_v32, kvcal_t; and.b32 kvcal_v32, kvcal_v32, 4; shl.b32 kvcal_v32, kvcal_v32, 2;
+        and.b32 kvcal_g, kvcal_t, 7; mad.lo.u32 kvcal_v32, kvcal_g, 32, kvcal_v32;
+        shr.u32 kvcal_g, kvcal_t, 4; mad.lo.u32 kvcal_v32, kvcal_g, 256, kvcal_v32;
+        setp.gt.u32 kvcal_upper, kvcal_t, 15; shr.u32 kvcal_g, kvcal_t, 2; and.b32 kvcal_t, kvcal_t, 3;
         and.b32 kvcal_ks4, kvcal_g, 3; and.b32 kvcal_ks6, kvcal_g, 1;
-        shl.b32 kvcal_k16, kvcal_ks4, 2; shl.b32 kvcal_k24b, kvcal_ks6, 2; shl.b32 kvcal_k32, kvcal_g, 1;
-        mad.lo.u32 kvcal_k32, kvcal_t, 32, kvcal_k32; mad.lo.u32 kvcal_k24, kvcal_t, 24, kvcal_k16;
+        shl.b32 kvcal_k16, kvcal_ks4, 2; shl.b32 kvcal_k24b, kvcal_ks6, 2;
+        mad.lo.u32 kvcal_k24, kvcal_t, 24, kvcal_k16;
         mad.lo.u32 kvcal_k24b, kvcal_t, 24, kvcal_k24b; add.u32 kvcal_k24b, kvcal_k24b, 16;
         mad.lo.u32 kvcal_k16, kvcal_t, 16, kvcal_k16; shl.b32 kvcal_k8, kvcal_t, 3;
         shr.u32 kvcal_ks4, kvcal_g, 2; shl.b32 kvcal_ks4, kvcal_ks4, 2; add.s32 kvcal_ks6, kvcal_ks4, -2;
         and.b32 kvcal_ks6, kvcal_ks6, 31; and.b32 kvcal_ks2, kvcal_g, 6;
         sub.u32 kvcal_up7, 7, kvcal_g; mov.b32 kvcal_up15, 1; shl.b32 kvcal_up7, kvcal_up15, kvcal_up7;
         shl.b32 kvcal_up15, kvcal_up7, 8;
-        shl.b32 kvcal_v32, kvcal_t, 2; mad.lo.u32 kvcal_v32, kvcal_g, 32, kvcal_v32;
         and.b32 kvcal_v16, kvcal_t, 1; shl.b32 kvcal_v16, kvcal_v16, 3;
         mad.lo.u32 kvcal_v24, kvcal_g, 24, kvcal_v16; mul.lo.u32 kvcal_v24b, kvcal_g, 24;
         add.u32 kvcal_v24b, kvcal_v24b, 16; mad.lo.u32 kvcal_v16, kvcal_g, 16, kvcal_v16; shl.b32 kvcal_v8, kvcal_g, 3;
@@ -81,18 +84,15 @@ def _places_of(tables):
 
 
 @triton.constexpr_function
-def _key_run(run, byte, targets, base, tables):
+def _key_run(run, targets, base, word, tables):
     """Return assembly that gives the four pairs of numbers of a lane from a run of 4 pairs: tokens 2 g, 2 g + 1, 16 + 2
-    g, 17 + 2 g.
+    g, 17 + 2 g. word: of codes of 4 bits, loaded before (`_rows_of`).
     """
     bits, at, count = run
-    at, first = at + byte, _places_of(tables).get(bits, 0)
+    first = _places_of(tables).get(bits, 0)
     even, odd, even16, odd16 = targets
     if bits == 4:
-        text = _address("a", "kvcal_k32", "kvcal_t", 32, base, count, 4)
-        text += [f"ld.shared.u16 x, [a + {at}]; ld.shared.u16 y, [a + {at + 16}];"]
-        return [*text, _look_up(even, "x", 0, first), _look_up(odd, "x", 1, first),
-                _look_up(even16, "y", 0, first), _look_up(odd16, "y", 1, first)]  # fmt: skip
+        return [_look_up(into, word, i, first) for i, into in enumerate((even, odd, even16, odd16))]
     if bits == 1:
         text = _address("a", "kvcal_k8", "kvcal_t", 8, base, count, 4)
         text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}]; mov.b32 ones, {MINUS_ONE};"]
@@ -113,6 +113,22 @@ def _key_run(run, byte, targets, base, tables):
 
 
 @triton.constexpr_function
+def _rows_of(runs, byte, base, lane_part, words, size, across):
+    """Return assembly that loads words of runs of 4 bits, one behind the other, by rows of 16 bytes that do not meet in
+    a bank. lane_part: bytes from the first pair to the row whose address a lane has, `size` bytes a run; behind the
+    last pair the last row stands for others.
+    """
+    runs = [run for run in runs if run[0] == 4]
+    if not runs:
+        return []
+    end, most = 32 * runs[-1][2] + size * (len(runs) - 1), size * len(runs)
+    row = f"mov.b32 a, {lane_part};" if end == most else f"min.u32 a, {lane_part}, {end - 16};"
+    many = len(words) // 2 * len(runs)
+    how = f"ldmatrix.sync.aligned.m8n8.x{many}{'.trans' if across else ''}.shared.b16"
+    return [row, f"add.u32 a, a, {base}; {how} {{{', '.join(words[:many])}}}, [a + {runs[0][1] + byte}];"]
+
+
+@triton.constexpr_function
 def _joined(upper, lower):
     """Return assembly that joins upper bits 2 to 5 of each byte of a word with lower bits 0 and 1 of another."""
     return f"and.b32 {lower}, {lower}, 0x03030303; lop3.b32 {upper}, {upper}, 0x3C3C3C3C, {lower}, 0xEA;"
@@ -126,27 +142,30 @@ def _zeros(targets):
 @triton.constexpr_function
 def key_step(side, step, tables):
     """Return assembly that loads a product's coordinates of both half blocks, and its constraints: 8 registers."""
-    text = ["{ .reg .b32 a, x, y, at, ones;"]
+    runs, words = side.runs[2 * step : 2 * step + 2], ("w0", "w1")
+    text = ["{ .reg .b32 a, x, y, w0, w1, at, ones;"]
+    text += _rows_of(runs, 0, "$8", "kvcal_k32", words, 128, True)
     for i in range(2):
         targets = tuple(f"${n + 2 * i}" for n in (0, 1, 4, 5))
-        odd = 2 * step + i == len(side.runs)  # the last step has one run
-        text += _zeros(targets) if odd else _key_run(side.runs[2 * step + i], 0, targets, "$8", tables)
+        # the last step may have one run
+        text += _key_run(runs[i], targets, "$8", words[i], tables) if i < len(runs) else _zeros(targets)
     return " ".join([*text, "}"]), ",".join(["=&r"] * 8 + ["r"] * 8)
 
 
 @triton.constexpr_function
-def _value_run(run, byte, row, base, tables):
+def _value_run(run, byte, row, base, words, tables):
     """Return assembly for a lane's 8 tokens of a run of 8 pairs, as rows `row` (0: g, 1: g + 8) of four tiles of 8
-    tokens: half block h, e of tokens in turn.
+    tokens: half block h, e of tokens in turn. words: of 4 bits, of one half block and the other (`_rows_of`).
     """
     bits, at, count = run
     at, first = at + byte, _places_of(tables).get(bits, 0)
     tokens = [(h, e, late) for h in range(2) for e in range(2) for late in range(2)]
     targets = {(h, e, late): f"${4 * (2 * h + e) + row + 2 * late}" for h, e, late in tokens}
     if bits == 4:
-        text = _address("a", "kvcal_v32", "kvcal_g", 32, base, count, 8)
-        text += [f"ld.shared.b32 x, [a + {at}]; ld.shared.b32 y, [a + {at + 16}];"]
-        return [*text, *(_look_up(targets[one], "xy"[one[0]], one[1] + 2 * one[2], first) for one in tokens)]
+        one, other = words
+        text = [f"selp.b32 x, {other}, {one}, kvcal_upper; selp.b32 y, {one}, {other}, kvcal_upper;"]
+        look = (_look_up(targets[h, e, late], "xy"[h], e + 2 * late, first) for h, e, late in tokens)
+        return [*text, *look]
     if bits == 1:
         text = _address("a", "kvcal_v8", "kvcal_g", 8, base, count, 8)
         text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}]; shr.u32 x, x, kvcal_vs2; shr.u32 y, y, kvcal_vs2;"]
@@ -171,11 +190,13 @@ def _value_run(run, byte, row, base, tables):
 @triton.constexpr_function
 def value_step(side, byte, step, tables):
     """Return assembly that loads a tile of 16 pairs of values, as four operands of 8 tokens, and its constraints."""
-    text = ["{ .reg .b32 a, x, y, z, at, ones;"]
+    runs, words = side.runs[2 * step : 2 * step + 2], ("w0", "w1", "w2", "w3")
+    text = ["{ .reg .b32 a, x, y, z, w0, w1, w2, w3, at, ones;"]
+    text += _rows_of(runs, byte, "$16", "kvcal_v32", words, 256, False)
     for i in range(2):
-        odd = 2 * step + i == len(side.runs)
         targets = tuple(f"${4 * tile + i + 2 * late}" for tile in range(4) for late in range(2))
-        text += _zeros(targets) if odd else _value_run(side.runs[2 * step + i], byte, i, "$16", tables)
+        pair = words[2 * i : 2 * i + 2]
+        text += _value_run(runs[i], byte, i, "$16", pair, tables) if i < len(runs) else _zeros(targets)
     return " ".join([*text, "}"]), ",".join(["=&r"] * 16 + ["r"] * 8)
 
 

@@ -44,19 +44,19 @@ def _whole(pieces):
     """Return what a warp copies of pieces with all of its lanes at a time: piece, its bytes, bytes of a lane, bytes in
     all, first byte in a slot.
     """
-    found = []
+    copies = []
     for i in range(len(pieces)):
         size, at = pieces[i]
         taken = size // (32 * _width(size)) * 32 * _width(size)
         if taken:
-            found.append((i, size, _width(size), taken, at))
-    return tuple(found)
+            copies.append((i, size, _width(size), taken, at))
+    return tuple(copies)
 
 
 @triton.constexpr_function
 def _rows(pieces):
-    """Return what is left of pieces, in rows of 32 lanes: bytes of a lane, lanes, then for each piece in a row its first
-    lane, the piece, its bytes, and bytes from a lane's place (lane * bytes) to that in the piece and in a slot.
+    """Return what is left of pieces, in rows of 32 lanes: bytes of a lane, lanes, then for each piece in a row its
+    first lane, the piece, its bytes, and bytes from a lane's place (lane * bytes) to that in the piece and in a slot.
     """
     rows = []
     for wide in (16, 8):
@@ -67,10 +67,23 @@ def _rows(pieces):
                 chunks += [(i, size, byte, at) for byte in range(size // (32 * wide) * 32 * wide, size, wide)]
         for first in range(0, len(chunks), 32):
             row = chunks[first : first + 32]
-            begins = [lane for lane in range(len(row)) if lane == 0 or row[lane][0] != row[lane - 1][0]]
-            parts = [(lane, *row[lane][:2], row[lane][2] - lane * wide, sum(row[lane][2:]) - lane * wide) for lane in begins]
+            parts = []
+            for lane in range(len(row)):
+                i, size, byte, at = row[lane]
+                if lane == 0 or row[lane - 1][0] != i:
+                    parts.append((lane, i, size, byte - lane * wide, at + byte - lane * wide))
             rows.append((wide, len(row), tuple(parts)))
     return tuple(rows)
+
+
+@triton.constexpr_function
+def _row_count(keys, values):
+    return len(_rows(_pieces(keys, values)))
+
+
+@triton.constexpr_function
+def _row(keys, values, i, part):
+    return _rows(_pieces(keys, values))[i][part]
 
 
 @triton.constexpr_function
@@ -114,17 +127,17 @@ def _piece_addresses(pointers, p_norm, i_head, i_batch, capacity, SIDE: tl.const
 @triton.jit
 def _row_of(addresses, lane, KEYS: tl.constexpr, VALUES: tl.constexpr, I: tl.constexpr):
     """Return of row I each lane's pointer into the first block, bytes of a block, and place in a slot."""
-    ROW: tl.constexpr = _rows(_pieces(KEYS, VALUES))[I]
-    PARTS: tl.constexpr = ROW[2]
+    WIDE: tl.constexpr = _row(KEYS, VALUES, I, 0)
+    PARTS: tl.constexpr = _row(KEYS, VALUES, I, 2)
     COUNT: tl.constexpr = len(PARTS)
-    own = lane * ROW[0]
+    offset = lane * WIDE
     address = addresses[PARTS[0][1]] + PARTS[0][3] + tl.zeros_like(lane).to(tl.int64)
     stride, place = tl.full(lane.shape, PARTS[0][2], tl.int32), tl.full(lane.shape, PARTS[0][4], tl.int32)
     for i in tl.static_range(1, COUNT):
         here = lane >= PARTS[i][0]
         address = tl.where(here, addresses[PARTS[i][1]] + PARTS[i][3], address)
         stride, place = tl.where(here, PARTS[i][2], stride), tl.where(here, PARTS[i][4], place)
-    return address + own, stride, place + own
+    return address + offset, stride, place + offset
 
 
 @triton.jit
@@ -140,16 +153,15 @@ def origins_of(
     else:
         PIECES: tl.constexpr = _pieces(KEYS, VALUES)
         WHOLE: tl.constexpr = _whole(PIECES)
-        ROWS: tl.constexpr = _rows(PIECES)
         COUNT: tl.constexpr = len(WHOLE)
-        ROW_COUNT: tl.constexpr = len(ROWS)
+        ROWS: tl.constexpr = _row_count(KEYS, VALUES)
         addresses = _piece_addresses(key_pointers, p_kn, i_head, i_batch, capacity, KEYS) + _piece_addresses(
             value_pointers, p_vn, i_head, i_batch, capacity, VALUES
         )
         origins = ()
         for i in tl.static_range(COUNT):
             origins = origins + (addresses[WHOLE[i][0]] + lane * WHOLE[i][2],)
-        for i in tl.static_range(ROW_COUNT):
+        for i in tl.static_range(ROWS):
             origins = origins + _row_of(addresses, lane, KEYS, VALUES, i)
     return origins
 
