@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -160,6 +164,32 @@ def start() -> None:
     module: Any = backend_registration._DummyBackendModule()
     module.get_amp_supported_dtype = list
     backend_registration._setup_privateuseone_for_python_backend(FAR, module)
+
+
+def printed(main: Callable[[], object]) -> str:
+    """What a function prints in a fork of this process, as `start` changes it for good, with torch's own `empty`."""
+    from tests import conftest
+
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                conftest._patches.undo()
+                sys.stdout, sys.stderr = out, errors
+                main()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                out.flush()
+                errors.flush()
+                os._exit(code)  # not into pytest
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        out.seek(0)
+        errors.seek(0)
+        assert ended == 0, errors.read()
+        return out.read()
 
 
 def far(x: Tensor, number: int = 0) -> Tensor:

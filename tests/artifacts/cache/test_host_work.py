@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support import host_work
-from tests.support.forked import printed
+from tests.support.counted import printed
 
 
 @cache
