@@ -365,7 +365,7 @@ def serve() -> None:
 def _rewrite_kernels() -> None:
     """Rewrite every kernel's source as the interpreter needs it, once for all forks."""
     for module in pkgutil.walk_packages(kvcal_kernels.__path__, "kvcal_kernels."):
-        for value in vars(importlib.import_module(module.name)).values():
+        for value in [*vars(importlib.import_module(module.name)).values()]:  # rewriting adds to them
             if isinstance(value, interpreter.InterpretedFunction) and value.fn.__module__ == module.name:
                 value.rewrite()
 
