@@ -255,10 +255,14 @@ def measure(name: str, decoder: Decoder, options: argparse.Namespace, capacity: 
     """One format: capacity, and a cell for each batch that fits."""
     cells = []
     for batch in options.batches:
-        if batch * options.length <= capacity:
+        if batch * options.length > capacity:
+            continue
+        try:
             cells.append(step_of(name, decoder, batch, options))
-            if decoder.device.type == "cuda":
-                torch.cuda.empty_cache()
+        except torch.OutOfMemoryError as error:  # what a step needs beside its cache did not fit
+            cells.append({"batch": batch, "tokens_per_s": 0.0, "error": str(error).splitlines()[0]})
+        if decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
     return {
         "format": name,
         "token_bytes": token_bytes(name, decoder.g),
