@@ -129,6 +129,12 @@ def current() -> Ranks:
     return _joined[-1] if _joined else ALONE
 
 
+def leave_to_first() -> None:
+    """Raise ShareDoneError on all ranks but rank 0, which alone goes on from here: what follows is written once."""
+    if current().rank:
+        raise ShareDoneError
+
+
 @contextmanager
 def joined(device: str) -> Iterator[Ranks]:
     """Be a rank of the processes that torchrun started, within. device: what `--device` says; each rank has a GPU of

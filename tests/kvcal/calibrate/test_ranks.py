@@ -17,6 +17,8 @@ from kvcal.calibrate.job import FitJob, FitOptions
 from kvcal.capture.ranks import ALONE, Ranks, ShareDoneError, joined
 from kvcal.capture.scan import Capture, WholeModel
 from kvcal.capture.shards import SHARDS, Gathered, Shards, ShardSums
+from kvcal.capture.spread import spread
+from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods import METHODS, VQKV, AquaKV, InnerQ, KVTuner, MixKVQ, Squat
 from kvcal.methods.registry import CALIBRATED, calibrated_name
 from kvcal.models.loading import load_model
@@ -137,11 +139,14 @@ def _nothing() -> Any:
 
 def test_more_processes_than_batches_are_refused(model: Any) -> None:
     ids = torch.cat((TEXT.train, TEXT.holdout))
-    with pytest.raises(UsageError, match="5 ranks for 4 batches of windows: give --nproc-per-node 4 or less"):
+    line = "5 ranks for 4 batches of windows: give --nproc-per-node 4 or less"
+    with pytest.raises(UsageError, match=line):
         Capture(model, ids, device="cpu", batch=2, ranks=Ranks(0, 5))
+    with pytest.raises(UsageError, match=line):
+        evaluate(model, ids, {}, batch=2, ranks=Ranks(0, 5))
 
 
-@pytest.mark.parametrize("words", [("eval", "--model", "tiny"), ("names",), ("train-codebooks", "--model", "tiny")])
+@pytest.mark.parametrize("words", [("plan", "--model", "tiny"), ("names",), ("train-codebooks", "--model", "tiny")])
 def test_a_command_that_is_not_spread_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
@@ -212,6 +217,12 @@ def agents_store() -> Any:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+def squared(number: int) -> int:
+    if number > 3:
+        raise UsageError(f"{number} is too large")
+    return number**2
+
+
 def attempt(number: int) -> int:
     """The first attempt loses rank 1 once both have met; the second is started as torchrun's agent restarts."""
     os.environ["KVCAL_RANK_TIMEOUT"] = "20"
@@ -221,6 +232,8 @@ def attempt(number: int) -> int:
             if number == 0 and ranks.rank:
                 os.kill(os.getpid(), signal.SIGKILL)
             print(ranks.agree(f"attempt {number}, {ranks.count} ranks"))
+            for square in spread(ranks, range(9), squared):
+                print(square)
     except KVCalError as error:
         print(f"{type(error).__name__}: {error}")
         return 1
@@ -235,4 +248,6 @@ def test_processes_that_were_restarted_do_not_meet_the_dead(tmp_path: Path) -> N
     assert "rank 1 of 2 ended; torchrun's report says why" in ends[0][1]
     for count in (2, 3):  # rank 0 of before may be another node's now, and there may be more
         ends = in_ranks(count, lambda: attempt(1), tmp_path, port=agent.port)
-        assert ends == [(0, f"attempt 1, {count} ranks\n")] * count
+        lines = {text.replace("LinePrintedError", "UsageError") for _, text in ends}
+        assert lines == {f"attempt 1, {count} ranks\n0\n1\n4\n9\nUsageError: 4 is too large\n"}
+        assert sum("LinePrintedError" in text for _, text in ends) == count - 1, ends
