@@ -18,7 +18,7 @@ import torch
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint
 from kvcal_artifacts.checked import Json
-from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
+from kvcal_artifacts.errors import KVCalError, NonFiniteError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, coverage
 
 from ..capture.checks import check_model
@@ -112,6 +112,8 @@ def fit_together(
     probes = [part.saved_probe for part in parts if part.saved_probe is not None]
     probe = probes[0] if len(probes) == len(parts) else _scanned(parts, scan)
     if scan.options.ranks.rank:
+        for part in parts:
+            part.share()
         raise ShareDoneError
     fingerprint = Fingerprint.of(source.model, revision, probe)
     _warn(jobs, parts, scan)
@@ -170,8 +172,6 @@ def _warn(jobs: Sequence[FitJob], parts: Sequence[Part], scan: Scan) -> None:
 
 def _part(job: FitJob, scan: Scan) -> Part:
     if isinstance(job.method, VQKV):  # its codebooks are shared by layers: trained after the scan
-        if scan.options.ranks.count > 1:
-            raise UsageError("codebooks of VQKV are not spread over processes: start it without torchrun")
         from .codebooks import TrainPart
 
         return TrainPart(job, scan)
@@ -250,6 +250,9 @@ class LayerPart:
         layers, skipped = self.scan.placed(self.fitted), self.scan.skipped
         self.scheme = Scheme(self.method.windows, self.method.frame, layers, skipped, self.job.selection)
         return self.scheme
+
+    def share(self) -> None:
+        """Nothing: every layer is fitted."""
 
     def finish(self, fingerprint: Fingerprint) -> FitResult:
         scheme = self.scheme
