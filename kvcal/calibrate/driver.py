@@ -111,10 +111,13 @@ def fit_together(
     parts = [_part(job, scan) for job in jobs]
     probes = [part.saved_probe for part in parts if part.saved_probe is not None]
     probe = probes[0] if len(probes) == len(parts) else _scanned(parts, scan)
-    if scan.options.ranks.rank:
+    ranks = scan.options.ranks
+    if ranks.rank and not ranks.hold_one_model:
+        raise ShareDoneError
+    _warn(jobs, parts, scan)
+    if ranks.rank:
         raise ShareDoneError
     fingerprint = Fingerprint.of(source.model, revision, probe)
-    _warn(jobs, parts, scan)
     results = []
     for job, part in zip(jobs, parts, strict=True):
         results.append(part.finish(fingerprint))
@@ -137,7 +140,7 @@ def _scanned(parts: Sequence[Part], scan: Scan) -> tuple[float, ...]:
                 hidden=options.spill,
                 spill_dir=options.spill_dir,
                 timer=scan.timer,
-                ranks=options.ranks,
+                ranks=options.ranks.of_windows,
             )
         )
         for part in parts:
@@ -221,7 +224,7 @@ class LayerPart:
             skipped=scan.skipped,
         )
         batch = scan.options.batch or default_batch(scan.ids.shape[1], scan.device)
-        shards = Shards(len(scan.ids), batch, scan.options.ranks)
+        shards = Shards(len(scan.ids), batch, scan.options.ranks.of_windows)
         width = (self.tokens.stop - self.tokens.start, self.shape.heads * self.shape.dim)
         stores: dict[str, SpillStore] = {}
         for name, buffer in self.method.buffers().items():
@@ -240,6 +243,8 @@ class LayerPart:
             self.carry.stores[name] = stores[buffer]
 
     def layer(self, taps: LayerTaps) -> None:
+        for store in self.carry.stores.values():
+            store.move(taps.device)
         pair, measured = _one_layer(self.method, taps, self.carry, self.done, self.work)
         self.fitted.append(pair)
         self.metrics.append(measured)

@@ -29,6 +29,7 @@ from ..methods.base import Carry, coded_tokens
 from ..methods.calibrated import CalibratedFactors
 from ..methods.registry import CODEC_MAKERS, codes_apart
 from ..methods.statistics import TrainingData
+from ..models.spread import input_device
 from ..report.progress import progress
 from ..report.timing import PhaseTimer
 from .forecast import Forecast, forecasts, least_tokens
@@ -267,7 +268,7 @@ def _balanced(
     """
     if device is None:
         assert isinstance(model, nn.Module)
-        device = next(model.parameters()).device
+        device = input_device(model)
     tokens = {name: span for name, one in schemes.items() if (span := _span(one, ids.shape[1])) is not None}
     names: dict[str, dict[int, str]] = {name: {} for name in schemes}  # by layer
     keys: dict[str, list[Codec | None]] = {name: [None] * len(one.layers) for name, one in schemes.items()}

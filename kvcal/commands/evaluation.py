@@ -17,6 +17,7 @@ from kvcal_artifacts.scheme.subspace import choose, has_subspace
 
 from ..calibrate.checkpoint import BatchCheckpoint, CommandCheckpoint, short
 from ..calibrate.outlier_guard import warnings
+from ..capture.ranks import ShareDoneError, current
 from ..evaluate.canary import Audit, Canary, canary
 from ..evaluate.layers import LayerErrors
 from ..evaluate.perplexity import CacheMaker, Row, evaluate
@@ -25,6 +26,7 @@ from ..models import configuration
 from ..models.hub import one_line
 from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
+from ..models.spread import input_device
 from ..pipeline.gates import Check, Limits, broken_off, check_recorded, check_row
 from ..pipeline.options import EvalOptions
 from ..report.drawn import machine_and_date
@@ -73,11 +75,16 @@ def run_eval(
     tokenizer = tokenizer_for(o, plan.source, plan.origin)
     if tasks and not plan.methods:
         raise UsageError("--task compares caches with full precision: give a bundle, or --preset")
+    if tasks and o.tp_plan is not None:
+        raise UsageError("--task is answered by one process: give --device-map instead of --tp-plan")
     text = evaluation_text(o, plan.source, tokenizer, plan.origin, plan.length, say)
     check_context(plan.source, plan.length, say)
     loaded, makers = _opened(o, plan, say)
     started = time.monotonic()
-    work = CommandCheckpoint("eval", _record(o, plan, loaded.model, text), output=None, resume=o.resume, say=say)
+    record, alone = _record(o, plan, loaded.model, text), not current().hold_one_model
+    if not alone:  # each process keeps figures of its own, and all begin at the first window
+        record["rank"] = current().rank
+    work = CommandCheckpoint("eval", record, output=None, resume=o.resume and alone, say=say)
     with work.until_done():
         measured, broken = _measured(loaded.model, text.ids, makers, o, work, say)
         sound = {name: maker for name, maker in makers.items() if name not in broken}
@@ -87,6 +94,8 @@ def run_eval(
     for line in measured_warnings(o.model, plan.methods, behind):
         say(line)
     checks = _judged(plan, row_names, measured, broken, say) + judged(answered, o.max_score_drop)
+    if current().hold_one_model and current().rank:
+        raise ShareDoneError
     if o.needle_plot is not None:
         from ..report.plots import plot_needle_maps
 
@@ -400,7 +409,7 @@ def run_generate(o: GenerateOptions, say: Say, typed: Collection[str] = ()) -> d
         schemes = schemes_of(loaded.model, methods)
         for line in warnings(loaded.model, guard_window(tokenizer, schemes), schemes):
             say(line)
-    ids = ids.to(loaded.model.device)
+    ids = ids.to(input_device(loaded.model))
     started = time.monotonic()
     where = [ids.device] if ids.is_cuda else []
     with (

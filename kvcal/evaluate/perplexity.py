@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 
+from ..models.spread import input_device
 from ..report.progress import progress
 from .calls import calls, longest_call, segments
 from .divergence import EXACT, Bucket, Reference, Spread, Tokens, standard_error
@@ -127,7 +128,7 @@ def evaluate(
     """
     if ids.shape[1] < 2 or step < 1:
         raise UsageError(f"windows of {ids.shape[1]} tokens in steps of {step}: needs at least 2 and 1")
-    device = next(model.parameters()).device
+    device = input_device(model)
     size = batch or max(1, TOKENS_PER_BATCH.get(device.type, 1 << 13) // ids.shape[1])
     before = None if saved is None else saved.load()
     names = ("full", *caches)
@@ -269,10 +270,10 @@ def _add_full(total: _Sums, numbers: int) -> None:
 
 def _add_cache(total: _Sums, cache: KVCalCache, itemsize: int) -> None:
     """Add a cache's bytes to the sums. itemsize: bytes of the model's dtype, which windows have."""
-    packed, window, bookkeeping = (cache.nbytes(part) for part in ("packed", "window", "bookkeeping"))
+    packed, window, bookkeeping = (cache.processes * cache.nbytes(part) for part in ("packed", "window", "bookkeeping"))
     windows, selection = cache.scheme.windows, cache.scheme.selection
     total.packed += packed
-    total.packed_values += cache.packed_values()
+    total.packed_values += cache.processes * cache.packed_values()
     total.window += window + bookkeeping
     total.at_16_bit += packed + window * 2 // itemsize + bookkeeping
     total.resident = cache.resident_bytes()

@@ -137,6 +137,15 @@ class KVCalCache(Cache):
         return self._compressed
 
     @property
+    def processes(self) -> int:
+        """How many processes of a tensor-parallel model store as much as this one, of other kv heads, with its own."""
+        return 1 if self.head_shard is None or self.why_all_heads is not None else self.head_shard.count
+
+    def of_all_heads(self, x: Tensor) -> Tensor:
+        """What all processes store, (B, H, ...), from what this one does; every process must ask."""
+        return x if self.head_shard is None or self.processes == 1 else self.head_shard.gather(x)
+
+    @property
     def opened(self) -> bool:
         """Whether every row has packed blocks, as far as the host knows; it may not yet know all of them."""
         blocks = self.ledger.blocks  # never changed in place
@@ -280,7 +289,7 @@ class KVCalCache(Cache):
 
     def add_mass(self, mass: Tensor) -> None:
         """Add the attention (B, past + query) that one layer's queries gave to each slot."""
-        if self.head_shard is not None and self.why_all_heads is None:  # every process evicts the same tokens
+        if self.head_shard is not None and self.processes > 1:  # every process evicts the same tokens
             mass = self.head_shard.add(mass)
         self.evicting_ledger.add(mass)
 
