@@ -58,6 +58,11 @@ class Ranks:
         """The processes that windows are shared among."""
         return ALONE if self.hold_one_model else self
 
+    def end_run_of_one_model(self) -> None:
+        """Raise ShareDoneError where another process of the same model writes and prints what this one has, too."""
+        if self.hold_one_model and self.rank:
+            raise ShareDoneError
+
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.count}"
 

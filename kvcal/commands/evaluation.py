@@ -17,7 +17,7 @@ from kvcal_artifacts.scheme.subspace import choose, has_subspace
 
 from ..calibrate.checkpoint import BatchCheckpoint, CommandCheckpoint, short
 from ..calibrate.outlier_guard import warnings
-from ..capture.ranks import ShareDoneError, current
+from ..capture.ranks import current
 from ..evaluate.canary import Audit, Canary, canary
 from ..evaluate.layers import LayerErrors
 from ..evaluate.perplexity import CacheMaker, Row, evaluate
@@ -75,16 +75,11 @@ def run_eval(
     tokenizer = tokenizer_for(o, plan.source, plan.origin)
     if tasks and not plan.methods:
         raise UsageError("--task compares caches with full precision: give a bundle, or --preset")
-    if tasks and o.tp_plan is not None:
-        raise UsageError("--task is answered by one process: give --device-map instead of --tp-plan")
     text = evaluation_text(o, plan.source, tokenizer, plan.origin, plan.length, say)
     check_context(plan.source, plan.length, say)
     loaded, makers = _opened(o, plan, say)
     started = time.monotonic()
-    record, alone = _record(o, plan, loaded.model, text), not current().hold_one_model
-    if not alone:  # each process keeps figures of its own, and all begin at the first window
-        record["rank"] = current().rank
-    work = CommandCheckpoint("eval", record, output=None, resume=o.resume and alone, say=say)
+    work = _checkpoint(o, plan, loaded.model, text, say)
     with work.until_done():
         measured, broken = _measured(loaded.model, text.ids, makers, o, work, say)
         sound = {name: maker for name, maker in makers.items() if name not in broken}
@@ -94,8 +89,7 @@ def run_eval(
     for line in measured_warnings(o.model, plan.methods, behind):
         say(line)
     checks = _judged(plan, row_names, measured, broken, say) + judged(answered, o.max_score_drop)
-    if current().hold_one_model and current().rank:
-        raise ShareDoneError
+    current().end_run_of_one_model()
     if o.needle_plot is not None:
         from ..report.plots import plot_needle_maps
 
@@ -185,6 +179,15 @@ def _opened(o: EvalOptions, plan: Plan, say: Say) -> tuple[LoadedModel, dict[str
         say_coverage(loaded.model, say)
     # refuses bundles of other models
     return loaded, cache_makers(loaded.model, plan.methods, loaded.revision, plan.selection, plan.require)
+
+
+def _checkpoint(o: EvalOptions, plan: Plan, model: Any, text: EvaluationWindows, say: Say) -> CommandCheckpoint:
+    """What a killed evaluation goes on from. Processes that hold one model must run the same windows: each has figures
+    of its own, and all begin at the first.
+    """
+    record, ranks = _record(o, plan, model, text), current()
+    record |= {"rank": ranks.rank} if ranks.hold_one_model else {}
+    return CommandCheckpoint("eval", record, output=None, resume=o.resume and not ranks.hold_one_model, say=say)
 
 
 def _record(o: EvalOptions, plan: Plan, model: Any, text: EvaluationWindows) -> dict[str, Any]:

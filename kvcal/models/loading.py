@@ -25,7 +25,7 @@ from .hub import one_line
 from .memory import is_oom
 from .names import ModelSource
 from .quiet import quiet
-from .spread import WHOLE, Spread, dispatch, held_on, map_for, tensor_parallel
+from .spread import WHOLE, Spread, dispatch, map_for, tensor_parallel, weights_device
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ def _filled(
             except AttributeError:
                 raise UsageError(f"--device-map: {source.label} has no module {name!r}") from None
             if not (tied(model) and part is head_of(model)):  # whose weight is the embedding's
-                weights.fill(part, f"{name}." if name else "", numbers, held_on(place), model)
+                weights.fill(part, f"{name}." if name else "", numbers, weights_device(place), model)
         weights.tie(model)
         dispatch(model, devices)
         return model

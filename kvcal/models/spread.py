@@ -68,15 +68,15 @@ def _parsed(text: str) -> DeviceMap:
     if text in MAPS:
         return text
     try:
-        given = json.loads(text)
+        devices = json.loads(text)
     except ValueError:
-        given = None
-    if not isinstance(given, dict) or not given or not all(type(value) in (str, int) for value in given.values()):
+        devices = None
+    if not isinstance(devices, dict) or not devices or not all(type(one) in (str, int) for one in devices.values()):
         raise UsageError(
             f"--device-map {text[:80]}: allowed are {', '.join(MAPS)}, or a JSON object of devices by names of "
             'modules, as {"model.embed_tokens": 0, …}'
         )
-    return given
+    return devices
 
 
 def map_for(model: CausalLM, device_map: DeviceMap, dtype: torch.dtype) -> dict[str, str | int]:
@@ -91,17 +91,17 @@ def map_for(model: CausalLM, device_map: DeviceMap, dtype: torch.dtype) -> dict[
     if device_map != "sequential":
         low = device_map == "balanced_low_0"
         memory = get_balanced_memory(model, dtype=dtype, no_split_module_classes=whole, low_zero=low)
-    found: dict[str, str | int] = infer_auto_device_map(model, memory, whole, dtype=dtype)
-    return found
+    devices: dict[str, str | int] = infer_auto_device_map(model, memory, whole, dtype=dtype)
+    return devices
 
 
-def held_on(device: str | int) -> torch.device:
+def weights_device(device: str | int) -> torch.device:
     """Where the weights of a part lie that its map gives to a device; those for a disk lie in memory first."""
     return torch.device("cpu") if device == "disk" else torch.device(device)
 
 
 def dispatch(model: CausalLM, device_map: dict[str, str | int]) -> None:
-    """Put accelerate's hooks on a model, its weights being where `held_on` says."""
+    """Put accelerate's hooks on a model, its weights being where `weights_device` says."""
     from accelerate import dispatch_model
 
     names = [name for name, _ in model.named_parameters()]

@@ -83,7 +83,7 @@ class Machine(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMap(Options):
-    """On which devices the layers of a model go that none of them holds alone."""
+    """Devices of a model's layers, where no single one holds the model."""
 
     panel: ClassVar[str] = "Machine"
 
@@ -96,7 +96,7 @@ class DeviceMap(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel(DeviceMap):
-    """Also over processes."""
+    """Processes, too, that share a model's heads."""
 
     panel: ClassVar[str] = "Machine"
 

@@ -243,15 +243,10 @@ class KVCalCache(Cache):
         self.forward.rotate_by(positions, cos, sin)
 
     def on_keys(self, layer: int, keys: Tensor) -> None:
-        self.forward.keys_before[layer] = self._gathered(layer, keys)
+        self.forward.keys_before[layer] = self.layers[layer].site.gather(keys)
 
     def on_queries(self, layer: int, queries: Tensor) -> None:
-        self.forward.queries_before[layer] = self._gathered(layer, queries)
-
-    def _gathered(self, layer: int, x: Tensor) -> Tensor:
-        target = self.layers[layer]
-        assert isinstance(target, KVCalLayer)
-        return target.site.gather(x)
+        self.forward.queries_before[layer] = self.layers[layer].site.gather(queries)
 
     @torch.no_grad()
     def on_attention(self, layer: int, hidden: Tensor, mask: Tensor | None) -> Tensor | None:
