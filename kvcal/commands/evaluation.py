@@ -150,6 +150,8 @@ def _planned(
     source = resolve(o.model, o.revision)
     origin = text_for(o, source, "evaluation")
     check_column(o.column, origin)
+    if o.task and o.tp_plan is not None:
+        raise UsageError("--task is answered by one process: give --device-map instead of --tp-plan")
     say(f"text: {origin}")
     require = kernels_required(o)
     hashes = _hashes(methods)

@@ -46,8 +46,6 @@ def lengths_of(text: str | None) -> tuple[int, ...]:
 def task_names(o: EvalOptions) -> list[str]:
     """The names of --task. Raises UsageError for options that no task takes, before any work."""
     names = list(dict.fromkeys(part.strip() for names in o.task or [] for part in names.split(",") if part.strip()))
-    if names and o.tp_plan is not None:
-        raise UsageError("--task is answered by one process: give --device-map instead of --tp-plan")
     if not names:
         idle = ("limit", "lengths", "tasks_path", "allow_code", "chat", "needle_plot", "max_score_drop")
         for name in idle:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvcal_artifacts import hf
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 
 from ..models.spread import input_device
@@ -195,7 +196,7 @@ def _one_batch(
                     row_logits = _log_probabilities(model, ids[:, first:last], cache, count)
                     batches[name].add(row_logits, reference.part(first - start, first - start + count), first)
             advance(stop - start)
-        _add_full(sums["full"], full.numbers())
+        _add_full(sums["full"], full.numbers() * hf.head_processes(model))
         for name, cache in caches.items():
             _add_cache(sums[name], cache, model.dtype.itemsize)
         for name, batch in batches.items():

@@ -195,6 +195,12 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
     return [attention_site(decoder, index) for index in range(decoder.config.num_hidden_layers) if index not in skipped]
 
 
+def head_processes(model: nn.Module) -> int:
+    """Among how many processes the heads of a model are divided (tp_plan)."""
+    shards = [site.shard for site in attention_sites(model)[:1]]
+    return 1 if not shards or shards[0] is None else shards[0].count
+
+
 def attention_site(decoder: Decoder, index: int) -> AttentionSite:
     """The site of one layer. Raises UnsupportedModel for one that is not understood."""
     config, layer = decoder.config, decoder.layers[index]
