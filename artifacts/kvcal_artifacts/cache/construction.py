@@ -9,6 +9,7 @@ from torch import nn
 from .. import hf
 from ..errors import KVCalError
 from ..paths import choose
+from ..paths.choose import PathKind
 from ..scheme import LayerCodecs, Scheme
 from .statistics import statistic
 from .whole_cache import WholeCache
@@ -69,8 +70,8 @@ def asks_queries(pair: LayerCodecs) -> bool:
 
 def require_kernels(cache: WholeCache) -> None:
     """Raises KernelsUnavailable where a layer, as far as it can be known before keys come, takes no kernel."""
-    paths = [(layer.index, layer.paths) for layer in cache.compressed_layers]
-    choose.require([(index, path.refused) for index, path in paths if path.refused and path.dequantiser is None])
+    paths = [(layer.index, layer.read_path) for layer in cache.compressed_layers]
+    choose.require([(index, path.refused or "") for index, path in paths if path.kind is PathKind.DECODED])
 
 
 def hooks(cache: WholeCache) -> hf.Hooks:

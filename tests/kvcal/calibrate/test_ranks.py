@@ -158,8 +158,11 @@ SECONDS = 3  # that ranks wait
 
 
 def broken(how: str) -> int:
-    """What becomes of rank 0 where rank 1 ends, hangs, or differs."""
+    """What becomes of rank 0 where rank 1 ends, hangs, differs, or is not there at all."""
     os.environ["KVCAL_RANK_TIMEOUT"] = f"{SECONDS}"
+    if how == "absent" and os.environ["RANK"] == "1":
+        time.sleep(2 * SECONDS)
+        return 1
     try:
         with joined("cpu") as ranks:
             if how == "differs":
@@ -178,7 +181,12 @@ def broken(how: str) -> int:
 @pytest.mark.parametrize(
     ("how", "line"),
     [
-        ("ends", "rank 1 of 2"),
+        ("ends", "rank 1 of 2 ended; torchrun's report says why"),
+        pytest.param(
+            "absent",
+            f"rank 1 of 2 did not come within {SECONDS} s (KVCAL_RANK_TIMEOUT): it hangs, or has ended",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "hangs",
             f"rank 1 of 2 did not come within {SECONDS} s (KVCAL_RANK_TIMEOUT): it hangs, or has ended",
@@ -188,10 +196,43 @@ def broken(how: str) -> int:
     ],
 )
 def test_one_rank_says_what_is_wrong_with_another(tmp_path: Path, how: str, line: str) -> None:
-    ends = in_ranks(2, lambda: broken(how), tmp_path, timeout=20)
+    agent = agents_store()
+    ends = in_ranks(2, lambda: broken(how), tmp_path, timeout=20, port=agent.port)
     told = [text for _, text in ends if text and not text.startswith("LinePrintedError")]
     assert ends[0][0] == 1
     assert any(line in text for text in told), ends
     if how == "differs":
         assert [code for code, _ in ends] == [1, 1]
         assert len(told) == 1, ends
+
+
+def agents_store() -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def attempt(number: int) -> int:
+    """The first attempt loses rank 1 once both have met; the second is started as torchrun's agent restarts."""
+    os.environ["KVCAL_RANK_TIMEOUT"] = "20"
+    try:
+        with joined("cpu") as ranks:
+            ranks.meet()
+            if number == 0 and ranks.rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            print(ranks.agree(f"attempt {number}, {ranks.count} ranks"))
+    except KVCalError as error:
+        print(f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def test_processes_that_were_restarted_do_not_meet_the_dead(tmp_path: Path) -> None:
+    """As after `torchrun --max-restarts`: the agent's store holds what the first attempt wrote."""
+    agent = agents_store()
+    ends = in_ranks(2, lambda: attempt(0), tmp_path, port=agent.port)
+    assert [code for code, _ in ends] == [1, -signal.SIGKILL], ends
+    assert "rank 1 of 2 ended; torchrun's report says why" in ends[0][1]
+    for count in (2, 3):  # rank 0 of before may be another node's now, and there may be more
+        ends = in_ranks(count, lambda: attempt(1), tmp_path, port=agent.port)
+        assert ends == [(0, f"attempt 1, {count} ranks\n")] * count
