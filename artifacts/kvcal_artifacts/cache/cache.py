@@ -79,9 +79,8 @@ class KVCalCache(Cache):
             warnings.warn(caveat, stacklevel=2)
         if max_length is not None:
             self.caveats = [*self.caveats, *device_steps.caveats(scheme)]
-        sites = {site.index: site for site in hf.attention_sites(model)}
         self.whole_scheme = scheme  # of all heads, of which this process may have a part
-        scheme, sites, self.head_shard, self.why_all_heads = construction.local_heads(scheme, sites)
+        scheme, sites, self.head_shard, self.why_all_heads = construction.local_heads(scheme, model)
         self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
         self.model, self.max_length, self.kernels, self.require_kernels = model, max_length, kernels, require_kernels
         before = scheme.frame == "pre_rope"

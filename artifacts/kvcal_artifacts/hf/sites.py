@@ -196,7 +196,7 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
 
 
 def head_processes(model: nn.Module) -> int:
-    """Among how many processes the heads of a model are divided (tp_plan)."""
+    """Count the processes among which tp_plan divides a model's heads."""
     shards = [site.shard for site in attention_sites(model)[:1]]
     return 1 if not shards or shards[0] is None else shards[0].count
 
