@@ -20,6 +20,7 @@ from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint
 from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, coverage
+from kvcal_kernels.device import on
 
 from ..capture.checks import check_model
 from ..capture.ranks import RankEndedError, ShareDoneError
@@ -148,10 +149,11 @@ def _scanned(parts: Sequence[Part], scan: Scan) -> tuple[float, ...]:
         with progress("Fitting layers", total=len(capture)) as advance:
             for taps in capture:
                 probe += taps.probe
-                for part in parts[:-1]:
-                    with taps.shared() as shared:
-                        part.layer(shared)
-                parts[-1].layer(taps)  # runs the whole layer in its own last pass
+                with on(taps.device):  # which kernels are launched on
+                    for part in parts[:-1]:
+                        with taps.shared() as shared:
+                            part.layer(shared)
+                    parts[-1].layer(taps)  # runs the whole layer in its own last pass
                 advance()
     return probe
 

@@ -22,6 +22,7 @@ from kvcal_artifacts.codecs import Context, Exact
 from kvcal_artifacts.errors import NonFiniteError
 from kvcal_artifacts.hf import AttentionSite, Decoder, attention_site, check_frame
 from kvcal_artifacts.scheme import Scheme
+from kvcal_kernels.device import on
 
 from ..capture.call import LayerCall, call_layer, check_rotation
 from ..capture.checks import check_finite
@@ -93,11 +94,12 @@ def forecasts(
                 run.move(moved[id(run.x)])
             x = moved[id(x)]
             try:
-                if index in capture.skipped:
-                    x = _uncompressed_layer(capture, index, layer, x, runs)
-                else:
-                    x, ratio = _compressed(capture, index, layer, x, runs)
-                    worst = max(worst, (ratio, index))
+                with on(where):
+                    if index in capture.skipped:
+                        x = _uncompressed_layer(capture, index, layer, x, runs)
+                    else:
+                        x, ratio = _compressed(capture, index, layer, x, runs)
+                        worst = max(worst, (ratio, index))
             finally:
                 capture.source.free_layer(index)
             check_finite(x, f"layer {index}, its output", slice(0, len(ids)))

@@ -23,6 +23,7 @@ from kvcal_artifacts.codecs import Codec, Predicted, Role
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.hf import config_of
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_kernels.device import on
 
 from ..capture.scan import Capture, LayerSource, WholeModel
 from ..methods.base import Carry, coded_tokens
@@ -282,7 +283,8 @@ def _balanced(
                     if pair is not None and factors is not None:
                         carry = Carry(len(ids), span, pair.key.shape, PhaseTimer())
                         data = TrainingData(taps.index, "key", scheme.windows, scheme.frame, taps, carry)
-                        keys[name][taps.index] = factors.learn(data)
+                        with on(taps.device):
+                            keys[name][taps.index] = factors.learn(data)
                         names[name][taps.index] = f"{factors.codec}-{factors.rule}"
     return {name: _tried_balanced(one, keys[name], names[name]) for name, one in schemes.items()}
 

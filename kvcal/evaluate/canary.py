@@ -22,6 +22,7 @@ from kvcal_artifacts.cache import KVCalCache, KVCalLayer, copying
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.errors import GateFailed
 from kvcal_artifacts.storage import block_store
+from kvcal_kernels.device import on
 
 from ..models.spread import input_device
 from .layers import ROLES, Figure
@@ -162,7 +163,8 @@ class Audit:
 
 def decoded(cache: KVCalCache, layer: KVCalLayer, packed: list[Packed]) -> tuple[Tensor, Tensor]:
     """Keys and values (B, H, T, D) float32 of these blocks as the layer would decode them in the current call."""
-    with torch.no_grad(), torch.autocast(layer.window[0].device.type, enabled=False):
+    device = layer.window[0].device
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), on(device):
         return layer.decode(packed, cache.old_context(layer.index))
 
 
