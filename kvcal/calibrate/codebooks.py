@@ -27,15 +27,16 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
 from ..capture.scan import LayerTaps
-from ..methods.codebooks import StageReport, subtract, train_stage
+from ..methods.codebooks import StageReport, train_stage
+from ..methods.training_vectors import TrainingVectors, VectorShards, subtract
 from ..methods.vqkv import VQKV, band_split, peak_memory, quantisers, reconstruction_errors
 from ..report.progress import progress
 from ..report.timing import PhaseTimer
 from .job import FitJob, FitResult, Scan
 from .needs import few_vectors
 from .outlier_guard import say_forecasts
-from .sampled_vectors import Collection, Say, Vectors
-from .stage_checkpoint import StageCheckpoint
+from .sampled_vectors import Collection, Sample, Say, Vectors
+from .stage_checkpoint import FollowersStages, StageCheckpoint
 
 if TYPE_CHECKING:
     from ..text.token_windows import Windows
@@ -66,16 +67,34 @@ class TrainPart:
         for line in few_vectors(self.method, vectors):
             scan.say(line)
         self.record = scan.record(job)
-        self.work = StageCheckpoint(job.output, self.record, scan.options.resume)
-        self.layers = len(scan.compressed)
-        self.collected = Collection(self.method, len(scan.text.train), self.shape.heads, self.layers)
-        self.collected.parts = self.work.samples(self.layers, scan.device)
+        ranks = scan.options.ranks
+        ranks.check_same(self.record)
+        self.work = (
+            StageCheckpoint(job.output, self.record, scan.options.resume)
+            if ranks.rank == 0
+            else FollowersStages(job.output, self.record)
+        )
+        self.layers, self.saved, self.keeping = len(scan.compressed), 0, ranks.rank == 0
+        length, train = scan.ids.shape[1], len(scan.text.train)
+        self.collected = Collection(self.method, train, self.shape.heads, self.layers, length, ranks)
+        self._take_saved()
         self.saved_probe = self.collected.probe if self.collected.parts else None
-        self.keeping = True
         if self.saved_probe is not None:
             scan.say(f"resuming with the vectors of all {self.layers} layers from {self.work.folder}")
         if done := self.work.count():
             scan.say(f"resuming after {done} stages from {self.work.folder}")
+
+    def _take_saved(self) -> None:
+        """Take the vectors that an earlier run kept, those of all layers or none."""
+        ranks = self.scan.options.ranks
+        if not ranks.agree(self.work.has_samples(self.layers)):
+            return
+        for layer in range(self.layers):
+            [sample] = ranks.agree([self.work.sample(layer, self.scan.device)])
+            if sample is None:
+                self.collected.parts.clear()
+                return
+            self.collected.take(sample)
 
     def open(self, stack: ExitStack) -> None:
         """Nothing is held that must be closed."""
@@ -83,14 +102,14 @@ class TrainPart:
     def layer(self, taps: LayerTaps) -> None:
         if self.saved_probe is not None:
             return
-        self.collected.add(taps)
+        sample = self.collected.sample(taps)
+        self.collected.take(sample)
         if self.keeping:
-            self._keep(taps.place)
+            self._keep(taps.place, sample)
 
-    def _keep(self, layer: int) -> None:
-        """The newest sample on disk, if the disk has room for all of them; said once where it has not."""
-        sample, folder = self.collected.parts[-1], self.work.folder
-        size = sample.nbytes * self.layers
+    def _keep(self, layer: int, sample: Sample) -> None:
+        """A layer's sample on disk, if the disk has room for all of them; said once where it has not."""
+        folder, size = self.work.folder, sample.nbytes * self.layers
         try:
             free = shutil.disk_usage(folder.parent).free
             if not layer and size > free * DISK_PART:
@@ -101,19 +120,19 @@ class TrainPart:
             self.work.drop_samples()
             self.scan.say(f"note: vectors are not kept, a killed run collects them again: {error}")
             return
+        self.saved += sample.nbytes
         if layer + 1 == self.layers:
-            saved = sum(part.nbytes for part in self.collected.parts)
             self.scan.say(
-                f"vectors of all {self.layers} layers, {saved / 1e6:,.1f} MB, wait in {folder} until training is done"
+                f"vectors of all {self.layers} layers, {self.saved / 1e6:,.1f} MB, wait in {folder} until training is "
+                "done"
             )
 
     def complete(self) -> None:
         """Codebooks are trained in `finish`, so that bundles before it are written first."""
 
     def finish(self, fingerprint: Fingerprint) -> TrainResult:
-        vectors, compressed = self.collected.vectors(self.scan.say), self.scan.compressed
-        run = Run(self.method, vectors, self.work, self.scan.timer, self.scan.say, compressed)
-        layers = self.scan.placed(run.layers(self.shape))
+        run, codecs = self._trained()
+        layers = self.scan.placed(codecs)
         scheme = Scheme(self.method.windows, self.method.frame, layers, self.scan.skipped, self.job.selection)
         bundle = Bundle(fingerprint, scheme, self.record, run.metrics(scheme), self.job.output)
         say_forecasts(self.scan, {bundle.name: scheme})
@@ -129,6 +148,15 @@ class TrainPart:
             resumed_stages=run.resumed,
             peak_bytes=peak_memory(self.scan.device),
         )
+
+    def share(self) -> None:
+        self._trained()
+
+    def _trained(self) -> tuple[Run, list[LayerCodecs]]:
+        """The training, which is over, and the codecs of the compressed layers."""
+        vectors = self.collected.vectors(self.scan.say)
+        run = Run(self.method, vectors, self.work, self.scan.timer, self.scan.say, self.scan.compressed)
+        return run, run.layers(self.shape)
 
 
 def _check_enough(method: VQKV, text: Windows, layers: int, heads: int) -> int:
@@ -189,30 +217,34 @@ class Run:
 
     def _group(self, layers: range) -> tuple[list[list[int]], dict[str, Tensor]]:
         """Bands and codebooks of some neighbouring layers that share them."""
-        train, holdout = self._slice(self.vectors.train_of, layers), self._slice(self.vectors.holdout_of, layers)
+        holdout = self._slice(self.vectors.holdout_of, layers)
+        keys, values = self._vectors("key", layers), self._vectors("value", layers)
         suffix = "" if self.method.shared else f"-layer-{layers.start:04d}"
         label = f"{self.method.training.seed}{suffix}"
         with self.timer("split"):
-            bands = self._bands(self.vectors.keys[train], self.vectors.holdout_keys[holdout], label, layers)
+            bands = self._bands(keys, self.vectors.holdout_keys[holdout], label, layers)
         books: dict[str, Tensor] = {}
         for name, (stages, size) in quantisers(self.method).items():
-            role = "value" if name == "value" else "key"
-            dims = list(range(self.vectors.values.shape[1])) if role == "value" else bands[name == "high"]
-            x, rest = self._part(role, train, dims), self._part(f"holdout_{role}", holdout, dims).clone()
+            role, whole = ("value", values) if name == "value" else ("key", keys)
+            dims = list(range(values.dim)) if role == "value" else bands[name == "high"]
+            x = whole if len(dims) == whole.dim else whole.columns(dims)  # all of them: the vectors are consumed
+            columns = torch.tensor(dims, device=x.device)
+            rest = getattr(self.vectors, f"holdout_{role}s")[holdout][:, columns]
             books[name] = self._quantiser(f"{name}{suffix}", f"{label}:{name}", x, rest, stages, size)
-            self.residuals[role][holdout.start : holdout.stop, torch.tensor(dims, device=rest.device)] = rest
+            self.residuals[role][holdout.start : holdout.stop, columns] = rest
         return bands, books
 
     def _slice(self, parts: list[slice], layers: range) -> slice:
         return slice(parts[layers.start].start, parts[layers.stop - 1].stop)
 
-    def _part(self, role: str, rows: slice, dims: list[int]) -> Tensor:
-        """Some dimensions of some vectors (n, len(dims)); all of them: no copy, and the vectors are consumed."""
-        x: Tensor = getattr(self.vectors, f"{role}s")[rows]
-        return x if len(dims) == x.shape[1] else x[:, torch.tensor(dims, device=x.device)]
+    def _vectors(self, role: str, layers: range) -> TrainingVectors:
+        """Training vectors of neighbouring layers, not copied."""
+        local: Tensor = getattr(self.vectors, f"{role}s")[self._slice(self.vectors.train_of, layers)]
+        total = sum(self.vectors.totals[layer] for layer in layers)
+        return TrainingVectors(local, VectorShards(total, self.vectors.ranks))
 
-    def _bands(self, keys: Tensor, holdout: Tensor, label: str, layers: range) -> list[list[int]]:
-        dim = keys.shape[1]
+    def _bands(self, keys: TrainingVectors, holdout: Tensor, label: str, layers: range) -> list[list[int]]:
+        dim = keys.dim
         high = self.method.high_dims(dim)
         if not high:
             return band_split(torch.zeros(dim), torch.zeros(dim), 0, 0, self.method.split)
@@ -229,7 +261,7 @@ class Run:
         self.say(f"bands: {len(bands[0])} low, {high} high dimensions, the worst reconstructed: {bands[1]}")
         return bands
 
-    def _quantiser(self, job: str, label: str, x: Tensor, holdout: Tensor, stages: int, size: int) -> Tensor:
+    def _quantiser(self, job: str, label: str, x: TrainingVectors, holdout: Tensor, stages: int, size: int) -> Tensor:
         """Codebooks (S, k, d) float16 on the CPU; x and held become what they leave."""
         energy = float(holdout.double().square().sum())
         books = []
@@ -242,18 +274,20 @@ class Run:
         return torch.stack(books)
 
     def _stage(
-        self, job: str, label: str, x: Tensor, holdout: Tensor, energy: float, stage: int, size: int
+        self, job: str, label: str, x: TrainingVectors, holdout: Tensor, energy: float, stage: int, size: int
     ) -> tuple[Tensor, StageReport]:
-        if (saved := self.work.load(job, stage)) is not None:
+        ranks = self.vectors.ranks
+        [saved] = ranks.agree([self.work.load(job, stage)])
+        if saved is not None:
             book, report = saved[0].to(x.device), saved[1]
-            subtract(x, book)
-            subtract(holdout, book)
+            x.subtract(book)
+            subtract(holdout, book, ranks)
             self.resumed += 1
             return book, report
         started = time.monotonic()
         book, report = train_stage(x, holdout, energy, stage, size, f"{label}:{stage}", self.method.training)
-        subtract(holdout, book)
-        report.used = subtract(x, book)
+        subtract(holdout, book, ranks)
+        report.used = x.subtract(book)
         report.seconds = round(time.monotonic() - started, 2)
         self.work.keep(job, book, report)
         self.say(
@@ -272,7 +306,7 @@ class Run:
             "paper_bits_per_value": round(scheme.paper_bits(), 6),
             "paper_compression": round(self.method.paper_compression(dim), 6),
             "codebook_bytes": scheme.resident_bytes(),
-            "train_vectors": len(self.vectors.keys),
+            "train_vectors": sum(self.vectors.totals),
             "holdout_vectors": len(self.vectors.holdout_keys),
             "bands": self.splits,
             "stages": [{name: value for name, value in row.items() if name != "seconds"} for row in self.rows],

@@ -113,12 +113,15 @@ def fit_together(
     probes = [part.saved_probe for part in parts if part.saved_probe is not None]
     probe = probes[0] if len(probes) == len(parts) else _scanned(parts, scan)
     ranks = scan.options.ranks
-    if ranks.rank and not ranks.hold_one_model:
-        raise ShareDoneError
-    _warn(jobs, parts, scan)
+    if ranks.hold_one_model:  # which all of them must run
+        _warn(jobs, parts, scan)
     if ranks.rank:
+        for part in parts:
+            part.share()
         raise ShareDoneError
     fingerprint = Fingerprint.of(source.model, revision, probe)
+    if not ranks.hold_one_model:
+        _warn(jobs, parts, scan)
     results = []
     for job, part in zip(jobs, parts, strict=True):
         results.append(part.finish(fingerprint))
@@ -175,8 +178,8 @@ def _warn(jobs: Sequence[FitJob], parts: Sequence[Part], scan: Scan) -> None:
 
 def _part(job: FitJob, scan: Scan) -> Part:
     if isinstance(job.method, VQKV):  # its codebooks are shared by layers: trained after the scan
-        if scan.options.ranks.count > 1:
-            raise UsageError("codebooks of VQKV are not spread over processes: start it without torchrun")
+        if scan.options.ranks.hold_one_model:
+            raise UsageError("codebooks of VQKV are not trained on heads of several processes (tp_plan)")
         from .codebooks import TrainPart
 
         return TrainPart(job, scan)
@@ -257,6 +260,9 @@ class LayerPart:
         layers, skipped = self.scan.placed(self.fitted), self.scan.skipped
         self.scheme = Scheme(self.method.windows, self.method.frame, layers, skipped, self.job.selection)
         return self.scheme
+
+    def share(self) -> None:
+        """Nothing: every layer is fitted."""
 
     def finish(self, fingerprint: Fingerprint) -> FitResult:
         scheme = self.scheme

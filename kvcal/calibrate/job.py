@@ -145,3 +145,6 @@ class Part(Protocol):
 
     def finish(self, fingerprint: Fingerprint) -> FitResult:
         """Write the bundle. Called after `complete`, when hidden states and reconstructions are freed."""
+
+    def share(self) -> None:
+        """What ranks other than 0 do of `finish`."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from ..capture.ranks import ALONE, Ranks
 from ..capture.scan import Capture, LayerTaps
+from ..capture.shards import ShardSums
 from ..methods.hashing import spread
+from ..methods.training_vectors import VectorShards
 from ..methods.vqkv import VQKV, band_split, two_scales
 from ..report.progress import tracked
 
@@ -20,9 +23,10 @@ Say = Callable[[str], None]
 
 @dataclass
 class Vectors:
-    """Sampled vectors of all layers, layer after layer. keys, values (n, D) in the working dtype, bfloat16 on a GPU and
-    float32 elsewhere; holdout_* (m, D) float32; all divided by their layer's scales. holdout_layer, holdout_head: of
-    each held-out vector.
+    """Sampled vectors of all layers, layer after layer. keys, values (n, D): those that this rank holds, in the working
+    dtype, bfloat16 on a GPU and float32 elsewhere; holdout_* (m, D) float32, which every rank has; all divided by their
+    layer's scales. train_of: each layer's among keys and values; totals: how many all ranks have of each layer.
+    holdout_layer, holdout_head: of each held-out vector.
     """
 
     keys: Tensor
@@ -33,28 +37,33 @@ class Vectors:
     holdout_head: Tensor
     train_of: list[slice]
     holdout_of: list[slice]
+    totals: list[int]
     rotary: int
     scales: list[dict[str, Tensor | None]] = field(default_factory=list)
     probe: tuple[float, ...] = ()
+    ranks: Ranks = ALONE
 
 
 def collect(method: VQKV, capture: Capture, train: int, heads: int, say: Say = lambda line: None) -> Vectors:
     """A Collection of all layers of a capture that serves nothing else."""
-    collection = Collection(method, train, heads, len(capture))
+    collection = Collection(method, train, heads, len(capture), capture.length, capture.shards.ranks)
     for taps in tracked(capture, "Reading layers", len(capture)):
-        collection.add(taps)
+        collection.take(collection.sample(taps))
     return collection.vectors(say)
 
 
 class Collection:
     """A seeded sample of method.vectors keys and as many values from the first `train` windows, fewer if there are
-    fewer, and a held-out one from the others; the sink's tokens are never taken.
+    fewer, and a held-out one from the others; the sink's tokens are never taken. length: tokens a window; ranks: the
+    processes that divide the vectors.
     """
 
-    def __init__(self, method: VQKV, train: int, heads: int, layers: int) -> None:
-        self.method, self.train, self.heads, self.layers = method, train, heads, layers
+    def __init__(self, method: VQKV, train: int, heads: int, layers: int, length: int, ranks: Ranks = ALONE) -> None:
+        self.method, self.train, self.heads, self.layers, self.ranks = method, train, heads, layers, ranks
         self.parts: list[Sample] = []
         self.holdout = max(HOLDOUT_LEAST, min(HOLDOUT_MOST, method.vectors // HOLDOUT_PART))
+        every = train * heads * (length - method.sink)  # vectors of a layer
+        self.totals = [min(every, _share(method.vectors, layers, layer)) for layer in range(layers)]
 
     @property
     def rotary(self) -> int:
@@ -66,15 +75,26 @@ class Collection:
         """The fingerprint's, of what was collected."""
         return tuple(number for part in self.parts for number in part.probe)
 
-    def add(self, taps: LayerTaps) -> None:
+    def sample(self, taps: LayerTaps) -> Sample:
+        """The next layer's vectors, all of them on every rank; to be given to `take`."""
         before = self.rotary
         sample = LayerSample(self.method, taps, self.train, self.heads, self.layers, self.holdout).gather()
-        self.parts.append(sample)
         if sample.rotary and not before:
             none = torch.zeros(taps.site.head_dim)
             # Refuses what does not fit its pairs.
             band_split(none, none, self.method.high, sample.rotary, self.method.split)
         sample.probe = taps.probe
+        return sample
+
+    def take(self, sample: Sample) -> None:
+        """Hold the next layer's sample; of training vectors those that are this rank's."""
+        layer = len(self.parts)
+        if self.method.shared:
+            shards, start = VectorShards(sum(self.totals), self.ranks), sum(self.totals[:layer])
+        else:
+            shards, start = VectorShards(self.totals[layer], self.ranks), 0
+        keys, values = shards.select(sample.keys, start), shards.select(sample.values, start)
+        self.parts.append(replace(sample, keys=keys, values=values))
 
     def vectors(self, say: Say) -> Vectors:
         """What was sampled; the parts are given back."""
@@ -89,12 +109,14 @@ class Collection:
             holdout_head=torch.cat([p.holdout_head for p in parts]),
             train_of=list(_runs([len(p.keys) for p in parts])),
             holdout_of=list(_runs([len(p.holdout_keys) for p in parts])),
+            totals=self.totals,
             rotary=rotary,
             scales=[p.scales for p in parts],
             probe=probe,
+            ranks=self.ranks,
         )
-        if len(vectors.keys) < self.method.vectors:
-            say(f"note: {len(vectors.keys)} vectors, all that these windows have, not {self.method.vectors}")
+        if sum(self.totals) < self.method.vectors:
+            say(f"note: {sum(self.totals)} vectors, all that these windows have, not {self.method.vectors}")
         return vectors
 
 
@@ -142,6 +164,25 @@ class Sample:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
+@dataclass
+class _Taken:
+    """What a pass over windows takes of a layer: vectors for training and held out, in window order, and sums of
+    squares float64 (H, D) of k, v and q.
+    """
+
+    picked: dict[str, list[Picked]] = field(default_factory=lambda: {"train": [], "held": []})
+    squares: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, tap: str, square: Tensor) -> None:
+        self.squares[tap] = self.squares[tap] + square if tap in self.squares else square
+
+    def merge(self, other: _Taken) -> None:
+        for name, picked in other.picked.items():
+            self.picked[name] += picked
+        for tap, square in other.squares.items():
+            self.add(tap, square)
+
+
 class LayerSample:
     """One layer's sample, in one pass over the windows."""
 
@@ -155,26 +196,23 @@ class LayerSample:
 
     def gather(self) -> Sample:
         """Run the layer once; what was picked, divided by its scales."""
-        taken: dict[str, list[Picked]] = {"train": [], "held": []}
-        squares: dict[str, Tensor] = {}
-        cuda = False
-        for batch in self.taps.batches(self.method.taps, self.method.frame, advance=True):
+        sums = ShardSums(_Taken)
+        for batch in self.taps.batches(self.method.taps, self.method.frame, advance=True, sums=sums):
             assert batch.k is not None and batch.v is not None
             for name, places in self.places.items():
-                taken[name].append(self._pick(batch.k, batch.v, places, batch.rows))
-            cuda = batch.k.is_cuda
+                sums.part.picked[name].append(self._pick(batch.k, batch.v, places, batch.rows))
             fitted = max(0, self.windows - batch.rows.start)
             for tap, x in (("k", batch.k), ("v", batch.v), ("q", batch.q)):
                 if x is not None and fitted:
-                    square = self._squares(x[:fitted])
-                    squares[tap] = squares[tap] + square if tap in squares else square
-        mean = {name: total / (self.windows * self.tokens) for name, total in squares.items()}
+                    sums.part.add(tap, self._squares(x[:fitted]))
+        taken = sums.total
+        mean = {name: total / (self.windows * self.tokens) for name, total in taken.squares.items()}
         self.scales = two_scales(self.method, mean["k"], mean["v"], mean.get("q"))
-        fitted = self._scaled(taken["train"], torch.bfloat16 if cuda else torch.float32)
-        holdout = self._scaled(taken["held"], torch.float32)
+        working = torch.bfloat16 if self.taps.device.type == "cuda" else torch.float32
+        train, holdout = self._scaled(taken.picked["train"], working), self._scaled(taken.picked["held"], torch.float32)
         scales = {name: None if s is None else s.cpu() for name, s in self.scales.items()}
         rotary = 0 if self.taps.rope is None else self.taps.rope[0].shape[-1]
-        return Sample(fitted.keys, fitted.values, holdout.keys, holdout.values, holdout.head, scales, rotary)
+        return Sample(train.keys, train.values, holdout.keys, holdout.values, holdout.head, scales, rotary)
 
     def _places(self, name: str, first: int, stop: int, count: int) -> Tensor:
         """Sorted numbers of (window, head, token) among all, windows counted from the first of the text."""

@@ -13,12 +13,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from kvcal_artifacts.bundle.canonical import canonical, tensor_bytes
+from kvcal_artifacts.bundle.canonical import canonical, sha256_text, tensor_bytes
 from kvcal_artifacts.checked import Json
 from kvcal_artifacts.files import check_regular, write_atomically
 
 from ..methods.codebooks import StageReport
-from .checkpoint import LayerCheckpoint
+from .checkpoint import LayerCheckpoint, partial_folder
 from .sampled_vectors import Sample
 
 Restored = TypeVar("Restored")
@@ -46,22 +46,21 @@ class StageCheckpoint(LayerCheckpoint):
     def keep(self, job: str, book: Tensor, report: StageReport) -> None:
         self._write(self._stage(job, report.stage), {"codewords": book}, {"report": vars(report)})
 
-    def samples(self, layers: int, device: torch.device) -> list[Sample]:
-        """Vectors of all layers as they were kept; none if one is missing or damaged: they come from one run."""
-        if not all(self._sample(layer).exists() for layer in range(layers)):
-            return []
+    def has_samples(self, layers: int) -> bool:
+        """Whether vectors of all layers were kept; they may be damaged."""
+        return all(self._sample(layer).exists() for layer in range(layers))
+
+    def sample(self, layer: int, device: torch.device) -> Sample | None:
+        """A layer's vectors as they were kept; None where they are missing or damaged: others are of no use then, as
+        all come from one run.
+        """
 
         def sample_of(tensors: dict[str, Tensor], record: dict[str, Any]) -> Sample:
             vectors = {name: tensors[name].to(device) for name in Sample.VECTORS}
             scales = {role: tensors.get(f"scales.{role}") for role in record["roles"]}
             return Sample(**vectors, scales=scales, rotary=record["rotary"], probe=tuple(record["probe"]))
 
-        samples: list[Sample] = []
-        for layer in range(layers):
-            if (sample := self._read(self._sample(layer), sample_of)) is None:
-                return []
-            samples.append(sample)
-        return samples
+        return self._read(self._sample(layer), sample_of)
 
     def keep_sample(self, layer: int, sample: Sample) -> None:
         record: dict[str, Json] = {"roles": list(sample.scales), "rotary": sample.rotary, "probe": sample.probe}
@@ -95,6 +94,28 @@ class StageCheckpoint(LayerCheckpoint):
 
     def _sample(self, layer: int) -> Path:
         return self.folder / f"vectors.{layer:04d}.safetensors"
+
+
+class FollowersStages(StageCheckpoint):
+    """The checkpoint of a rank that keeps nothing, because rank 0 does; what is there it hears from that one."""
+
+    def __init__(self, output: Path, record: Mapping[str, Json]) -> None:
+        self.folder, self.key = partial_folder(output), sha256_text(canonical(record))
+
+    def count(self) -> int:
+        return 0
+
+    def has_samples(self, layers: int) -> bool:
+        return False
+
+    def drop_samples(self) -> None: ...
+
+    def remove(self) -> None: ...
+
+    def _write(self, path: Path, tensors: dict[str, Tensor], record: Mapping[str, Json]) -> None: ...
+
+    def _read(self, path: Path, make: Callable[[dict[str, Tensor], dict[str, Any]], Restored]) -> Restored | None:
+        return None
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

@@ -12,7 +12,7 @@ import pickle
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +30,7 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from .attempt import MissingRanksError, attempt_store
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 TIMEOUT = "KVCAL_RANK_TIMEOUT"
 SECONDS = 1800  # that ranks wait for each other: torch's own default for gloo
@@ -63,11 +64,6 @@ class Ranks:
         """The processes that windows are shared among."""
         return ALONE if self.hold_one_model else self
 
-    def end_run_of_one_model(self) -> None:
-        """Raise ShareDoneError where another process of the same model writes and prints what this one has, too."""
-        if self.hold_one_model and self.rank:
-            raise ShareDoneError
-
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.count}"
 
@@ -99,6 +95,31 @@ class Ranks:
             return value
         received: T = _Unpickler(io.BytesIO(data), tensors).load()
         return received
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """The tensor of each rank, on every rank, in the order of the ranks; all have one shape and dtype, on the
+        device of this rank or on the CPU.
+
+        Raises RankEndedError as `broadcast`.
+        """
+        if self.count == 1:
+            return [x]
+        self.meet()
+        flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
+        received = [torch.empty_like(flat) for _ in range(self.count)]
+        with _named(self):
+            if flat.numel():
+                distributed.all_gather(received, flat)
+        return [one.view(x.dtype).view(x.shape) for one in received]
+
+    def in_turns(self, items: Sequence[Item], run: Callable[[Item], T]) -> Iterator[T]:
+        """What `run` gives for each item, in their order, on every rank; rank i mod N alone runs it for item i."""
+        for start in range(0, len(items), self.count):
+            turn = items[start : start + self.count]
+            mine = [run(turn[self.rank])] if self.rank < len(turn) else []
+            for source in range(len(turn)):
+                [result] = self.broadcast(mine if source == self.rank else None, source)
+                yield result
 
     def agree(self, value: T) -> T:
         """Rank 0's value, on every rank."""
@@ -139,6 +160,12 @@ _joined: list[Ranks] = []  # the process's own while `joined`, as torch.distribu
 def current() -> Ranks:
     """The ranks that this process has joined; ALONE without any."""
     return _joined[-1] if _joined else ALONE
+
+
+def leave_to_first() -> None:
+    """Raise ShareDoneError on all ranks but rank 0, which alone goes on from here: what follows is written once."""
+    if current().rank:
+        raise ShareDoneError
 
 
 @contextmanager

@@ -376,6 +376,22 @@ class LayerTaps:
             return batches
         return sums.over(batches, self._capture.shards, self._capture.whole(rows), self.timer)
 
+    def of_all(self, items: Iterator[Item], rows: slice | None = None) -> Iterator[Item]:
+        """Every rank's item for each of its batches of these windows, in window order, on every rank. items: this
+        rank's, one a batch; the next one is made before others are waited for.
+        """
+        capture = self._capture
+        if self.ranks.count == 1:
+            yield from items
+            return
+        mine = next(items, None)
+        for owner in capture.shards.owners(capture.whole(rows)):
+            with capture.timer("exchange"):
+                item = self.ranks.broadcast(mine if owner == self.ranks.rank else None, owner)
+            if owner == self.ranks.rank:
+                mine = next(items, None)
+            yield item
+
     @contextmanager
     def shared(self) -> Iterator[LayerTaps]:
         """The same layer for one of several readers, of use within: all passes of these taps, an advancing one too,

@@ -6,7 +6,7 @@ several (docs/scale.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -53,6 +53,11 @@ class Shards:
     def owner(self, shard: int) -> int:
         """The rank that a shard belongs to."""
         return shard % self.ranks.count
+
+    def owners(self, rows: slice) -> list[int]:
+        """The rank of each batch in which those windows are run, in window order."""
+        size = self.batch
+        return [self.owner(self.of(one * size)) for one in range(rows.start // size, -(-rows.stop // size))]
 
     def chunks(self, rows: slice) -> list[slice]:
         """The batches of this rank, in window order, in which those windows are run: whole, or cut at the ends."""
@@ -208,3 +213,43 @@ class Largest:
     def merge(self, other: Largest) -> None:
         if other.value is not None:
             self.add(other.value)
+
+
+def tree_sum(ranks: Ranks, parts: int, part: Callable[[int], Tensor], like: Tensor) -> Tensor:
+    """The sum of part(0), part(1), ..., one or more, on every rank; each rank calls `part` for a run of neighbours.
+
+    like: has the shape, dtype and device of a part. Halves are added to halves in that dtype: an order that does not
+    depend on the ranks. Each rank sends only the sums of whole branches of this tree, not every part.
+    """
+    edges = [-(-parts * rank // ranks.count) for rank in range(ranks.count + 1)]
+
+    def owner(first: int, stop: int) -> int | None:
+        """The rank that has all of these parts."""
+        return next((rank for rank in range(ranks.count) if edges[rank] <= first and stop <= edges[rank + 1]), None)
+
+    def total(first: int, stop: int, known: Mapping[tuple[int, int], Tensor]) -> Tensor:
+        """The sum of these parts, from the sums of branches that are known and from `part`."""
+        if (branch := known.get((first, stop))) is not None:
+            return branch
+        if stop - first == 1:
+            return part(first)
+        middle = (first + stop + 1) // 2
+        return total(first, middle, known) + total(middle, stop, known)
+
+    def branches(first: int, stop: int) -> list[tuple[int, tuple[int, int]]]:
+        """The largest branches of which one rank has all parts, and that rank."""
+        if (rank := owner(first, stop)) is not None:
+            return [(rank, (first, stop))]
+        middle = (first + stop + 1) // 2
+        return branches(first, middle) + branches(middle, stop)
+
+    of = [[branch for rank, branch in branches(0, parts) if rank == one] for one in range(ranks.count)]
+    if ranks.count == 1:
+        return total(0, parts, {})
+    sent = [total(*branch, {}) for branch in of[ranks.rank]]
+    most = max(len(some) for some in of)
+    received = ranks.gather(torch.stack(sent + [torch.zeros_like(like)] * (most - len(sent))))
+    sums: dict[tuple[int, int], Tensor] = {}
+    for some, tensors in zip(of, received, strict=True):
+        sums |= zip(some, tensors[: len(some)], strict=True)
+    return total(0, parts, sums)

@@ -7,7 +7,7 @@ from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import TrainCodebooksOptions
 
 
-@command(TrainCodebooksOptions)
+@command(TrainCodebooksOptions, spread=True)
 def train_codebooks(o: TrainCodebooksOptions, typed: Typed) -> None:
     """Calibrate VQKV: train residual codebooks for keys and values and write a bundle."""
     from kvcal.commands.train_codebooks import run_train_codebooks

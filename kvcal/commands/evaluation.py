@@ -15,9 +15,11 @@ from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, Scheme
 from kvcal_artifacts.scheme.subspace import choose, has_subspace
 
-from ..calibrate.checkpoint import BatchCheckpoint, CommandCheckpoint, short
+from ..calibrate.checkpoint import BatchCheckpoint, CommandCheckpoint, command_checkpoint, short
 from ..calibrate.outlier_guard import warnings
-from ..capture.ranks import current
+from ..capture import ranks
+from ..capture.ranks import RankEndedError
+from ..capture.spread import spread
 from ..evaluate.canary import Audit, Canary, canary
 from ..evaluate.layers import LayerErrors
 from ..evaluate.perplexity import CacheMaker, Row, evaluate
@@ -30,9 +32,10 @@ from ..models.spread import input_device
 from ..pipeline.gates import Check, Limits, broken_off, check_recorded, check_row
 from ..pipeline.options import EvalOptions
 from ..report.drawn import machine_and_date
-from ..report.progress import progress
+from ..report.progress import progress, tracked
 from ..text.token_windows import EvaluationWindows
 from .bundles import file_sha256
+from .calibration import refuse_ranks
 from .common import (
     Say,
     check_column,
@@ -73,15 +76,18 @@ def run_eval(
     o = with_model_of(o, methods.values(), typed)
     plan, tasks = _planned(o, methods, say, limits), task_names(o)
     tokenizer = tokenizer_for(o, plan.source, plan.origin)
-    if tasks and not plan.methods:
-        raise UsageError("--task compares caches with full precision: give a bundle, or --preset")
+    if tasks:
+        _check_tasks(plan)
     text = evaluation_text(o, plan.source, tokenizer, plan.origin, plan.length, say)
     check_context(plan.source, plan.length, say)
     loaded, makers = _opened(o, plan, say)
     started = time.monotonic()
-    work = _checkpoint(o, plan, loaded.model, text, say)
+    record, alike = _record(o, plan, loaded.model, text), ranks.current().hold_one_model
+    resume = o.resume and not alike  # processes that hold one model begin at one window
+    work = command_checkpoint("eval", record, output=None, resume=resume, say=say)
     with work.until_done():
         measured, broken = _measured(loaded.model, text.ids, makers, o, work, say)
+        ranks.leave_to_first()
         sound = {name: maker for name, maker in makers.items() if name not in broken}
         answered = run_tasks(o, loaded.model, required_tokenizer(tokenizer), sound, work, say) if tasks else Answered()
     row_names = dict(zip(makers, plan.methods, strict=True))  # a row's name tells of --keep, too
@@ -89,7 +95,6 @@ def run_eval(
     for line in measured_warnings(o.model, plan.methods, behind):
         say(line)
     checks = _judged(plan, row_names, measured, broken, say) + judged(answered, o.max_score_drop)
-    current().end_run_of_one_model()
     if o.needle_plot is not None:
         from ..report.plots import plot_needle_maps
 
@@ -169,6 +174,12 @@ def _planned(
     return Plan(source, origin, methods, limits, hashes, selection, require, length)
 
 
+def _check_tasks(plan: Plan) -> None:
+    refuse_ranks("--task")
+    if not plan.methods:
+        raise UsageError("--task compares caches with full precision: give a bundle, or --preset")
+
+
 def _hashes(methods: Mapping[str, DataFree | Bundle]) -> dict[str, dict[str, str]]:
     bundles = {name: method for name, method in methods.items() if isinstance(method, Bundle)}
     return {name: {"sha256": file_sha256(bundle.path)} for name, bundle in bundles.items() if bundle.path is not None}
@@ -181,15 +192,6 @@ def _opened(o: EvalOptions, plan: Plan, say: Say) -> tuple[LoadedModel, dict[str
         say_coverage(loaded.model, say)
     # refuses bundles of other models
     return loaded, cache_makers(loaded.model, plan.methods, loaded.revision, plan.selection, plan.require)
-
-
-def _checkpoint(o: EvalOptions, plan: Plan, model: Any, text: EvaluationWindows, say: Say) -> CommandCheckpoint:
-    """What a killed evaluation goes on from. Processes that hold one model must run the same windows: each has figures
-    of its own, and all begin at the first.
-    """
-    record, ranks = _record(o, plan, model, text), current()
-    record |= {"rank": ranks.rank} if ranks.hold_one_model else {}
-    return CommandCheckpoint("eval", record, output=None, resume=o.resume and not ranks.hold_one_model, say=say)
 
 
 def _record(o: EvalOptions, plan: Plan, model: Any, text: EvaluationWindows) -> dict[str, Any]:
@@ -267,23 +269,28 @@ def _measured(
     def run(names: Iterable[str]) -> Measured:
         watched = {name: Watched(makers[name], ids.shape[1]) for name in names}
         label = ", ".join(["full", *watched])
-        saved = WatchedBatches(watched, work, f"windows-{short(label)}", label, len(ids), say)
-        rows = evaluate(model, ids, watched, step=o.step, batch=o.batch, saved=saved)
-        canaries = {}
-        with progress("Canary", total=len(watched)) as advance:
-            for name, one in watched.items():
-                canaries[name] = canary(model, ids, makers[name], step=o.step).counted(one.rows, one.audit)
-                advance()
+        saved = BatchCheckpoint(work, f"windows-{short(label)}", label, len(ids), say)
+        rows = evaluate(model, ids, watched, step=o.step, batch=o.batch, saved=saved, ranks=shared)
+        computed = spread(shared, list(watched), lambda name: canary(model, ids, makers[name], step=o.step))
+        canaries = {
+            name: alive.counted(one.rows, one.audit)
+            for (name, one), alive in zip(watched.items(), tracked(computed, "Canary", len(watched)), strict=True)
+        }
         return Measured(rows, watched, canaries, saved.resumed)
 
+    shared = ranks.current().of_windows
     try:
         return run(makers), {}
+    except RankEndedError:
+        raise
     except KVCalError:
         measured = run([])  # raises where the model itself is to blame
     broken: dict[str, KVCalError] = {}
     for name in makers:
         try:
             measured = measured.joined_with(run([name]))
+        except RankEndedError:
+            raise
         except KVCalError as error:
             broken[name] = error
     return measured, broken
@@ -306,28 +313,34 @@ def with_subspace(rows: dict[str, DataFree | Bundle], subspace: str | None) -> d
 
 
 class Watched:
-    """Makes caches that all tell one LayerErrors what they pack and read, and have one Audit. length: tokens of a
-    window.
+    """Makes caches whose LayerErrors, of what they pack and read, and Audit are added up batch by batch. length: tokens
+    of a window.
     """
 
     scheme: Scheme
 
     def __init__(self, maker: CacheMaker, length: int) -> None:
         self._maker, self._errors, self.audit = maker, LayerErrors(0), Audit(length)
+        self._part = self._errors, self.audit
 
     def __call__(self) -> KVCalCache:
         cache = self._maker()
-        if not self._errors.blocks_read:
-            self.scheme, self._errors = cache.scheme, LayerErrors(len(cache.layers))
-        cache.watch = self._errors
-        return self.audit.attach(cache)
+        self.scheme, self._part = cache.scheme, (LayerErrors(len(cache.layers)), Audit(self.audit.last))
+        cache.watch, audit = self._part
+        return audit.attach(cache)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         return self._errors.rows()
 
+    def take(self) -> tuple[LayerErrors, Audit]:
+        return self._part
+
+    def merge(self, part: tuple[LayerErrors, Audit]) -> None:
+        self._errors.merge(part[0])
+        self.audit.merge(part[1])
+
     def state(self) -> dict[str, Any]:
-        """What was watched as JSON has it; `restore` takes it over."""
         return {"errors": self._errors.state(), "audit": self.audit.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -335,23 +348,6 @@ class Watched:
             self.scheme = cache.scheme
         self._errors = LayerErrors.of(state["errors"])
         self.audit.restore(state["audit"])
-
-
-class WatchedBatches(BatchCheckpoint):
-    """Checkpoints of batches together with what was watched."""
-
-    def __init__(self, watched: Mapping[str, Watched], *rest: Any) -> None:
-        super().__init__(*rest)
-        self._watched = watched
-
-    def load(self) -> dict[str, Any] | None:
-        saved = super().load()
-        for name, state in ({} if saved is None else saved["watched"]).items():
-            self._watched[name].restore(state)
-        return saved
-
-    def keep(self, state: dict[str, Any]) -> None:
-        super().keep(state | {"watched": {name: one.state() for name, one in self._watched.items()}})
 
 
 class _Counting:

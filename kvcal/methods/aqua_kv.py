@@ -248,10 +248,6 @@ class _LayerRun:
 
     def _fit(self, inputs: tuple[str, ...], want: frozenset[str]) -> Predictor:
         method, width = self.method, self.carry.shape.heads * self.carry.shape.dim
-        if method.predictor.startswith("mlp") and self.taps.ranks.count > 1:
-            raise UsageError(
-                f"--predictor {method.predictor}: its training is not spread over processes; start it without torchrun"
-            )
         sums = ShardSums(lambda: Gram.empty(len(inputs) * width, width, self.taps.device))
         for x, y in self._pairs(inputs, want, sums):
             with self.carry.timer("gram"):
@@ -269,8 +265,15 @@ class _LayerRun:
             if method.predictor == "bias":
                 return fit_bias(gram)
             settings = MLPSettings(norm=method.predictor == "mlp", epochs=method.mlp_epochs)
+            rows = slice(0, self.carry.train)
             with torch.enable_grad():
-                return fit_mlp(lambda: self._pairs(inputs, want), gram, gram.count, settings)
+                return fit_mlp(
+                    lambda: self.taps.of_all(self._pairs(inputs, want), rows),
+                    gram,
+                    gram.count,
+                    settings,
+                    self.taps.ranks,
+                )
 
 
 def reconstruct(codec: Codec, x: Tensor, context: Context) -> tuple[Packed, Tensor, Tensor | None]:

@@ -18,12 +18,14 @@ from kvcal_artifacts.cache.statistics.subspace import subspace
 from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Scaled, Squat
 from kvcal_artifacts.errors import UsageError
 
+from ..capture.ranks import ALONE
 from ..capture.shards import Gathered, Largest, ShardSums
-from .codebooks import Training, subtract, train_stage
+from .codebooks import Training, train_stage
 from .factors import by_queries, channel_factor
 from .hashing import spread
 from .registry import CODEWORDS, calibrated_name, codec_maker, refuse_factors
 from .statistics import Moments, TrainingData, taps_of
+from .training_vectors import TrainingVectors, is_shared, subtract
 from .transform import CalibratedTransform
 from .vqkv import head_scale
 
@@ -70,13 +72,14 @@ class CalibratedCodebooks:
             )
         x, scale = sampled(data, count, label)
         aside = torch.arange(len(x), device=x.device) % ASIDE == 0
-        x, holdout = x[~aside], x[aside]
+        ranks = data.taps.ranks if is_shared(x, self.size) else ALONE
+        vectors, holdout = TrainingVectors.of(x[~aside], ranks), x[aside]
         energy, books = float(holdout.double().square().sum()), []
         for stage in range(self.stages(data.shape.dim)):
             with data.carry.timer("train"):
-                book, _ = train_stage(x, holdout, energy, stage, self.size, f"{label}:{stage}", TRAINING)
-                subtract(x, book)
-                subtract(holdout, book)
+                book, _ = train_stage(vectors, holdout, energy, stage, self.size, f"{label}:{stage}", TRAINING)
+                vectors.subtract(book)
+                subtract(holdout, book, ranks)
             books.append(book.cpu())
         return ResidualVQ(data.shape, data.role, [range(data.shape.dim)], [torch.stack(books)], scale.cpu())
 

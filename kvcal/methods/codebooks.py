@@ -1,5 +1,5 @@
 """Training of residual codebooks: three trainers, one stage at a time, vectors held once and turned into residuals in
-place.
+place. Ranks share the vectors (training_vectors.py), and all have the codewords of rank 0.
 
 Letters: n vectors of dimension d, k codewords a stage. A codeword is W q, q a row of a frozen Gaussian codebook (SimVQ,
 Zhu et al. 2024), or free (k-means). Given which codeword each vector has, the best W needs no gradient: it solves W
@@ -19,12 +19,13 @@ from torch import Tensor
 
 from kvcal_artifacts.codecs.refusals import to_half
 from kvcal_artifacts.errors import UsageError
-from kvcal_kernels.residual_vq.nearest import nearest, sums
+from kvcal_kernels.residual_vq.nearest import sums
 
+from ..capture.ranks import ALONE, Ranks
 from .hashing import hashed_normal, spread
+from .training_vectors import TrainingVectors, shared_nearest
 
 SAMPLE = 1 << 17  # vectors that a covariance is taken of
-ROWS = 1 << 20  # vectors changed at a time
 ADAM_STEPS = 100  # an iteration of Adam has at least as many, however few the vectors
 
 
@@ -87,17 +88,16 @@ class Trainer(Protocol):
 
     reseeded: int
 
-    def start(self, x: Tensor) -> Tensor:
+    def start(self, x: TrainingVectors) -> Tensor:
         """First codewords (k, d) float32 for vectors x (n, d)."""
 
-    def improve(self, x: Tensor, book: Tensor) -> Tensor:
+    def improve(self, x: TrainingVectors, book: Tensor) -> Tensor:
         """Better ones, from vectors and the codewords (k, d) float16 that they have now."""
 
 
-def second_moment(x: Tensor, label: str) -> Tensor:
+def second_moment(x: TrainingVectors, label: str) -> Tensor:
     """Mean of x x' over a sample: float64 (d, d)."""
-    rows = spread(len(x), min(len(x), SAMPLE), label).to(x.device)
-    part = x[rows].double()
+    part = x.rows(spread(len(x), min(len(x), SAMPLE), label)).double()
     return part.T @ part / len(part)
 
 
@@ -135,15 +135,15 @@ class KMeans:
     def __init__(self, size: int, label: str, training: Training) -> None:
         self.size, self.label, self.reseeded, self.round = size, label, 0, 0
 
-    def start(self, x: Tensor) -> Tensor:
+    def start(self, x: TrainingVectors) -> Tensor:
         moment = second_moment(x, f"{self.label}:moment")
         self.vector, factors = shrinkage(moment, _bits(self.size))
         value = (self.vector * (moment @ self.vector)).sum(0).clamp_min(1e-30)
         self.shrink = (factors / value).clamp(0, 1).sqrt()
         return self._seeds(x, self.size)
 
-    def improve(self, x: Tensor, book: Tensor) -> Tensor:
-        count, total = sums(x, nearest(x, book), self.size)
+    def improve(self, x: TrainingVectors, book: Tensor) -> Tensor:
+        count, total = x.sums(book)
         means = total / count.clamp_min(1)[:, None]
         dead = (count == 0).nonzero().flatten()
         if len(dead):
@@ -151,10 +151,10 @@ class KMeans:
             self.reseeded += len(dead)
         return means
 
-    def _seeds(self, x: Tensor, count: int) -> Tensor:
-        rows = spread(len(x), count, f"{self.label}:seeds:{self.round}").to(x.device)
+    def _seeds(self, x: TrainingVectors, count: int) -> Tensor:
+        rows = spread(len(x), count, f"{self.label}:seeds:{self.round}")
         self.round += 1
-        picked = x[rows].double() @ self.vector
+        picked = x.rows(rows).double() @ self.vector
         return ((picked * self.shrink) @ self.vector.T).float()
 
 
@@ -167,15 +167,14 @@ class ClosedForm:
         self.size, self.label, self.reseeded = size, label, 0
         self.seeds = KMeans(size, label, training)
 
-    def start(self, x: Tensor) -> Tensor:
-        d = x.shape[1]
+    def start(self, x: TrainingVectors) -> Tensor:
         self.seeds.start(x)
-        self.frozen = frozen_codebook(self.size, d, self.label).to(x.device)
+        self.frozen = frozen_codebook(self.size, x.dim, self.label).to(x.device)
         self.w = first_map(second_moment(x, f"{self.label}:moment"), self.size)
         return (self.frozen.double() @ self.w.T).float()
 
-    def improve(self, x: Tensor, book: Tensor) -> Tensor:
-        count, total = sums(x, nearest(x, book), self.size)
+    def improve(self, x: TrainingVectors, book: Tensor) -> Tensor:
+        count, total = x.sums(book)
         q = self.frozen.double()
         gram = (q * count[:, None]).T @ q
         gram.diagonal().add_(1e-9 * gram.diagonal().mean() + 1e-30)
@@ -199,24 +198,31 @@ class Adam:
     def __init__(self, size: int, label: str, training: Training) -> None:
         self.size, self.label, self.training, self.reseeded, self.step = size, label, training, 0, 0
 
-    def start(self, x: Tensor) -> Tensor:
+    def start(self, x: TrainingVectors) -> Tensor:
         moment = second_moment(x, f"{self.label}:moment")
         self.scale = float(moment.diagonal().sum().sqrt().clamp_min(1e-30))
-        self.frozen = frozen_codebook(self.size, x.shape[1], self.label).to(x.device)
+        self.frozen = frozen_codebook(self.size, x.dim, self.label).to(x.device)
         self.w = torch.nn.Parameter((first_map(moment, self.size) / self.scale).float())
         self.optimiser = torch.optim.Adam([self.w], lr=self.training.rate)
         return self._book(self.scale)
 
-    def improve(self, x: Tensor, book: Tensor) -> Tensor:
+    def improve(self, x: TrainingVectors, book: Tensor) -> Tensor:
         batch = min(self.training.batch, -(-len(x) // 8))
         for _ in range(max(ADAM_STEPS, -(-len(x) // batch))):
-            rows = spread(len(x), batch, f"{self.label}:batch:{self.step}").to(x.device)
-            part, self.step = x[rows].float() / self.scale, self.step + 1
-            count, total = sums(part, nearest(part, self._book(1.0).half()), self.size)
-            missed = self.w.detach() @ ((self.frozen * count[:, None]).T @ self.frozen) - total.T @ self.frozen
-            self.w.grad = missed * (2 * (1 + self.training.beta) / batch)
+            rows, self.step = spread(len(x), batch, f"{self.label}:batch:{self.step}"), self.step + 1
+            missed = ((self._missed(x, part),) for part in x.picked(rows))
+            [gradient] = x.added(missed, (self.w.detach(),))
+            self.w.grad = gradient * (2 * (1 + self.training.beta) / batch)
             self.optimiser.step()
         return self._book(self.scale)
+
+    def _missed(self, x: TrainingVectors, part: Tensor) -> Tensor:
+        """What the loss of some vectors says of W, up to a factor: float32 (d, d)."""
+        if not len(part):
+            return torch.zeros_like(self.w.detach())
+        part = part.float() / self.scale
+        count, total = sums(part, x.nearest(part, self._book(1.0).half()), self.size)
+        return self.w.detach() @ ((self.frozen * count[:, None]).T @ self.frozen) - total.T @ self.frozen
 
     def _book(self, scale: float) -> Tensor:
         return self.frozen @ self.w.detach().T * scale
@@ -235,18 +241,25 @@ def frozen_codebook(size: int, d: int, label: str) -> Tensor:
 
 
 def train_stage(
-    x: Tensor, holdout: Tensor, energy: float, stage: int, size: int, label: str, training: Training
+    x: TrainingVectors, holdout: Tensor, energy: float, stage: int, size: int, label: str, training: Training
 ) -> tuple[Tensor, StageReport]:
-    """One codebook (k, d) float16 for residuals x (n, d), stopped by the error on held (m, d) float32; neither changes.
+    """One codebook (k, d) float16 for residuals x (n, d), stopped by the error on holdout (m, d) float32, which every
+    rank has; neither changes.
 
     energy: of the held-out vectors before any stage. The best of all iterations' codebooks is taken.
     """
-    trainer = TRAINERS[training.trainer](size, label, training)
-    book = _half(trainer.start(x), label)
-    best, least, errors = book, float("inf"), [holdout_error(holdout, book, energy)]
+    trainer, ranks = TRAINERS[training.trainer](size, label, training), x.ranks
+
+    def judged(codewords: Tensor) -> tuple[Tensor, float]:
+        """Codewords as they are stored, rank 0's, and their held-out error."""
+        book = ranks.agree(_half(codewords, label))
+        return book, ranks.agree(holdout_error(holdout, book, energy, ranks))
+
+    book, first = judged(trainer.start(x))
+    best, least, errors = book, float("inf"), [first]
     for iteration in range(1, training.most + 1):
-        book = _half(trainer.improve(x, book), label)
-        before, error = errors[-1], holdout_error(holdout, book, energy)
+        book, error = judged(trainer.improve(x, book))
+        before = errors[-1]
         errors.append(error)
         if error < least:
             best, least = book, error
@@ -259,16 +272,7 @@ def _half(book: Tensor, label: str) -> Tensor:
     return to_half(book, f"codeword of {label}")
 
 
-def holdout_error(holdout: Tensor, book: Tensor, energy: float) -> float:
-    rest = holdout - book[nearest(holdout, book)].float()
+def holdout_error(holdout: Tensor, book: Tensor, energy: float, ranks: Ranks = ALONE) -> float:
+    """Squared error of vectors (m, d), which every rank has, over `energy`, when each is its nearest codeword."""
+    rest = holdout - book[shared_nearest(holdout, book, ranks)].float()
     return float(rest.double().square().sum()) / max(energy, 1e-300)
-
-
-def subtract(x: Tensor, book: Tensor) -> int:
-    """Residuals in place: x (n, d) less its nearest codewords; how many codewords were used."""
-    used = torch.zeros(len(book), dtype=torch.bool, device=x.device)
-    for part in x.split(ROWS):
-        codes = nearest(part, book)
-        used[codes.long()] = True
-        part.copy_(part.float() - book[codes].float())
-    return int(used.sum())

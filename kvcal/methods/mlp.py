@@ -12,9 +12,12 @@ from torch.nn import functional
 
 from kvcal_artifacts.codecs.predictors import MLP, Predictor
 
+from ..capture.ranks import ALONE, Ranks
+from ..capture.shards import tree_sum
 from .regression import Gram
 
 Pairs = Callable[[], Iterator[tuple[Tensor, Tensor]]]
+PART = 512  # tokens of a minibatch whose gradient one rank finds at a time
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,12 @@ class MLPSettings:
     seed: int = 0
 
 
-def fit_mlp(pairs: Pairs, gram: Gram, tokens: int, settings: MLPSettings) -> Predictor:
-    """pairs(): a fresh pass of (x (n, Cin), y (n, C)) float32; gram of the same tokens gives the scaling."""
+def fit_mlp(pairs: Pairs, gram: Gram, tokens: int, settings: MLPSettings, ranks: Ranks = ALONE) -> Predictor:
+    """pairs(): a fresh pass of (x (n, Cin), y (n, C)) float32; gram of the same tokens gives the scaling.
+
+    ranks: the processes that share each minibatch. All are given all pairs, and find the gradients of some parts of
+    PART tokens, which are added in one order however many ranks there are (docs/scale.md).
+    """
     device = gram.xx.device
     inputs, outputs = len(gram.xx) - 1, gram.xy.shape[1]
     mean_x, mean_y = gram.mean_x.float(), gram.mean_y.float()
@@ -47,13 +54,26 @@ def fit_mlp(pairs: Pairs, gram: Gram, tokens: int, settings: MLPSettings) -> Pre
             order = torch.randperm(len(x), generator=generator).to(device)
             for part in order.split(settings.batch):
                 scaled = x[part] if settings.norm else (x[part] - mean_x) / std_x
-                loss = functional.mse_loss(_forward(scaled, weights), (y[part] - mean_y) / std_y)
-                optimizer.zero_grad()
-                loss.backward()
+                _set_gradients(weights, scaled, (y[part] - mean_y) / std_y, ranks)
                 optimizer.param_groups[0]["lr"] = settings.rate * 0.5 * (1 + math.cos(math.pi * tokens_done / total))
                 optimizer.step()
                 tokens_done += len(part)
     return MLP(_fold(weights, settings.norm, mean_x, std_x, mean_y, std_y))
+
+
+def _set_gradients(weights: dict[str, Tensor], x: Tensor, y: Tensor, ranks: Ranks) -> None:
+    """Set each weight's gradient of the mean squared error on a minibatch, found by parts of PART tokens."""
+    inputs, targets = x.split(PART), y.split(PART)
+
+    def gradient(part: int) -> Tensor:
+        """Of all weights, flat, of one part's share of the loss."""
+        loss = functional.mse_loss(_forward(inputs[part], weights), targets[part]) * (len(inputs[part]) / len(x))
+        return torch.cat([one.flatten() for one in torch.autograd.grad(loss, list(weights.values()))])
+
+    like = torch.empty(sum(w.numel() for w in weights.values()), device=x.device)
+    flat = tree_sum(ranks, len(inputs), gradient, like)
+    for weight, grad in zip(weights.values(), flat.split([w.numel() for w in weights.values()]), strict=True):
+        weight.grad = grad.view_as(weight)
 
 
 def _start(inputs: int, outputs: int, settings: MLPSettings, device: torch.device) -> dict[str, Tensor]:

@@ -17,8 +17,9 @@ from kvcal_artifacts.codecs import ResidualVQ, Shape
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Windows
 
-from .codebooks import Training, subtract, train_stage
+from .codebooks import Training, train_stage
 from .hashing import spread
+from .training_vectors import TrainingVectors, subtract
 
 PAPER_DIM = 128  # head_dim of both models in the paper
 PROBE_STAGES, PROBE_SIZE, PROBE_VECTORS = 4, 256, 1 << 16  # the quantiser that the bands are measured with
@@ -155,18 +156,24 @@ def quantisers(method: VQKV) -> dict[str, tuple[int, int]]:
     return {name: (method.stages[i], method.sizes[i]) for i, name in enumerate(names)}
 
 
-def reconstruction_errors(keys: Tensor, holdout: Tensor, label: str, training: Training) -> tuple[Tensor, Tensor]:
+def reconstruction_errors(
+    keys: TrainingVectors, holdout: Tensor, label: str, training: Training
+) -> tuple[Tensor, Tensor]:
     """How badly each dimension comes out of one small residual quantiser of whole keys: (squared error, energy), each
-    (D,) float64 over held (m, D). keys (n, D); neither is changed.
+    (D,) float64 over holdout (m, D). keys (n, D); neither is changed. Rank 0 trains it, on vectors of all.
     """
-    rows = spread(len(keys), min(len(keys), PROBE_VECTORS), f"{label}:probe").to(keys.device)
-    rest, tail = keys[rows].clone(), holdout.clone()
+    rest, ranks = keys.rows(spread(len(keys), min(len(keys), PROBE_VECTORS), f"{label}:probe")), keys.ranks
+    return ranks.broadcast(_errors_of_probe(rest, holdout, label, training) if ranks.rank == 0 else None, 0)
+
+
+def _errors_of_probe(keys: Tensor, holdout: Tensor, label: str, training: Training) -> tuple[Tensor, Tensor]:
+    rest, tail = TrainingVectors.of(keys), holdout.clone()
     energy = holdout.double().square().sum(0)
     probe = Training("k-means", least=training.least, most=training.least)
     for stage in range(PROBE_STAGES):
         size = min(PROBE_SIZE, 1 << (len(rest).bit_length() - 1))
         book, _ = train_stage(rest, tail, float(energy.sum()), stage, size, f"{label}:probe:{stage}", probe)
-        subtract(rest, book)
+        rest.subtract(book)
         subtract(tail, book)
     return tail.double().square().sum(0), energy
 

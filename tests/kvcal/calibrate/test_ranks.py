@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from kvcal.calibrate.job import FitJob, FitOptions
 from kvcal.capture.ranks import ALONE, Ranks, ShareDoneError, joined
 from kvcal.capture.scan import Capture, WholeModel
 from kvcal.capture.shards import SHARDS, Gathered, Shards, ShardSums
-from kvcal.methods import METHODS, VQKV, AquaKV, InnerQ, KVTuner, MixKVQ, Squat
+from kvcal.capture.spread import spread
+from kvcal.evaluate.perplexity import evaluate
+from kvcal.methods import METHODS, VQKV, AquaKV, InnerQ, KVTuner, MixKVQ, Squat, codebooks, mlp, training_vectors
+from kvcal.methods.codebooks import TRAINERS, Training
 from kvcal.methods.registry import CALIBRATED, calibrated_name
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
@@ -31,6 +35,8 @@ LEARNED = (
     "1:keys=transform-2.5", "1:values=vq-2-k16", "2:keys=squat-2-calibrated", "2:values=inner-2-symmetric-scaled",
     "0:keys=mixkvq-3", "0:values=higgs-2-wide-balanced",
 )  # fmt: skip
+VECTORS: dict[str, Any] = {"stages": (1, 1, 1), "sizes": (16, 8, 8), "high": 0, "vectors": 500, **WINDOWS}
+ONCE: dict[str, int] = {"least": 1, "most": 1}
 JOBS: dict[str, Any] = {
     "aqua-kv": AquaKV(predictor="reduced-rank", **WINDOWS),
     "learned": AquaKV(first_layer="", per_layer=LEARNED, **WINDOWS),
@@ -38,13 +44,29 @@ JOBS: dict[str, Any] = {
     "innerq": InnerQ(value="inner-2-hybrid", **WINDOWS),
     "kvtuner": KVTuner(max_bits=9, choices=(2, 4), group=8, **WINDOWS),
     "mixkvq": MixKVQ(group=8, value_group=8, **WINDOWS),
+    "mlp": AquaKV(predictor="mlp", mlp_epochs=1, **WINDOWS),
+    "vqkv": VQKV(**VECTORS | {"stages": (2, 1, 1), "high": 4}, training=Training(least=2, most=2)),
+    "vqkv-closed-form": VQKV(**VECTORS, shared=False, training=Training("closed-form", **ONCE)),
+    "vqkv-adam": VQKV(**VECTORS, training=Training("adam", **ONCE)),
 }
 
 
 def test_every_method_and_every_learned_codec_is_tried() -> None:
-    assert {method.name for method in JOBS.values()} == METHODS.keys() - {VQKV.name}  # which is refused
+    assert {method.name for method in JOBS.values()} == METHODS.keys()
+    assert {method.training.trainer for method in JOBS.values() if isinstance(method, VQKV)} == TRAINERS.keys()
     kinds = [calibrated_name(one.partition("=")[2]) for one in LEARNED]
     assert {kind[0] for kind in kinds if kind is not None} == CALIBRATED.keys()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_are_enough() -> Iterator[None]:
+    """What is divided from so many on, divided here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_vectors, "LEAST", 64)
+        patch.setattr(training_vectors, "WORTH", {"cpu": 1})
+        patch.setattr(codebooks, "ADAM_STEPS", 3)
+        patch.setattr(mlp, "PART", 16)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -137,11 +159,14 @@ def _nothing() -> Any:
 
 def test_more_processes_than_batches_are_refused(model: Any) -> None:
     ids = torch.cat((TEXT.train, TEXT.holdout))
-    with pytest.raises(UsageError, match="5 ranks for 4 batches of windows: give --nproc-per-node 4 or less"):
+    line = "5 ranks for 4 batches of windows: give --nproc-per-node 4 or less"
+    with pytest.raises(UsageError, match=line):
         Capture(model, ids, device="cpu", batch=2, ranks=Ranks(0, 5))
+    with pytest.raises(UsageError, match=line):
+        evaluate(model, ids, {}, batch=2, ranks=Ranks(0, 5))
 
 
-@pytest.mark.parametrize("words", [("eval", "--model", "tiny"), ("names",), ("train-codebooks", "--model", "tiny")])
+@pytest.mark.parametrize("words", [("plan", "--model", "tiny"), ("names",)])
 def test_a_command_that_is_not_spread_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
@@ -212,6 +237,12 @@ def agents_store() -> Any:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+def squared(number: int) -> int:
+    if number > 3:
+        raise UsageError(f"{number} is too large")
+    return number**2
+
+
 def attempt(number: int) -> int:
     """The first attempt loses rank 1 once both have met; the second is started as torchrun's agent restarts."""
     os.environ["KVCAL_RANK_TIMEOUT"] = "20"
@@ -221,6 +252,8 @@ def attempt(number: int) -> int:
             if number == 0 and ranks.rank:
                 os.kill(os.getpid(), signal.SIGKILL)
             print(ranks.agree(f"attempt {number}, {ranks.count} ranks"))
+            for square in spread(ranks, range(9), squared):
+                print(square)
     except KVCalError as error:
         print(f"{type(error).__name__}: {error}")
         return 1
@@ -235,4 +268,6 @@ def test_processes_that_were_restarted_do_not_meet_the_dead(tmp_path: Path) -> N
     assert "rank 1 of 2 ended; torchrun's report says why" in ends[0][1]
     for count in (2, 3):  # rank 0 of before may be another node's now, and there may be more
         ends = in_ranks(count, lambda: attempt(1), tmp_path, port=agent.port)
-        assert ends == [(0, f"attempt 1, {count} ranks\n")] * count
+        lines = {text.replace("LinePrintedError", "UsageError") for _, text in ends}
+        assert lines == {f"attempt 1, {count} ranks\n0\n1\n4\n9\nUsageError: 4 is too large\n"}
+        assert sum("LinePrintedError" in text for _, text in ends) == count - 1, ends

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvcal.calibrate.codebooks import Run
 from kvcal.calibrate.sampled_vectors import collect
 from kvcal.calibrate.stage_checkpoint import StageCheckpoint
+from kvcal.capture.ranks import Ranks
 from kvcal.capture.scan import Capture, WholeModel
 from kvcal.methods import METHODS, codebooks
 from kvcal.methods.codebooks import (
@@ -29,10 +30,10 @@ from kvcal.methods.codebooks import (
     Training,
     holdout_error,
     last_fall,
-    subtract,
     train_stage,
 )
 from kvcal.methods.hashing import hashed_normal, spread
+from kvcal.methods.training_vectors import TrainingVectors, subtract
 from kvcal.methods.vqkv import SIZES, VQKV, band_split, default_sizes, head_scale, quantisers, reconstruction_errors
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
@@ -59,7 +60,7 @@ def trained(x: Tensor, held: Tensor, stages: int, size: int, training: Training)
     """A residual quantiser's reports; x and held become residuals."""
     energy, reports = float(held.double().square().sum()), []
     for stage in range(stages):
-        book, report = train_stage(x, held, energy, stage, size, f"test:{stage}", training)
+        book, report = train_stage(TrainingVectors.of(x), held, energy, stage, size, f"test:{stage}", training)
         report.used = subtract(x, book)
         subtract(held, book)
         reports.append(report)
@@ -101,14 +102,14 @@ def test_more_stages_help_more_than_larger_codebooks() -> None:
 @pytest.mark.parametrize("name", TRAINERS)
 def test_training_is_repeatable_and_leaves_its_data_alone(name: str) -> None:
     x, held = vectors(700), vectors(100, seed=1)
-    kept, training = x.clone(), Training(name, least=2, most=2)
+    kept, training, wrapped = x.clone(), Training(name, least=2, most=2), TrainingVectors.of(x)
     with torch.random.fork_rng():
-        first, _ = train_stage(x, held, 1.0, 0, 32, "a", training)
+        first, _ = train_stage(wrapped, held, 1.0, 0, 32, "a", training)
         torch.rand(7)  # nothing is drawn from torch's generator
-        again, _ = train_stage(x, held, 1.0, 0, 32, "a", training)
+        again, _ = train_stage(wrapped, held, 1.0, 0, 32, "a", training)
     assert torch.equal(first, again)
     assert torch.equal(x, kept)
-    assert not torch.equal(train_stage(x, held, 1.0, 0, 32, "b", training)[0], first)
+    assert not torch.equal(train_stage(wrapped, held, 1.0, 0, 32, "b", training)[0], first)
 
 
 def test_stopping_rule() -> None:
@@ -129,7 +130,7 @@ def test_stopping_rule() -> None:
             self.turn += 1
             return book
 
-    def error(held: Tensor, book: Tensor, energy: float) -> float:
+    def error(held: Tensor, book: Tensor, energy: float, ranks: Ranks) -> float:
         return made[-1].left if made else 1.0
 
     made: list[Any] = []
@@ -142,7 +143,7 @@ def test_stopping_rule() -> None:
     patch.setitem(TRAINERS, "k-means", build)
     patch.setattr(codebooks, "holdout_error", error)
     with patch.context():
-        report = train_stage(held, held, 1.0, 0, 2, "x", Training("k-means"))[1]
+        report = train_stage(TrainingVectors.of(held), held, 1.0, 0, 2, "x", Training("k-means"))[1]
         patch.undo()
     assert report.iterations == 6
 
@@ -150,10 +151,10 @@ def test_stopping_rule() -> None:
 def test_closed_form_solves_the_least_squares_problem() -> None:
     """W against torch's solver on the vectors themselves, one row a vector, in float64."""
     x, trainer = vectors(900), ClosedForm(32, "w", Training())
-    book = trainer.start(x).half()
+    book = trainer.start(TrainingVectors.of(x)).half()
     codes = nearest(x, book).long()
     chosen = trainer.frozen[codes].double()
-    trainer.improve(x, book)
+    trainer.improve(TrainingVectors.of(x), book)
     direct = torch.linalg.lstsq(chosen, x.double()).solution.T
     assert torch.allclose(trainer.w, direct, rtol=1e-5, atol=1e-6)
 
@@ -163,11 +164,11 @@ def test_adam_follows_the_gradient_of_the_papers_loss(monkeypatch: pytest.Monkey
     monkeypatch.setattr(codebooks, "ADAM_STEPS", 1)
     x, training = vectors(64), Training("adam", beta=0.7, gamma=0.3, batch=8)
     trainer = Adam(16, "a", training)
-    book = trainer.start(x).half()
+    book = trainer.start(TrainingVectors.of(x)).half()
     before = trainer.w.detach().clone().requires_grad_()
     seen: list[Tensor] = []
     monkeypatch.setattr(trainer.optimiser, "step", lambda: seen.append(trainer.w.grad.clone()))  # type: ignore[union-attr]
-    trainer.improve(x, book)
+    trainer.improve(TrainingVectors.of(x), book)
     part = x[spread(64, 8, "a:batch:0")] / trainer.scale
     codes = nearest(part, (trainer.frozen @ before.detach().T).half()).long()
     made = trainer.frozen[codes] @ before.T
@@ -183,7 +184,7 @@ def test_adams_stages_start_near_where_they_end() -> None:
     """
     x, held = vectors(6000), vectors(2000, seed=1)
     energy = float(held.double().square().sum())
-    start = Adam(64, "start", Training("adam")).start(x).half()
+    start = Adam(64, "start", Training("adam")).start(TrainingVectors.of(x)).half()
     assert holdout_error(held, start, energy) < 0.6
     ends = {name: trained(x.clone(), held.clone(), 2, 64, Training(name))[-1].error for name in ("closed-form", "adam")}
     assert ends["adam"] < 1.05 * ends["closed-form"]
@@ -194,11 +195,11 @@ def test_dead_codewords_are_seeded_again(name: str) -> None:
     """Half of the first codewords lie where no vector is."""
     x = vectors(3000)
     trainer = TRAINERS[name](64, "dead", Training(name))
-    book = trainer.start(x)
+    book = trainer.start(TrainingVectors.of(x))
     book[::2] = 1000.0
     if isinstance(trainer, ClosedForm):
         trainer.frozen[::2] = torch.linalg.solve(trainer.w + 1e-3 * torch.eye(16), book[::2].double().T).T.float()
-    made = trainer.improve(x, book.half())
+    made = trainer.improve(TrainingVectors.of(x), book.half())
     assert trainer.reseeded >= 32
     assert len(nearest(x, made.half()).unique()) > 48
     assert holdout_error(x, made.half(), 1.0) < holdout_error(x, book.half(), 1.0)
@@ -258,7 +259,7 @@ def test_the_band_split_finds_what_is_badly_reconstructed() -> None:
     """Dimensions 5 and 13 are noise of little energy, which a quantiser of the whole leaves alone."""
     x = vectors(4000)
     x[:, [5, 13]] = 0.3 * normal(4000, 2, seed=8)
-    error, energy = reconstruction_errors(x[:3000], x[3000:].float(), "bands", Training())
+    error, energy = reconstruction_errors(TrainingVectors.of(x[:3000]), x[3000:].float(), "bands", Training())
     assert band_split(error, energy, 2, 16, "relative")[1] == [5, 13]
 
 
@@ -590,7 +591,7 @@ def test_too_few_vectors_are_noticed_before_the_model_runs(
     given: list[object], output: Path, options: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "kvcal.calibrate.sampled_vectors.Collection.add", lambda *args: pytest.fail("vectors were collected")
+        "kvcal.calibrate.sampled_vectors.Collection.sample", lambda *args: pytest.fail("vectors were collected")
     )
     assert train(given, output, *options).code == 2
 
