@@ -59,7 +59,7 @@ def fitted(model: Any, folder: Path, ranks: Ranks = ALONE, methods: dict[str, An
                 TEXT,
                 folder / f"{name}{SUFFIX}",
                 model_record={"name": "m"},
-                revision="r",
+                revision=None,
                 device=torch.device("cpu"),
                 options=FitOptions(batch=2, ranks=ranks),
             )
