@@ -29,6 +29,7 @@ from .spread import WHOLE, Spread, dispatch, map_for, tensor_parallel, weights_d
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from .structure import CausalLM
@@ -162,9 +163,9 @@ def _from_folder(
             raise
         raise ModelUnavailable(f"{source.label}: cannot be loaded ({one_line(error)})") from error
     _check_complete(source, report)
-    model.eval().requires_grad_(False)
+    module: nn.Module = model.eval().requires_grad_(False)
     if spread == WHOLE:
-        model.to(device)
+        module.to(device)
     return model
 
 
