@@ -119,7 +119,7 @@ def dispatch(model: CausalLM, device_map: dict[str, str | int]) -> None:
 
 def tensor_parallel() -> dict[str, object]:
     """What from_pretrained takes, to give each process that torchrun started its part of every layer."""
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     count = os.environ.get("WORLD_SIZE", "1")
     if not count.isdecimal() or int(count) < 2:

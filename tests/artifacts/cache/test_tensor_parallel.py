@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 from transformers import LlamaForCausalLM
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.cache.auto import auto_scheme
