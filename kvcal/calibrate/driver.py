@@ -18,8 +18,9 @@ import torch
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint
 from kvcal_artifacts.checked import Json
-from kvcal_artifacts.errors import KVCalError, NonFiniteError
+from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, coverage
+from kvcal_kernels.device import on
 
 from ..capture.checks import check_model
 from ..capture.ranks import RankEndedError, ShareDoneError
@@ -111,12 +112,16 @@ def fit_together(
     parts = [_part(job, scan) for job in jobs]
     probes = [part.saved_probe for part in parts if part.saved_probe is not None]
     probe = probes[0] if len(probes) == len(parts) else _scanned(parts, scan)
-    if scan.options.ranks.rank:
+    ranks = scan.options.ranks
+    if ranks.hold_one_model:  # which all of them must run
+        _warn(jobs, parts, scan)
+    if ranks.rank:
         for part in parts:
             part.share()
         raise ShareDoneError
     fingerprint = Fingerprint.of(source.model, revision, probe)
-    _warn(jobs, parts, scan)
+    if not ranks.hold_one_model:
+        _warn(jobs, parts, scan)
     results = []
     for job, part in zip(jobs, parts, strict=True):
         results.append(part.finish(fingerprint))
@@ -139,7 +144,7 @@ def _scanned(parts: Sequence[Part], scan: Scan) -> tuple[float, ...]:
                 hidden=options.spill,
                 spill_dir=options.spill_dir,
                 timer=scan.timer,
-                ranks=options.ranks,
+                ranks=options.ranks.of_windows,
             )
         )
         for part in parts:
@@ -147,10 +152,11 @@ def _scanned(parts: Sequence[Part], scan: Scan) -> tuple[float, ...]:
         with progress("Fitting layers", total=len(capture)) as advance:
             for taps in capture:
                 probe += taps.probe
-                for part in parts[:-1]:
-                    with taps.shared() as shared:
-                        part.layer(shared)
-                parts[-1].layer(taps)  # runs the whole layer in its own last pass
+                with on(taps.device):  # which kernels are launched on
+                    for part in parts[:-1]:
+                        with taps.shared() as shared:
+                            part.layer(shared)
+                    parts[-1].layer(taps)  # runs the whole layer in its own last pass
                 advance()
     return probe
 
@@ -172,6 +178,8 @@ def _warn(jobs: Sequence[FitJob], parts: Sequence[Part], scan: Scan) -> None:
 
 def _part(job: FitJob, scan: Scan) -> Part:
     if isinstance(job.method, VQKV):  # its codebooks are shared by layers: trained after the scan
+        if scan.options.ranks.hold_one_model:
+            raise UsageError("codebooks of VQKV are not trained on heads of several processes (tp_plan)")
         from .codebooks import TrainPart
 
         return TrainPart(job, scan)
@@ -221,7 +229,7 @@ class LayerPart:
             skipped=scan.skipped,
         )
         batch = scan.options.batch or default_batch(scan.ids.shape[1], scan.device)
-        shards = Shards(len(scan.ids), batch, scan.options.ranks)
+        shards = Shards(len(scan.ids), batch, scan.options.ranks.of_windows)
         width = (self.tokens.stop - self.tokens.start, self.shape.heads * self.shape.dim)
         stores: dict[str, SpillStore] = {}
         for name, buffer in self.method.buffers().items():
@@ -240,6 +248,8 @@ class LayerPart:
             self.carry.stores[name] = stores[buffer]
 
     def layer(self, taps: LayerTaps) -> None:
+        for store in self.carry.stores.values():
+            store.move(taps.device)
         pair, measured = _one_layer(self.method, taps, self.carry, self.done, self.work)
         self.fitted.append(pair)
         self.metrics.append(measured)

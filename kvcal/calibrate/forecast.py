@@ -22,11 +22,13 @@ from kvcal_artifacts.codecs import Context, Exact
 from kvcal_artifacts.errors import NonFiniteError
 from kvcal_artifacts.hf import AttentionSite, Decoder, attention_site, check_frame
 from kvcal_artifacts.scheme import Scheme
+from kvcal_kernels.device import on
 
 from ..capture.call import LayerCall, call_layer, check_rotation
 from ..capture.checks import check_finite
-from ..capture.scan import Capture, LayerSource, TapBatch
+from ..capture.scan import Capture, LayerSource, TapBatch, execution_device
 from ..methods.statistics import taps_of, window_statistics
+from ..models.spread import input_device
 from ..report.progress import progress
 
 BEHIND = 128  # tokens at a window's end whose KL counts, none of them packed; a quarter of a window at most
@@ -75,7 +77,7 @@ def forecasts(
         return {}
     if device is None:
         assert isinstance(model, nn.Module)
-        device = next(model.parameters()).device
+        device = input_device(model)
     with ExitStack() as stack:
         capture = stack.enter_context(Capture(model, ids, device=device, batch=len(ids)))
         layers = int(capture.decoder.config.num_hidden_layers)
@@ -86,12 +88,18 @@ def forecasts(
         worst = (0.0, 0)
         for index in range(layers):
             layer = capture.source.load_layer(index)
+            where = execution_device(layer, capture.device)
+            moved = {id(run.x): run.x.to(where) for run in runs.values()} | {id(x): x.to(where)}
+            for run in runs.values():  # one that is still exact stays the same tensor as x
+                run.move(moved[id(run.x)])
+            x = moved[id(x)]
             try:
-                if index in capture.skipped:
-                    x = _uncompressed_layer(capture, index, layer, x, runs)
-                else:
-                    x, ratio = _compressed(capture, index, layer, x, runs)
-                    worst = max(worst, (ratio, index))
+                with on(where):
+                    if index in capture.skipped:
+                        x = _uncompressed_layer(capture, index, layer, x, runs)
+                    else:
+                        x, ratio = _compressed(capture, index, layer, x, runs)
+                        worst = max(worst, (ratio, index))
             finally:
                 capture.source.free_layer(index)
             check_finite(x, f"layer {index}, its output", slice(0, len(ids)))
@@ -101,7 +109,7 @@ def forecasts(
 
 def _uncompressed_layer(capture: Capture, index: int, layer: nn.Module, x: Tensor, runs: Mapping[str, _Run]) -> Tensor:
     """A layer that keeps a cache of its own, of input x (N, T, hidden size): its output; advances each run."""
-    kwargs = capture.kwargs_of(index)
+    kwargs = capture.kwargs_of(index, x.device)
     output = _output(layer(x, **kwargs))
     for run in runs.values():
         run.x = output if run.x is x else _output(layer(run.x, **kwargs))
@@ -114,8 +122,8 @@ def _compressed(
     """Another layer: its exact output, and the channel_ratio of its keys. NonFiniteError names keys or values;
     KVCalError where a scheme stores keys before RoPE, and these do not become the model's.
     """
-    kwargs, site = capture.kwargs_of(index), attention_site(capture.decoder, index)
-    rope = capture.rope_of(index) if site.rope else None
+    kwargs, site = capture.kwargs_of(index, x.device), attention_site(capture.decoder, index)
+    rope = capture.rope_of(index, x.device) if site.rope else None
     taps = {name: run.taps(index) for name, run in runs.items()}
     if any(taps.values()):
         check_frame([site], "pre_rope")  # else no keys or queries before RoPE are known
@@ -158,6 +166,11 @@ class _Run:
         self.broken = False  # whether a codec was given numbers that are none
         self._below: dict[str, Tensor] = {}
         self._decoded: tuple[Tensor, Tensor] | None = None
+
+    def move(self, x: Tensor) -> None:
+        """Go on with x, the same hidden states on the next layer's device."""
+        self.x = x
+        self._below = {name: one.to(x.device) for name, one in self._below.items()}
 
     def is_exact(self, index: int) -> bool:
         """Whether the layer's codecs give back what they are given."""

@@ -23,12 +23,14 @@ from kvcal_artifacts.codecs import Codec, Predicted, Role
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.hf import config_of
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_kernels.device import on
 
 from ..capture.scan import Capture, LayerSource, WholeModel
 from ..methods.base import Carry, coded_tokens
 from ..methods.calibrated import CalibratedFactors
 from ..methods.registry import CODEC_MAKERS, codes_apart
 from ..methods.statistics import TrainingData
+from ..models.spread import input_device
 from ..report.progress import progress
 from ..report.timing import PhaseTimer
 from .forecast import Forecast, forecasts, least_tokens
@@ -267,7 +269,7 @@ def _balanced(
     """
     if device is None:
         assert isinstance(model, nn.Module)
-        device = next(model.parameters()).device
+        device = input_device(model)
     tokens = {name: span for name, one in schemes.items() if (span := _span(one, ids.shape[1])) is not None}
     names: dict[str, dict[int, str]] = {name: {} for name in schemes}  # by layer
     keys: dict[str, list[Codec | None]] = {name: [None] * len(one.layers) for name, one in schemes.items()}
@@ -281,7 +283,8 @@ def _balanced(
                     if pair is not None and factors is not None:
                         carry = Carry(len(ids), span, pair.key.shape, PhaseTimer())
                         data = TrainingData(taps.index, "key", scheme.windows, scheme.frame, taps, carry)
-                        keys[name][taps.index] = factors.learn(data)
+                        with on(taps.device):
+                            keys[name][taps.index] = factors.learn(data)
                         names[name][taps.index] = f"{factors.codec}-{factors.rule}"
     return {name: _tried_balanced(one, keys[name], names[name]) for name, one in schemes.items()}
 

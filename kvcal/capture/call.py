@@ -58,18 +58,19 @@ class _Stop(Exception):
 class _StandIn:
     """Takes the cache's place in one layer: notes what it is given, hands it back or stops the forward."""
 
-    def __init__(self, stop: bool, repeat: int, change: Change | None = None) -> None:
-        self._stop = stop
+    def __init__(self, site: AttentionSite, stop: bool, repeat: int, change: Change | None = None) -> None:
+        self._site, self._stop = site, stop
         self._repeat = repeat  # times each kv head is handed back
         self._change = change
         self.received: tuple[Tensor, Tensor] | None = None
 
     def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        self.received = keys, values
+        self.received = self._site.gather(keys), self._site.gather(values)
         if self._stop:
             raise _Stop
         if self._change is not None:
-            keys, values = self._change(keys, values)
+            changed = self._change(*self.received)
+            keys, values = self._site.local(changed[0]), self._site.local(changed[1])
         if self._repeat > 1:
             return keys.repeat_interleave(self._repeat, 1), values.repeat_interleave(self._repeat, 1)
         return keys, values
@@ -141,13 +142,15 @@ def call_layer(
 ) -> LayerCall:
     """One layer on its input x (B, T, hidden size), or only its norm and projections with `stop`. change: what
     attention gets of the layer's keys (after RoPE) and values, (B, H, T, D) each.
+
+    Heads are those of all processes where a tensor-parallel model is spread over some.
     """
     repeat = kv_repeats(site, x)
-    cache, noted = _StandIn(stop, repeat, change), {}
+    cache, noted = _StandIn(site, stop, repeat, change), {}
 
     def note(name: str, read: Callable[[Tensor], Tensor]) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[object, ...], output: Tensor) -> None:
-            noted[name] = read(output)
+            noted[name] = site.gather(read(output))
 
         return hook
 

@@ -47,6 +47,7 @@ class RankEndedError(KVCalError):
 @dataclass(frozen=True)
 class Ranks:
     """One process of `count`, the one of number `rank`. control: the gloo group that barriers and objects go by.
+    hold_one_model: they hold one model by heads (tp_plan) and run all windows together, instead of some windows each.
 
     Every method is to be called by all ranks, in the same order. With a count of 1 nothing is sent.
     """
@@ -56,6 +57,12 @@ class Ranks:
     device: str = "cpu"
     timeout: float = SECONDS
     control: Any = None
+    hold_one_model: bool = False
+
+    @property
+    def of_windows(self) -> Ranks:
+        """The processes that windows are shared among."""
+        return ALONE if self.hold_one_model else self
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.count}"
@@ -162,9 +169,9 @@ def leave_to_first() -> None:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[Ranks]:
+def joined(device: str, hold_one_model: bool = False) -> Iterator[Ranks]:
     """Be a rank of the processes that torchrun started, within. device: what `--device` says; each rank has a GPU of
-    its own.
+    its own. hold_one_model: see Ranks.
 
     Raises UsageError for devices that do not suffice, RankEndedError where not all processes come.
     """
@@ -185,7 +192,7 @@ def joined(device: str) -> Iterator[Ranks]:
     except RuntimeError as error:
         raise RankEndedError(f"not all of the processes that torchrun started came: {_first_line(error)}") from error
     before = signal.signal(signal.SIGTERM, _on_sigterm)
-    _joined.append(Ranks(rank, count, kind, timeout, control))
+    _joined.append(Ranks(rank, count, kind, timeout, control, hold_one_model))
     try:
         yield _joined[-1]
     except ShareDoneError:

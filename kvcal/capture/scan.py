@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
@@ -176,6 +177,8 @@ class Capture:
             with self.timer("load"):
                 layer = self.source.load_layer(index)
             taps = LayerTaps(self, index, layer, probes)
+            assert self.hidden is not None
+            self.hidden.move(taps.device)
             try:
                 if index not in self.skipped:
                     yield taps
@@ -191,13 +194,18 @@ class Capture:
         assert self.hidden is not None
         return self.hidden.read(slice(0, self.windows))
 
-    def kwargs_of(self, index: int) -> dict[str, object]:
-        """What a layer is called with besides hidden states."""
-        return self.layer_kwargs[layer_kind(self.decoder.config, index)]
+    def kwargs_of(self, index: int, device: torch.device | None = None) -> dict[str, object]:
+        """What a layer is called with besides hidden states. device: where its tensors are to be; by default the run's
+        own.
+        """
+        kwargs = self.layer_kwargs[layer_kind(self.decoder.config, index)]
+        return {name: _on(value, device or self.device) for name, value in kwargs.items()}
 
-    def rope_of(self, index: int) -> tuple[Tensor, Tensor] | None:
-        """cos and sin (1, T, rotary dim) that a layer is called with; None where it is called without."""
-        rope = self.kwargs_of(index).get("position_embeddings")
+    def rope_of(self, index: int, device: torch.device | None = None) -> tuple[Tensor, Tensor] | None:
+        """cos and sin (1, T, rotary dim) that a layer is called with; None where it is called without. device: see
+        `kwargs_of`.
+        """
+        rope = self.kwargs_of(index, device).get("position_embeddings")
         assert rope is None or isinstance(rope, tuple)
         return rope
 
@@ -298,10 +306,10 @@ class LayerTaps:
         """The processes that share the windows."""
         return self._capture.shards.ranks
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
-        """Where q, k and v are computed."""
-        return self._capture.device
+        """Where q, k and v are computed: the layer's device, of a model spread over several (device_map)."""
+        return execution_device(self._layer, self._capture.device)
 
     @property
     def place(self) -> int:
@@ -334,7 +342,7 @@ class LayerTaps:
     @property
     def rope(self) -> tuple[Tensor, Tensor] | None:
         """cos and sin (1, T, rotary dim) of any window, for `site.rotate`; None in a layer without RoPE."""
-        return self._capture.rope_of(self.index) if self.site.rope else None
+        return self._capture.rope_of(self.index, self.device) if self.site.rope else None
 
     def chunks(self, rows: slice | None = None) -> list[slice]:
         """The rows of each batch that `batches` gives: to read a SpillStore in step with it."""
@@ -429,8 +437,9 @@ class LayerTaps:
     def _run(self, rows: slice, x: Tensor, want: frozenset[str], frame: Frame, whole: bool) -> TapBatch:
         """One batch through the layer; x (B, T, hidden size) is its input."""
         with self._capture.timer("forward"):
+            kwargs = self._capture.kwargs_of(self.index, self.device)
             tapped = want if self.site.odd is None else want - {"k"}  # whose projection says nothing of them
-            called = call_layer(self._layer, x, self._capture.kwargs_of(self.index), self.site, tapped, stop=not whole)
+            called = call_layer(self._layer, x, kwargs, self.site, tapped, stop=not whole)
             if not self._checked:
                 check_rotation(self.site, self.rope, called)
                 check_finite(called.keys, f"layer {self.index}, key head", rows)
@@ -462,6 +471,22 @@ class LayerTaps:
 def default_batch(length: int, device: torch.device) -> int:
     """Windows of that many tokens run at a time."""
     return max(1, TOKENS_PER_BATCH.get(device.type, TOKENS_PER_BATCH["cpu"]) // length)
+
+
+def execution_device(layer: nn.Module, default: torch.device) -> torch.device:
+    """Where a layer runs: where its weights are, or where accelerate's hook of a device_map brings them."""
+    hook = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
+    device = next((one.device for one in layer.parameters()), default) if hook is None else torch.device(hook)
+    indexed = default.type == "cuda" and default.index is None
+    same = torch.device("cuda", torch.cuda.current_device()) if indexed else default
+    return default if device.type == "meta" or device == same else device
+
+
+def _on(value: object, device: torch.device) -> object:
+    """Tensors of a layer's arguments there; the rest as it is."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return tuple(_on(one, device) for one in value) if isinstance(value, tuple) else value
 
 
 def _untimed(phase: str) -> AbstractContextManager[None]:

@@ -49,6 +49,18 @@ class SpillStore:
         self.device = torch.device(device)
         self._rows, self._link = _allocate(self.shape, dtype, self.device, where, spill_dir, label)
 
+    def move(self, device: torch.device) -> None:
+        """Give and take rows on another device from now on; those that lie on the device move there."""
+        if device == self.device:
+            return
+        if self._link is not None:
+            self._link.close()
+        self.device = device
+        if self.where == "device":
+            self._rows = self._rows.to(device)
+        else:
+            self._link = None if device.type == "cpu" else _link(self._rows, self.where, device)
+
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
@@ -105,11 +117,11 @@ def _allocate(
     if where == "device":
         return torch.empty(shape, dtype=dtype, device=device), None
     rows = _mapped(shape, dtype, spill_dir, label) if where == "disk" else torch.empty(shape, dtype=dtype)
-    if device.type == "cpu":
-        return rows, None
-    if where == "cpu" and _pin(rows):
-        return rows, PinnedLink(device, rows)
-    return rows, StagedLink(device)
+    return rows, None if device.type == "cpu" else _link(rows, where, device)
+
+
+def _link(rows: Tensor, where: Where, device: torch.device) -> PinnedLink | StagedLink:
+    return PinnedLink(device, rows) if where == "cpu" and _pin(rows) else StagedLink(device)
 
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype, spill_dir: Path | None, label: str) -> Tensor:

@@ -20,14 +20,15 @@ def processes() -> int:
 
 
 def as_rank(run: Callable[[], None], name: str, spread: bool, options: object) -> None:
-    """Run a command, `name`, which shares its work with the other processes if there are any. spread: whether it can.
+    """Run a command, `name`, which shares its work with the other processes if there are any. spread: whether it can;
+    any can share a model that they hold together (--tp-plan).
 
     Raises UsageError, on rank 0, for a command that cannot; the others end without a word.
     """
     if (count := processes()) == 1:
         run()
-    elif spread:
-        _share(run, str(getattr(options, "device", "auto")))
+    elif (tp_plan := getattr(options, "tp_plan", None) is not None) or spread:
+        _share(run, str(getattr(options, "device", "auto")), tp_plan)
     elif os.environ["RANK"] == "0":
         from kvcal_artifacts.errors import UsageError
 
@@ -38,11 +39,11 @@ def as_rank(run: Callable[[], None], name: str, spread: bool, options: object) -
         raise typer.Exit(2)
 
 
-def _share(run: Callable[[], None], device: str) -> None:
+def _share(run: Callable[[], None], device: str, hold_one_model: bool) -> None:
     from kvcal.capture.ranks import LinePrintedError, ShareDoneError, joined
 
     try:
-        with joined(device) as ranks:
+        with joined(device, hold_one_model) as ranks:
             if ranks.rank == 0:
                 run()
                 return

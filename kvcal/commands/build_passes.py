@@ -27,6 +27,7 @@ from ..calibrate.driver import fit_together
 from ..calibrate.job import FitJob, FitOptions
 from ..capture.spill import Where
 from ..models.names import resolve
+from ..models.spread import Spread
 from ..pipeline.options import PresetOptions, TuneThresholdsOptions
 from ..pipeline.shared_options import Selection
 from ..report.progress import Items
@@ -100,7 +101,9 @@ def _scan(work: BuildPass, say: Say, written: Written) -> None:
     text = calibration_windows(o, source, tokenizer, origin, say)
     check_context(source, text.length, say)
     other = other_windows(o, tokenizer, origin, len(text.train), text.length, say)
-    opened = opened_model(o.model, o.revision, o.dtype, o.device, is_layerwise(o), o.random_weights, o.seed)
+    opened = opened_model(
+        o.model, o.revision, o.dtype, o.device, is_layerwise(o), o.random_weights, o.seed, o.device_map
+    )
     jobs = [
         FitJob(
             method_of(one := calibration_of(plan), source),
@@ -127,11 +130,25 @@ def _scan(work: BuildPass, say: Say, written: Written) -> None:
 
 @lru_cache(maxsize=1)
 def opened_model(
-    name: str, revision: str | None, dtype: str, device: str, layerwise: bool, random_weights: bool, seed: int
+    name: str,
+    revision: str | None,
+    dtype: str,
+    device: str,
+    layerwise: bool,
+    random_weights: bool,
+    seed: int,
+    device_map: str | None,
 ) -> Opened:
     """The model that was used last stays for the next work."""
     return open_for_fit(
-        name, revision, dtype=dtype, device=device, layerwise=layerwise, random_weights=random_weights, seed=seed
+        name,
+        revision,
+        dtype=dtype,
+        device=device,
+        layerwise=layerwise,
+        random_weights=random_weights,
+        seed=seed,
+        spread=Spread.of(device_map, None, layerwise=layerwise),
     )
 
 

@@ -30,7 +30,7 @@ from .common import (
     text_for,
     tokenizer_for,
 )
-from .workbench import Opened, check_selection, open_for_fit
+from .workbench import Opened, check_selection, open_for_fit, spread_of
 
 SPILLS = ("device", "cpu", "disk")
 
@@ -106,6 +106,7 @@ def prepare(o: CalibrationOptions, source: names.ModelSource, output: Path | Non
         layerwise=is_layerwise(o),
         random_weights=o.random_weights,
         seed=o.seed,
+        spread=spread_of(o, layerwise=is_layerwise(o)),
     )
     return Calibration(opened, text, origin, options, o.seed, say, selection, other)
 

@@ -28,6 +28,7 @@ from ..models import configuration
 from ..models.hub import one_line
 from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
+from ..models.spread import input_device
 from ..pipeline.gates import Check, Limits, broken_off, check_recorded, check_row
 from ..pipeline.options import EvalOptions
 from ..report.drawn import machine_and_date
@@ -81,7 +82,9 @@ def run_eval(
     check_context(plan.source, plan.length, say)
     loaded, makers = _opened(o, plan, say)
     started = time.monotonic()
-    work = command_checkpoint("eval", _record(o, plan, loaded.model, text), output=None, resume=o.resume, say=say)
+    record, alike = _record(o, plan, loaded.model, text), ranks.current().hold_one_model
+    resume = o.resume and not alike  # processes that hold one model begin at one window
+    work = command_checkpoint("eval", record, output=None, resume=resume, say=say)
     with work.until_done():
         measured, broken = _measured(loaded.model, text.ids, makers, o, work, say)
         ranks.leave_to_first()
@@ -152,6 +155,8 @@ def _planned(
     source = resolve(o.model, o.revision)
     origin = text_for(o, source, "evaluation")
     check_column(o.column, origin)
+    if o.task and o.tp_plan is not None:
+        raise UsageError("--task is answered by one process: give --device-map instead of --tp-plan")
     say(f"text: {origin}")
     require = kernels_required(o)
     hashes = _hashes(methods)
@@ -273,7 +278,7 @@ def _measured(
         }
         return Measured(rows, watched, canaries, saved.resumed)
 
-    shared = ranks.current()
+    shared = ranks.current().of_windows
     try:
         return run(makers), {}
     except RankEndedError:
@@ -405,7 +410,7 @@ def run_generate(o: GenerateOptions, say: Say, typed: Collection[str] = ()) -> d
         schemes = schemes_of(loaded.model, methods)
         for line in warnings(loaded.model, guard_window(tokenizer, schemes), schemes):
             say(line)
-    ids = ids.to(loaded.model.device)
+    ids = ids.to(input_device(loaded.model))
     started = time.monotonic()
     where = [ids.device] if ids.is_cuda else []
     with (

@@ -12,6 +12,7 @@ from kvcal.pipeline.shared_options import (
     LARGEST_SEED,
     Batched,
     BundlesModel,
+    DeviceMap,
     GateReports,
     Kernels,
     Layerwise,
@@ -26,6 +27,7 @@ from kvcal.pipeline.shared_options import (
     Selection,
     Stepped,
     Subspaces,
+    TensorParallel,
     TextOptions,
     TextSource,
 )
@@ -92,7 +94,7 @@ class PlanOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecommendOptions(ModelOptions, TextSource, Machine, Resumable):
+class RecommendOptions(ModelOptions, TextSource, Machine, DeviceMap, Resumable):
     """The options of `kvcal recommend`. windows, holdout, length: by default what the device does in a few minutes, in
     windows no longer than the model's preset has.
     """
@@ -262,7 +264,7 @@ class PullOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(BundlesModel, RunOptions, Selection, Kernels, Subspaces):
+class GenerateOptions(BundlesModel, RunOptions, TensorParallel, Selection, Kernels, Subspaces):
     """The options of `kvcal generate`."""
 
     panel: ClassVar[str] = "Text"
@@ -285,6 +287,7 @@ class CompareOptions(
     PerLayer,
     Selection,
     Kernels,
+    DeviceMap,
     Batched,
     Resumable,
 ):

@@ -54,7 +54,7 @@ from .common import (
     tokenizer_for,
 )
 from .options import RecommendOptions
-from .workbench import model_record, open_model
+from .workbench import model_record, open_model, spread_of
 
 NUMBERS = {"cuda": (36, 4, 1024), "cpu": (10, 2, 512)}  # windows in all, held-out ones, tokens a window
 ERROR_WINDOWS = 2  # held-out windows that attention errors and outliers are measured on
@@ -131,7 +131,7 @@ def run_recommend(o: RecommendOptions, say: Say) -> dict[str, Any]:
     tokenizer = tokenizer_for(calibration, source, origin)
     text = calibration_windows(calibration, source, tokenizer, origin, say)
     check_context(source, text.length, say)
-    loaded = open_model(o.model, o.revision, dtype=o.dtype, device=o.device)
+    loaded = open_model(o.model, o.revision, dtype=o.dtype, device=o.device, spread=spread_of(o))
     say_coverage(loaded.model, say)
     rungs, schemes, omitted = _fitting(loaded.model, text.length)
     record = decided_by(calibration, loaded.model.dtype, loaded.model.device, text.ids_sha256)

@@ -16,13 +16,16 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Frame, HeavyHitters
 
 from ..bundles.paths import bundle_at
+from ..capture import ranks
 from ..capture.scan import LayerSource, WholeModel
 from ..methods.aqua_kv import AquaKV
 from ..methods.data_free import DataFree, preset
 from ..models import configuration, files, loading, names
 from ..models.devices import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseWeights, open_layerwise
+from ..models.spread import WHOLE, Spread
 from ..pipeline.options import EvalOptions, TuneBitsOptions
+from ..pipeline.shared_options import DeviceMap, TensorParallel
 from ..report.progress import progress
 from .options import CompareOptions, GenerateOptions
 from .target_model import check_target_model
@@ -49,7 +52,15 @@ class Opened:
 
 
 def open_for_fit(
-    name: str, revision: str | None, *, dtype: str, device: str, layerwise: bool, random_weights: bool, seed: int
+    name: str,
+    revision: str | None,
+    *,
+    dtype: str,
+    device: str,
+    layerwise: bool,
+    random_weights: bool,
+    seed: int,
+    spread: Spread = WHOLE,
 ) -> Opened:
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
@@ -57,7 +68,7 @@ def open_for_fit(
     if layerwise:
         parts = open_layerwise(source, dtype=kind, device=where, random_weights=random_weights, seed=seed)
         return Opened(parts, source, parts.revision, random_weights, where, _tokenizer(source, random_weights))
-    loaded = _loaded(source, kind, where, random_weights, seed)
+    loaded = _loaded(source, kind, where, random_weights, seed, spread)
     return Opened(WholeModel(loaded.model), source, loaded.revision, random_weights, where, loaded.tokenizer)
 
 
@@ -66,24 +77,51 @@ def _tokenizer(source: names.ModelSource, random_weights: bool) -> Any:
 
 
 def open_model(
-    name: str, revision: str | None, *, dtype: str, device: str, random_weights: bool = False, seed: int = 0
+    name: str,
+    revision: str | None,
+    *,
+    dtype: str,
+    device: str,
+    random_weights: bool = False,
+    seed: int = 0,
+    spread: Spread = WHOLE,
 ) -> loading.LoadedModel:
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
     source = names.resolve(name, revision)
-    return _loaded(source, kind, where, random_weights, seed)
+    return _loaded(source, kind, where, random_weights, seed, spread)
 
 
 def open_model_of(o: EvalOptions | CompareOptions | GenerateOptions | TuneBitsOptions) -> loading.LoadedModel:
     """The model that a command's options name."""
-    return open_model(o.model, o.revision, dtype=o.dtype, device=o.device, random_weights=o.random_weights, seed=o.seed)
+    spread = spread_of(o)
+    return open_model(
+        o.model, o.revision, dtype=o.dtype, device=o.device, random_weights=o.random_weights, seed=o.seed, spread=spread
+    )
+
+
+def spread_of(o: DeviceMap, *, layerwise: bool = False) -> Spread:
+    """--device-map and --tp-plan. Raises UsageError for what they cannot mean, also under torchrun."""
+    if o.device_map is not None and (count := ranks.current().count) > 1:
+        raise UsageError(
+            f"--device-map spreads one model over the GPUs of one process, and torchrun started {count}: start it "
+            "without torchrun, or give --tp-plan auto"
+        )
+    return Spread.of(o.device_map, o.tp_plan if isinstance(o, TensorParallel) else None, layerwise=layerwise)
 
 
 def _loaded(
-    source: names.ModelSource, dtype: torch.dtype, device: torch.device, random_weights: bool, seed: int
+    source: names.ModelSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    random_weights: bool,
+    seed: int,
+    spread: Spread,
 ) -> loading.LoadedModel:
     with progress(f"{'Making' if random_weights else 'Loading'} {source.label}"):
-        return loading.load_model(source, dtype=dtype, device=device, random_weights=random_weights, seed=seed)
+        return loading.load_model(
+            source, dtype=dtype, device=device, random_weights=random_weights, seed=seed, spread=spread
+        )
 
 
 def check_bundle(

@@ -18,8 +18,10 @@ from transformers import DynamicCache
 
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer
 from kvcal_artifacts.cache.chain import Chain
+from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.hf import AttentionSite
 
+from ..models.spread import input_device
 from ..report.progress import progress
 from .layers import Figure
 
@@ -102,7 +104,7 @@ def attention_errors(
     tokens than the model has, and a score of one that is gone has no error.
     """
     sums: dict[int, LayerError] = {}
-    device = next(model.parameters()).device
+    device = input_device(model)
     parts = ids.split(batch or len(ids))
     with progress("Attention errors", total=ids.numel()) as advance:
         for part in parts:
@@ -134,6 +136,8 @@ class Meter:
     """Puts itself between a cache's layers and the model: layers store and decode, the model gets what is exact."""
 
     def __init__(self, cache: KVCalCache, sums: dict[int, LayerError], step: int) -> None:
+        if cache.head_shard is not None:
+            raise UsageError("attention errors are measured of all heads in one process: load the model by device_map")
         self._cache, self._sums, self._step = cache, sums, step
         self._queries: dict[int, Tensor] = {}
         self._handles = []

@@ -22,7 +22,9 @@ from kvcal_artifacts.cache import KVCalCache, KVCalLayer, copying
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.errors import GateFailed
 from kvcal_artifacts.storage import block_store
+from kvcal_kernels.device import on
 
+from ..models.spread import input_device
 from .layers import ROLES, Figure
 from .perplexity import CacheMaker
 
@@ -157,7 +159,7 @@ class Audit:
     def _compare(self, cache: KVCalCache, layer: KVCalLayer, start: int, expected: Pair, out: Pair) -> None:
         self.compared.add(layer.index)
         for role, states, received in zip(ROLES, expected, out, strict=True):
-            attended, slots = states.to(received.dtype), slice(start, start + states.shape[2])
+            attended, slots = layer.site.local(states).to(received.dtype), slice(start, start + states.shape[2])
             if role == "key" and cache.scheme.frame == "pre_rope" and layer.site.rope:
                 attended = layer.site.rotate(attended, *cache.rope(slots, attended))
             if not _same(attended, received[:, :, slots]):
@@ -166,7 +168,8 @@ class Audit:
 
 def decoded(cache: KVCalCache, layer: KVCalLayer, packed: list[Packed]) -> tuple[Tensor, Tensor]:
     """Keys and values (B, H, T, D) float32 of these blocks as the layer would decode them in the current call."""
-    with torch.no_grad(), torch.autocast(layer.window[0].device.type, enabled=False):
+    device = layer.window[0].device
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), on(device):
         return layer.decode(packed, cache.old_context(layer.index))
 
 
@@ -187,7 +190,7 @@ def canary(model: CausalLM, ids: Tensor, maker: CacheMaker, *, step: int = 32) -
     with other bytes too, and with each layer run twice: first with all its packed blocks taken from the other window,
     bytes as valid as the row's own, whatever the codec. step: the evaluation's.
     """
-    device = next(model.parameters()).device
+    device = input_device(model)
     with maker() as cache, maker() as twin:
         length = _length(cache, ids.shape[1], step)
         last = max(1, min(step, length - 1))

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
+from ..models.spread import input_device
 from ..report.progress import progress
 from ..report.records import is_number, kind_of, mistyped
 from .layers import LayerErrors
@@ -81,7 +82,7 @@ def measured_head_errors(model: CausalLM, scheme: Scheme, ids: Tensor) -> HeadEr
     from kvcal_artifacts.cache import KVCalCache
 
     errors, tokens = LayerErrors(len(scheme.layers)), 0
-    device = next(model.parameters()).device
+    device = input_device(model)
     with torch.no_grad(), progress("Measuring", total=len(ids)) as advance:
         for row in ids:
             with KVCalCache(replace(scheme, selection=None), model) as cache:

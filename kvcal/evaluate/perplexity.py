@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvcal_artifacts import hf
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 
 from ..capture.ranks import ALONE, Ranks
 from ..capture.spread import spread
+from ..models.spread import input_device
 from ..report.progress import progress
 from .calls import calls, longest_call, segments
 from .divergence import EXACT, Bucket, Reference, Spread, Tokens, standard_error
@@ -164,7 +166,7 @@ def evaluate(
     """
     if ids.shape[1] < 2 or step < 1:
         raise UsageError(f"windows of {ids.shape[1]} tokens in steps of {step}: needs at least 2 and 1")
-    device = next(model.parameters()).device
+    device = input_device(model)
     size = batch or max(1, TOKENS_PER_BATCH.get(device.type, 1 << 13) // ids.shape[1])
     length, parts = ids.shape[1], ids.split(size)
     if ranks.count > len(parts):
@@ -262,7 +264,7 @@ def _one_batch(
                     row_logits = _log_probabilities(model, ids[:, first:last], cache, count)
                     batches[name].add(row_logits, reference.part(first - start, first - start + count), first)
             advance(stop - start)
-        _add_full(sums["full"], full.numbers())
+        _add_full(sums["full"], full.numbers() * hf.head_processes(model))
         for name, cache in caches.items():
             _add_cache(sums[name], cache, model.dtype.itemsize)
         for name, batch in batches.items():
@@ -337,10 +339,10 @@ def _add_full(total: _Sums, numbers: int) -> None:
 
 def _add_cache(total: _Sums, cache: KVCalCache, itemsize: int) -> None:
     """Add a cache's bytes to the sums. itemsize: bytes of the model's dtype, which windows have."""
-    packed, window, bookkeeping = (cache.nbytes(part) for part in ("packed", "window", "bookkeeping"))
+    packed, window, bookkeeping = (cache.processes * cache.nbytes(part) for part in ("packed", "window", "bookkeeping"))
     windows, selection = cache.scheme.windows, cache.scheme.selection
     total.packed += packed
-    total.packed_values += cache.packed_values()
+    total.packed_values += cache.processes * cache.packed_values()
     total.window += window + bookkeeping
     total.at_16_bit += packed + window * 2 // itemsize + bookkeeping
     total.resident = cache.resident_bytes()

@@ -105,6 +105,10 @@ class History:
 
     stores: Mapping[str, Sequence[SpillStore]]  # role -> as many as layers below are read
 
+    def move(self, device: torch.device) -> None:
+        for store in (one for role in self.stores.values() for one in role):
+            store.move(device)
+
     def read(self, role: str, layer: int, rows: slice) -> Tensor:
         return self.stores[role][layer % len(self.stores[role])].read(rows)
 
@@ -173,7 +177,8 @@ def measure(
                 shape = (capture.windows, capture.length, taps.site.kv_heads * taps.site.head_dim)
                 below = {r: [stack.enter_context(stores(shape)) for _ in range(settings.reach(r))] for r in ROLES}
                 history = History(below)
-            run = _LayerRun(settings, taps, history, train, capture.device)
+            history.move(taps.device)
+            run = _LayerRun(settings, taps, history, train, taps.device)
             if taps.index in earlier:
                 run.pass_through()
             else:

@@ -9,12 +9,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcal_artifacts.errors import KVCalError, ModelUnavailable, OutOfMemory
+from kvcal_artifacts.errors import KVCalError, ModelUnavailable, OutOfMemory, UsageError
 
 from .configuration import geometry, geometry_config, load_config
 from .devices import to_device, to_dtype
@@ -23,9 +25,11 @@ from .hub import one_line
 from .memory import is_oom
 from .names import ModelSource
 from .quiet import quiet
+from .spread import WHOLE, Spread, dispatch, map_for, tensor_parallel, weights_device
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from .structure import CausalLM
@@ -48,29 +52,58 @@ def load_model(
     device: torch.device | str,
     random_weights: bool = False,
     seed: int = 0,
+    spread: Spread = WHOLE,
 ) -> LoadedModel:
-    """The whole model on one device, in eval mode, without gradients."""
+    """The whole model, in eval mode, without gradients: on one device, or where `spread` says."""
     target, kind = to_device(device), to_dtype(dtype)
     with out_of_memory(source, kind):
         if random_weights:
-            return _random(source, kind, target, seed)
+            return _random(source, kind, target, seed, spread)
         load = _embedded if source.kind == "embedded" else _pretrained
-        model = load(source, kind, target)
+        model = load(source, kind, target, spread)
     revision = weights_revision(source, random_weights=False, seed=seed)
     return LoadedModel(model, read_tokenizer(source), source, revision, random_weights=False)
 
 
-def _random(source: ModelSource, dtype: torch.dtype, device: torch.device, seed: int) -> LoadedModel:
-    from . import structure, weights
+def _random(source: ModelSource, dtype: torch.dtype, device: torch.device, seed: int, spread: Spread) -> LoadedModel:
+    from . import structure
     from .memory import check_fits
 
     config = geometry_config(source)
     model = structure.empty_model(config, dtype)
-    check_fits(source.label, sum(one.numel() * one.element_size() for one in model.parameters()), dtype, device)
-    weights.fill(model, "", random_source(config, seed), device)
-    weights.tie(model)
+    if spread == WHOLE:
+        check_fits(source.label, sum(one.numel() * one.element_size() for one in model.parameters()), dtype, device)
+    model = _filled(source, model, random_source(config, seed), dtype, device, spread)
     revision = weights_revision(source, random_weights=True, seed=seed)
     return LoadedModel(model, local_tokenizer(source), source, revision, random_weights=True)
+
+
+def _filled(
+    source: ModelSource, model: CausalLM, numbers: Weights, dtype: torch.dtype, device: torch.device, spread: Spread
+) -> CausalLM:
+    """A model on the meta device with these weights, where `spread` says."""
+    from . import weights
+    from .structure import head_of, tied
+
+    if spread.device_map is not None:
+        devices = map_for(model, spread.device_map, dtype)
+        for name, place in devices.items():
+            try:
+                part = model.get_submodule(name)
+            except AttributeError:
+                raise UsageError(f"--device-map: {source.label} has no module {name!r}") from None
+            if not (tied(model) and part is head_of(model)):  # whose weight is the embedding's
+                weights.fill(part, f"{name}." if name else "", numbers, weights_device(place), model)
+        weights.tie(model)
+        dispatch(model, devices)
+        return model
+    weights.fill(model, "", numbers, torch.device("cpu") if spread.tp_plan is not None else device)
+    weights.tie(model)
+    if spread.tp_plan is None:
+        return model
+    with tempfile.TemporaryDirectory(prefix="kvcal-tp-") as folder:  # from_pretrained alone makes the parts
+        model.save_pretrained(folder)
+        return _from_folder(source, Path(folder), model.config, dtype, device, spread)
 
 
 def random_source(config: PreTrainedConfig, seed: int) -> Weights:
@@ -79,17 +112,15 @@ def random_source(config: PreTrainedConfig, seed: int) -> Weights:
     return RandomWeights(seed, getattr(config, "initializer_range", 0.02))
 
 
-def _embedded(source: ModelSource, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from . import structure, weights
+def _embedded(source: ModelSource, dtype: torch.dtype, device: torch.device, spread: Spread) -> CausalLM:
+    from . import structure
     from .embedded import EmbeddedWeights
 
     model = structure.empty_model(load_config(source), dtype)
-    weights.fill(model, "", EmbeddedWeights(embedded_weights(source)), device)
-    weights.tie(model)
-    return model
+    return _filled(source, model, EmbeddedWeights(embedded_weights(source)), dtype, device, spread)
 
 
-def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device, spread: Spread) -> CausalLM:
     from . import structure, weights
 
     config = load_config(source)
@@ -97,6 +128,22 @@ def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device) -
     quantised = getattr(config, "quantization_config", None) is not None
     if not quantised:  # whose tensors have shapes of their own
         weights.check_shapes(source.label, folder / weights_index(source).name, structure.empty_model(config, dtype))
+    return _from_folder(source, folder, config, dtype, device, spread)
+
+
+def _from_folder(
+    source: ModelSource,
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    spread: Spread,
+) -> CausalLM:
+    from . import structure
+
+    where: dict[str, Any] = {} if spread.tp_plan is None else tensor_parallel()
+    if spread.device_map is not None:
+        where = {"device_map": spread.device_map}
     try:
         with _silent_loading():
             loaded: Any = structure.model_class(config).from_pretrained(
@@ -107,6 +154,7 @@ def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device) -
                 local_files_only=True,
                 trust_remote_code=False,  # None would ask on the terminal
                 output_loading_info=True,
+                **where,
             )
         model: CausalLM = loaded[0]
         report: LoadingReport = loaded[1]
@@ -115,7 +163,9 @@ def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device) -
             raise
         raise ModelUnavailable(f"{source.label}: cannot be loaded ({one_line(error)})") from error
     _check_complete(source, report)
-    model.eval().requires_grad_(False).to(device)
+    module: nn.Module = model.eval().requires_grad_(False)
+    if spread == WHOLE:
+        module.to(device)
     return model
 
 

@@ -16,6 +16,7 @@ from .shared_options import (
     BundlesModel,
     CacheWindows,
     CalibrationText,
+    DeviceMap,
     GateReports,
     Kernels,
     Layerwise,
@@ -26,6 +27,7 @@ from .shared_options import (
     Stepped,
     Subspaces,
     Tasks,
+    TensorParallel,
     TextOptions,
     WeightsOptions,
 )
@@ -34,13 +36,13 @@ from .spec import argument, flag, option
 # Options of one kind, by their names.
 FROM_MODEL = ("model", "revision")
 NOT_IN_RECIPE = ("output", "json", "wide", "plot", "resume", "storage", "heartbeat", "name")  # the build's own affair
-HOW = ("spill", "spill_dir", "layerwise")  # changes no byte
+HOW = ("spill", "spill_dir", "layerwise", "device_map", "tp_plan")  # changes no byte
 PATHS = ("recipe", "tasks_path", "spill_dir")
 MAYBE_PATHS = ("model", "text", "other_text")  # or a name: a path if there is one
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationOptions(WeightsOptions, CalibrationText, Batched, Resumable):
+class CalibrationOptions(WeightsOptions, CalibrationText, DeviceMap, Batched, Resumable):
     """What all commands take that run a model on text, layer by layer. spill: where hidden states lie meanwhile."""
 
     panel: ClassVar[str] = "Scheme"
@@ -50,7 +52,7 @@ class CalibrationOptions(WeightsOptions, CalibrationText, Batched, Resumable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitPredictorsOptions(CalibrationOptions, PerLayer, CacheWindows, Selection, Layerwise):
+class FitPredictorsOptions(CalibrationOptions, PerLayer, CacheWindows, Selection, Layerwise, TensorParallel):
     """The options of `kvcal fit-predictors`, AQUA-KV."""
 
     panel: ClassVar[str] = "Scheme"
@@ -202,7 +204,7 @@ class TuneThresholdsOptions(CalibrationOptions, CacheWindows, Stepped):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureSubspacesOptions(CalibrationOptions, CacheWindows, Selection, Layerwise):
+class MeasureSubspacesOptions(CalibrationOptions, CacheWindows, Selection, Layerwise, TensorParallel):
     """The options of `kvcal measure-subspaces`, SQuat."""
 
     panel: ClassVar[str] = "Scheme"
@@ -242,7 +244,7 @@ class MeasureSubspacesOptions(CalibrationOptions, CacheWindows, Selection, Layer
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitNormsOptions(CalibrationOptions, PerLayer, CacheWindows, Selection, Layerwise):
+class FitNormsOptions(CalibrationOptions, PerLayer, CacheWindows, Selection, Layerwise, TensorParallel):
     """The options of `kvcal fit-norms`, InnerQ."""
 
     panel: ClassVar[str] = "Scheme"
@@ -340,6 +342,7 @@ class EvalOptions(
     Selection,
     Kernels,
     Subspaces,
+    TensorParallel,
     Batched,
     Tasks,
     Resumable,

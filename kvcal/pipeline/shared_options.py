@@ -82,6 +82,30 @@ class Machine(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceMap(Options):
+    """Devices of a model's layers, where no single one holds the model."""
+
+    panel: ClassVar[str] = "Machine"
+
+    device_map: str | None = option(
+        None,
+        "Layers over the devices of one process: auto, balanced, balanced_low_0, sequential, or a JSON object of "
+        "devices by names of modules.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel(DeviceMap):
+    """Processes, too, that share a model's heads."""
+
+    panel: ClassVar[str] = "Machine"
+
+    tp_plan: str | None = option(
+        None, "Under torchrun: auto spreads the heads of every layer over its processes.", one_of=("auto",)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunOptions(RandomWeights, Machine):
     """How a model is run."""
 

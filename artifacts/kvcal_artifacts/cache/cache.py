@@ -80,9 +80,8 @@ class KVCalCache(Cache):
             warnings.warn(caveat, stacklevel=2)
         if max_length is not None:
             self.caveats = [*self.caveats, *device_steps.caveats(scheme)]
-        sites = {site.index: site for site in hf.attention_sites(model)}
         self.whole_scheme = scheme  # of all heads, of which this process may have a part
-        scheme, sites, self.head_shard, self.why_all_heads = construction.local_heads(scheme, sites)
+        scheme, sites, self.head_shard, self.why_all_heads = construction.local_heads(scheme, model)
         self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
         self.model, self.max_length, self.kernels, self.require_kernels = model, max_length, kernels, require_kernels
         before = scheme.frame == "pre_rope"
@@ -138,6 +137,15 @@ class KVCalCache(Cache):
     def compressed_layers(self) -> list[KVCalLayer]:
         """The compressed layers."""
         return self._compressed
+
+    @property
+    def processes(self) -> int:
+        """How many processes of a tensor-parallel model store as much as this one, of other kv heads, with its own."""
+        return 1 if self.head_shard is None or self.why_all_heads is not None else self.head_shard.count
+
+    def of_all_heads(self, x: Tensor) -> Tensor:
+        """What all processes store, (B, H, ...), from what this one does; every process must ask."""
+        return x if self.head_shard is None or self.processes == 1 else self.head_shard.gather(x)
 
     @property
     def opened(self) -> bool:
@@ -237,15 +245,10 @@ class KVCalCache(Cache):
         self.forward.rotate_by(positions, cos, sin)
 
     def on_keys(self, layer: int, keys: Tensor) -> None:
-        self.forward.keys_before[layer] = self._gathered(layer, keys)
+        self.forward.keys_before[layer] = self.layers[layer].site.gather(keys)
 
     def on_queries(self, layer: int, queries: Tensor) -> None:
-        self.forward.queries_before[layer] = self._gathered(layer, queries)
-
-    def _gathered(self, layer: int, x: Tensor) -> Tensor:
-        target = self.layers[layer]
-        assert isinstance(target, KVCalLayer)
-        return target.site.gather(x)
+        self.forward.queries_before[layer] = self.layers[layer].site.gather(queries)
 
     @torch.no_grad()
     def on_attention(self, layer: int, hidden: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -283,7 +286,7 @@ class KVCalCache(Cache):
 
     def add_mass(self, mass: Tensor) -> None:
         """Add the attention (B, past + query) that one layer's queries gave to each slot."""
-        if self.head_shard is not None and self.why_all_heads is None:  # every process evicts the same tokens
+        if self.head_shard is not None and self.processes > 1:  # every process evicts the same tokens
             mass = self.head_shard.add(mass)
         self.evicting_ledger.add(mass)
 

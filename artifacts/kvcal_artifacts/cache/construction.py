@@ -46,13 +46,14 @@ def checked_config(model: nn.Module, scheme: Scheme) -> Any:
 
 
 def local_heads(
-    scheme: Scheme, sites: dict[int, hf.AttentionSite]
+    scheme: Scheme, model: nn.Module
 ) -> tuple[Scheme, dict[int, hf.AttentionSite], hf.HeadShard | None, str | None]:
     """The scheme and the sites by which one process of a tensor-parallel model stores its heads.
 
     Also which part of the heads it has, None where the model is not spread; and why it stores the heads of all
     processes nevertheless, where codecs store them together: each then holds the whole cache.
     """
+    sites = {site.index: site for site in hf.attention_sites(model)}
     shard = next((site.shard for site in sites.values() if site.shard is not None), None)
     if shard is None:
         return scheme, sites, None, None

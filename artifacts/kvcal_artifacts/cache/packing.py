@@ -32,9 +32,15 @@ def encode_by(layer: LayerProtocol, rules: Rules, leaving: list[Tensor], stats: 
     )
     packed = [codec.from_blocks(x, leaving[0].shape[2] // block) for codec, x in zip(layer.pair, blocks, strict=True)]
     layer.cache.forward.chain.leave("new", layer.index, None, None)
-    if layer.cache.watch is not None:
-        layer.cache.watch.packed(layer.index, leaving, list(layer.decode(packed, Context(layer.index))))
+    _tell_watch(layer, leaving, packed, Context(layer.index))
     return packed
+
+
+def _tell_watch(layer: LayerProtocol, leaving: list[Tensor], packed: list[Packed], context: Context) -> None:
+    cache = layer.cache
+    if cache.watch is not None:
+        decoded = layer.decode(packed, context)
+        cache.watch.packed(layer.index, *([cache.of_all_heads(x) for x in pair] for pair in (leaving, decoded)))
 
 
 def encode(layer: LayerProtocol, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
@@ -60,6 +66,5 @@ def _encode_both(layer: LayerProtocol, leaving: list[Tensor], stats: dict[str, T
         if role == 0:
             context.k0 = decoded[0]
     layer.cache.forward.chain.leave("new", layer.index, *decoded)
-    if layer.cache.watch is not None:
-        layer.cache.watch.packed(layer.index, leaving, list(layer.decode(blocks, replace(context))))
+    _tell_watch(layer, leaving, blocks, replace(context))
     return blocks

@@ -79,8 +79,17 @@ def head_shard(decoder: Decoder, attention: nn.Module, kv_heads: int) -> HeadSha
     return None
 
 
-def whole(weight: Tensor) -> Tensor:
-    """A weight of which each process may have a part, all of it: every process must ask."""
+def whole_weight(module: nn.Module) -> Tensor | None:
+    """All of a module's weight, wherever it lies: every process must ask for one that is spread over several.
+
+    Of a model with parts on a disk (device_map), accelerate's hook has what the module itself lacks.
+    """
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor):
+        return None
+    stored = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+    if weight.is_meta and stored is not None:
+        weight = stored["weight"]
     full = getattr(weight, "full_tensor", None)  # of a DTensor
     gathered: Tensor = weight if full is None else full()
-    return gathered
+    return gathered.detach()

@@ -18,7 +18,7 @@ from kvcal_kernels.dequantise import Rotation
 from ..errors import UnsupportedModel
 from . import trial
 from .decoder import SUPPORTED, decoder_of, find_decoder, layer_shape, model_type_of, unsupported_layers, why_no_decoder
-from .head_shards import HeadShard, head_shard, whole
+from .head_shards import HeadShard, head_shard, whole_weight
 from .protocols import Decoder, ModelConfig, attribute, is_decoder
 from .rope import rotary_channels
 
@@ -195,6 +195,12 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
     return [attention_site(decoder, index) for index in range(decoder.config.num_hidden_layers) if index not in skipped]
 
 
+def head_processes(model: nn.Module) -> int:
+    """Count the processes among which tp_plan divides a model's heads."""
+    shards = [site.shard for site in attention_sites(model)[:1]]
+    return 1 if not shards or shards[0] is None else shards[0].count
+
+
 def attention_site(decoder: Decoder, index: int) -> AttentionSite:
     """The site of one layer. Raises UnsupportedModel for one that is not understood."""
     config, layer = decoder.config, decoder.layers[index]
@@ -247,9 +253,10 @@ def rope_partners(site: AttentionSite, width: int) -> Tensor:
 def output_projection(site: AttentionSite) -> Tensor | None:
     """The matrix that the layer multiplies its heads' outputs by, (hidden size, heads * D); None where it has none."""
     for name in ("o_proj", "dense", "out_proj"):
-        weight = getattr(getattr(site.module, name, None), "weight", None)
-        if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[1] % (site.kv_heads * site.head_dim) == 0:
-            return whole(weight).detach()
+        projection = getattr(site.module, name, None)
+        weight = None if projection is None else whole_weight(projection)
+        if weight is not None and weight.ndim == 2 and weight.shape[1] % (site.kv_heads * site.head_dim) == 0:
+            return weight
     return None
 
 
@@ -258,10 +265,10 @@ def key_probe(site: AttentionSite) -> tuple[float, ...]:
 
     Where weights are spread over processes, every one must ask.
     """
-    weight = getattr(getattr(site.module, "k_proj", None) or site.key_source, "weight", None)
+    weight = whole_weight(getattr(site.module, "k_proj", None) or site.key_source)
     if weight is None or weight.ndim != 2 or not weight.is_floating_point() or weight.is_meta:
         return ()
-    row = whole(weight).detach()[-1 if site.key_slice is None else site.key_slice.start, :8]
+    row = weight[-1 if site.key_slice is None else site.key_slice.start, :8]
     return tuple(float(f"{v:.6g}") for v in row.float().tolist())
 
 

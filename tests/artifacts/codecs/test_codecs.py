@@ -1331,3 +1331,21 @@ def test_predicted_stores_the_residual_and_adds_the_same_guess() -> None:
     raw = codec.encode(x, context)["raw"].flatten(2, 3)
     assert torch.allclose(raw, x - guess, atol=1e-5)
     assert torch.allclose(codec.decode(codec.encode(x, context), context), x, atol=1e-5)
+
+
+@every_configuration
+def test_some_heads_alone(case: Case) -> None:
+    """What is stored of them is what the codec of all heads stores; one that refuses makes heads depend on others."""
+    codec, tokens = case.codec(), 2 * case.shape.block
+    x, context, one = case.noise(2, 2), case.context(2, tokens), slice(1, 2)
+    whole, alone = codec.encode_decode(x, context)[1], codec.of_heads(one)
+    if isinstance(alone, str):
+        other = torch.cat([x[:, :1] * 3, x[:, 1:]], 1)
+        apart = codec.encode_decode(other, context)[1]
+        assert isinstance(codec, Predicted | MixKVQ) or not torch.equal(apart[:, one], whole[:, one]), alone
+        return
+    stats = {name: values[:, one] for name, values in context.stats.items()}
+    found = alone.encode_decode(x[:, one], Context(context.layer, stats=stats))[1]
+    torch.testing.assert_close(found, whole[:, one], rtol=1e-5, atol=1e-5)
+    parts = [codec.of_heads(slice(head, head + 1)) for head in range(2)]
+    assert sum(part.block_bytes() for part in parts) == codec.block_bytes() or alone.ragged  # type: ignore[union-attr]

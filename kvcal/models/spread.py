@@ -1,0 +1,139 @@
+"""A model spread over the devices of one process, layer by layer (`--device-map`), or over processes, head by head
+(`--tp-plan`).
+
+The first is accelerate's dispatch: modules run where they lie, and hooks move what goes from one to the next. The
+second is Transformers' tensor-parallel plan.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from kvcal_artifacts.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .structure import CausalLM
+
+DeviceMap: TypeAlias = str | Mapping[str, str | int]
+MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where the parts of a model go. device_map: one of MAPS, or devices by names of modules; tp_plan: "auto". One of
+    them, or neither: the whole model is on one device.
+    """
+
+    device_map: DeviceMap | None = None
+    tp_plan: str | None = None
+
+    @classmethod
+    def of(cls, device_map: str | None, tp_plan: str | None, *, layerwise: bool = False) -> Spread:
+        """What the options --device-map and --tp-plan mean. Raises UsageError where they mean nothing, or contradict
+        each other or --layerwise.
+        """
+        if device_map is None and tp_plan is None:
+            return WHOLE
+        name = "--device-map" if device_map is not None else "--tp-plan"
+        if device_map is not None and tp_plan is not None:
+            raise UsageError("--device-map and --tp-plan: give one of them; both say where the weights go")
+        if layerwise:
+            raise UsageError(f"{name} and --layerwise: give one of them; both say where the weights go")
+        if tp_plan is not None:
+            if tp_plan != "auto":
+                raise UsageError(f"--tp-plan {tp_plan}: allowed is auto")
+            return cls(tp_plan=tp_plan)
+        if find_spec("accelerate") is None:
+            raise UsageError("--device-map needs accelerate: pip install accelerate")
+        assert device_map is not None
+        return cls(device_map=_parsed(device_map))
+
+
+WHOLE = Spread()
+
+
+def _parsed(text: str) -> DeviceMap:
+    """The map that --device-map gives."""
+    if text in MAPS:
+        return text
+    try:
+        devices = json.loads(text)
+    except ValueError:
+        devices = None
+    if not isinstance(devices, dict) or not devices or not all(type(one) in (str, int) for one in devices.values()):
+        raise UsageError(
+            f"--device-map {text[:80]}: allowed are {', '.join(MAPS)}, or a JSON object of devices by names of "
+            'modules, as {"model.embed_tokens": 0, …}'
+        )
+    return devices
+
+
+def map_for(model: CausalLM, device_map: DeviceMap, dtype: torch.dtype) -> dict[str, str | int]:
+    """Devices by names of modules, for a model on the meta device."""
+    if not isinstance(device_map, str):
+        return dict(device_map)
+    from accelerate import infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    whole: Any = list(getattr(model, "_no_split_modules", None) or [])
+    memory = None
+    if device_map != "sequential":
+        low = device_map == "balanced_low_0"
+        memory = get_balanced_memory(model, dtype=dtype, no_split_module_classes=whole, low_zero=low)
+    devices: dict[str, str | int] = infer_auto_device_map(model, memory, whole, dtype=dtype)
+    return devices
+
+
+def weights_device(device: str | int) -> torch.device:
+    """Where the weights of a part lie that its map gives to a device; those for a disk lie in memory first."""
+    return torch.device("cpu") if device == "disk" else torch.device(device)
+
+
+def dispatch(model: CausalLM, device_map: dict[str, str | int]) -> None:
+    """Put accelerate's hooks on a model, its weights being where `weights_device` says."""
+    from accelerate import dispatch_model
+
+    names = [name for name, _ in model.named_parameters()]
+    for name in names:
+        if not any(name == part or not part or name.startswith(f"{part}.") for part in device_map):
+            raise UsageError(f"--device-map has no device for {name}: name its module, too")
+    folder = tempfile.TemporaryDirectory(prefix="kvcal-offload-") if "disk" in device_map.values() else None
+    try:
+        dispatch_model(model, device_map, offload_dir=None if folder is None else folder.name)
+    except ValueError as error:
+        raise UsageError(f"--device-map: {' '.join(str(error).split())}") from error
+    if folder is not None:
+        weakref.finalize(model, folder.cleanup)
+
+
+def tensor_parallel() -> dict[str, object]:
+    """What from_pretrained takes, to give each process that torchrun started its part of every layer."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    count = os.environ.get("WORLD_SIZE", "1")
+    if not count.isdecimal() or int(count) < 2:
+        raise UsageError(
+            "--tp-plan spreads heads over processes: start it by torchrun --nproc-per-node N, N at least 2"
+        )
+    return {"distributed_config": DistributedConfig(tp_size=int(count), tp_plan="auto")}
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where a model takes token ids: where its first weights are, or are brought by accelerate's hooks."""
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        device = getattr(hook, "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return next(model.parameters()).device
