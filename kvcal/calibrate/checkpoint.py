@@ -25,6 +25,7 @@ from kvcal_artifacts.paths.preflight import verdicts
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.shown import message
 
+from ..capture.ranks import RankEndedError, current
 from ..methods.base import Method
 from ..report.outputs import check_output
 
@@ -210,6 +211,8 @@ class CommandCheckpoint(CheckpointFolder):
         """
         try:
             yield
+        except RankEndedError:
+            raise
         except KVCalError:
             self.remove()
             raise
@@ -240,6 +243,42 @@ class CommandCheckpoint(CheckpointFolder):
             self._able = False
             self._say(f"note: nothing is kept for a run that goes on from a killed one: {error}")
             return None
+
+
+class FollowersCommandCheckpoint(CommandCheckpoint):
+    """The checkpoint of a rank that keeps nothing, because rank 0 does; what was kept it hears from that one."""
+
+    def __init__(self, command: str, record: object, *, output: Path | None, say: Callable[[str], None]) -> None:
+        key = canonical([command, record])
+        self.folder, self.key = in_cache(command, key) if output is None else partial_folder(output), sha256_text(key)
+        self._say, self._able, self.written = say, False, set()
+
+    def read(self, name: str) -> Any:
+        return None
+
+    def named(self, start: str) -> Iterator[Any]:
+        return iter(())
+
+    def file(self, name: str) -> Path | None:
+        return None
+
+    def drop(self, *names: str) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+def command_checkpoint(
+    command: str, record: Mapping[str, Json], *, output: Path | None, resume: bool, say: Callable[[str], None]
+) -> CommandCheckpoint:
+    """The checkpoint of a command of figures; of the ranks that share it rank 0 keeps one, and the others nothing.
+
+    Raises UsageError where a rank has another record than rank 0.
+    """
+    ranks = current()
+    ranks.check_same({name: json.loads(canonical(value)) for name, value in record.items()})
+    if ranks.rank:
+        return FollowersCommandCheckpoint(command, record, output=output, say=say)
+    return CommandCheckpoint(command, record, output=output, resume=resume, say=say)
 
 
 def _hash(value: object) -> str:

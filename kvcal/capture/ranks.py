@@ -11,7 +11,7 @@ import os
 import pickle
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +27,6 @@ from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import KVCalError, UsageError
 
 T = TypeVar("T")
-Item = TypeVar("Item")
 
 TIMEOUT = "KVCAL_RANK_TIMEOUT"
 SECONDS = 1800  # that ranks wait for each other: torch's own default for gloo
@@ -100,15 +99,6 @@ class Ranks:
                 distributed.all_gather(received, flat)
         return [one.view(x.dtype).view(x.shape) for one in received]
 
-    def in_turns(self, items: Sequence[Item], run: Callable[[Item], T]) -> Iterator[T]:
-        """What `run` gives for each item, in their order, on every rank; rank i mod N alone runs it for item i."""
-        for start in range(0, len(items), self.count):
-            turn = items[start : start + self.count]
-            mine = [run(turn[self.rank])] if self.rank < len(turn) else []
-            for source in range(len(turn)):
-                [result] = self.broadcast(mine if source == self.rank else None, source)
-                yield result
-
     def agree(self, value: T) -> T:
         """Rank 0's value, on every rank."""
         return value if self.count == 1 else self.broadcast(value if self.rank == 0 else None, 0)
@@ -148,6 +138,12 @@ _joined: list[Ranks] = []  # the process's own while `joined`, as torch.distribu
 def current() -> Ranks:
     """The ranks that this process has joined; ALONE without any."""
     return _joined[-1] if _joined else ALONE
+
+
+def leave_to_first() -> None:
+    """Raise ShareDoneError on all ranks but rank 0, which alone goes on from here: what follows is written once."""
+    if current().rank:
+        raise ShareDoneError
 
 
 @contextmanager

@@ -146,7 +146,7 @@ class Capture:
                 f"{ranks.count} ranks for {self.shards.count} batches of windows: give --nproc-per-node "
                 f"{self.shards.count} or less, more --windows, or a smaller --batch"
             )
-        self.timer: Timer = timer or _untimed
+        self.timer: Timer = timer or untimed
         self.hidden: SpillStore | None = None
         self.layer_kwargs: dict[str, dict[str, object]] = {}  # by the layers' kind
         self._where: Where = hidden
@@ -464,7 +464,8 @@ def default_batch(length: int, device: torch.device) -> int:
     return max(1, TOKENS_PER_BATCH.get(device.type, TOKENS_PER_BATCH["cpu"]) // length)
 
 
-def _untimed(phase: str) -> AbstractContextManager[None]:
+def untimed(phase: str) -> AbstractContextManager[None]:
+    """A Timer that measures nothing."""
     return nullcontext()
 
 
