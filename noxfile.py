@@ -126,9 +126,11 @@ def tests_vllm(session: nox.Session) -> None:
         " and (one.marker is None or one.marker.evaluate({'extra': ''}))), sep=chr(10))"
     )
     _install(session, "packaging")
-    needed = str(session.run("python", "-c", listing, silent=True)).split()
+    needed = str(session.run_install("python", "-c", listing, silent=True)).split()  # with --install-only, too
+    extras = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]
+    tools = [one for one in extras["test"] if not one.startswith(("kvcal[", "compressed-tensors"))]  # vLLM pins that
     # not constraints.txt: vLLM 0.32 takes an older Transformers, which kvcal supports, too
-    _install(session, "--no-compile", "torch==2.13.0", *needed, "-e", ".[test]")
+    _install(session, "--no-compile", "torch==2.13.0", *needed, *tools, "-e", ".[data,plot,tune]")
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     options = ("-v", "-n", "0", "-m", "vllm", "--timeout=1800", "--show-capture=no")  # an engine logs a hundred lines
     session.run("pytest", *options, "tests/serving", *session.posargs, env=environment)

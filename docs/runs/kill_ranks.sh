@@ -1,12 +1,15 @@
 #!/bin/bash
-# Kills of a random rank at a random moment of a fit or search under torchrun; then the same command with another number
-# of ranks.
+# Kills of a random rank at a random moment of a fit or search under torchrun. Then the same command runs with another
+# number of ranks, or, with --max-restarts, torchrun starts all ranks anew.
 #
-#     bash docs/runs/kill_ranks.sh [KILLS] [SECONDS]
+#     bash docs/runs/kill_ranks.sh [KILLS [SECONDS]]
+#     bash docs/runs/kill_ranks.sh --max-restarts [KILLS [SECONDS]]
 #
 # In a checkout, on a CPU. A line for each: which rank was killed when, how the run ended, how many layers its checkpoint
-# has, and whether the run after it wrote the bytes of a run of one process. Exit code 1 where one wrote others.
+# had, and whether the run after it, or the restarted one, wrote the bytes of a run of one process. Exit code 1 where one
+# wrote others.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+elastic="" && [ "$1" = --max-restarts ] && elastic="--max-restarts 2" && shift
 kills=${1:-10} span=${2:-12} bad=0
 text="--model tiny --windows 12 --length 256 --holdout 3 --recent 16 --batch 2"
 methods=(
@@ -25,18 +28,24 @@ for number in $(seq 1 "$kills"); do
         sums[$given]=$(sha256sum <"plain-$number.kvcal.safetensors")
     fi
     ranks=$((RANDOM % 3 + 2)) again=$((RANDOM % 3 + 1)) after=$((RANDOM % span + 4)) to="$number.kvcal.safetensors"
-    torchrun --nproc-per-node $ranks -m kvcal $given --output "$to" >"$number.log" 2>&1 &
+    torchrun --nproc-per-node $ranks $elastic -m kvcal $given --output "$to" >"$number.log" 2>&1 &
     run=$!
     sleep "$after"
     rank=$(pgrep -P $run | shuf -n 1)
+    layers=$(find ".$to.partial" -name "layer-*" 2>/dev/null | wc -l)
     [ -n "$rank" ] && kill -9 "$rank"
     from=$SECONDS
     wait $run
-    code=$? ended=$((SECONDS - from)) layers=$(find ".$to.partial" -name "layer-*" 2>/dev/null | wc -l)
-    torchrun --nproc-per-node $again -m kvcal $given --output "$to" >"$number-again.log" 2>&1
+    ended="exit $? within $((SECONDS - from)) s, $layers layers"
+    if [ -n "$elastic" ]; then
+        after_it="$(grep -c "^resuming after layer" "$number.log") times resumed"
+    else
+        torchrun --nproc-per-node $again -m kvcal $given --output "$to" >"$number-again.log" 2>&1
+        after_it="$again ranks again"
+    fi
     same=same
     [ "$(sha256sum <"$to")" = "${sums[$given]}" ] || { same="OTHER BYTES" && bad=1; }
-    echo "$number: ${given%% --model*} (${given##*--batch 2}): $ranks ranks, one killed after $after s (${rank:-none was left}): exit $code within $ended s," \
-        "$layers layers; $again ranks again: $same"
+    echo "$number: ${given%% --model*} (${given##*--batch 2 }): $ranks ranks, one killed after $after s" \
+        "(${rank:-none was left}): $ended; $after_it: $same"
 done
 exit $bad

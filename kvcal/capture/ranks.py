@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,12 +27,16 @@ from kvcal_artifacts.bundle.canonical import canonical
 from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import KVCalError, UsageError
 
+from .attempt import MissingRanksError, attempt_store
+
 T = TypeVar("T")
 
 TIMEOUT = "KVCAL_RANK_TIMEOUT"
 SECONDS = 1800  # that ranks wait for each other: torch's own default for gloo
-MISSED = re.compile(r"[Rr]anks? (\d+) failed to pass monitoredBarrier in (\d+) ms")
-ALL_MISSED = re.compile(r"[Rr]anks (\d+(?:, \d+)*) failed to pass monitoredBarrier in (\d+) ms")
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun
+LINE = "kvcal/line"  # the key by which ranks settle who prints
+MISSED = re.compile(r"[Rr]anks? (\d+) failed to pass monitoredBarrier")
+ALL_MISSED = re.compile(r"[Rr]anks (\d+(?:, \d+)*) failed to pass monitoredBarrier")
 
 
 class RankEndedError(KVCalError):
@@ -156,12 +161,17 @@ def joined(device: str) -> Iterator[Ranks]:
     timeout = _timeout()
     kind = _rank_device(device)
     try:
-        store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        agents_store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        store = attempt_store(agents_store, rank, count, timeout)
         backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
         distributed.init_process_group(
             backend, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=timeout)
         )
         control = distributed.group.WORLD if kind == "cpu" else distributed.new_group(backend="gloo")
+    except MissingRanksError as error:
+        late = RankEndedError(_not_in_time(_who(error.ranks, count), timeout))
+        first = _is_first(agents_store, f"{LINE}/{os.environ.get(RESTARTS, '0')}")
+        raise (late if first else LinePrintedError(late)) from error
     except RuntimeError as error:
         raise RankEndedError(f"not all of the processes that torchrun started came: {_first_line(error)}") from error
     before = signal.signal(signal.SIGTERM, _on_sigterm)
@@ -196,10 +206,10 @@ class ShareDoneError(Exception):
     """No error: this rank has done its share, and rank 0 alone writes and prints."""
 
 
-def _is_first(store: Any) -> bool:
+def _is_first(store: Any, key: str = LINE) -> bool:
     """Whether no other rank has asked yet; True, too, where the store is gone."""
     try:
-        return int(store.add("kvcal/line", 1)) == 1
+        return int(store.add(key, 1)) == 1
     except RuntimeError:
         return True
 
@@ -242,18 +252,25 @@ def _rank_device(device: str) -> str:
 @contextmanager
 def _named(ranks: Ranks) -> Iterator[None]:
     """Let what torch.distributed raises say which rank is missing, where it knows."""
+    started = time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        text = str(error)
-        if (match := ALL_MISSED.search(text) or MISSED.search(text)) is None:
+        if (match := ALL_MISSED.search(str(error)) or MISSED.search(str(error))) is None:
             raise RankEndedError(f"{ranks}: another rank ended; torchrun's report says which") from error
-        who = f"rank{'s' if ',' in match[1] else ''} {match[1]} of {ranks.count}"
-        if "closed by peer" in text or "Connection reset" in text:
+        who = _who([int(rank) for rank in match[1].split(", ")], ranks.count)
+        if time.monotonic() < started + 0.9 * ranks.timeout:  # gloo says the same where a connection was closed
             raise RankEndedError(f"{who} ended; torchrun's report says why") from error
-        raise RankEndedError(
-            f"{who} did not come within {float(match[2]) / 1000:g} s ({TIMEOUT}): it hangs, or has ended"
-        ) from error
+        raise RankEndedError(_not_in_time(who, ranks.timeout)) from error
+
+
+def _who(ranks: list[int], count: int) -> str:
+    """ "rank 1 of 4", or "ranks 1, 3 of 4"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {count}"
+
+
+def _not_in_time(who: str, seconds: float) -> str:
+    return f"{who} did not come within {seconds:g} s ({TIMEOUT}): it hangs, or has ended"
 
 
 def _first_line(error: BaseException) -> str:

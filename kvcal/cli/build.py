@@ -24,7 +24,9 @@ def build(o: BuildOptions, typed: Typed) -> None:
 
     check_reports(o.junit, o.summary)
     read = read_build_recipe(o.recipe, options_of, defaults_of)
-    result = run_build(read, note, dry_run=o.dry_run, jobs=o.jobs, share=o.share, gates=o.gates, typed=typed)
+    result = run_build(
+        read, note, dry_run=o.dry_run, jobs=o.jobs, gpus=o.gpus, share=o.share, gates=o.gates, typed=typed
+    )
     report(result["gates"], o.junit, o.summary)
     if o.json:
         print_json(result)

@@ -8,7 +8,7 @@ from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import CompareOptions
 
 
-@command(CompareOptions)
+@command(CompareOptions, spread=True)
 def compare(o: CompareOptions, typed: Typed) -> None:
     """Measure many schemes on the same text: presets, bundles, and every pair of key and value codecs.
 

@@ -28,7 +28,7 @@ def demo(o: DemoOptions, typed: Typed) -> None:
     )
     prose(f"\nText from the compressed cache, in a fresh process:\n{result['sample']}\n")
     wrapped(
-        f"16-bit cache {size(full['nbytes'])} -> {size(ours['nbytes'])}, predictors included; same next token in "
+        f"16-bit cache {size(full['nbytes'])} -> {size(ours['nbytes'])} with predictors; same next token in "
         f"{ours['same']} of {ours['of']}",
         wide=o.wide,
     )

@@ -13,7 +13,7 @@ from kvcal.pipeline.options import EvalOptions
 from kvcal.report.quantities import percent, size, written
 
 
-@command(EvalOptions)
+@command(EvalOptions, spread=True)
 def evaluate(o: EvalOptions, typed: Typed) -> None:
     """Perplexity and KL through the cache, in small steps: full precision, presets and bundles side by side.
 

@@ -24,7 +24,7 @@ EXIT_CODES = {
     "revision",
     6: "out of memory, on the host or on the device",
     DIFFERENT: "`kvcal diff` or `kvcal reproduce` found a difference (1, which diff uses for it, is an error here)",
-    8: "--require-kernels, and a layer cannot take the fused kernel",
+    8: "`--require-kernels`, and a layer cannot take the fused kernel",
     INTERRUPTED: "interrupted (Ctrl-C)",
 }
 

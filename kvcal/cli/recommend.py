@@ -11,7 +11,7 @@ from kvcal.commands.options import RecommendOptions
 from kvcal.report.quantities import duration, significant
 
 
-@command(RecommendOptions)
+@command(RecommendOptions, spread=True)
 def recommend(o: RecommendOptions, typed: Typed) -> None:
     """Measure a ladder of schemes on a model, choose one and write its bundle.
 

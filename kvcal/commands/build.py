@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.errors import KVCalError
+from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import lock
 
 from ..pipeline.build_recipe import BuildRecipe, Entry
@@ -20,6 +20,7 @@ from .build_passes import opened_model, run_all
 from .build_plan import BuildPass, Planner, plan_passes
 from .common import Say, refuse_idle
 from .evaluation import run_eval
+from .gpus import gpus_of
 from .workbench import raise_first
 
 REPORTS = ("junit", "summary")  # options that say where gates are reported
@@ -37,13 +38,15 @@ def only_build(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def check_taken(dry_run: bool, gates: bool, typed: Collection[str]) -> None:
+def check_taken(dry_run: bool, gates: bool, gpus: str | None, typed: Collection[str]) -> None:
     """UsageError for the first option given (`typed`) that such a build has no use for."""
     if dry_run:
-        idle = ("jobs", *(("gates",) if gates else ()), *REPORTS)  # --no-gates says what happens anyway
+        idle = ("jobs", "gpus", *(("gates",) if gates else ()), *REPORTS)  # --no-gates says what happens anyway
         refuse_idle(typed, idle, "bundles that are built", "with --dry-run nothing is; leave out it or that")
     if not gates:
         refuse_idle(typed, REPORTS, "gates that are held", "leave out it or --no-gates")
+    if gpus is not None and "jobs" in typed:
+        raise UsageError("--jobs and --gpus: each of the GPUs has one process; leave --jobs out")
 
 
 def run_build(
@@ -52,15 +55,18 @@ def run_build(
     *,
     dry_run: bool = False,
     jobs: int = 1,
+    gpus: str | None = None,
     share: bool = True,
     gates: bool = True,
     typed: Collection[str] = (),
 ) -> dict[str, Any]:
     """Build what changed and hold it to its gates; rows of bundles, and checks. dry_run: only say what would be done.
+    gpus: as of `gpus_of`, for processes instead of so many `jobs`.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
-    check_taken(dry_run, gates, typed)
+    check_taken(dry_run, gates, gpus, typed)
+    devices = None if gpus is None else _devices(gpus, recipe)
     lock = Lock.read(recipe.lock)
     planner = Planner(recipe, lock)
     plans = planner.plan()
@@ -83,11 +89,22 @@ def run_build(
 
         for gone in lock.keep_only(list(by_name)):
             say(f"note: {gone} is no longer in the recipe; its file, if any, stays")
-        run_all(todo, jobs, say, written)
+        run_all(todo, jobs, say, written, devices)
         opened_model.cache_clear()  # gates load the model for themselves
         checks = gate_checks(recipe, planner, lock, say) if gates else []
         lock.write()
     return _summary(recipe, plans, todo, checks, "built") | {"lock": str(recipe.lock)}
+
+
+def _devices(gpus: str, recipe: BuildRecipe) -> list[str]:
+    """The GPUs; UsageError for a bundle that is to be made on a GPU of its own choice."""
+    for entry in recipe.entries:
+        if not entry.parts and entry.built.device.startswith("cuda:"):
+            raise UsageError(
+                f"--gpus {gpus}: {entry.name} has device {entry.built.device}, and each process sees one GPU; give "
+                'device = "cuda", or leave it out'
+            )
+    return gpus_of(gpus)
 
 
 def _make_folder(folder: Path) -> None:

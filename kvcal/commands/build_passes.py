@@ -14,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from multiprocessing.queues import SimpleQueue
 from typing import cast
 
 import torch
@@ -42,6 +43,7 @@ from .common import (
     text_for,
     tokenizer_for,
 )
+from .gpus import VISIBLE
 from .preset import run_preset
 from .tune_thresholds import run_tune_thresholds
 from .workbench import Opened, open_for_fit
@@ -133,10 +135,12 @@ def opened_model(
     )
 
 
-def _worker_start(parent: int, threads: int) -> None:
-    """Take as many threads as the parent has (they decide last bits on a CPU); lines instead of bars; ends with the
-    parent.
+def _worker_start(parent: int, threads: int, gpus: SimpleQueue[str] | None) -> None:
+    """Take as many threads as the parent has (they decide last bits on a CPU), and the next of the GPUs; lines instead
+    of bars; ends with the parent.
     """
+    if gpus is not None:
+        os.environ[VISIBLE] = gpus.get()  # torch looks at it when CUDA is first used, which no import does
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C goes to all: one line is enough, the parent's
     torch.set_num_threads(threads)
     os.environ["TERM"] = "dumb"
@@ -155,46 +159,56 @@ def _worker_run(work: BuildPass) -> list[tuple[str, str, int]]:
     return done
 
 
-def run_all(todo: Sequence[BuildPass], jobs: int, say: Say, written: Written) -> None:
-    """All works, combinations when everything else is there. Raises the first error, as soon as the running ones are
-    done.
+def run_all(
+    todo: Sequence[BuildPass], jobs: int, say: Say, written: Written, gpus: Sequence[str] | None = None
+) -> None:
+    """All works, combinations when everything else is there. gpus: what CUDA_VISIBLE_DEVICES is in each of so many
+    processes. Raises the first error, as soon as the running ones are done, and says the others.
     """
     first = [work for work in todo if not work.plans[0].entry.parts]
-    if jobs == 1 or len(first) < 2:
+    if (gpus is None and (jobs == 1 or len(first) < 2)) or not first:
         items = Items(say, len(todo))
         for work in todo:
             items.begin(work.label)
             with _named(work):
                 run_work(work, say, written)
         return
-    _run_in_processes(first, min(jobs, len(first)), say, written)
+    _run_in_processes(first, min(jobs if gpus is None else len(gpus), len(first)), say, written, gpus)
     run_all([work for work in todo if work.plans[0].entry.parts], 1, say, written)
 
 
-def _run_in_processes(todo: Sequence[BuildPass], jobs: int, say: Say, written: Written) -> None:
-    pool = ProcessPoolExecutor(
-        jobs, multiprocessing.get_context("spawn"), _worker_start, (os.getpid(), torch.get_num_threads())
-    )
+def _run_in_processes(
+    todo: Sequence[BuildPass], jobs: int, say: Say, written: Written, gpus: Sequence[str] | None
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    queue: SimpleQueue[str] = context.SimpleQueue()
+    for gpu in gpus or ():
+        queue.put(gpu)
+    started_with = os.getpid(), torch.get_num_threads(), None if gpus is None else queue
+    pool = ProcessPoolExecutor(jobs, context, _worker_start, started_with)
     running: dict[Future[list[tuple[str, str, int]]], BuildPass] = {}
     others = multiprocessing.active_children()
     try:
         for number, work in enumerate(todo, 1):
             say(f"{number}/{len(todo)} {work.label}")
             running[pool.submit(_worker_run, work)] = work
-        _collect(running, written)
+        _collect(running, say, written)
     except BaseException as error:
         for child in multiprocessing.active_children():
             if child not in others:
                 child.terminate()  # an interrupted build does not wait for its workers: they have checkpoints
         if isinstance(error, BrokenProcessPool):
-            raise KVCalError("a worker process ended early, perhaps for lack of memory; take fewer --jobs") from error
+            fewer = "--jobs" if gpus is None else "--gpus"
+            raise KVCalError(f"a worker process ended early, perhaps for lack of memory; take fewer {fewer}") from error
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _collect(running: dict[Future[list[tuple[str, str, int]]], BuildPass], written: Written) -> None:
-    """Wait until all passes are done. After an error nothing new is begun, and what runs may still end well."""
+def _collect(running: dict[Future[list[tuple[str, str, int]]], BuildPass], say: Say, written: Written) -> None:
+    """Wait until all passes are done. After an error nothing new is begun, and what runs may still end well; errors
+    behind the first are said.
+    """
     first: KVCalError | None = None
     while running:
         for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -206,6 +220,8 @@ def _collect(running: dict[Future[list[tuple[str, str, int]]], BuildPass], writt
                     for done in future.result():
                         written(*done)
             except KVCalError as error:
+                if first is not None:
+                    say(str(error))
                 first = first or error
                 for other in running:
                     other.cancel()

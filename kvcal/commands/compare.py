@@ -19,10 +19,12 @@ from kvcal_artifacts.scheme import FRAMES, Frame, HeavyHitters
 
 from ..bundles.paths import bundle_at
 from ..calibrate.checkpoint import BatchCheckpoint as SavedBatches
-from ..calibrate.checkpoint import CommandCheckpoint, partial_folder, short
+from ..calibrate.checkpoint import CommandCheckpoint, command_checkpoint, partial_folder, short
 from ..calibrate.driver import fit
 from ..calibrate.job import FitOptions
+from ..capture import ranks
 from ..capture.scan import WholeModel
+from ..capture.spread import spread
 from ..evaluate.attention_error import attention_errors
 from ..evaluate.divergence import ties
 from ..evaluate.perplexity import Batches, CacheMaker, evaluate
@@ -197,8 +199,8 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     cache_makers(loaded.model, ready, loaded.revision, selection, require)  # refuses rows before any work
     hashes = [texts.evaluation.ids_sha256, *([texts.fitting["text"].ids_sha256] if texts.fitting else [])]
     record = settings | decided_by(o, loaded.model.dtype, loaded.model.device, *hashes)
-    work = CommandCheckpoint("compare", record, output=o.output, resume=o.resume, say=say)
-    ledger = Ledger("compare", o.output, settings, work, o.resume)
+    work = command_checkpoint("compare", record, output=o.output, resume=o.resume, say=say)
+    ledger = Ledger("compare", o.output, settings, work, o.resume, ranks.current())
     resumed = sum(row.key in ledger.rows for row in rows)
     if resumed:
         say(f"resuming: {resumed} of {len(rows)} rows are in {ledger.where}")
@@ -207,6 +209,7 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
         return cache_makers(loaded.model, {name: method}, loaded.revision, selection, require)
 
     failed = _measure_rows(rows, ledger, work, loaded, texts, makers, settings | sized, o.batch, say)
+    ranks.leave_to_first()
     if len(failed) == len(rows):
         raise_first(failed)
     rows = [row for row in rows if row.name not in failed]
@@ -297,26 +300,42 @@ def _measure_rows(
     batch: int | None,
     say: Say,
 ) -> dict[str, KVCalError]:
-    """Fit and measure what the ledger does not have yet; the errors of rows that cannot be, by name."""
+    """Fit and measure what the ledger does not have yet, each row by one rank; the errors of rows that cannot be, by
+    name.
+    """
     ids, failed = texts.evaluation.ids, dict[str, KVCalError]()
     todo = [row for row in rows if row.key not in ledger.rows]
     items = Items(say, len(rows), len(rows) - len(todo))
-    for row in todo:
-        items.begin(row.name)
-        windows, bundle = f"windows-{short(row.name + row.key)}", f"fit-{short(row.key)}{SUFFIX}"  # sums bear names
+
+    def figures_of(row: Candidate) -> dict[str, Any] | KVCalError:
         method = row.what
-        batches = SavedBatches(work, windows, row.name, len(ids), say)
+        batches = SavedBatches(work, _windows_name(row), row.name, len(ids), say)
         try:
             if isinstance(method, AquaKV):
-                method = _fitted(method, loaded, texts.fitting, work, bundle, say)
-            figures = measure(loaded, ids, makers(row.name, method), settings, batch, batches)
+                method = _fitted(method, loaded, texts.fitting, work, _bundle_name(row), say)
+            [figures] = measure(loaded, ids, makers(row.name, method), settings, batch, batches).values()
+            return figures
         except KVCalError as error:
-            failed[row.name] = named_error(row.name, error)
+            return named_error(row.name, error)
+
+    measured = spread(ledger.ranks, todo, figures_of, lambda row: items.begin(row.name))
+    for row, figures in zip(todo, measured, strict=True):
+        if isinstance(figures, KVCalError):
+            failed[row.name] = figures
             continue
-        ledger.add(row.key, *figures.values())
-        work.drop(f"{windows}.json", bundle, partial_folder(Path(bundle)).name)
+        ledger.add(row.key, figures)
+        bundle = _bundle_name(row)
+        work.drop(f"{_windows_name(row)}.json", bundle, partial_folder(Path(bundle)).name)
     ledger.done(row.key for row in rows if row.name not in failed)
     return failed
+
+
+def _windows_name(row: Candidate) -> str:
+    return f"windows-{short(row.name + row.key)}"  # sums bear names
+
+
+def _bundle_name(row: Candidate) -> str:
+    return f"fit-{short(row.key)}{SUFFIX}"
 
 
 def _judged(o: CompareOptions, measured: list[dict[str, Any]], text: str, called: str, resumed: int) -> dict[str, Any]:

@@ -15,8 +15,11 @@ from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, Scheme
 from kvcal_artifacts.scheme.subspace import choose, has_subspace
 
-from ..calibrate.checkpoint import BatchCheckpoint, CommandCheckpoint, short
+from ..calibrate.checkpoint import BatchCheckpoint, CommandCheckpoint, command_checkpoint, short
 from ..calibrate.outlier_guard import warnings
+from ..capture import ranks
+from ..capture.ranks import RankEndedError
+from ..capture.spread import spread
 from ..evaluate.canary import Audit, Canary, canary
 from ..evaluate.layers import LayerErrors
 from ..evaluate.perplexity import CacheMaker, Row, evaluate
@@ -28,9 +31,10 @@ from ..models.names import ModelSource, resolve
 from ..pipeline.gates import Check, Limits, broken_off, check_recorded, check_row
 from ..pipeline.options import EvalOptions
 from ..report.drawn import machine_and_date
-from ..report.progress import progress
+from ..report.progress import progress, tracked
 from ..text.token_windows import EvaluationWindows
 from .bundles import file_sha256
+from .calibration import refuse_ranks
 from .common import (
     Say,
     check_column,
@@ -71,15 +75,16 @@ def run_eval(
     o = with_model_of(o, methods.values(), typed)
     plan, tasks = _planned(o, methods, say, limits), task_names(o)
     tokenizer = tokenizer_for(o, plan.source, plan.origin)
-    if tasks and not plan.methods:
-        raise UsageError("--task compares caches with full precision: give a bundle, or --preset")
+    if tasks:
+        _check_tasks(plan)
     text = evaluation_text(o, plan.source, tokenizer, plan.origin, plan.length, say)
     check_context(plan.source, plan.length, say)
     loaded, makers = _opened(o, plan, say)
     started = time.monotonic()
-    work = CommandCheckpoint("eval", _record(o, plan, loaded.model, text), output=None, resume=o.resume, say=say)
+    work = command_checkpoint("eval", _record(o, plan, loaded.model, text), output=None, resume=o.resume, say=say)
     with work.until_done():
         measured, broken = _measured(loaded.model, text.ids, makers, o, work, say)
+        ranks.leave_to_first()
         sound = {name: maker for name, maker in makers.items() if name not in broken}
         answered = run_tasks(o, loaded.model, required_tokenizer(tokenizer), sound, work, say) if tasks else Answered()
     row_names = dict(zip(makers, plan.methods, strict=True))  # a row's name tells of --keep, too
@@ -162,6 +167,12 @@ def _planned(
         check_recorded(limits[name], name, method if isinstance(method, Bundle) else None)
     length = o.length or min(configuration.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
     return Plan(source, origin, methods, limits, hashes, selection, require, length)
+
+
+def _check_tasks(plan: Plan) -> None:
+    refuse_ranks("--task")
+    if not plan.methods:
+        raise UsageError("--task compares caches with full precision: give a bundle, or --preset")
 
 
 def _hashes(methods: Mapping[str, DataFree | Bundle]) -> dict[str, dict[str, str]]:
@@ -253,23 +264,28 @@ def _measured(
     def run(names: Iterable[str]) -> Measured:
         watched = {name: Watched(makers[name], ids.shape[1]) for name in names}
         label = ", ".join(["full", *watched])
-        saved = WatchedBatches(watched, work, f"windows-{short(label)}", label, len(ids), say)
-        rows = evaluate(model, ids, watched, step=o.step, batch=o.batch, saved=saved)
-        canaries = {}
-        with progress("Canary", total=len(watched)) as advance:
-            for name, one in watched.items():
-                canaries[name] = canary(model, ids, makers[name], step=o.step).counted(one.rows, one.audit)
-                advance()
+        saved = BatchCheckpoint(work, f"windows-{short(label)}", label, len(ids), say)
+        rows = evaluate(model, ids, watched, step=o.step, batch=o.batch, saved=saved, ranks=shared)
+        computed = spread(shared, list(watched), lambda name: canary(model, ids, makers[name], step=o.step))
+        canaries = {
+            name: alive.counted(one.rows, one.audit)
+            for (name, one), alive in zip(watched.items(), tracked(computed, "Canary", len(watched)), strict=True)
+        }
         return Measured(rows, watched, canaries, saved.resumed)
 
+    shared = ranks.current()
     try:
         return run(makers), {}
+    except RankEndedError:
+        raise
     except KVCalError:
         measured = run([])  # raises where the model itself is to blame
     broken: dict[str, KVCalError] = {}
     for name in makers:
         try:
             measured = measured.joined_with(run([name]))
+        except RankEndedError:
+            raise
         except KVCalError as error:
             broken[name] = error
     return measured, broken
@@ -292,28 +308,34 @@ def with_subspace(rows: dict[str, DataFree | Bundle], subspace: str | None) -> d
 
 
 class Watched:
-    """Makes caches that all tell one LayerErrors what they pack and read, and have one Audit. length: tokens of a
-    window.
+    """Makes caches whose LayerErrors, of what they pack and read, and Audit are added up batch by batch. length: tokens
+    of a window.
     """
 
     scheme: Scheme
 
     def __init__(self, maker: CacheMaker, length: int) -> None:
         self._maker, self._errors, self.audit = maker, LayerErrors(0), Audit(length)
+        self._part = self._errors, self.audit
 
     def __call__(self) -> KVCalCache:
         cache = self._maker()
-        if not self._errors.blocks_read:
-            self.scheme, self._errors = cache.scheme, LayerErrors(len(cache.layers))
-        cache.watch = self._errors
-        return self.audit.attach(cache)
+        self.scheme, self._part = cache.scheme, (LayerErrors(len(cache.layers)), Audit(self.audit.last))
+        cache.watch, audit = self._part
+        return audit.attach(cache)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         return self._errors.rows()
 
+    def take(self) -> tuple[LayerErrors, Audit]:
+        return self._part
+
+    def merge(self, part: tuple[LayerErrors, Audit]) -> None:
+        self._errors.merge(part[0])
+        self.audit.merge(part[1])
+
     def state(self) -> dict[str, Any]:
-        """What was watched as JSON has it; `restore` takes it over."""
         return {"errors": self._errors.state(), "audit": self.audit.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -321,23 +343,6 @@ class Watched:
             self.scheme = cache.scheme
         self._errors = LayerErrors.of(state["errors"])
         self.audit.restore(state["audit"])
-
-
-class WatchedBatches(BatchCheckpoint):
-    """Checkpoints of batches together with what was watched."""
-
-    def __init__(self, watched: Mapping[str, Watched], *rest: Any) -> None:
-        super().__init__(*rest)
-        self._watched = watched
-
-    def load(self) -> dict[str, Any] | None:
-        saved = super().load()
-        for name, state in ({} if saved is None else saved["watched"]).items():
-            self._watched[name].restore(state)
-        return saved
-
-    def keep(self, state: dict[str, Any]) -> None:
-        super().keep(state | {"watched": {name: one.state() for name, one in self._watched.items()}})
 
 
 class _Counting:

@@ -414,6 +414,7 @@ class BuildOptions(GateReports):
     recipe: Path = required(Path, "A build recipe, TOML (docs/pipeline.md).")
     dry_run: bool = flag("Only say what would be built, and why.")
     jobs: int = option(1, "Processes that build at a time.", "--jobs", "-j", at_least=1)
+    gpus: str | None = option(None, "GPUs that build side by side, a process each: 0-7 or 0,2,5.")
     share: bool = option(True, "One pass over the model for bundles whose text and windows agree; else less memory.")
     gates: bool = option(True, "Hold bundles to the recipe's gates.")
 

@@ -17,15 +17,18 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, UsageError
 from kvcal_artifacts.scheme import Scheme
 
-from ..calibrate.checkpoint import BatchCheckpoint, CommandCheckpoint, short
+from ..calibrate.checkpoint import BatchCheckpoint, CommandCheckpoint, command_checkpoint, short
 from ..calibrate.driver import fit_together
 from ..calibrate.forecast import forecasts, least_tokens
 from ..calibrate.job import FitJob, FitOptions
 from ..calibrate.outlier_guard import window_of
+from ..capture import ranks
+from ..capture.ranks import Ranks
 from ..capture.scan import WholeModel
+from ..capture.spread import spread
 from ..evaluate.attention_error import attention_errors
 from ..evaluate.key_outliers import key_outliers
-from ..evaluate.perplexity import CacheMaker, evaluate
+from ..evaluate.perplexity import CacheMaker, Row, evaluate
 from ..methods.aqua_kv import AquaKV
 from ..methods.base import settings_of
 from ..methods.data_free import COMPOSED, PRESETS
@@ -83,7 +86,7 @@ def calibration_options(o: RecommendOptions, source: ModelSource) -> Calibration
 @dataclass
 class Run:
     """One recommendation on its way. schemes: by name of the ladder, as they are known; rungs: those that fit the
-    model; work: what a killed run leaves.
+    model; work: what a killed run leaves; ranks: the processes that share the schemes.
     """
 
     loaded: LoadedModel
@@ -92,6 +95,7 @@ class Run:
     rungs: dict[str, Rung]
     schemes: dict[str, Scheme]
     say: Say
+    ranks: Ranks
 
     @property
     def model(self) -> Any:
@@ -132,12 +136,12 @@ def run_recommend(o: RecommendOptions, say: Say) -> dict[str, Any]:
     rungs, schemes, omitted = _fitting(loaded.model, text.length)
     record = decided_by(calibration, loaded.model.dtype, loaded.model.device, text.ids_sha256)
     record |= {"ladder": {name: repr(rung.method) for name, rung in rungs.items()}}
-    work = CommandCheckpoint("recommend", record, output=output, resume=o.resume, say=say)
+    work = command_checkpoint("recommend", record, output=output, resume=o.resume, say=say)
     with (
         work.until_out("the same command, or one with another limit, goes on from it"),
         tempfile.TemporaryDirectory() as spare,
     ):
-        run = Run(loaded, text, work, rungs, schemes, say)
+        run = Run(loaded, text, work, rungs, schemes, say, ranks.current())
         say("step 1 of 5: key outliers")
         outliers = _outliers(run)
         say(f"step 2 of 5: forecasts of {len(schemes)} schemes without text")
@@ -150,7 +154,10 @@ def run_recommend(o: RecommendOptions, say: Say) -> dict[str, Any]:
         naive = reference(rows, chosen)
         names = [row.name for row in (chosen, second, naive) if row is not None]
         say("step 5 of 5: attention errors")
-        errors = {name: _errors(run, name) for name in dict.fromkeys(names)}
+        measured_names = list(dict.fromkeys(names))
+        measured_errors = spread(run.ranks, measured_names, lambda name: _errors(run, name))
+        errors = dict(zip(measured_names, measured_errors, strict=True))
+        ranks.leave_to_first()
         sha256 = _write(run, chosen, bundles, output)
     options = _text_options(calibration, origin)
     return {
@@ -207,11 +214,16 @@ def _fitting(model: Any, length: int) -> tuple[dict[str, Rung], dict[str, Scheme
 
 def _outliers(run: Run) -> list[dict[str, Any]]:
     """Key outliers of held-out windows, by layer and kv head."""
-    if (saved := run.work.read("rows-outliers")) is not None:
+    if (saved := _stored(run, "rows-outliers")) is not None:
         return list(saved)
     rows = [row.as_dict() for row in key_outliers(run.model, run.text.holdout[:ERROR_WINDOWS], run.device)]
     run.work.keep("rows-outliers", rows)
     return rows
+
+
+def _stored(run: Run, name: str) -> Any:
+    """What a killed run left under this name, on every rank; None where it left nothing."""
+    return run.ranks.agree([run.work.read(name)])[0]
 
 
 def _fitted(run: Run, rungs: Sequence[Rung], seed: int, spare: Path) -> dict[str, Path]:
@@ -220,27 +232,41 @@ def _fitted(run: Run, rungs: Sequence[Rung], seed: int, spare: Path) -> dict[str
     spare: where they go if nothing can be written next to the output.
     """
     paths: dict[str, Path] = {}
-    jobs: list[FitJob] = []
+    todo: list[Rung] = []
+    for rung in rungs:
+        file = f"fit-{short(repr(rung.method))}{SUFFIX}"
+        paths[rung.name] = run.work.file(file) or spare / file
+        if not run.ranks.agree(_whole(paths[rung.name])):
+            todo.append(rung)
+    count = run.ranks.count
+    shares = [todo[rank::count] for rank in range(count) if todo[rank::count]]
+    for share, bundles in zip(shares, spread(run.ranks, shares, lambda one: _fit(run, one, paths, seed)), strict=True):
+        for rung, bundle in zip(share, bundles, strict=True):
+            if run.ranks.rank == 0 and share is not shares[0]:  # fitted by another rank
+                bundle.write(paths[rung.name])
+            run.schemes[rung.name] = bundle.scheme
+    stored = [name for name in paths if name not in run.schemes and run.ranks.rank == 0]
+    run.schemes.update(run.ranks.agree({name: load_bundle(paths[name]).scheme for name in stored}))
+    return paths
+
+
+def _fit(run: Run, rungs: Sequence[Rung], paths: Mapping[str, Path], seed: int) -> list[Bundle]:
+    """Bundles of these schemes, in one scan, written to their paths."""
+    jobs = []
     for rung in rungs:
         assert isinstance(rung.method, AquaKV)
-        file = f"fit-{short(repr(rung.method))}{SUFFIX}"
-        path = paths[rung.name] = run.work.file(file) or spare / file
-        if not _whole(path):
-            jobs.append(FitJob(rung.method, path, seed))
-    if jobs:
-        source = run.loaded.source
-        fit_together(
-            jobs,
-            WholeModel(run.model),
-            run.text,
-            model_record=model_record(source, run.loaded.revision, False),
-            revision=run.loaded.revision,
-            device=run.device,
-            options=FitOptions(warn=False),
-            say=run.say,
-        )
-    run.schemes.update({name: load_bundle(path).scheme for name, path in paths.items()})
-    return paths
+        jobs.append(FitJob(rung.method, paths[rung.name], seed))
+    fit_together(
+        jobs,
+        WholeModel(run.model),
+        run.text,
+        model_record=model_record(run.loaded.source, run.loaded.revision, False),
+        revision=run.loaded.revision,
+        device=run.device,
+        options=FitOptions(warn=False),
+        say=run.say,
+    )
+    return [load_bundle(job.output) for job in jobs]
 
 
 def _whole(path: Path) -> bool:
@@ -256,15 +282,19 @@ def _forecast(run: Run, names: Sequence[str]) -> list[Figures]:
     """Forecast KL of these schemes on held-out windows, some in a pass, each pass kept for a run that goes on."""
     schemes = {name: run.schemes[name] for name in names}
     ids = window_of(run.text.holdout, schemes.values())
-    kls: dict[str, float] = {}
-    for start in range(0, len(names), FORECASTS):
-        group = {name: schemes[name] for name in names[start : start + FORECASTS]}
-        file = f"rows-{short(', '.join(group))}"
-        saved: dict[str, float] | None = run.work.read(file)
-        if saved is None:
-            saved = {name: one.kl for name, one in forecasts(run.model, ids, group, run.device).items()}
-            run.work.keep(file, saved)
-        kls |= saved
+    groups = [list(names[start : start + FORECASTS]) for start in range(0, len(names), FORECASTS)]
+    files = [f"rows-{short(', '.join(group))}" for group in groups]
+    stored = [_stored(run, file) for file in files]
+    todo = [place for place, saved in enumerate(stored) if saved is None]
+
+    def forecast(place: int) -> dict[str, float]:
+        group = {name: schemes[name] for name in groups[place]}
+        return {name: one.kl for name, one in forecasts(run.model, ids, group, run.device).items()}
+
+    for place, forecast_kls in zip(todo, spread(run.ranks, todo, forecast), strict=True):
+        run.work.keep(files[place], forecast_kls)
+        stored[place] = forecast_kls
+    kls: dict[str, float] = {name: kl for saved in stored for name, kl in saved.items()}
     return [
         Figures(name, scheme.bits_per_value(), kls[name], learned=run.rungs[name].learned, naive=run.rungs[name].naive)
         for name, scheme in schemes.items()
@@ -284,11 +314,16 @@ def _measured(run: Run, rows: list[Figures], limit: Limit) -> tuple[Figures, Fig
 
 def _with_kl(run: Run, rows: list[Figures], batch: Sequence[Figures]) -> list[Figures]:
     names = [row.name for row in batch]
-    label = ", ".join(names)
-    run.say(f"step 4 of 5: KL through the cache of {label}")
-    saved = BatchCheckpoint(run.work, f"windows-{short(label)}", label, len(run.text.holdout), run.say)
-    _, *measured = evaluate(run.model, run.text.holdout, run.makers(names), step=STEP, saved=saved)
-    by_name = {row.name: row for row in measured}
+    run.say(f"step 4 of 5: KL through the cache of {', '.join(names)}")
+    count = run.ranks.count
+    shares = [names[rank::count] for rank in range(count) if names[rank::count]]  # one share, where there is one rank
+
+    def measured(share: list[str]) -> list[Row]:
+        label = ", ".join(share)
+        saved = BatchCheckpoint(run.work, f"windows-{short(label)}", label, len(run.text.holdout), run.say)
+        return evaluate(run.model, run.text.holdout, run.makers(share), step=STEP, saved=saved)[1:]
+
+    by_name = {row.name: row for rows_of_share in spread(run.ranks, shares, measured) for row in rows_of_share}
     return [
         row
         if row.name not in by_name

@@ -60,7 +60,8 @@ def run_report(o: ReportOptions, say: Say) -> dict[str, Any]:
     )
     text = page(report)
     write_atomically(o.output, text.encode(), "--output")
-    sizes = {"rows": len(ordered), "speeds": len(speeds), "bundles": len(heads), "bytes": len(text.encode())}
+    bundles = sum(path.name.endswith(SUFFIX) for path in o.inputs)
+    sizes = {"rows": len(ordered), "speeds": len(speeds), "bundles": bundles, "bytes": len(text.encode())}
     return {"output": o.output, **sizes}
 
 
@@ -168,7 +169,7 @@ def _of_bundle(path: Path, say: Say) -> list[Heads]:
     if errors is None:
         say(f"note: {bundle.name} records no errors by head; `kvcal inspect --model` measures them")
         return []
-    return [Heads(bundle.name, errors.key, errors.value)]
+    return [Heads(f"{bundle.name}, when fitted", errors.key, errors.value)]
 
 
 def _of_layers(layers: Mapping[str, Any]) -> list[Heads]:

@@ -116,7 +116,7 @@ def _objective(
     if name == "attention":
         return lambda: AttentionError(method, model, text.train, opened.device, o.batch, o.spill, current())
     if name == "perplexity":
-        return lambda: Perplexity(model, text.train, o.step, o.batch)
+        return lambda: Perplexity(model, text.train, o.step, o.batch, current())
     from ..evaluate.tasks import TaskScore, check_installed
 
     check_installed()
@@ -136,9 +136,8 @@ def run_tune_thresholds(o: TuneThresholdsOptions, say: Say, typed: Collection[st
     check_taken(o, typed)
     source = names.resolve(o.model, o.revision)
     name = objective_name(o, source)
-    if name != "attention" and searches(o):
-        refuse_ranks(f"--objective {name}", "give --objective attention, or start it without torchrun")
     if name.startswith("task:"):
+        refuse_ranks(f"--objective {name}", "give --objective attention or perplexity, or start it without torchrun")
         from ..evaluate.tasks import check_installed
 
         check_installed()  # before a model is loaded

@@ -123,6 +123,11 @@ class Audit:
         self.compared = set(state["compared"])
         self.bypassed = dict.fromkeys((int(layer), str(role)) for layer, role in state["bypassed"])
 
+    def merge(self, other: Audit) -> None:
+        """Add what another one saw."""
+        self.compared |= other.compared
+        self.bypassed |= other.bypassed
+
     def attach(self, cache: KVCalCache, also: Callable[[KVCalLayer], None] = lambda layer: None) -> KVCalCache:
         """Watch this cache, which must not be copied afterwards. also: is called before each call that is compared."""
         for layer in cache.compressed_layers:

@@ -45,6 +45,17 @@ class LayerErrors:
     def read(self, layer: int, blocks: int) -> None:
         self.blocks_read[layer] += blocks
 
+    def merge(self, other: LayerErrors) -> None:
+        """Add the sums of another one of the same layers; of none, where nothing was summed here yet."""
+        if not self.blocks_read:
+            self.sums, self.blocks_read = [[None for _ in ROLES] for _ in other.sums], [0] * len(other.sums)
+        for layer, roles in enumerate(other.sums):
+            for role, theirs in enumerate(roles):
+                mine = self.sums[layer][role]
+                if theirs is not None:
+                    self.sums[layer][role] = theirs if mine is None else mine + theirs
+            self.blocks_read[layer] += other.blocks_read[layer]
+
     def state(self) -> State:
         """The sums as JSON has them; `of` makes the same again."""
         sums = [[None if one is None else one.tolist() for one in pair] for pair in self.sums]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch.nn import functional
 
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 
+from ..capture.ranks import ALONE, Ranks
+from ..capture.spread import spread
 from ..report.progress import progress
 from .calls import calls, longest_call, segments
 from .divergence import EXACT, Bucket, Reference, Spread, Tokens, standard_error
@@ -74,9 +76,28 @@ class Batches(Protocol):
         """What was last kept; None: begin."""
 
     def keep(self, state: dict[str, Any]) -> None:
-        """Keep what was summed after a batch of windows. state: as JSON has it; "windows" that are done, and their
-        "sums".
+        """Keep what was summed after a batch of windows. state: as JSON has it; "windows" that are done, their "sums",
+        and what was "watched" in caches.
         """
+
+
+@runtime_checkable
+class Watching(Protocol):
+    """A CacheMaker that sums up what its caches tell it, a batch of windows at a time."""
+
+    def __call__(self) -> KVCalCache: ...
+
+    def take(self) -> Any:
+        """What the cache of the last batch told."""
+
+    def merge(self, part: Any) -> None:
+        """Add what `take` gave, here or in another process."""
+
+    def state(self) -> dict[str, Any]:
+        """All that was added, as JSON has it."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` gave."""
 
 
 @dataclass
@@ -106,6 +127,20 @@ class _Sums:
     by_token: list[list[str]] = field(default_factory=list)  # as of Tokens.pack, by batch
     paper: list[list[float]] = field(default_factory=list)  # bits a value, and of how many values, by batch
 
+    def merge(self, other: _Sums) -> None:
+        """Add those of the windows behind."""
+        self.nats += other.nats
+        self.kl += other.kl
+        self.kl_windows += other.kl_windows
+        self.tokens += other.tokens
+        self.packed += other.packed
+        self.packed_values += other.packed_values
+        self.window += other.window
+        self.at_16_bit += other.at_16_bit
+        self.resident, self.first_packed = other.resident, other.first_packed
+        self.by_token += other.by_token
+        self.paper += other.paper
+
 
 def evaluate(
     model: CausalLM,
@@ -116,33 +151,66 @@ def evaluate(
     batch: int | None = None,
     saved: Batches | None = None,
     full: FullRuns | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[Row]:
     """Rows `full` and then one for each cache, over token windows ids (N, T) int64.
 
     step: tokens a forward, or more where no token sees other blocks then (`calls`). batch: windows at a time (chosen
     from the device and T by default). saved: of the same windows, caches, step and batch, or the figures are of
     neither. full: filled by the first evaluation and read by the later ones, which run no full precision then; takes
-    4·N·T·vocabulary bytes on the model's device. Raises UsageError for windows of one token, NonFiniteError for logits
-    that are not finite.
+    4·N·T·vocabulary bytes on the model's device. ranks: the processes that share the batches; each gets all rows.
+    Raises UsageError for windows of one token and for more ranks than batches, NonFiniteError for logits that are not
+    finite.
     """
     if ids.shape[1] < 2 or step < 1:
         raise UsageError(f"windows of {ids.shape[1]} tokens in steps of {step}: needs at least 2 and 1")
     device = next(model.parameters()).device
     size = batch or max(1, TOKENS_PER_BATCH.get(device.type, 1 << 13) // ids.shape[1])
-    before = None if saved is None else saved.load()
-    names = ("full", *caches)
-    done, partial_sums = (0, {name: {} for name in names}) if before is None else (before["windows"], before["sums"])
-    sums = {name: _Sums(**partial_sums[name]) for name in names}
     length, parts = ids.shape[1], ids.split(size)
+    if ranks.count > len(parts):
+        raise UsageError(
+            f"{ranks.count} ranks for {len(parts)} batches of windows: give --nproc-per-node {len(parts)} or less, "
+            "more --windows, or a smaller --batch"
+        )
+    [before] = ranks.agree([None if saved is None else saved.load()])
+    names = ("full", *caches)
+    watching = {name: maker for name, maker in caches.items() if isinstance(maker, Watching)}
+    done, sums = 0, {name: _Sums() for name in names}
+    if before is not None:
+        done, sums = before["windows"], {name: _Sums(**before["sums"][name]) for name in names}
+        for name, maker in watching.items():
+            maker.restore(before["watched"][name])
+    todo = range(-(-done // size), len(parts))
     with torch.no_grad(), progress("Evaluating", total=length * len(parts)) as advance:
-        advance(length * -(-done // size))
-        for place, part in list(enumerate(parts))[-(-done // size) :]:
-            runs = _FullBatch(model, part.to(device), place, full)
-            _one_batch(model, part.to(device), caches, step, sums, runs, advance)
-            done += len(part)
+        advance(length * todo.start)
+
+        def run(place: int) -> tuple[dict[str, _Sums], dict[str, Any]]:
+            part, batch_sums = parts[place].to(device), {name: _Sums() for name in names}
+            full_batch = _FullBatch(model, part, place, full)
+            _one_batch(model, part, caches, step, batch_sums, full_batch, advance if ranks.count == 1 else _quiet)
+            return batch_sums, {name: maker.take() for name, maker in watching.items()}
+
+        for place, (batch_sums, watched_parts) in zip(todo, spread(ranks, todo, run), strict=True):
+            for name, total in sums.items():
+                total.merge(batch_sums[name])
+            for name, maker in watching.items():
+                maker.merge(watched_parts[name])
+            done += len(parts[place])
+            if ranks.count > 1:
+                advance(length)
             if saved is not None:
-                saved.keep({"windows": done, "sums": {name: asdict(total) for name, total in sums.items()}})
+                saved.keep(_state(done, sums, watching))
     return [_row(name, total, model, ids, sums["full"]) for name, total in sums.items()]
+
+
+def _quiet(tokens: int) -> None:
+    """Progress of a batch among those of other ranks: it counts when it is done."""
+
+
+def _state(done: int, sums: Mapping[str, _Sums], watching: Mapping[str, Watching]) -> dict[str, Any]:
+    state = {"windows": done, "sums": {name: asdict(total) for name, total in sums.items()}}
+    watched = {name: maker.state() for name, maker in watching.items()}
+    return state | ({"watched": watched} if watched else {})
 
 
 class _FullBatch:

@@ -96,6 +96,7 @@ _L32_1B = llama3(2048, 16, 32, 64, 8192, factor=32.0, tied=True)
 _L32_3B = llama3(3072, 28, 24, 128, 8192, factor=32.0, tied=True)
 _L31_8B = llama3(4096, 32, 32, 128, 14336, factor=8.0, tied=False)
 _L31_70B = llama3(8192, 80, 64, 128, 28672, factor=8.0, tied=False)
+_L31_405B = llama3(16384, 126, 128, 128, 53248, factor=8.0, tied=False)
 
 _ENTRIES = (
     _tiny(),
@@ -107,6 +108,8 @@ _ENTRIES = (
     ModelEntry("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct", _L31_8B),
     ModelEntry("llama-3.1-70b", "meta-llama/Llama-3.1-70B", _L31_70B),
     ModelEntry("llama-3.1-70b-instruct", "meta-llama/Llama-3.1-70B-Instruct", _L31_70B),
+    ModelEntry("llama-3.1-405b", "meta-llama/Llama-3.1-405B", _L31_405B),
+    ModelEntry("llama-3.1-405b-instruct", "meta-llama/Llama-3.1-405B-Instruct", _L31_405B),
     ModelEntry("llama-2-7b", "meta-llama/Llama-2-7b-hf", llama2(4096, 32, 32, 11008)),
     ModelEntry("llama-2-13b", "meta-llama/Llama-2-13b-hf", llama2(5120, 40, 40, 13824)),
     ModelEntry(

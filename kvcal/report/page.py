@@ -11,23 +11,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .colours import Shades, shades
 from .plots import needle_table
-from .svg import Chart, Series, intervals, legend, number, text
+from .quantities import quantity, size, written
+from .svg import Chart, Series, intervals, legend, text
 
 LENGTHS = [1024 * 2**power for power in range(8)]  # tokens, of memory against length
 
 STYLE = """
 :root { color-scheme: light dark; --back: #fff; --ink: #1c2126; --soft: #57606a; --line: #d3d9df; --panel: #f5f7f9;
-  --s0: #0b62b8; --s1: #b5430b; --s2: #1a7437; --s3: #8139a3; --s4: #a3266b; --s5: #6b5900; --s6: #00707a; --s7: #555d66; }
+  --link: #0b62b8; }
 @media (prefers-color-scheme: dark) { :root { --back: #14181c; --ink: #e4e8ec; --soft: #a3adb8; --line: #3a424b;
-  --panel: #1d2329; --s0: #6cb2ff; --s1: #ff9d66; --s2: #6fd18d; --s3: #d09bf2; --s4: #ff8fc0; --s5: #d8c04e;
-  --s6: #5fd0da; --s7: #b4bcc5; } }
+  --panel: #1d2329; --link: #6cb2ff; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--back); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
 main { max-width: 62rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } h3 { font-size: 1rem; }
-p, li { color: var(--soft); overflow-wrap: anywhere; } a { color: var(--s0); }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
+p, li { color: var(--soft); overflow-wrap: anywhere; } a { color: var(--link); }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } thead th { background: var(--panel); }
 svg { width: 100%; min-width: 34rem; height: auto; display: block; } svg text { fill: var(--soft); font-size: 12px; }
@@ -36,8 +38,8 @@ svg { width: 100%; min-width: 34rem; height: auto; display: block; } svg text { 
 .legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; font-size: .85rem; }
 .legend li { color: var(--ink); } .key { display: inline-block; width: .9rem; height: .9rem; border-radius: 50%;
   margin-right: .4rem; vertical-align: -.1rem; }
-.s0 { --c: var(--s0); } .s1 { --c: var(--s1); } .s2 { --c: var(--s2); } .s3 { --c: var(--s3); } .s4 { --c: var(--s4); }
-.s5 { --c: var(--s5); } .s6 { --c: var(--s6); } .s7 { --c: var(--s7); }
+.series { --c: var(--light); } .dashed { border-radius: 0; }
+@media (prefers-color-scheme: dark) { .series { --c: var(--dark); } }
 td.heat { color: #000; text-align: center; border: 1px solid var(--back); }
 .panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 1rem; }
 """
@@ -86,6 +88,11 @@ class Report:
     speeds: Sequence[Speed] = ()
 
     @property
+    def shades(self) -> dict[str, Shades]:
+        """The colour of each row, the same in every chart."""
+        return shades(str(row["name"]) for row in self.rows)
+
+    @property
     def compressed(self) -> list[Mapping[str, Any]]:
         return [row for row in self.rows if row["name"] != "full"]
 
@@ -102,7 +109,10 @@ def page(report: Report) -> str:
         _memory(report),
         _speeds(report),
     ]
-    facts = "".join(f"<li>{text(name)}: {text(value)}</li>" for name, value in report.facts.items())
+    facts = "".join(
+        f"<li>{text(quantity(name).name)}: {text(written(name, value, whole=True) or '')}</li>"
+        for name, value in report.facts.items()
+    )
     body = "\n".join(section for section in sections if section)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -163,22 +173,18 @@ def _figures(report: Report) -> str:
     return _section("Figures", words, _table("Figures", columns, rows))
 
 
-def _coloured(rows: Sequence[Mapping[str, object]]) -> dict[str, int]:
-    return {str(row["name"]): place for place, row in enumerate(rows)}
-
-
 def _quality(report: Report) -> str:
     rows = [row for row in report.compressed if row["bits_per_value"] is not None and row["kl"] > 0]
     if not rows:
         return ""
-    colours = _coloured(report.compressed)
+    colours = report.shades
     points = [
         Series(row["name"], [(row["bits_per_value"], row["kl"], row.get("kl_se"))], False, colours[row["name"]])
         for row in rows
     ]
     best = sorted((row["bits_per_value"], row["kl"], None) for row in rows if row["name"] in report.front)
     labels = ("stored bits per value", "KL, nats per token")
-    chart = Chart.of("KL against stored bits", labels, [Series("front", best, True, 7), *points], (False, True))
+    chart = Chart.of("KL against stored bits", labels, [Series("front", best), *points], (False, True))
     words = "Lower and further left is better. The line joins rows that no other row beats."
     return _section("Quality against bits", words, _wide("chart of quality against bits", chart), legend(points))
 
@@ -187,7 +193,7 @@ def _positions(report: Report) -> str:
     rows = [row for row in report.compressed if row.get("positions")]
     if not rows:
         return ""
-    colours = _coloured(report.compressed)
+    colours = report.shades
     series = [
         Series(
             row["name"],
@@ -232,7 +238,10 @@ def _heads(report: Report) -> str:
             parts.append(f"<div><h3>{text(label)}</h3>{_table(label, columns, cells)}</div>")
     if not parts:
         return ""
-    words = "Squared error over squared size of packed tokens, by layer and kv head."
+    words = (
+        "Squared error over squared size of packed tokens, by layer and kv head. A bundle's own are of the text that "
+        "was held out when it was fitted."
+    )
     return _section("Error by layer and head", words, '<div class="panels">', *parts, "</div>")
 
 
@@ -277,14 +286,14 @@ def _tasks(report: Report) -> str:
 def _memory(report: Report) -> str:
     if not report.memory:
         return ""
-    colours = _coloured(report.rows)
+    colours = report.shades
     series = [
-        Series(name, [(length, size, None) for length, size in points], True, colours[name])
+        Series(name, [(length, nbytes, None) for length, nbytes in points], True, colours[name])
         for name, points in report.memory.items()
     ]
-    chart = Chart.of("Memory against length", ("tokens", "bytes of one sequence"), series, (True, True))
+    chart = Chart.of("Memory against length", ("tokens", "size of one sequence"), series, (True, True), size)
     longest = LENGTHS[-1]
-    sizes = ", ".join(f"{text(name)} {number(points[-1][1])}B" for name, points in report.memory.items())
+    sizes = ", ".join(f"{text(name)} {size(points[-1][1])}" for name, points in report.memory.items())
     words = (
         "Packed blocks, windows and constants. Projected from the measured window at each row's stored bits per "
         f"value. At {longest:,} tokens: {sizes}."

@@ -1,17 +1,20 @@
-"""Charts as inline SVG: lines, points with error bars, intervals. Colours are classes of the page, light and dark."""
+"""Charts as inline SVG: lines, points with error bars, intervals. Colours are those of
+colours.py, light and dark."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
 from kvcal_artifacts.shown import shown
 
+from .colours import OTHER, Shades
+
 WIDTH, HEIGHT = 720, 340
 MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 70, 16, 14, 46
-COLOURS = 8  # classes s0 to s7
+PLAIN = Shades(OTHER, "#a3adb8")
 TICKS = 6
 
 
@@ -22,8 +25,9 @@ def text(value: object) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis from the least to the largest number, on `length` pixels from `start`, down or up; logarithmic if asked
-    for.
+    """An axis from the least to the largest number, on the pixels from `start` to `end`; logarithmic if asked for.
+
+    form: how a number on it is written.
     """
 
     label: str
@@ -32,9 +36,18 @@ class Axis:
     start: float
     end: float
     log: bool = False
+    form: Callable[[float], str] = lambda value: number(value)
 
     @classmethod
-    def over(cls, label: str, numbers: Iterable[float], start: float, end: float, log: bool = False) -> Axis:
+    def over(
+        cls,
+        label: str,
+        numbers: Iterable[float],
+        start: float,
+        end: float,
+        log: bool = False,
+        form: Callable[[float], str] | None = None,
+    ) -> Axis:
         """An axis that all numbers fit on, with a margin. A logarithmic one leaves out what is not positive."""
         usable = [x for x in numbers if math.isfinite(x) and (x > 0 or not log)] or [1.0]
         low, high = min(usable), max(usable)
@@ -43,7 +56,7 @@ class Axis:
         else:
             margin = 0.05 * (high - low) or max(abs(high), 1.0) * 0.1
             low, high = low - margin, high + margin
-        return cls(label, low, high, start, end, log)
+        return cls(label, low, high, start, end, log, form or number)
 
     def __call__(self, number: float) -> float:
         """Pixels; what lies outside is put on the edge."""
@@ -72,7 +85,7 @@ class Series:
     name: str
     points: Sequence[tuple[float, float, float | None]]
     joined: bool = True
-    colour: int = 0
+    shades: Shades = PLAIN
 
 
 @dataclass
@@ -85,11 +98,19 @@ class Chart:
     parts: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, title: str, labels: tuple[str, str], series: Sequence[Series], log: tuple[bool, bool]) -> Chart:
+    def of(
+        cls,
+        title: str,
+        labels: tuple[str, str],
+        series: Sequence[Series],
+        log: tuple[bool, bool],
+        form: Callable[[float], str] | None = None,
+    ) -> Chart:
+        """A chart of these series. labels, log: of x and y. form: how numbers on the y axis are written."""
         xs = [x for one in series for x, _, _ in one.points]
         ys = [y for one in series for _, y, _ in one.points]
         x = Axis.over(labels[0], xs, MARGIN_LEFT, WIDTH - MARGIN_RIGHT, log[0])
-        y = Axis.over(labels[1], ys, HEIGHT - MARGIN_BOTTOM, MARGIN_TOP, log[1])
+        y = Axis.over(labels[1], ys, HEIGHT - MARGIN_BOTTOM, MARGIN_TOP, log[1], form)
         chart = cls(title, x, y)
         for one in series:
             chart.draw(one)
@@ -97,26 +118,26 @@ class Chart:
 
     def draw(self, series: Series) -> None:
         """Points that the axes have a place for: a logarithm takes positive numbers alone."""
-        colour = f"s{series.colour % COLOURS}"
-        dash = "" if series.colour < COLOURS else ' stroke-dasharray="5 3"'
+        dash = ' stroke-dasharray="5 3"' if series.shades.dashed else ""
+        self.parts.append(f'<g class="series" style="{style(series.shades)}">')
         usable = [
             point for point in series.points if (point[0] > 0 or not self.x.log) and (point[1] > 0 or not self.y.log)
         ]
         if series.joined and len(usable) > 1:
             line = " ".join(f"{self.x(x)},{self.y(y)}" for x, y, _ in usable)
-            self.parts.append(f'<polyline class="line {colour}"{dash} points="{line}"/>')
+            self.parts.append(f'<polyline class="line"{dash} points="{line}"/>')
         for x, y, error in usable:
-            label = f"{series.name}: {self.x.label} {x:.4g}, {self.y.label} {y:.4g}"
+            label = f"{series.name}: {self.x.label} {self.x.form(x)}, {self.y.label} {self.y.form(y)}"
             if error is not None:
                 label += f" ± {error:.2g}"
                 ends = [self.y(max(y - error, self.y.low)), self.y(y + error)]
                 self.parts.append(
-                    f'<line class="line {colour}" x1="{self.x(x)}" x2="{self.x(x)}" y1="{ends[0]}" y2="{ends[1]}"/>'
+                    f'<line class="line" x1="{self.x(x)}" x2="{self.x(x)}" y1="{ends[0]}" y2="{ends[1]}"/>'
                 )
             self.parts.append(
-                f'<circle class="dot {colour}" cx="{self.x(x)}" cy="{self.y(y)}" r="4">'
-                f"<title>{text(label)}</title></circle>"
+                f'<circle class="dot" cx="{self.x(x)}" cy="{self.y(y)}" r="4"><title>{text(label)}</title></circle>'
             )
+        self.parts.append("</g>")
 
     def __str__(self) -> str:
         head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text(self.title)}">'
@@ -128,12 +149,12 @@ class Chart:
             place = self.x(tick)
             rows.append(f'<path class="grid" d="M{place} {MARGIN_TOP}V{HEIGHT - MARGIN_BOTTOM}"/>')
             rows.append(
-                f'<text x="{place}" y="{HEIGHT - MARGIN_BOTTOM + 18}" text-anchor="middle">{number(tick)}</text>'
+                f'<text x="{place}" y="{HEIGHT - MARGIN_BOTTOM + 18}" text-anchor="middle">{self.x.form(tick)}</text>'
             )
         for tick in self.y.ticks:
             place = self.y(tick)
             rows.append(f'<path class="grid" d="M{MARGIN_LEFT} {place}H{WIDTH - MARGIN_RIGHT}"/>')
-            rows.append(f'<text x="{MARGIN_LEFT - 8}" y="{place + 4}" text-anchor="end">{number(tick)}</text>')
+            rows.append(f'<text x="{MARGIN_LEFT - 8}" y="{place + 4}" text-anchor="end">{self.y.form(tick)}</text>')
         middle = (MARGIN_TOP + HEIGHT - MARGIN_BOTTOM) / 2
         center = (MARGIN_LEFT + WIDTH - MARGIN_RIGHT) / 2
         rows.append(f'<text x="{center}" y="{HEIGHT - 8}" text-anchor="middle">{text(self.x.label)}</text>')
@@ -144,16 +165,22 @@ class Chart:
 
 
 def number(value: float) -> str:
-    """A number in few characters: 0.001, 32, 4096, 1.5M."""
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if abs(value) >= size:
-            return f"{value / size:.4g}{unit}"
-    return f"{value:.4g}" if abs(value) < 1e5 else f"{value:,.0f}"
+    """A number of about four digits: 0.001, 2.5, 4,096, 1,500,000."""
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == round(value) else f"{value:.4g}"
+
+
+def style(shades: Shades) -> str:
+    """Colours of an element of class `series`, of which the page's style takes one."""
+    return f"--light:{shades.light};--dark:{shades.dark}"
 
 
 def legend(series: Sequence[Series]) -> str:
     """Names with their colours."""
-    items = "".join(f'<li><span class="key s{one.colour % COLOURS}"></span>{text(one.name)}</li>' for one in series)
+    items = "".join(
+        f'<li><span class="key series{" dashed" if one.shades.dashed else ""}" style="{style(one.shades)}"></span>'
+        f"{text(one.name)}</li>"
+        for one in series
+    )
     return f'<ul class="legend">{items}</ul>'
 
 
@@ -169,11 +196,13 @@ def intervals(title: str, label: str, rows: Sequence[tuple[str, float, float, fl
             f'<text x="{x(tick)}" y="{height - MARGIN_BOTTOM + 18}" text-anchor="middle">{number(tick)}</text>'
         )
     parts.append(f'<path class="axis" d="M{x(0)} {MARGIN_TOP}V{height - MARGIN_BOTTOM}"/>')
+    parts.append(f'<g class="series" style="{style(PLAIN)}">')
     for place, (name, low, middle, high) in enumerate(rows):
         y = MARGIN_TOP + 24 * place + 14
         tip = f"{name}: {middle:+.4f}, from {low:+.4f} to {high:+.4f}"
         parts.append(f'<text x="{start - 10}" y="{y + 4}" text-anchor="end">{text(name[:38])}</text>')
-        parts.append(f'<path class="line s0" d="M{x(low)} {y}H{x(high)}"/>')
-        parts.append(f'<circle class="dot s0" cx="{x(middle)}" cy="{y}" r="4"><title>{text(tip)}</title></circle>')
+        parts.append(f'<path class="line" d="M{x(low)} {y}H{x(high)}"/>')
+        parts.append(f'<circle class="dot" cx="{x(middle)}" cy="{y}" r="4"><title>{text(tip)}</title></circle>')
+    parts.append("</g>")
     parts.append(f'<text x="{(start + WIDTH) / 2}" y="{height - 8}" text-anchor="middle">{text(label)}</text></svg>')
     return "\n".join(parts)

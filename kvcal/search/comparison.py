@@ -15,6 +15,7 @@ from kvcal_artifacts.files import read_text, write_atomically
 from kvcal_artifacts.scheme import Scheme
 
 from ..calibrate.checkpoint import CommandCheckpoint, short
+from ..capture.ranks import ALONE, Ranks
 
 Row = TypeVar("Row", bound=Mapping[str, object])
 
@@ -122,8 +123,8 @@ class Ledger:
     there is none, in `work`, until they are done.
 
     settings: everything that all rows depend on (model, text, windows, dtype, device). resume: False measures all rows
-    anew. Raises KVCalError as `read_results`, and UsageError where the file's rows are of other settings: they would be
-    lost.
+    anew. ranks: the processes that share the rows; rank 0 alone reads and stores them. Raises KVCalError as
+    `read_results`, and UsageError where the file's rows are of other settings: they would be lost.
     """
 
     command: str
@@ -131,16 +132,19 @@ class Ledger:
     settings: Mapping[str, object]
     work: CommandCheckpoint
     resume: bool = True
+    ranks: Ranks = ALONE
 
     def __post_init__(self) -> None:
-        if self.path is None:
-            self.rows: dict[str, dict[str, Any]] = {row["key"]: row for row in self.work.named("row-")}
-        else:
-            before = read_results(self.path, self.command)
-            if self.resume and before["rows"]:
-                _refuse_others(self.path, before, self.settings)
-            self.rows = {row["key"]: row for row in before["rows"]} if self.resume else {}
+        self.rows = self.ranks.agree(self._stored() if self.ranks.rank == 0 else {})
         self.resumed = set(self.rows)
+
+    def _stored(self) -> dict[str, dict[str, Any]]:
+        if self.path is None:
+            return {row["key"]: row for row in self.work.named("row-")}
+        before = read_results(self.path, self.command)
+        if self.resume and before["rows"]:
+            _refuse_others(self.path, before, self.settings)
+        return {row["key"]: row for row in before["rows"]} if self.resume else {}
 
     @property
     def where(self) -> Path:
@@ -149,6 +153,8 @@ class Ledger:
     def add(self, key: str, row: Mapping[str, object]) -> None:
         """Add a row and store it. key: what the row's figures depend on besides the settings."""
         self.rows[key] = {**row, "key": key}
+        if self.ranks.rank:
+            return
         if self.path is None:
             self.work.keep(_file(key), self.rows[key])
             return

@@ -132,12 +132,13 @@ class AttentionError:
 
 @dataclass
 class Perplexity:
-    """Perplexity of the windows, teacher-forced through the cache in steps."""
+    """Perplexity of the windows, teacher-forced through the cache in steps. ranks: the processes that share them."""
 
     model: CausalLM
     ids: Tensor
     step: int = 32
     batch: int | None = None
+    ranks: Ranks = ALONE
     label = "perplexity through the cache"
     maximise = False
 
@@ -155,6 +156,7 @@ class Perplexity:
             {"own": lambda: KVCalCache(scheme, self.model, remember=True)},
             step=self.step,
             batch=self.batch,
+            ranks=self.ranks,
         )
         if rows[1].bits_per_value is None:
             raise UsageError(f"windows of {self.ids.shape[1]} tokens: nothing would be packed; use a larger --length")

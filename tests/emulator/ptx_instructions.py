@@ -408,6 +408,19 @@ def logic3(machine: Machine, one: Instruction) -> Step:
     return simple("u32", compute)(machine, short)
 
 
+def byte_products(machine: Machine, one: Instruction) -> Step:
+    """dp4a of unsigned bytes."""
+    if one.name[1:] != ("u32", "u32"):
+        raise Unknown(one.text)
+
+    def compute(x: Array, y: Array, total: Array) -> Array:
+        for i in range(0, 32, 8):
+            total = total + (x >> np.uint32(i) & np.uint32(255)) * (y >> np.uint32(i) & np.uint32(255))
+        return total
+
+    return simple("u32", compute)(machine, one)
+
+
 def funnel(machine: Machine, one: Instruction) -> Step:
     left = one.name[1] == "l"
     wrap = one.name[2] == "wrap"
@@ -1110,6 +1123,7 @@ MAKERS: dict[str, Callable[[Machine, Instruction], Step]] = {
     **dict.fromkeys(("min", "max"), least),
     **dict.fromkeys(("rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh"), approximate), "shl": shift(True),
     "shr": shift(False), "setp": compare, "selp": select, "mov": move, "cvt": convert, "prmt": permute, "lop3": logic3,
+    "dp4a": byte_products,
     "shf": funnel, "bfe": extract, "bfi": insert, "popc": counted, "ld": load, "st": store, "cp": copy, "bra": branch,
     "shfl": shuffle, "vote": vote, "redux": reduce, "movmatrix": move_matrix, "mma": product, "wgmma": warp_group,
     **dict.fromkeys(("atom", "red"), atomic), **dict.fromkeys(("ret", "exit"), leave),

@@ -46,6 +46,8 @@ def quicken() -> None:
     _remember_types()
     _remember_results_types()
     _broadcast_in_numpy()
+    _make_handles_directly()
+    _compute_in_numpy()
 
 
 def _call_directly() -> None:
@@ -120,45 +122,65 @@ def _remember_types() -> None:
             module._unwrap_if_constexpr = unwrapped
 
 
+RESULTS: dict[tuple[int, int, bool], tuple[Any, ...]] = {}
+CONSTANTS: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+
+def _alike(self: Any, lhs: Any, rhs: Any, div_or_mod: bool = False) -> tuple[Any, Any] | None:
+    """Two operands, a number maybe one of them, as tensors of the type that their result has, each in its own shape.
+
+    None where that type is not known yet, or has to do with pointers.
+    """
+    kinds = type(lhs), type(rhs)
+    if kinds == TENSORS:
+        known = RESULTS.get((id(lhs.dtype), id(rhs.dtype), div_or_mod))
+        if known is None:
+            return None
+        result = known[0]
+        lhs = lhs if lhs.dtype is result else self.cast(lhs, result)
+        return lhs, rhs if rhs.dtype is result else self.cast(rhs, result)
+    if kinds not in NUMBERS:
+        return None
+    first = kinds[0] is not core.tensor
+    number, given = (lhs, rhs) if first else (rhs, lhs)
+    known = CONSTANTS.get((id(given.dtype), *kinds, number, div_or_mod))
+    if known is None:
+        return None
+    constant, result, _ = known
+    given = given if given.dtype is result else self.cast(given, result)
+    return (constant, given) if first else (given, constant)
+
+
 def _remember_results_types() -> None:
     """Which type two operands' result has is asked once for each pair of types, and for each number beside a type; a
     value of the wanted type is not cast.
     """
     check, cast = semantic.TritonSemantic.binary_op_type_checking_impl, semantic.TritonSemantic.cast
-    results: dict[tuple[int, int, bool], tuple[Any, ...]] = {}
-    constants: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def learn(self: Any, lhs: Any, rhs: Any, div_or_mod: bool, made: tuple[Any, Any]) -> None:
+        """What `_alike` asks for; those that are named beside a result are held: ids stay unique."""
+        kinds = type(lhs), type(rhs)
+        if kinds == TENSORS and not lhs.dtype.is_ptr() and not rhs.dtype.is_ptr():
+            result = self.computation_type_impl(lhs.dtype, False, rhs.dtype, False, div_or_mod)
+            RESULTS[id(lhs.dtype), id(rhs.dtype), div_or_mod] = result, lhs.dtype, rhs.dtype
+        elif kinds in NUMBERS:
+            number, given = (lhs, rhs) if kinds[0] is not core.tensor else (rhs, lhs)
+            if not given.dtype.is_ptr():
+                constant, result = self.scalar_constant(number, made[0].dtype), made[0].dtype
+                CONSTANTS[id(given.dtype), *kinds, number, div_or_mod] = constant, result, given.dtype
 
     def checked(
         self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: Any = False, allow_rhs_ptr: Any = False,
         arithmetic_check: Any = True, div_or_mod: Any = False,
     ) -> Any:  # fmt: skip
-        kinds = type(lhs), type(rhs)
-        if arithmetic_check and kinds == TENSORS:
-            one, other = lhs.dtype, rhs.dtype
-            key = id(one), id(other), div_or_mod
-            known = results.get(key)
-            if known is None and not one.is_ptr() and not other.is_ptr():
-                result = self.computation_type_impl(one, False, other, False, div_or_mod)
-                known = results[key] = result, one, other  # these are held: ids stay unique
-            if known is not None:
-                result = known[0]
-                lhs = lhs if one is result else self.cast(lhs, result)
-                rhs = rhs if other is result else self.cast(rhs, result)
-                return self.broadcast_impl_value(lhs, rhs)
-        elif arithmetic_check and kinds in NUMBERS:
-            first = kinds[0] is not core.tensor
-            number, given = (lhs, rhs) if first else (rhs, lhs)
-            beside = id(given.dtype), *kinds, number, div_or_mod
-            known = constants.get(beside)
-            if known is None and not given.dtype.is_ptr():
-                made = check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, True, div_or_mod)  # says what is too large
-                result = made[0].dtype
-                known = constants[beside] = self.scalar_constant(number, result), result, given.dtype
-            if known is not None:
-                constant, result, _ = known
-                given = given if given.dtype is result else self.cast(given, result)
-                return self.broadcast_impl_value(*((constant, given) if first else (given, constant)))
-        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        if arithmetic_check and (both := _alike(self, lhs, rhs, div_or_mod)) is not None:
+            return self.broadcast_impl_value(*both)
+        made = check(
+            self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        )  # or says what is wrong
+        if arithmetic_check:
+            learn(self, lhs, rhs, div_or_mod, made)
+        return made
 
     def cast_unless_alike(self: Any, value: Any, dtype: Any, fp_downcast_rounding: Any = None) -> Any:
         return value if value.dtype is dtype else cast(self, value, dtype, fp_downcast_rounding)
@@ -167,10 +189,12 @@ def _remember_results_types() -> None:
     semantic.TritonSemantic.cast = cast_unless_alike
 
 
+SHAPES: dict[tuple[Any, Any], tuple[int, ...] | None] = {}  # of the results of two shapes, None: that of a scalar
+
+
 def _broadcast_in_numpy() -> None:
     """Operands become of one shape by one copy each, and not at all where they are."""
     broadcast = semantic.TritonSemantic.broadcast_impl_value
-    shapes: dict[tuple[Any, Any], Any] = {}
 
     def widened(given: Any, shape: tuple[int, ...]) -> Any:
         handle = given.handle
@@ -183,10 +207,11 @@ def _broadcast_in_numpy() -> None:
         if left == right:
             return lhs, rhs
         key = left, right
-        if key not in shapes:
+        if key not in SHAPES:
             made, _ = broadcast(self, lhs, rhs)  # says what does not go together
-            shapes[key] = made.type.plain_shape
-        shape = shapes[key]
+            SHAPES[key] = made.type.plain_shape
+        shape = SHAPES[key]
+        assert shape is not None
         return lhs if left == shape else widened(lhs, shape), rhs if right == shape else widened(rhs, shape)
 
     def expanded(self: Any, arg: Any, axis: int) -> Any:
@@ -195,6 +220,102 @@ def _broadcast_in_numpy() -> None:
 
     semantic.TritonSemantic.broadcast_impl_value = broadcast_unless_alike
     interpreter.InterpreterBuilder.create_expand_dims = expanded
+
+
+def _make_handles_directly() -> None:
+    """What a tensor holds is not compared with its type, and has a dict of attributes where it is given one."""
+
+    def handle(self: Any, data: Any, dtype: Any, attr: Any = NO_ATTRIBUTES) -> None:
+        self.data, self.dtype = data, dtype
+        if attr is not NO_ATTRIBUTES:
+            self.attr = attr
+
+    def set_attr(self: Any, key: Any, value: Any) -> None:
+        self.attr = {**self.attr, key: value}
+
+    interpreter.TensorHandle.attr = NO_ATTRIBUTES
+    interpreter.TensorHandle.__init__, interpreter.TensorHandle.set_attr = handle, set_attr
+
+
+NO_ATTRIBUTES: dict[Any, Any] = {}
+FLOATS = {"fp16", "fp32", "fp64"}  # not bfloat16, which NumPy does not have
+INTEGERS = {sign + width for sign in ("int", "uint") for width in ("8", "16", "32", "64")}
+TRUTH = {"int1"}
+ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+BITS = {"and_": np.bitwise_and, "or_": np.bitwise_or, "xor_": np.bitwise_xor}
+COMPARISONS = {
+    "greater_than": np.greater, "greater_equal": np.greater_equal, "less_than": np.less, "less_equal": np.less_equal,
+    "equal": np.equal, "not_equal": np.not_equal,
+}  # fmt: skip
+
+
+def _compute_in_numpy() -> None:
+    """Operands of one plain type go to NumPy as they are: it broadcasts without copies. All else goes the long way."""
+    new = core.tensor, interpreter.TensorHandle
+
+    def made(data: Any, dtype: Any, shape: Any) -> Any:
+        tensor, handle = new
+        return tensor(handle(data, dtype), dtype if shape is None else block_of(dtype, shape))
+
+    def shape_of(self: Any, lhs: Any, rhs: Any) -> Any:
+        """The shape of a result; as a side effect, operands that do not go together are an error."""
+        left, right = getattr(lhs.type, "plain_shape", None), getattr(rhs.type, "plain_shape", None)
+        if left == right:
+            return left
+        if (left, right) not in SHAPES:
+            self.broadcast_impl_value(lhs, rhs)
+        return SHAPES[left, right]
+
+    def install(name: str, compute: Any, kinds: set[str], result: Any = None) -> None:
+        long_way = getattr(semantic.TritonSemantic, name)
+
+        def operation(self: Any, lhs: Any, rhs: Any, *more: Any, **named: Any) -> Any:
+            both = _alike(self, lhs, rhs)
+            if both is None or both[0].dtype is not both[1].dtype or both[0].dtype.name not in kinds:
+                return long_way(self, lhs, rhs, *more, **named)
+            one, other = both
+            data = compute(one.handle.data, other.handle.data)
+            return made(data, result or one.dtype, shape_of(self, one, other))
+
+        setattr(semantic.TritonSemantic, name, operation)
+
+    for name, compute in ARITHMETIC.items():
+        install(name, compute, FLOATS | INTEGERS)
+    for name, compute in BITS.items():
+        install(name, compute, INTEGERS | TRUTH)
+    for name, compute in COMPARISONS.items():
+        install(name, compute, FLOATS | INTEGERS | TRUTH, tl.int1)
+    expand, cast = semantic.TritonSemantic.expand_dims, semantic.TritonSemantic.cast
+
+    def expand_dims(self: Any, value: Any, axis: Any) -> Any:
+        if not value.type.is_block() or type(axis) is not int or axis < 0:
+            return expand(self, value, axis)
+        shape = value.type.plain_shape
+        shape = *shape[:axis], 1, *shape[axis:]
+        return made(value.handle.data.reshape(shape), value.dtype, shape)
+
+    def is_plain(source: str, target: str) -> bool:
+        """Whether a cast is one of NumPy's; from float16 to all but float32 there is a step between."""
+        if target in INTEGERS:
+            return source in INTEGERS | TRUTH | {"fp32", "fp64"}
+        return target in FLOATS and source in FLOATS | INTEGERS | TRUTH and (source != "fp16" or target == "fp32")
+
+    plain: dict[tuple[int, int], tuple[Any, ...]] = {}  # NumPy's type; the others are held: ids stay unique
+
+    def cast_plainly(self: Any, value: Any, dtype: Any, fp_downcast_rounding: Any = None) -> Any:
+        source, target = value.dtype, dtype.scalar
+        if source is target or fp_downcast_rounding is not None:
+            return cast(self, value, dtype, fp_downcast_rounding)
+        key = id(source), id(target)
+        if key not in plain:
+            usual = not source.is_ptr() and not target.is_ptr() and is_plain(source.name, target.name)
+            plain[key] = interpreter._get_np_dtype(target) if usual else None, source, target
+        numpy_dtype = plain[key][0]
+        if numpy_dtype is None:
+            return cast(self, value, dtype, fp_downcast_rounding)
+        return made(value.handle.data.astype(numpy_dtype), target, getattr(value.type, "plain_shape", None))
+
+    semantic.TritonSemantic.expand_dims, semantic.TritonSemantic.cast = expand_dims, cast_plainly
 
 
 def run(arguments: list[str]) -> None:

@@ -18,21 +18,26 @@ def free_port() -> int:
         return port
 
 
-def in_ranks(count: int, run: Callable[[], int], folder: Path, timeout: float = 60) -> list[tuple[int, str]]:
+def in_ranks(
+    count: int, run: Callable[[], int], folder: Path, timeout: float = 60, port: int | None = None
+) -> list[tuple[int, str]]:
     """Run `run` in so many forked processes, each with a rank's environment: the exit code (negative: the signal) and
-    the output of each. A process that lasts longer than `timeout` seconds is killed.
+    the output of each. A process that lasts longer than `timeout` seconds is killed. port: of an agent's store; by
+    default rank 0 has one of its own.
     """
-    port, children = free_port(), []
+    names = {"WORLD_SIZE": str(count), "MASTER_PORT": str(port or free_port())}
+    names["TORCHELASTIC_USE_AGENT_STORE"] = str(port is not None)
+    children = []
     for rank in range(count):
         said = folder / f"rank-{rank}.txt"
         child = os.fork()
         if child == 0:
-            _be(rank, count, port, run, said, timeout)
+            _be(names | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, run, said, timeout)
         children.append((child, said))
     return [(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said.read_text()) for child, said in children]
 
 
-def _be(rank: int, count: int, port: int, run: Callable[[], int], said: Path, timeout: float) -> None:
+def _be(names: dict[str, str], run: Callable[[], int], said: Path, timeout: float) -> None:
     code = 70
     try:
         signal.alarm(int(timeout))
@@ -40,8 +45,7 @@ def _be(rank: int, count: int, port: int, run: Callable[[], int], said: Path, ti
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
             sys.stdout = sys.stderr = output
-            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", **names}
             code = run()
     except BaseException:
         traceback.print_exc(file=sys.__stderr__)

@@ -91,8 +91,9 @@ def probe_keys(name: str, model: nn.Module) -> dict[int, Tensor]:
     cache: Any = DynamicCache(config=decoder.config)  # its layers share no class that has keys
     with _evaluating(model):
         decoder(input_ids=ids[None].to(embedding.weight.device), past_key_values=cache, use_cache=True)
-    skipped = hf.unsupported_layers(decoder.config)
-    probed: dict[int, Tensor] = {index: layer.keys for index, layer in enumerate(cache.layers) if index not in skipped}
+    probed: dict[int, Tensor] = {
+        site.index: site.gather(cache.layers[site.index].keys) for site in hf.attention_sites(model)
+    }
     for index, keys in probed.items():
         if not bool(keys.isfinite().all()):
             raise NonFiniteError(

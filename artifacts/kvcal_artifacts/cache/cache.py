@@ -79,9 +79,11 @@ class KVCalCache(Cache):
             warnings.warn(caveat, stacklevel=2)
         if max_length is not None:
             self.caveats = [*self.caveats, *device_steps.caveats(scheme)]
+        sites = {site.index: site for site in hf.attention_sites(model)}
+        self.whole_scheme = scheme  # of all heads, of which this process may have a part
+        scheme, sites, self.head_shard, self.why_all_heads = construction.local_heads(scheme, sites)
         self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
         self.model, self.max_length, self.kernels, self.require_kernels = model, max_length, kernels, require_kernels
-        sites = {site.index: site for site in hf.attention_sites(model)}
         before = scheme.frame == "pre_rope"
         self.stored_rope = StoredRope(model, hf.rotary_width(model) if before and kernels != "off" else 0)
         plain = DynamicCache(config=config).layers
@@ -95,7 +97,7 @@ class KVCalCache(Cache):
         super().__init__(layers=layers)
         self._compressed = [layer for layer in layers if isinstance(layer, KVCalLayer)]
         # new tokens of a call that the kernels of all layers take
-        self.most_queries = min([fused.QUERIES, *(layer.paths.most_queries for layer in self.compressed_layers)])
+        self.most_queries = min([fused.QUERIES, *(layer.limits.most_queries for layer in self.compressed_layers)])
         if require_kernels:
             construction.require_kernels(self)
         self.record, self.forward = Record(), Forward(scheme, model)
@@ -106,14 +108,16 @@ class KVCalCache(Cache):
         self.steps: dict[torch.device, static_storage.Steps] = {}  # of the layers on a device
         self.memory = SharedMemory(kernels, keeps=max_length is not None)
         self.hooks = construction.hooks(self)
-        self._seams = hf.Seams(self, [layer.site for layer in self.compressed_layers if layer.paths.replaces_attention])
+        self._seams = hf.Seams(self, [layer.site for layer in self.compressed_layers if layer.replaces_attention])
         self._opened: tuple[Tensor, bool] | None = None  # of the ledger's blocks
         self.mask_history = MaskHistory()
 
     @property
     def why_not_compileable(self) -> str | None:
         """Why decode steps do not run on the device as a whole; None if they do. It is a guess until keys come."""
-        refused = (f"{layer.title}: {layer.paths.refused}" for layer in self.compressed_layers if layer.paths.refused)
+        refused = (
+            f"{layer.title}: {layer.read_path.refused}" for layer in self.compressed_layers if layer.read_path.refused
+        )
         return self.growing or next(refused, None) or (self.uneven if self.stored_rope.rotary else None)
 
     def why_not_compiled(self, query: int) -> str:
@@ -185,7 +189,7 @@ class KVCalCache(Cache):
 
     def note_decoded(self, layer: LayerProtocol, why: str) -> None:
         """Count a step that a kernel had to leave to the model's own attention. The first such layer counts for all."""
-        if next(one for one in self.compressed_layers if one.paths.refused is None).index == layer.index:
+        if next(one for one in self.compressed_layers if one.read_path.refused is None).index == layer.index:
             counts = self.record.decoded_steps
             counts[why] = counts.get(why, 0) + 1
 
@@ -197,11 +201,11 @@ class KVCalCache(Cache):
 
     def on_refused(self, layer: LayerProtocol) -> None:
         """Called when the first keys of a layer show that it does not take the kernel."""
-        assert layer.paths.refused is not None
-        if layer.paths.dequantiser is None:
-            choose.warn_of_shape(self.kernels, layer.codecs, layer.device, layer.paths.refused)
+        assert layer.read_path.refused is not None
+        if layer.read_path.kind is choose.PathKind.DECODED:
+            choose.warn_of_shape(self.kernels, layer.codecs, layer.device, layer.read_path.refused)
             if self.require_kernels:
-                choose.require([(layer.index, layer.paths.refused)])
+                choose.require([(layer.index, layer.read_path.refused)])
         self.grow_on_host()
 
     def grow_on_host(self) -> None:
@@ -216,7 +220,7 @@ class KVCalCache(Cache):
 
     def on_forward(self, mask: hf.Mask, weights: bool = False) -> None:
         """Take a forward's mask and whether it asks for weights. The methods on_* are those of hf.hooks.Listener."""
-        if weights and any(layer.paths.refused is None for layer in self.compressed_layers):
+        if weights and any(layer.read_path.refused is None for layer in self.compressed_layers):
             notices.warn("output_attentions: the fused kernel gives no attention weights")
         self.settle()
         full = full_mask(mask, self.ledger.columns, self.max_length is not None)
@@ -232,10 +236,15 @@ class KVCalCache(Cache):
         self.forward.rotate_by(positions, cos, sin)
 
     def on_keys(self, layer: int, keys: Tensor) -> None:
-        self.forward.keys_before[layer] = keys
+        self.forward.keys_before[layer] = self._gathered(layer, keys)
 
     def on_queries(self, layer: int, queries: Tensor) -> None:
-        self.forward.queries_before[layer] = queries
+        self.forward.queries_before[layer] = self._gathered(layer, queries)
+
+    def _gathered(self, layer: int, x: Tensor) -> Tensor:
+        target = self.layers[layer]
+        assert isinstance(target, KVCalLayer)
+        return target.site.gather(x)
 
     @torch.no_grad()
     def on_attention(self, layer: int, hidden: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -273,6 +282,8 @@ class KVCalCache(Cache):
 
     def add_mass(self, mass: Tensor) -> None:
         """Add the attention (B, past + query) that one layer's queries gave to each slot."""
+        if self.head_shard is not None and self.why_all_heads is None:  # every process evicts the same tokens
+            mass = self.head_shard.add(mass)
         self.evicting_ledger.add(mass)
 
     def plan_for(self, layer: LayerProtocol, keys: Tensor) -> Plan:
@@ -365,7 +376,7 @@ class KVCalCache(Cache):
         self.settle()
         options: CacheOptions = {"strict": self.strict, "offload": self.offloading_layers, "remember": self.remember}
         options |= {"kernels": self.kernels, "max_length": self.max_length, "require_kernels": self.require_kernels}
-        twin = KVCalCache(self.scheme, self.model, **options)
+        twin = KVCalCache(self.whole_scheme, self.model, **options)
         copying.fill(twin, self, memo)
         return twin
 

@@ -9,6 +9,7 @@ from torch import nn
 from .. import hf
 from ..errors import KVCalError
 from ..paths import choose
+from ..paths.choose import PathKind
 from ..scheme import LayerCodecs, Scheme
 from .statistics import statistic
 from .whole_cache import WholeCache
@@ -44,6 +45,24 @@ def checked_config(model: nn.Module, scheme: Scheme) -> Any:
     return config
 
 
+def local_heads(
+    scheme: Scheme, sites: dict[int, hf.AttentionSite]
+) -> tuple[Scheme, dict[int, hf.AttentionSite], hf.HeadShard | None, str | None]:
+    """The scheme and the sites by which one process of a tensor-parallel model stores its heads.
+
+    Also which part of the heads it has, None where the model is not spread; and why it stores the heads of all
+    processes nevertheless, where codecs store them together: each then holds the whole cache.
+    """
+    shard = next((site.shard for site in sites.values() if site.shard is not None), None)
+    if shard is None:
+        return scheme, sites, None, None
+    site = next(iter(sites.values()))
+    cut = scheme.of_heads(shard.heads(site.kv_heads // shard.count))
+    if isinstance(cut, str):
+        return scheme, sites, shard, cut
+    return cut, {index: site.of_local_heads() for index, site in sites.items()}, shard, None
+
+
 def asks_queries(pair: LayerCodecs) -> bool:
     """Whether a layer's run-time statistics are of queries."""
     return any(statistic(name, pair.key.shape).wants != "k" for name in pair.stats)
@@ -51,8 +70,8 @@ def asks_queries(pair: LayerCodecs) -> bool:
 
 def require_kernels(cache: WholeCache) -> None:
     """Raises KernelsUnavailable where a layer, as far as it can be known before keys come, takes no kernel."""
-    paths = [(layer.index, layer.paths) for layer in cache.compressed_layers]
-    choose.require([(index, path.refused) for index, path in paths if path.refused and path.dequantiser is None])
+    paths = [(layer.index, layer.read_path) for layer in cache.compressed_layers]
+    choose.require([(index, path.refused or "") for index, path in paths if path.kind is PathKind.DECODED])
 
 
 def hooks(cache: WholeCache) -> hf.Hooks:

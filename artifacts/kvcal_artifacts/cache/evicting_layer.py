@@ -30,6 +30,7 @@ class EvictingLayer(KVCalLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """All keys and values, as KVCalLayer.update gives them, but in the order of storage: packed, exact, new."""
+        key_states, value_states = self.site.gather(key_states), self.site.gather(value_states)
         plan = self.cache.plan_for(self, key_states)
         assert isinstance(plan, EvictingPlan)
         if not self.is_initialized:
@@ -45,7 +46,7 @@ class EvictingLayer(KVCalLayer):
         self.columns += plan.query
         if self.cache.offloading_layers:
             self.offload()
-        return out
+        return self.site.local(out[0]), self.site.local(out[1])
 
     @torch.no_grad()
     def _weigh(self, plan: EvictingPlan, keys: Tensor) -> None:

@@ -16,7 +16,8 @@ from ..codecs import Codec, Context
 from ..codecs.base import Packed
 from ..errors import KVCalError
 from ..modes import without_autocast, without_grad
-from ..paths import choose, packing_rules
+from ..paths import choose, dequantised, packing_rules
+from ..paths.choose import PathKind
 from ..scheme import LayerCodecs
 from ..storage import block_store
 from ..storage.host_storage import HostStorage
@@ -51,17 +52,24 @@ class KVCalLayer(CacheLayerMixin):
         self._due: tuple[Plan, list[Tensor]] | None = None  # between update() and its attention by the kernel
         self.storage = self._new_storage(cache.scheme.windows.block)
         self.key_factor = KeyFactor()
-        self.paths = choose.LayerPaths.of(cache.kernels, cache.scheme, codecs, site, self.rotary)
+        # why no kernel reads the layer's blocks, on whatever device
+        self.unreadable = choose.refusal(cache.kernels, cache.scheme, codecs, site, self.rotary)
+        readable = self.unreadable is None
+        self.limits = choose.limits(codecs, site, readable)
+        self.replaces_attention = choose.replaces_attention(cache.kernels, cache.scheme, site, readable)
+        self.rules = packing_rules.PackingRules()
         self.expect(site.placed[1])
         self._clear()
 
-    def expect(self, dtype: torch.dtype) -> None:
-        """Choose the paths of keys that are still to come, of that dtype and on the device of the layer's weights."""
-        self._choose(dtype, self.site.placed[0])
-
-    def _choose(self, dtype: torch.dtype, device: torch.device) -> None:
-        scheme = self.cache.scheme
-        self.paths = self.paths.on(scheme, self.index, self.codecs, self.site, dtype, device, self.rotary)
+    def expect(self, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        """Choose the path of keys of that dtype and device; that of the layer's weights where none is named."""
+        cache, device = self.cache, device or self.site.placed[0]
+        choice = cache.kernels, cache.scheme, self.codecs, self.site, dtype, device, self.rotary
+        self.read_path, self.dequantiser = choose.read_path(*choice), None  # what dequantises blocks, where one does
+        if self.read_path.kind is PathKind.DEQUANTISED:
+            number = cache.scheme.compressed.index(self.index)  # neighbours in the chain have storage of their own
+            shared = self.codecs, dtype, cache.kernels, number, cache.scheme.reach + 1
+            self.dequantiser = dequantised.dequantiser_of(*shared)
 
     def _clear(self) -> None:
         self.storage.clear()
@@ -119,18 +127,21 @@ class KVCalLayer(CacheLayerMixin):
         self.sink, self.window = list(empty), list(empty)
         self.codecs = self.cache.scheme.on(self.index, self.device, self._ratio)
         self.cache.on_keys_of(self.dtype)
-        self._choose(self.dtype, self.device)
-        if self.paths.refused is not None:
+        self.expect(self.dtype, self.device)
+        if self.read_path.refused is not None:
             self.cache.on_refused(self)
-        self.codecs = packing_rules.packing(self.cache.kernels, self.codecs, self.dtype, self.device)
-        self.paths = self.paths.packing(self.codecs, self.dtype, self.device, self.is_compileable)
+        where = self.dtype, self.device
+        self.codecs = packing_rules.packing(self.cache.kernels, self.codecs, *where)
+        unpacked = "vector codes" if self.read_path.kind is PathKind.CODEBOOK else self.read_path.refused
+        static = self.is_compileable
+        self.rules = packing_rules.packing_rules(self.cache.kernels, self.codecs, *where, unpacked, static)
         self.packed = [codec.empty(key_states.shape[0], key_states.device) for codec in self.pair]
         self.is_initialized = True
 
     @property
     def packing(self) -> str:
         """The kernels, or torch, that pack whole blocks, those of prompts above all."""
-        return self.paths.packing_blocks(self.codecs)
+        return self.rules.packing(self.codecs)
 
     @property
     def cache(self) -> CacheProtocol:
@@ -157,6 +168,7 @@ class KVCalLayer(CacheLayerMixin):
 
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         cache = self.cache
+        key_states, value_states = self.site.gather(key_states), self.site.gather(value_states)
         plan = cache.plan_for(self, key_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -166,8 +178,9 @@ class KVCalLayer(CacheLayerMixin):
             self._due = plan, stored
             hf.hand_off_of(self.site).leave(self.handle, key_states, value_states)
             return key_states, value_states
-        out = reading.materialise(self, plan, key_states, value_states)
-        if self.paths.replaces_attention:  # cuDNN serves prompts better, and builds a plan once
+        keys, values = reading.materialise(self, plan, key_states, value_states)
+        out = self.site.local(keys), self.site.local(values)
+        if self.replaces_attention:  # cuDNN serves prompts better, and builds a plan once
             hf.note_keys(self.site, out[0], grown=plan.past > 0 and plan.query == 1)
         self.finish(plan, stored)
         return out
@@ -182,7 +195,9 @@ class KVCalLayer(CacheLayerMixin):
     def _is_for_kernel(self, cache: CacheProtocol, plan: Plan, keys: Tensor, values: Tensor) -> bool:
         """Whether the kernel computes this call's attention: a few new tokens, all real, over packed blocks."""
         forward, tokens = cache.forward, self.block_slots * cache.scheme.windows.block
-        if self.paths.refused is not None or plan.query > self.paths.most_queries or tokens <= self.paths.least_tokens:
+        if self.read_path.refused is not None:
+            return False
+        if plan.query > self.limits.most_queries or tokens <= self.limits.least_tokens:
             return False
         reasons = {
             "a row's mask says 0 for a new token": not plan.whole,
@@ -229,7 +244,7 @@ class KVCalLayer(CacheLayerMixin):
         due, self._due = self._due, None
         if due is None:
             raise KVCalError(f"layer {self.index}: attention was called without update(); call reset() and start again")
-        packed = None if self.paths.vector else self.as_blocks(self.storage.packed)
+        packed = None if self.read_path.kind is PathKind.CODEBOOK else self.as_blocks(self.storage.packed)
         with without_autocast(q.device.type):
             out, extended = attention.attend(self, packed, *due, q, scaling)
             self.finish(*due, extended)
@@ -316,12 +331,12 @@ class KVCalLayer(CacheLayerMixin):
     @property
     def why_reference(self) -> str | None:
         """Why decode steps do not take the kernel now; None if they do."""
-        return self.paths.refused or (self.cache.uneven if self.rotary else None)
+        return self.read_path.refused or (self.cache.uneven if self.rotary else None)
 
     @property
     def path(self) -> str:
         """How decode steps of this layer read its packed blocks, and why not otherwise."""
-        return self.paths.reading(self.why_reference, self.codecs)
+        return self.read_path.describe(self.why_reference, self.cache.kernels, bool(self.codecs.needs))
 
     def get_seq_length(self) -> int:
         return self.columns

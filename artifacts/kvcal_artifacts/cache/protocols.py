@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from .. import hf
 from ..codecs import Codec, Context, Packed
-from ..paths.choose import LayerPaths
+from ..paths.choose import ReadPath
+from ..paths.dequantised import LayerDequantiser
+from ..paths.packing_rules import PackingRules
 from ..scheme import LayerCodecs, Scheme
 from ..storage.eviction import EvictingLedger
 from ..storage.host_storage import HostStorage
@@ -62,7 +64,9 @@ class LayerProtocol(Protocol):
     rotary: int
     title: str
     codecs: LayerCodecs
-    paths: LayerPaths
+    read_path: ReadPath
+    dequantiser: LayerDequantiser | None
+    rules: PackingRules
     statistics: dict[str, Statistic]
     remembered: tuple[list[Packed], list[Tensor]] | None
     sink: list[Tensor]

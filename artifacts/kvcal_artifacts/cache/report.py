@@ -71,8 +71,19 @@ def describe(cache: WholeCache) -> dict[str, object]:
         "shared_bytes": cache.memory.nbytes,
         "bits_per_value": cache.bits_per_value(),
         "resident_bytes": cache.resident_bytes(),
+        **({} if cache.head_shard is None else {"heads": _heads(cache)}),
         "layers": [_row(cache, index, layer) for index, layer in enumerate(cache.layers)],
     }
+
+
+def _heads(cache: WholeCache) -> str:
+    """Which kv heads the process of a tensor-parallel model stores, and why all of them, if it does."""
+    shard = cache.head_shard
+    assert shard is not None
+    what = f"process {shard.rank} of {shard.count}"
+    if cache.why_all_heads is not None:
+        return f"{what} stores those of all: {cache.why_all_heads}"
+    return f"{what} stores its own"
 
 
 def _row(cache: WholeCache, index: int, layer: AnyLayer) -> dict[str, object]:

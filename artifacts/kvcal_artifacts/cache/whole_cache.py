@@ -20,6 +20,8 @@ class WholeCache(CacheProtocol, hf.Listener, Protocol):
     strict: bool
     growing: str | None
     auto: dict[str, object] | None
+    head_shard: hf.HeadShard | None
+    why_all_heads: str | None
 
     @property
     def compressed_layers(self) -> list[KVCalLayer]: ...

@@ -76,6 +76,10 @@ class Shape:
         """Numbers in one block of one row."""
         return self.heads * self.dim * self.block
 
+    def of_heads(self, heads: slice) -> Shape:
+        """The shape of some of the heads."""
+        return replace(self, heads=len(range(*heads.indices(self.heads))))
+
     def blocks(self, x: Tensor) -> Tensor:
         """The tokens of x (B, H, T, D) by block: (B, H, N, b, D).
 
@@ -238,6 +242,18 @@ class Codec(ABC):
     def from_state(
         cls, shape: Shape, role: Role, config: Mapping[str, object], tensors: dict[str, Tensor]
     ) -> Codec: ...
+
+    head_tensors: ClassVar[tuple[str, ...] | None] = None  # constants (H, ...); None: heads may be stored together
+
+    def of_heads(self, heads: slice) -> Codec | str:
+        """The codec that stores these kv heads, all others left out, as this one stores them; or why none does.
+
+        A process that holds some of a layer's heads stores them by it.
+        """
+        if self.head_tensors is None:
+            return f"{self.name} may store heads together"
+        tensors = {name: t[heads] if name in self.head_tensors else t for name, t in self.tensors().items()}
+        return type(self).from_state(self.shape.of_heads(heads), self.role, self.config(), tensors)
 
     @abstractmethod
     def tensor_specs(self) -> Specs:

@@ -105,6 +105,18 @@ class ByHead(Codec):
         coded = [part.encode_decode(x[:, heads], cut) for part, heads, cut in self.cut(context)]
         return _numbered([packed for packed, _ in coded]), torch.cat([decoded for _, decoded in coded], 1)
 
+    def of_heads(self, heads: slice) -> Codec | str:
+        start, stop, _ = heads.indices(self.shape.heads)
+        parts: list[Codec] = []
+        for part, here, _ in self.cut(EMPTY):
+            first, last = max(start, here.start), min(stop, here.stop)
+            if first < last:
+                cut = part.of_heads(slice(first - here.start, last - here.start))
+                if isinstance(cut, str):
+                    return cut
+                parts.append(cut)
+        return ByHead(parts) if len(parts) > 1 else parts[0]
+
     def config(self) -> ByHeadSettings:
         states = [(part.shape.heads, state_of(part)) for part in self.parts]
         return {"parts": [{"heads": heads, "codec": s["codec"], "config": s["config"]} for heads, s in states]}

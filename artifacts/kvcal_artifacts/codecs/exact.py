@@ -30,6 +30,7 @@ class Exact(Codec):
     """Keys or values in a float dtype, not compressed."""
 
     name = "exact"
+    head_tensors = ()
 
     def __init__(self, shape: Shape, role: Role, dtype: str = "float32") -> None:
         super().__init__(shape, role)

@@ -40,6 +40,7 @@ class Float8(Codec):
     """
 
     name = "float8"
+    head_tensors = ()
 
     def __init__(self, shape: Shape, role: Role, format: str = "e4m3fn", scale: float = 1.0) -> None:
         super().__init__(shape, role)

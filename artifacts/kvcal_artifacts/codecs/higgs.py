@@ -416,6 +416,13 @@ class Higgs(Codec):
         normed = self.length // self._norms
         return self.code_bits / self.d + (TURBOQUANT_NORM_BITS if self.d == 1 else 16) / normed
 
+    def of_heads(self, heads: slice) -> Codec | str:
+        if self.axis == "channel" and "token" in (self.rotation, self.norm):
+            return "HIGGS with a rotation or norm over all heads of a token"
+        sign = self.sign if self.axis == "token" else self.sign.view(self.shape.heads, -1)[heads].flatten()
+        settings = self.d, self.n, self.rotation, self.norm, self.seed, self.axis, self.gain
+        return Higgs(self.shape.of_heads(heads), self.role, *settings, "exact", self.mixed, self.grid, sign)
+
     def config(self) -> HiggsSettings:
         settings: HiggsSettings = {
             "d": self.d,

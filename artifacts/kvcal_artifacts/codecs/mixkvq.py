@@ -87,6 +87,7 @@ class MixKVQ(Codec):
     """
 
     name = "mixkvq"
+    head_tensors = ()
 
     def __init__(
         self,
@@ -424,6 +425,11 @@ class MixKVQ(Codec):
             numbers = row[0] * (row[1] if len(row) > 1 else 1)
             total += heads * (self.channels()[tier] * numbers * dtype.itemsize + self._count_dtype.itemsize)
         return round(total)
+
+    def of_heads(self, heads: slice) -> Codec | str:
+        if self.ragged and self.normalise == "median":
+            return "mixkvq compares a channel's salience with the median of all heads"
+        return super().of_heads(heads)
 
     def config(self) -> MixKVQSettings:
         return {

@@ -140,6 +140,9 @@ class Predicted(Codec):
             out[:, :, start : start + step] += self.predict(context.part(start, start + step), weights)
         return out
 
+    def of_heads(self, heads: slice) -> Codec | str:
+        return "predictors read all heads of the layers below"
+
     def config(self) -> PredictedSettings:
         return {"predictor": predictor_config(self.predictor, self.inputs), "inner": state_of(self.inner)}
 

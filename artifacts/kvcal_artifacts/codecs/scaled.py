@@ -139,6 +139,12 @@ class Scaled(Codec):
         packed, decoded = self.inner.encode_decode(x.float() / factor, context)
         return packed, decoded * factor
 
+    def of_heads(self, heads: slice) -> Codec | str:
+        inner = self.inner.of_heads(heads)
+        if isinstance(inner, str):
+            return inner
+        return Scaled(inner, None if self.factor is None else self.factor[heads], self.source)
+
     def config(self) -> ScaledSettings:
         return {"source": self.source, "inner": state_of(self.inner)}
 

@@ -304,6 +304,13 @@ class Squat(Codec):
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         return self.inner.decode(packed, context)
 
+    def of_heads(self, heads: slice) -> Codec | str:
+        inner = self.inner.of_heads(heads)
+        if isinstance(inner, str):
+            return inner
+        settings = self.rank, self.strength, self.channels, self.subspace, self.normalise, self.queries
+        return Squat(inner, *settings, None if self.calibrated is None else self.calibrated[heads])
+
     def config(self) -> SquatSettings:
         return {
             "rank": self.rank,

@@ -104,6 +104,9 @@ class Transform(Codec):
         inverse: Tensor = encoder[..., : self.coded].float().contiguous()
         return inverse.to(self.decoder.device)
 
+    def of_heads(self, heads: slice) -> Codec | str:
+        return "transform has one norm for all heads of a token"
+
     @property
     def tiers(self) -> dict[int, slice]:
         """The coordinates of each number of bits, most bits first."""

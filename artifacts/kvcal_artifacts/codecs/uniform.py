@@ -92,6 +92,7 @@ class Uniform(Codec):
     """
 
     name = "uniform"
+    head_tensors = ("weight",)
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from .decoder import (
     unsupported_config,
     unsupported_layers,
 )
+from .head_shards import HeadShard
 from .hooks import Hooks, Listener
 from .masks import mask_for, real_columns
 from .protocols import Decoder, Mask, ModelConfig
@@ -40,6 +41,7 @@ __all__ = [
     "AttentionSite",
     "Decoder",
     "HandOff",
+    "HeadShard",
     "Hooks",
     "InPlace",
     "Listener",

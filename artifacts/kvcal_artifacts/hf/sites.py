@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from kvcal_kernels.dequantise import Rotation
 from ..errors import UnsupportedModel
 from . import trial
 from .decoder import SUPPORTED, decoder_of, find_decoder, layer_shape, model_type_of, unsupported_layers, why_no_decoder
+from .head_shards import HeadShard, head_shard, whole
 from .protocols import Decoder, ModelConfig, attribute, is_decoder
 from .rope import rotary_channels
 
@@ -29,7 +30,8 @@ class AttentionSite:
     """One attention layer of a model: where its keys appear before RoPE, and their shape.
 
     rotation: how RoPE is applied, a name of trial.ROTATIONS. keys_first, queries_first: whether a source's output is
-    (B, H, T, D). odd: why keys or queries before RoPE cannot be had; None where they can.
+    (B, H, T, D). odd: why keys or queries before RoPE cannot be had; None where they can. kv_heads: of all `processes`
+    that the layer is spread over. shard: which of them are here, None where all are; what modules give is of these.
     """
 
     index: int
@@ -45,6 +47,8 @@ class AttentionSite:
     keys_first: bool = False
     queries_first: bool = False
     odd: str | None = None
+    shard: HeadShard | None = None
+    processes: int = 1
 
     @property
     def config(self) -> ModelConfig:
@@ -55,7 +59,22 @@ class AttentionSite:
     @property
     def ratio(self) -> int:
         """Query heads per kv head."""
-        return int(self.config.num_attention_heads) // self.kv_heads
+        return int(self.config.num_attention_heads) // (self.kv_heads * self.processes)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The heads of all processes, (B, H, ...), from those that are here; every process must ask."""
+        return x if self.shard is None else self.shard.gather(x)
+
+    def local(self, x: Tensor) -> Tensor:
+        """The heads that are here of x (B, H, ...) of all."""
+        return x if self.shard is None else self.shard.local(x)
+
+    def of_local_heads(self) -> AttentionSite:
+        """The same site as if the heads that are here were all."""
+        if self.shard is None:
+            return self
+        count = self.shard.count
+        return replace(self, kv_heads=self.kv_heads // count, shard=None, processes=count)
 
     @property
     def placed(self) -> tuple[torch.device, torch.dtype]:
@@ -72,7 +91,7 @@ class AttentionSite:
             return output
         if self.key_slice is not None:
             output = output[..., self.key_slice]
-        return output.reshape(*output.shape[:2], self.kv_heads, self.head_dim).transpose(1, 2)
+        return output.reshape(*output.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def queries_from(self, output: Tensor) -> Tensor:
         """Queries (B, heads, T, D) before RoPE from the source's output."""
@@ -202,6 +221,7 @@ def attention_site(decoder: Decoder, index: int) -> AttentionSite:
         keys_first=key.heads_first,
         queries_first=query.heads_first,
         odd=trial.odd,
+        shard=head_shard(decoder, attention, trial.kv_heads),
     )
 
 
@@ -229,16 +249,19 @@ def output_projection(site: AttentionSite) -> Tensor | None:
     for name in ("o_proj", "dense", "out_proj"):
         weight = getattr(getattr(site.module, name, None), "weight", None)
         if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[1] % (site.kv_heads * site.head_dim) == 0:
-            return weight.detach()
+            return whole(weight).detach()
     return None
 
 
 def key_probe(site: AttentionSite) -> tuple[float, ...]:
-    """Eight of a layer's key weights, to tell models of one shape apart; empty where they are not plain numbers."""
+    """Eight of a layer's key weights, to tell models of one shape apart; empty where they are not plain numbers.
+
+    Where weights are spread over processes, every one must ask.
+    """
     weight = getattr(getattr(site.module, "k_proj", None) or site.key_source, "weight", None)
     if weight is None or weight.ndim != 2 or not weight.is_floating_point() or weight.is_meta:
         return ()
-    row = weight.detach()[-1 if site.key_slice is None else site.key_slice.start, :8]
+    row = whole(weight).detach()[-1 if site.key_slice is None else site.key_slice.start, :8]
     return tuple(float(f"{v:.6g}") for v in row.float().tolist())
 
 

@@ -256,7 +256,10 @@ def _child(module: nn.Module | None, seed: int) -> nn.Module | None:
     for inner in module.modules():
         for hooks in (inner._forward_hooks, inner._forward_pre_hooks):
             shells[id(hooks)] = OrderedDict()
-    return copy.deepcopy(module, shells)
+    twin = copy.deepcopy(module, shells)
+    for inner in twin.modules():
+        vars(inner).pop("forward", None)  # what a library has put around it, with the tensors of before
+    return twin
 
 
 def _sources(

@@ -1,10 +1,12 @@
-"""Which path a layer takes and why it takes no other: what a kernel reads, rotates and packs. Whether one call goes by
-it (at most 16 new tokens, a mask that the kernel knows) is `KVCalLayer._is_for_kernel`, cache/layer.py.
+"""Which path a layer takes and why it takes no other: `read_path` alone chooses. What packs is packing_rules.py.
+
+Whether one call goes by it (at most 16 new tokens, a mask that the kernel knows) is `KVCalLayer._is_for_kernel`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +19,6 @@ from ..scheme import LayerCodecs, Scheme
 from . import codebook, dequantised
 from .fused import QUERIES
 from .notices import warn
-from .packing_rules import Rules, block_rules, rules
 from .preflight import verdicts
 
 CHOICES = ("auto", "off", "torch", "triton")
@@ -29,120 +30,82 @@ UNEVEN = f"{DECODED}: the model's RoPE does not turn evenly from token to token"
 DTYPES_TAKEN = "the fused kernel takes float16 and bfloat16"
 
 
-@dataclass(frozen=True)
-class LayerPaths:
-    """Which paths a layer takes, and why it takes no others.
+class PathKind(Enum):
+    """What reads a layer's packed blocks in decode steps."""
 
-    They are chosen from its scheme and where its weights are, and once more where its first keys are.
+    FUSED = "the fused kernel attends to them"
+    CODEBOOK = "the kernels of vector codes attend to them"
+    DEQUANTISED = "a kernel decodes them for the model's own attention"
+    DECODED = "torch decodes them for the model's own attention"
 
-    readable: a kernel may read its blocks, on whatever device. refused: why none attends to them on their device; None
-    where one does. vector: it is the one over vector codes. dequantiser: what dequantises blocks for the model's own
-    attention where no kernel attends to them; why_decoded: why none does. replaces_attention: the layer's attention
-    function is ours, a kernel's, or the model's own one that gets one more token each step. most_queries: new tokens of
-    a call, at most, that the kernel takes; least_tokens: packed tokens of a row above which it does. packs: how a
-    kernel packs whole blocks; appends: how one writes the tokens of a step to storage that is allocated once.
+
+class ReadPath(NamedTuple):
+    """The path by which decode steps read a layer's packed blocks, and why not a faster one.
+
+    refused: why no kernel attends to the blocks; None where one does. why_decoded: why no kernel decodes them either.
     """
 
-    kernels: str
-    readable: bool
-    refused: str | None
-    vector: bool
-    replaces_attention: bool
-    most_queries: int
-    least_tokens: int
-    dequantiser: dequantised.LayerDequantiser | None = None
+    kind: PathKind
+    refused: str | None = None
     why_decoded: str = ""
-    packs: Rules = ""
-    appends: Rules = ""
 
-    @classmethod
-    def of(cls, kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionSite, rotary: int = 0) -> LayerPaths:
-        """The paths as far as the scheme and the model decide, on whatever device. rotary: see `refusal`."""
-        refused = refusal(kernels, scheme, pair, site, rotary)
-        readable = refused is None
-        plain = kernels != "off" and scheme.selection is None and hf.odd_attention(site) is None
-        vector = readable and codebook.both(pair)
-        return cls(
-            kernels,
-            readable,
-            refused,
-            vector,
-            replaces_attention=readable or (plain and hf.implementation(site) == "sdpa"),
-            most_queries=codebook.most_queries(site.ratio) if vector else QUERIES,
-            least_tokens=codebook.least_tokens(pair) if vector else 0,
-        )
-
-    def on(
-        self,
-        scheme: Scheme,
-        layer: int,
-        pair: LayerCodecs,
-        site: hf.AttentionSite,
-        dtype: torch.dtype,
-        device: torch.device,
-        rotary: int = 0,
-    ) -> LayerPaths:
-        """The paths of keys of this dtype on this device; on a GPU kernels are tried once.
-
-        Where no kernel attends to the blocks, one may dequantise them.
-        """
-        refused = self.refused
-        if self.readable:
-            refused = absence(self.kernels, pair, site.ratio, dtype, device, rotary)
-        dequantiser, why_decoded = None, "token selection" if scheme.selection is not None else ""
-        if refused is not None and not why_decoded:
-            why_decoded = dequantised.refusal(self.kernels, pair, dtype, device) or ""
-            if not why_decoded:
-                number = scheme.compressed.index(layer)  # neighbours in the chain have storage of their own
-                dequantiser = dequantised.dequantiser_of(pair, dtype, self.kernels, number, scheme.reach + 1)
-        return replace(self, refused=refused, dequantiser=dequantiser, why_decoded=why_decoded)
-
-    def packing(self, pair: LayerCodecs, dtype: torch.dtype, device: torch.device, steps: bool) -> LayerPaths:
-        """The same paths with the rules by which a kernel packs what these codecs store.
-
-        steps: whether a kernel also appends the tokens of steps.
-        """
-        if self.refused is not None or self.vector:
-            why = self.refused or "vector codes"
-            return replace(self, packs=why, appends=why)
-        packs = block_rules(self.kernels, pair, dtype, device)
-        return replace(self, packs=packs, appends=rules(self.kernels, pair, dtype, device) if steps else packs)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> LayerPaths:
-        return self  # holds nothing of a cache
-
-    def reading(self, why_reference: str | None, pair: LayerCodecs) -> str:
+    def describe(self, why_reference: str | None, kernels: str, needs: bool) -> str:
         """One line for describe(): how decode steps read packed blocks.
 
-        why_reference: why they do not take the kernel.
+        why_reference: why they do not take the kernel. needs: whether codecs need what other layers decode to.
         """
-        text = path(why_reference, self.kernels)
-        if self.dequantiser is not None:
-            kernel = "its reference in torch" if self.kernels == "torch" else "the Triton kernel"
+        text = path(why_reference, kernels)
+        if self.kind is PathKind.DEQUANTISED:
+            kernel = "its reference in torch" if kernels == "torch" else "the Triton kernel"
             return f"{text}; reconstructed by {kernel}"
-        if pair.needs:
+        if needs:
             return f"{text}; decoded by torch, not the reconstruction kernel: {self.why_decoded}"
         return text
 
-    def packing_blocks(self, pair: LayerCodecs) -> str:
-        """One line for describe(): what packs whole blocks, those of prompts above all."""
-        codecs = (("keys", pair.key), ("values", pair.value))
-        roles = [role for role, codec in codecs if codec.encodes_by_kernel]
-        kernels = f"Triton kernels of the codecs of {' and '.join(roles)}" if roles else ""
-        if len(roles) == 2:
-            return kernels
-        if isinstance(self.packs, str):
-            return f"{kernels}, else torch: {self.packs}" if roles else f"torch: {self.packs}"
-        if not pair.key.corrected_channels:
-            return "the Triton kernel"  # also where one codec has its own
-        return f"{kernels or 'corrections of keys by torch'}, else the Triton kernel"
 
-    def appending(self) -> str:
-        """One line for describe(): what appends the tokens of steps to storage that is allocated once."""
-        if self.vector:
-            triton = "the Triton kernels, which search codewords where a block is due"
-            return triton if self.kernels != "torch" else "torch: kernels='torch'"
-        return f"torch: {self.appends}" if isinstance(self.appends, str) else "the Triton kernel"
+def read_path(
+    kernels: str,
+    scheme: Scheme,
+    pair: LayerCodecs,
+    site: hf.AttentionSite,
+    dtype: torch.dtype,
+    device: torch.device,
+    rotary: int = 0,
+) -> ReadPath:
+    """The path of a layer whose keys have this dtype and lie on this device; on a GPU kernels are tried once.
+
+    rotary: see `refusal`.
+    """
+    refused = refusal(kernels, scheme, pair, site, rotary) or absence(kernels, pair, site.ratio, dtype, device, rotary)
+    if refused is None:
+        return ReadPath(PathKind.CODEBOOK if codebook.both(pair) else PathKind.FUSED)
+    selects = "token selection" if scheme.selection is not None else None
+    if why := selects or dequantised.refusal(kernels, pair, dtype, device):
+        return ReadPath(PathKind.DECODED, refused, why)
+    return ReadPath(PathKind.DEQUANTISED, refused)
+
+
+class Limits(NamedTuple):
+    """Calls that a layer's kernel takes, where it has one.
+
+    most_queries: new tokens of a call, at most. least_tokens: packed tokens of a row above which it is taken.
+    """
+
+    most_queries: int
+    least_tokens: int
+
+
+def limits(pair: LayerCodecs, site: hf.AttentionSite, readable: bool) -> Limits:
+    """The limits of the kernel that reads these codecs at their place in the model. readable: whether there is one."""
+    if readable and codebook.both(pair):
+        return Limits(codebook.most_queries(site.ratio), codebook.least_tokens(pair))
+    return Limits(QUERIES, 0)
+
+
+def replaces_attention(kernels: str, scheme: Scheme, site: hf.AttentionSite, readable: bool) -> bool:
+    """Whether a layer's attention function is ours: a kernel's, or the model's own one that gets a token each step."""
+    plain = kernels != "off" and scheme.selection is None and hf.odd_attention(site) is None
+    return readable or (plain and hf.implementation(site) == "sdpa")
 
 
 def check_choice(kernels: str) -> None:
@@ -160,6 +123,8 @@ def refusal(kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionS
     """
     if kernels == "off":
         return "kernels='off'"
+    if site.shard is not None:
+        return "heads are stored together, and this process attends with a part of them"
     why = format_refusal(scheme, pair, rotary) or (_odd_pairs(site, rotary) if rotary else None)
     return why or hf.odd_attention(site) or ratio_refusal(site.ratio)
 

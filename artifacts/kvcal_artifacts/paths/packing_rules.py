@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,49 @@ from .notices import warn
 from .preflight import verdicts
 
 Rules: TypeAlias = tuple[AnyRule, AnyRule] | str  # how a kernel writes keys and values, or why none does
+
+
+class PackingRules(NamedTuple):
+    """How a layer's tokens are packed. blocks: whole ones, those of prompts above all; steps: in static storage."""
+
+    blocks: Rules = ""
+    steps: Rules = ""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PackingRules:
+        return self  # holds nothing of a cache
+
+    def packing(self, pair: LayerCodecs) -> str:
+        """One line for describe(): what packs whole blocks, those of prompts above all."""
+        codecs = (("keys", pair.key), ("values", pair.value))
+        roles = [role for role, codec in codecs if codec.encodes_by_kernel]
+        kernels = f"Triton kernels of the codecs of {' and '.join(roles)}" if roles else ""
+        if len(roles) == 2:
+            return kernels
+        if isinstance(self.blocks, str):
+            return f"{kernels}, else torch: {self.blocks}" if roles else f"torch: {self.blocks}"
+        if not pair.key.corrected_channels:
+            return "the Triton kernel"  # also where one codec has its own
+        return f"{kernels or 'corrections of keys by torch'}, else the Triton kernel"
+
+    def appending(self, kernels: str, vector: bool) -> str:
+        """One line for describe(): what appends the tokens of steps to storage that is allocated once.
+
+        vector: whether they become vector codes.
+        """
+        if vector:
+            triton = "the Triton kernels, which search codewords where a block is due"
+            return triton if kernels != "torch" else "torch: kernels='torch'"
+        return f"torch: {self.steps}" if isinstance(self.steps, str) else "the Triton kernel"
+
+
+def packing_rules(
+    kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device, unpacked: str | None, static: bool
+) -> PackingRules:
+    """The rules of a layer's codecs. unpacked: why no kernel may pack, if that is known. static: of its storage."""
+    if unpacked is not None:
+        return PackingRules(unpacked, unpacked)
+    blocks = block_rules(kernels, pair, dtype, device)
+    return PackingRules(blocks, rules(kernels, pair, dtype, device) if static else blocks)
 
 
 def rule_of(codec: Codec) -> AnyRule | str:

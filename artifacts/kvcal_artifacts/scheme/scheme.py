@@ -109,6 +109,7 @@ class Scheme:
     selection: HeavyHitters | None = None
     codes_alone: bool = field(default=False, compare=False)
     _placed: dict[tuple[int, torch.device, bool], LayerCodecs] = field(default_factory=dict, repr=False, compare=False)
+    _of_heads: dict[tuple[int, int], Scheme | str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.frame not in FRAMES:
@@ -216,6 +217,27 @@ class Scheme:
         if (layer, device, reading is pair) not in self._placed:
             self._placed[layer, device, reading is pair] = LayerCodecs(reading.key.to(device), reading.value.to(device))
         return self._placed[layer, device, reading is pair]
+
+    def of_heads(self, heads: slice) -> Scheme | str:
+        """The scheme of these kv heads of every layer, or why some layer stores heads together."""
+        span = heads.start, heads.stop
+        if span not in self._of_heads:  # caches of one scheme share its constants
+            self._of_heads[span] = self._cut(heads)
+        return self._of_heads[span]
+
+    def _cut(self, heads: slice) -> Scheme | str:
+        layers: list[LayerCodecs | None] = []
+        for index, pair in enumerate(self.layers):
+            if pair is None:
+                layers.append(None)
+                continue
+            key, value = pair.key.of_heads(heads), pair.value.of_heads(heads)
+            for role, codec in (("keys", key), ("values", value)):
+                if isinstance(codec, str):
+                    return f"layer {index}, {role}: {codec}"
+            assert not isinstance(key, str) and not isinstance(value, str)
+            layers.append(LayerCodecs(key, value))
+        return replace(self, layers=tuple(layers), _placed={})
 
     def keeping(self, selection: HeavyHitters | None) -> Scheme:
         """The same codecs with this token selection (None: without)."""

@@ -120,7 +120,7 @@ def test_interpreted_kernel_packs_the_bytes_of_the_codec() -> None:
 MIXES = {2.0: (8, 14, 20, 14), 2.5: (16, 18, 16, 10), 3.0: (26, 21, 11, 3), 4.0: (64, 0, 0, 0)}  # pairs of 4 to 1 bits
 
 
-def built(pairs: Any, warps: int = 8, registers: int = 128) -> Any:
+def built(pairs: Any, warps: int = 4, registers: int = 168) -> Any:
     from kvcal_kernels.attention.plan import Launch
     from kvcal_kernels.attention.triton.transform.kernel import transform_kernel
     from kvcal_kernels.attention.triton.transform.launch import settings
@@ -142,7 +142,7 @@ def built(pairs: Any, warps: int = 8, registers: int = 128) -> Any:
 @needs_triton
 @pytest.mark.parametrize(
     ("bits", "most"),
-    [(2.0, 2.75), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((2.5, 3), (3.0, 3.2), (4.0, 2.6)))],
+    [(2.0, 2.35), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((2.5, 2.55), (3.0, 2.75), (4.0, 2)))],
 )
 def test_compiled_kernel_keeps_to_its_budget(bits: float, most: float, tmp_path: Path) -> None:
     """Instructions for each number of keys and values of a warp's loop; spilled bytes are those of its beginning and end."""
@@ -151,7 +151,7 @@ def test_compiled_kernel_keeps_to_its_budget(bits: float, most: float, tmp_path:
     check_layouts(own.asm["ttgir"])
     registers, spilled = resources(own, tmp_path)
     loop = max((sum(one.values()) for one in loops(own, tmp_path) if one["HMMA"] > 16), default=0)
-    assert registers <= 128 and spilled <= 32 and 0 < loop / 256 < most, (registers, spilled, loop / 256)
+    assert registers <= 168 and spilled <= 32 and 0 < loop / 256 < most, (registers, spilled, loop / 256)
 
 
 @pytest.mark.gpu

@@ -18,6 +18,8 @@ from kvcal.calibrate.job import FitJob, FitOptions
 from kvcal.capture.ranks import ALONE, Ranks, ShareDoneError, joined
 from kvcal.capture.scan import Capture, WholeModel
 from kvcal.capture.shards import SHARDS, Gathered, Shards, ShardSums, tree_sum
+from kvcal.capture.spread import spread
+from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods import METHODS, VQKV, AquaKV, InnerQ, KVTuner, MixKVQ, Squat, codebooks, mlp, training_vectors
 from kvcal.methods.codebooks import TRAINERS, Training
 from kvcal.methods.registry import CALIBRATED, calibrated_name
@@ -148,9 +150,9 @@ def test_a_search_by_two_processes_writes_the_bytes_of_one(base: Path, tmp_path:
 
 def test_searches_that_are_not_spread_are_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcal.capture.ranks.current", lambda: Ranks(0, 2))
-    words = ["tune-thresholds", "--model", base / "m", "--text", base / "words.txt", *SMALL, "--objective"]
-    line = "is not spread over processes, and torchrun started 2: give --objective attention, or start it without"
-    assert line in kvcal(*words, "perplexity", "--output", tmp_path / f"x{SUFFIX}").complaint
+    words = ["tune-thresholds", "--model", base / "m", "--objective", "task:arc_easy", "--output", tmp_path / "x"]
+    line = "is not spread over processes, and torchrun started 2: give --objective attention or perplexity, or"
+    assert line in kvcal(*words).complaint
 
 
 def test_codewords_are_those_of_one_process_whoever_holds_the_vectors() -> None:
@@ -236,11 +238,14 @@ def _nothing() -> Any:
 
 def test_more_processes_than_batches_are_refused(model: Any) -> None:
     ids = torch.cat((TEXT.train, TEXT.holdout))
-    with pytest.raises(UsageError, match="5 ranks for 4 batches of windows: give --nproc-per-node 4 or less"):
+    line = "5 ranks for 4 batches of windows: give --nproc-per-node 4 or less"
+    with pytest.raises(UsageError, match=line):
         Capture(model, ids, device="cpu", batch=2, ranks=Ranks(0, 5))
+    with pytest.raises(UsageError, match=line):
+        evaluate(model, ids, {}, batch=2, ranks=Ranks(0, 5))
 
 
-@pytest.mark.parametrize("words", [("eval", "--model", "tiny"), ("names",)])
+@pytest.mark.parametrize("words", [("plan", "--model", "tiny"), ("names",)])
 def test_a_command_that_is_not_spread_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
@@ -257,8 +262,11 @@ SECONDS = 3  # that ranks wait
 
 
 def broken(how: str) -> int:
-    """What becomes of rank 0 where rank 1 ends, hangs, or differs."""
+    """What becomes of rank 0 where rank 1 ends, hangs, differs, or is not there at all."""
     os.environ["KVCAL_RANK_TIMEOUT"] = f"{SECONDS}"
+    if how == "absent" and os.environ["RANK"] == "1":
+        time.sleep(2 * SECONDS)
+        return 1
     try:
         with joined("cpu") as ranks:
             if how == "differs":
@@ -277,7 +285,12 @@ def broken(how: str) -> int:
 @pytest.mark.parametrize(
     ("how", "line"),
     [
-        ("ends", "rank 1 of 2"),
+        ("ends", "rank 1 of 2 ended; torchrun's report says why"),
+        pytest.param(
+            "absent",
+            f"rank 1 of 2 did not come within {SECONDS} s (KVCAL_RANK_TIMEOUT): it hangs, or has ended",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "hangs",
             f"rank 1 of 2 did not come within {SECONDS} s (KVCAL_RANK_TIMEOUT): it hangs, or has ended",
@@ -287,10 +300,53 @@ def broken(how: str) -> int:
     ],
 )
 def test_one_rank_says_what_is_wrong_with_another(tmp_path: Path, how: str, line: str) -> None:
-    ends = in_ranks(2, lambda: broken(how), tmp_path, timeout=20)
+    agent = agents_store()
+    ends = in_ranks(2, lambda: broken(how), tmp_path, timeout=20, port=agent.port)
     told = [text for _, text in ends if text and not text.startswith("LinePrintedError")]
     assert ends[0][0] == 1
     assert any(line in text for text in told), ends
     if how == "differs":
         assert [code for code, _ in ends] == [1, 1]
         assert len(told) == 1, ends
+
+
+def agents_store() -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def squared(number: int) -> int:
+    if number > 3:
+        raise UsageError(f"{number} is too large")
+    return number**2
+
+
+def attempt(number: int) -> int:
+    """The first attempt loses rank 1 once both have met; the second is started as torchrun's agent restarts."""
+    os.environ["KVCAL_RANK_TIMEOUT"] = "20"
+    try:
+        with joined("cpu") as ranks:
+            ranks.meet()
+            if number == 0 and ranks.rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            print(ranks.agree(f"attempt {number}, {ranks.count} ranks"))
+            for square in spread(ranks, range(9), squared):
+                print(square)
+    except KVCalError as error:
+        print(f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def test_processes_that_were_restarted_do_not_meet_the_dead(tmp_path: Path) -> None:
+    """As after `torchrun --max-restarts`: the agent's store holds what the first attempt wrote."""
+    agent = agents_store()
+    ends = in_ranks(2, lambda: attempt(0), tmp_path, port=agent.port)
+    assert [code for code, _ in ends] == [1, -signal.SIGKILL], ends
+    assert "rank 1 of 2 ended; torchrun's report says why" in ends[0][1]
+    for count in (2, 3):  # rank 0 of before may be another node's now, and there may be more
+        ends = in_ranks(count, lambda: attempt(1), tmp_path, port=agent.port)
+        lines = {text.replace("LinePrintedError", "UsageError") for _, text in ends}
+        assert lines == {f"attempt 1, {count} ranks\n0\n1\n4\n9\nUsageError: 4 is too large\n"}
+        assert sum("LinePrintedError" in text for _, text in ends) == count - 1, ends

@@ -165,6 +165,6 @@ def test_the_readme_has_the_lines_of_the_demo() -> None:
     for name in (*DEMO_PRESETS, "tiny-aqua-kv"):
         assert re.search(rf"^{name} ", readme, re.MULTILINE), name
     assert re.search(
-        r"^16-bit cache [\d.]+ MB -> [\d.]+ MB, predictors included; same next token in \d+ of 100", readme, re.M
+        r"^16-bit cache [\d.]+ MB -> [\d.]+ MB with predictors; same next token in \d+ of 100", readme, re.M
     )
     assert f"next: {NEXT}" in readme

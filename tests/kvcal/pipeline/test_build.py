@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from kvcal.commands.build_plan import KINDS, RECORDS
+from kvcal.commands import build_passes, gpus
+from kvcal.commands.build_plan import KINDS, RECORDS, BuildPass
 from kvcal.methods import METHODS
 from kvcal.pipeline.names import COMMANDS
 from kvcal_artifacts import load_bundle
@@ -644,9 +645,71 @@ def test_a_refusal_on_the_way_names_its_bundle_and_stops_no_other(
     assert content(base / "out") == usual
 
 
+@pytest.mark.slow
 def test_processes_change_no_byte(base: Path, usual: dict[str, str]) -> None:
     build(base, "--jobs", 2)
     assert content(base / "out") == usual
+
+
+def run_beside_another(work: BuildPass) -> list[tuple[str, str, int]]:
+    """A worker's work, begun when two workers have work: each writes down which GPU it sees, and waits for the other."""
+    folder = work.plans[0].path.parent.parent / "seen"
+    (folder / str(os.getpid())).write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+    end = time.monotonic() + 100
+    while len(list(folder.iterdir())) < 2:
+        assert time.monotonic() < end, "no other worker came"
+        time.sleep(0.01)
+    return WORKER_RUN(work)
+
+
+WORKER_RUN = build_passes._worker_run
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.setattr(gpus, "gpu_names", lambda: list(names))
+    monkeypatch.delenv(gpus.VISIBLE, raising=False)
+
+
+def test_gpus_build_side_by_side(base: Path, usual: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, which the workers find instead of GPUs 3 and 5."""
+    with_gpus(monkeypatch, *["H100"] * 6)
+    monkeypatch.setattr(build_passes, "_worker_run", run_beside_another)
+    (base / "seen").mkdir()
+    build(base, "--gpus", "3,5")
+    assert content(base / "out") == usual
+    assert sorted(path.read_text() for path in (base / "seen").iterdir()) == ["3", "5"]
+    assert gpus.VISIBLE not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("0-7", "--gpus 0-7: no GPU 2 here; there are 0 to 1"),
+        ("x", "--gpus x: 'x' is no GPU; give numbers and ranges, as 0-7 or 0,2,5"),
+        ("1-0", "--gpus 1-0: '1-0' is no GPU; give numbers and ranges, as 0-7 or 0,2,5"),
+        ("0,0-1", "--gpus 0,0-1: GPU 0 is named twice; each builds one bundle at a time"),
+        ("1", "--gpus 1: GPU 0 is a H100, 1 a A100: give GPUs of one kind, GPU 0's"),
+    ],
+)
+def test_gpus_that_cannot_be_are_refused(base: Path, monkeypatch: pytest.MonkeyPatch, given: str, line: str) -> None:
+    with_gpus(monkeypatch, "H100", "A100" if given == "1" else "H100")
+    done = kvcal("build", base / "r.toml", "--gpus", given)
+    assert (done.code, done.complaint) == (2, f"kvcal: {line}")
+    assert not (base / "out").exists()
+
+
+def test_gpus_are_numbered_among_those_that_are_visible(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, "H100", "H100", "H100")
+    monkeypatch.setenv(gpus.VISIBLE, "4, 6,GPU-8a")
+    assert gpus.gpus_of("1-2") == ["6", "GPU-8a"]
+    with_gpus(monkeypatch)
+    done = kvcal("build", base / "r.toml", "--gpus", "0")
+    assert done.complaint == "kvcal: --gpus 0: no GPU 0 here; there is none at all, leave it out"
+    done = kvcal("build", base / "r.toml", "--gpus", "0", "--jobs", "2")
+    assert done.complaint == "kvcal: --jobs and --gpus: each of the GPUs has one process; leave --jobs out"
+    edit(base, 'preset = "fp8"', 'preset = "fp8"\ndevice = "cuda:3"')
+    done = kvcal("build", base / "r.toml", "--gpus", "0")
+    assert done.code == 2 and "small-plain has device cuda:3, and each process sees one GPU" in done.complaint
 
 
 def begun(base: Path) -> tuple[subprocess.Popen[str], list[int]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvcal.report.colours import colour, shades
 from kvcal.report.svg import Axis, Chart, Series, intervals, number
 from tests.support.models_fixture import kvcal
 
@@ -164,4 +165,18 @@ def test_axes_hold_what_is_drawn() -> None:
     chart = Chart.of("t", ("x", "y"), [Series("a", [(0.0, 1.0, None), (1.0, 1.0, 0.1)])], (True, False))
     assert str(chart).count("<circle") == 1  # zero has no logarithm
     assert intervals("t", "d", [("a", -1.0, 0.0, 1.0)]).count("<circle") == 1
-    assert [number(x) for x in (0.001, 4096, 1.5e6, 3e9)] == ["0.001", "4096", "1.5M", "3G"]
+    assert [number(x) for x in (0.001, 4096, 10_000.0, 2.5)] == ["0.001", "4,096", "10,000", "2.5"]
+
+
+def test_a_scheme_has_one_colour_in_every_chart(tmp_path: Path) -> None:
+    rows = [
+        row(name, bits, 0.1, positions=[POSITION]) for name, bits in (("kivi-2", 2.0), ("mine", 3.0), ("other", 3.5))
+    ]
+    page = made(tmp_path, result(*rows))
+    styles = [attributes["style"] for _, attributes in page.tags if "series" in (attributes.get("class") or "").split()]
+    charts = len({"quality", "positions", "memory"})
+    for name in ("kivi-2", "mine", "other"):
+        shade = shades(["full", "kivi-2", "mine", "other"])[name]
+        assert styles.count(f"--light:{shade.light};--dark:{shade.dark}") == 2 * charts  # in the chart and its legend
+    assert len(set(styles)) == 5  # full precision's and that of the front too
+    assert shades(["kivi-2"])["kivi-2"].light == colour("kivi-2")

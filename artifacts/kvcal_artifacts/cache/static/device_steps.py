@@ -93,8 +93,7 @@ def static_layers(cache: WholeCache, layers: list[AnyLayer]) -> tuple[list[AnyLa
     for index, layer in enumerate(layers):
         if not isinstance(layer, KVCalLayer):
             return layers, f"layer {index} is left to Transformers' own cache, which grows"
-        why = None if layer.paths.readable else layer.paths.refused
-        if why := why or refusal(layer.codecs, cache.stored_rope.moves):
+        if why := layer.unreadable or refusal(layer.codecs, cache.stored_rope.moves):
             return layers, f"layer {index}: {why}"
     static = [layer for layer in layers if isinstance(layer, KVCalLayer)]
     return [StaticLayer(cache, layer.index, layer.codecs, layer.site) for layer in static], None

@@ -27,6 +27,7 @@ from ...codecs.squat import corrects
 from ...errors import KVCalError
 from ...modes import without_autocast, without_grad
 from ...paths import codebook, fused
+from ...paths.choose import PathKind
 from ...scheme import LayerCodecs
 from ...storage.plan import Plan
 from ...storage.slots import over_heads
@@ -66,6 +67,10 @@ class StaticLayer(KVCalLayer):
         return StaticStorage(block)
 
     @property
+    def _vector(self) -> bool:
+        return self.read_path.kind is PathKind.CODEBOOK
+
+    @property
     def allocation(self) -> Allocation | None:
         """What is allocated, if anything is."""
         return self.storage.allocation
@@ -80,7 +85,7 @@ class StaticLayer(KVCalLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        if self.paths.vector and self.paths.refused is None:
+        if self.read_path.kind is PathKind.CODEBOOK:
             why = codebook.append_refusal(self.cache.kernels, self.codecs, self.dtype, self.device)
             if why is not None:
                 self.cache.grow(f"layer {self.index}: {why}")
@@ -132,7 +137,7 @@ class StaticLayer(KVCalLayer):
         """One line for describe(): KVCalLayer.path, then what appends the tokens of steps."""
         if self.allocation is None:
             return super().path
-        return f"{super().path}; steps appended by {self.paths.appending()}"
+        return f"{super().path}; steps appended by {self.rules.appending(self.cache.kernels, self._vector)}"
 
     @torch.inference_mode(False)  # else what is allocated could be written to in inference mode alone
     @torch.no_grad()
@@ -167,7 +172,7 @@ class StaticLayer(KVCalLayer):
                 if target is None or target.shape != value.shape:
                     target = memory.statistics[name] = value.clone(memory_format=torch.contiguous_format)
                 scale.state[name] = target.copy_(value)
-        if self.cache.opened and not self.paths.vector:
+        if self.cache.opened and not self._vector:
             self.key_factor.of(self)
         self._correct_by(memory)
         self.ready = True
@@ -242,7 +247,7 @@ class StaticLayer(KVCalLayer):
         self.allocation = memory = allocate(like, self.pair, windows, longest, ring)
         self.handle = operator.register(self)  # what was compiled for another allocation knows its addresses
         batch, heads, _, dim = like.shape
-        if self.paths.vector:
+        if self._vector:
             coded, q = (
                 codebook.coded(self.codecs, memory.packed),
                 like.new_zeros(batch, heads * self.site.ratio, 1, dim),
@@ -337,7 +342,7 @@ class StaticLayer(KVCalLayer):
                 (by or quantise).advance(counts, new)
                 if steps.rope is not None and positions is not None:  # else the host has compared them
                     steps.rope.note(counts, positions)
-            if self.paths.vector:
+            if self._vector:
                 return self._leave(steps, self._attend_codes(memory, counts, q, k, v, scaling), q, k)
             settled = not hf.capturing() and cache.opened  # a graph serves other prompts, too
             observed, k, v = None, k.to(dtype), v.to(dtype)
@@ -349,8 +354,8 @@ class StaticLayer(KVCalLayer):
             factor, wide = self.key_factor.of(self, settled and uncompiled, observed)
             keys, values = self.as_blocks(memory.packed)
             due = self._keys_due(memory, counts, k)
-            if by is not None and not isinstance(self.paths.appends, str):
-                by.append(self._stored(memory), counts, k, v, *self.paths.appends, factor, due)
+            if by is not None and not isinstance(self.rules.steps, str):
+                by.append(self._stored(memory), counts, k, v, *self.rules.steps, factor, due)
             else:
                 append(self, memory, counts, [k, v], due)
             sink, ring = (memory.sink[0], memory.sink[1], counts.sink), (memory.ring[0], memory.ring[1], counts.seen)

@@ -15,28 +15,33 @@ import triton.language as tl
 
 from ..tiles import lane_zeros
 
-ALIGNED = 7  # bit at which a code is a multiple of the 128 bytes that an entry takes
+REPLICA_BYTES = tl.constexpr(128)  # that an entry of the table takes
 SIGNS, MINUS_ONE = 0x80008000, 0xBC00BC00
 
 
 @triton.jit
 def declare_lanes():
     """Declare registers that look-ups know by name: where a lane's codes begin in a run of pairs, by bytes of a pair,
-    and by how much they are shifted.
+    and by how much they are shifted; for signs of keys powers of two that do so.
     """
     tl.inline_asm_elementwise(
-        """.reg .b32 kvcal_g, kvcal_t, kvcal_bank, kvcal_k32, kvcal_k24, kvcal_k24b, kvcal_k16, kvcal_k8, kvcal_ks4,
-        kvcal_ks6, kvcal_ks2, kvcal_v32, kvcal_v24, kvcal_v24b, kvcal_v16, kvcal_v8, kvcal_vs4, kvcal_vs6, kvcal_vs2;
-        mov.u32 kvcal_t, %laneid; shl.b32 kvcal_bank, kvcal_t, 2; shr.u32 kvcal_g, kvcal_t, 2;
-        and.b32 kvcal_t, kvcal_t, 3;
+        """.reg .pred kvcal_upper; .reg .b32 kvcal_g, kvcal_t, kvcal_k32, kvcal_k24, kvcal_k24b, kvcal_k16, kvcal_k8,
+        kvcal_ks4, kvcal_ks6, kvcal_ks2, kvcal_up15, kvcal_up7, kvcal_v32, kvcal_v24, kvcal_v24b, kvcal_v16, kvcal_v8,
+        kvcal_vs4, kvcal_vs6, kvcal_vs2;
+        mov.u32 kvcal_t, %laneid; shl.b32 kvcal_k32, kvcal_t, 4; shr.u32 kvcal_v32, kvcal_t, 1;
+        xor.b32 kvcal_v32, kvcal_v32, kvcal_t; and.b32 kvcal_v32, kvcal_v32, 4; shl.b32 kvcal_v32, kvcal_v32, 2;
+        and.b32 kvcal_g, kvcal_t, 7; mad.lo.u32 kvcal_v32, kvcal_g, 32, kvcal_v32;
+        shr.u32 kvcal_g, kvcal_t, 4; mad.lo.u32 kvcal_v32, kvcal_g, 256, kvcal_v32;
+        setp.gt.u32 kvcal_upper, kvcal_t, 15; shr.u32 kvcal_g, kvcal_t, 2; and.b32 kvcal_t, kvcal_t, 3;
         and.b32 kvcal_ks4, kvcal_g, 3; and.b32 kvcal_ks6, kvcal_g, 1;
-        shl.b32 kvcal_k16, kvcal_ks4, 2; shl.b32 kvcal_k24b, kvcal_ks6, 2; shl.b32 kvcal_k32, kvcal_g, 1;
-        mad.lo.u32 kvcal_k32, kvcal_t, 32, kvcal_k32; mad.lo.u32 kvcal_k24, kvcal_t, 24, kvcal_k16;
+        shl.b32 kvcal_k16, kvcal_ks4, 2; shl.b32 kvcal_k24b, kvcal_ks6, 2;
+        mad.lo.u32 kvcal_k24, kvcal_t, 24, kvcal_k16;
         mad.lo.u32 kvcal_k24b, kvcal_t, 24, kvcal_k24b; add.u32 kvcal_k24b, kvcal_k24b, 16;
         mad.lo.u32 kvcal_k16, kvcal_t, 16, kvcal_k16; shl.b32 kvcal_k8, kvcal_t, 3;
         shr.u32 kvcal_ks4, kvcal_g, 2; shl.b32 kvcal_ks4, kvcal_ks4, 2; add.s32 kvcal_ks6, kvcal_ks4, -2;
         and.b32 kvcal_ks6, kvcal_ks6, 31; and.b32 kvcal_ks2, kvcal_g, 6;
-        shl.b32 kvcal_v32, kvcal_t, 2; mad.lo.u32 kvcal_v32, kvcal_g, 32, kvcal_v32;
+        sub.u32 kvcal_up7, 7, kvcal_g; mov.b32 kvcal_up15, 1; shl.b32 kvcal_up7, kvcal_up15, kvcal_up7;
+        shl.b32 kvcal_up15, kvcal_up7, 8;
         and.b32 kvcal_v16, kvcal_t, 1; shl.b32 kvcal_v16, kvcal_v16, 3;
         mad.lo.u32 kvcal_v24, kvcal_g, 24, kvcal_v16; mul.lo.u32 kvcal_v24b, kvcal_g, 24;
         add.u32 kvcal_v24b, kvcal_v24b, 16; mad.lo.u32 kvcal_v16, kvcal_g, 16, kvcal_v16; shl.b32 kvcal_v8, kvcal_g, 3;
@@ -59,19 +64,18 @@ def _address(into, lane_part, lane, stride, base, count, width):
 
 
 @triton.constexpr_function
-def _look_up(into, word, bit, bits, first):
-    """Return assembly that looks up the code from `bit` of a word on. first: entry at which the tier's points begin."""
-    shift, mask = bit - ALIGNED, (1 << {4: 8, 3: 6, 2: 4}[bits]) - 1 << ALIGNED
-    move = f"shr.u32 at, {word}, {shift};" if shift > 0 else f"shl.b32 at, {word}, {-shift};"
-    text = f"{move} lop3.b32 at, at, {mask}, kvcal_bank, 0xEA; add.u32 at, at, table;"
-    return f"{text} ld.shared.b32 {into}, [at + {first * 128}];"
+def _look_up(into, word, byte, first):
+    """Return assembly that looks up the code that is a byte of a word. first: entry at which the tier's points begin.
+    A product of bytes is one instruction for shift, mask and sum, and does not run where shifts and masks do.
+    """
+    at = f"dp4a.u32.u32 at, {word}, {REPLICA_BYTES.value << 8 * byte}, kvcal_bank;"
+    return f"{at} ld.shared.b32 {into}, [at + {first * REPLICA_BYTES.value}];"
 
 
 @triton.constexpr_function
-def _signs(into, word, up):
-    """Return assembly that makes -1 and 1 of bits 0 and 16 of a word, once it is shifted up by `up`."""
-    move = f"shl.b32 at, {word}, {up};" if up >= 0 else f"shr.u32 at, {word}, {-up};"
-    return f"{move} lop3.b32 {into}, at, {SIGNS}, ones, 0x6A;"
+def _signs(into, word):
+    """Return assembly that makes -1 and 1 of bits 15 and 31 of a word."""
+    return f"lop3.b32 {into}, {word}, {SIGNS}, ones, 0x6A;"
 
 
 @triton.constexpr_function
@@ -80,85 +84,119 @@ def _places_of(tables):
 
 
 @triton.constexpr_function
-def _key_run(run, byte, targets, base, tables):
+def _key_run(run, targets, base, word, tables):
     """Return assembly that gives the four pairs of numbers of a lane from a run of 4 pairs: tokens 2 g, 2 g + 1, 16 + 2
-    g, 17 + 2 g.
+    g, 17 + 2 g. word: of codes of 4 bits, loaded before (`_rows_of`).
     """
     bits, at, count = run
-    at, first = at + byte, _places_of(tables).get(bits, 0)
+    first = _places_of(tables).get(bits, 0)
     even, odd, even16, odd16 = targets
     if bits == 4:
-        text = _address("a", "kvcal_k32", "kvcal_t", 32, base, count, 4)
-        text += [f"ld.shared.u16 x, [a + {at}]; ld.shared.u16 y, [a + {at + 16}];"]
-        return [*text, _look_up(even, "x", 0, 4, first), _look_up(odd, "x", 8, 4, first),
-                _look_up(even16, "y", 0, 4, first), _look_up(odd16, "y", 8, 4, first)]  # fmt: skip
+        return [_look_up(into, word, i, first) for i, into in enumerate((even, odd, even16, odd16))]
     if bits == 1:
         text = _address("a", "kvcal_k8", "kvcal_t", 8, base, count, 4)
-        text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}]; shr.u32 x, x, kvcal_g; shr.u32 y, y, kvcal_g;"]
-        text += [f"prmt.b32 a, x, y, 0x5410; prmt.b32 x, x, y, 0x7632; mov.b32 ones, {MINUS_ONE};"]
-        return [*text, _signs(even, "a", 15), _signs(even16, "a", 7), _signs(odd, "x", 15), _signs(odd16, "x", 7)]
+        text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}]; mov.b32 ones, {MINUS_ONE};"]
+        text += ["prmt.b32 a, x, y, 0x5410; prmt.b32 x, x, y, 0x7632;"]
+        for into, word, up in ((even, "a", 15), (even16, "a", 7), (odd, "x", 15), (odd16, "x", 7)):
+            text += [f"mul.lo.u32 y, {word}, kvcal_up{up}; {_signs(into, 'y')}"]
+        return text
     if bits == 2:
         text = _address("a", "kvcal_k16", "kvcal_t", 16, base, count, 4)
-        text += [f"ld.shared.b32 x, [a + {at}]; shr.u32 x, x, kvcal_ks4;"]
+        text += [f"ld.shared.b32 x, [a + {at}]; shr.u32 x, x, kvcal_ks4; and.b32 x, x, 0x0F0F0F0F;"]
     else:
         text = _address("a", "kvcal_k24", "kvcal_t", 24, base, count, 4)
         text += [f"ld.shared.b32 x, [a + {at}]; shf.r.wrap.b32 x, x, x, kvcal_ks6;"]
         text += _address("a", "kvcal_k24b", "kvcal_t", 24, base, count, 4)
-        text += [f"ld.shared.b32 y, [a + {at}]; shr.u32 y, y, kvcal_ks2; lop3.b32 x, x, y, 0x3C3C3C3C, 0xE4;"]
+        text += [f"ld.shared.b32 y, [a + {at}]; shr.u32 y, y, kvcal_ks2; {_joined('x', 'y')}"]
     order = (even, even16, odd, odd16)
-    return [*text, *(_look_up(into, "x", 8 * i, bits, first) for i, into in enumerate(order))]
+    return [*text, *(_look_up(into, "x", i, first) for i, into in enumerate(order))]
+
+
+@triton.constexpr_function
+def _rows_of(runs, byte, base, lane_part, words, size, across):
+    """Return assembly that loads words of runs of 4 bits, one behind the other, by rows of 16 bytes that do not meet in
+    a bank. lane_part: bytes from the first pair to the row whose address a lane has, `size` bytes a run; behind the
+    last pair the last row stands for others.
+    """
+    runs = [run for run in runs if run[0] == 4]
+    if not runs:
+        return []
+    end, most = 32 * runs[-1][2] + size * (len(runs) - 1), size * len(runs)
+    row = f"mov.b32 a, {lane_part};" if end == most else f"min.u32 a, {lane_part}, {end - 16};"
+    many = len(words) // 2 * len(runs)
+    how = f"ldmatrix.sync.aligned.m8n8.x{many}{'.trans' if across else ''}.shared.b16"
+    return [row, f"add.u32 a, a, {base}; {how} {{{', '.join(words[:many])}}}, [a + {runs[0][1] + byte}];"]
+
+
+@triton.constexpr_function
+def _joined(upper, lower):
+    """Return assembly that joins upper bits 2 to 5 of each byte of a word with lower bits 0 and 1 of another."""
+    return f"and.b32 {lower}, {lower}, 0x03030303; lop3.b32 {upper}, {upper}, 0x3C3C3C3C, {lower}, 0xEA;"
+
+
+@triton.constexpr_function
+def _zeros(targets):
+    return [f"mov.b32 {target}, 0;" for target in targets]
 
 
 @triton.constexpr_function
 def key_step(side, step, tables):
     """Return assembly that loads a product's coordinates of both half blocks, and its constraints: 8 registers."""
-    text = ["{ .reg .b32 a, x, y, at, table, ones; mov.u32 table, kvcal_table;"]
+    runs, words = side.runs[2 * step : 2 * step + 2], ("w0", "w1")
+    text = ["{ .reg .b32 a, x, y, w0, w1, at, ones;"]
+    text += _rows_of(runs, 0, "$8", "kvcal_k32", words, 128, True)
     for i in range(2):
-        run = side.runs[min(2 * step + i, len(side.runs) - 1)]  # of an odd number the last one twice
-        text += _key_run(run, 0, tuple(f"${n + 2 * i}" for n in (0, 1, 4, 5)), "$8", tables)
+        targets = tuple(f"${n + 2 * i}" for n in (0, 1, 4, 5))
+        # the last step may have one run
+        text += _key_run(runs[i], targets, "$8", words[i], tables) if i < len(runs) else _zeros(targets)
     return " ".join([*text, "}"]), ",".join(["=&r"] * 8 + ["r"] * 8)
 
 
 @triton.constexpr_function
-def _value_run(run, byte, row, base, tables):
+def _value_run(run, byte, row, base, words, tables):
     """Return assembly for a lane's 8 tokens of a run of 8 pairs, as rows `row` (0: g, 1: g + 8) of four tiles of 8
-    tokens: half block h, e of tokens in turn.
+    tokens: half block h, e of tokens in turn. words: of 4 bits, of one half block and the other (`_rows_of`).
     """
     bits, at, count = run
     at, first = at + byte, _places_of(tables).get(bits, 0)
     tokens = [(h, e, late) for h in range(2) for e in range(2) for late in range(2)]
     targets = {(h, e, late): f"${4 * (2 * h + e) + row + 2 * late}" for h, e, late in tokens}
     if bits == 4:
-        text = _address("a", "kvcal_v32", "kvcal_g", 32, base, count, 8)
-        text += [f"ld.shared.b32 x, [a + {at}]; ld.shared.b32 y, [a + {at + 16}];"]
-        look = [_look_up(targets[one], "xy"[one[0]], 8 * (one[1] + 2 * one[2]), 4, first) for one in tokens]
+        one, other = words
+        text = [f"selp.b32 x, {other}, {one}, kvcal_upper; selp.b32 y, {one}, {other}, kvcal_upper;"]
+        look = (_look_up(targets[h, e, late], "xy"[h], e + 2 * late, first) for h, e, late in tokens)
         return [*text, *look]
     if bits == 1:
         text = _address("a", "kvcal_v8", "kvcal_g", 8, base, count, 8)
         text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}]; shr.u32 x, x, kvcal_vs2; shr.u32 y, y, kvcal_vs2;"]
         text += [f"prmt.b32 a, x, y, 0x5410; prmt.b32 x, x, y, 0x7632; mov.b32 ones, {MINUS_ONE};"]
-        return [*text, *(_signs(targets[h, e, late], "ax"[e], 15 - 8 * h - late) for h, e, late in tokens)]
+        for h, e, late in tokens:
+            text += [f"shl.b32 y, {'ax'[e]}, {15 - 8 * h - late}; {_signs(targets[h, e, late], 'y')}"]
+        return text
     if bits == 2:
         text = _address("a", "kvcal_v16", "kvcal_g", 16, base, count, 8)
         text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}]; shr.u32 x, x, kvcal_vs4; shr.u32 y, y, kvcal_vs4;"]
+        text += ["and.b32 x, x, 0x0F0F0F0F; and.b32 y, y, 0x0F0F0F0F;"]
     else:
         text = _address("a", "kvcal_v24", "kvcal_g", 24, base, count, 8)
         text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}];"]
         text += ["shf.r.wrap.b32 x, x, x, kvcal_vs6; shf.r.wrap.b32 y, y, y, kvcal_vs6;"]
         text += _address("a", "kvcal_v24b", "kvcal_g", 24, base, count, 8)
         text += [f"ld.shared.v2.b32 {{a, z}}, [a + {at}]; shr.u32 a, a, kvcal_vs2; shr.u32 z, z, kvcal_vs2;"]
-        text += ["lop3.b32 x, x, a, 0x3C3C3C3C, 0xE4; lop3.b32 y, y, z, 0x3C3C3C3C, 0xE4;"]
-    look = [_look_up(targets[h, e, late], "xy"[late], 8 * (2 * e + h), bits, first) for h, e, late in tokens]
-    return [*text, *look]
+        text += [_joined("x", "a"), _joined("y", "z")]
+    return [*text, *(_look_up(targets[h, e, late], "xy"[late], 2 * e + h, first) for h, e, late in tokens)]
 
 
 @triton.constexpr_function
 def value_step(side, byte, step, tables):
     """Return assembly that loads a tile of 16 pairs of values, as four operands of 8 tokens, and its constraints."""
-    text = ["{ .reg .b32 a, x, y, z, at, table, ones; mov.u32 table, kvcal_table;"]
+    runs, words = side.runs[2 * step : 2 * step + 2], ("w0", "w1", "w2", "w3")
+    text = ["{ .reg .b32 a, x, y, z, w0, w1, w2, w3, at, ones;"]
+    text += _rows_of(runs, byte, "$16", "kvcal_v32", words, 256, False)
     for i in range(2):
-        run = side.runs[min(2 * step + i, len(side.runs) - 1)]
-        text += _value_run(run, byte, i, "$16", tables)
+        targets = tuple(f"${4 * tile + i + 2 * late}" for tile in range(4) for late in range(2))
+        pair = words[2 * i : 2 * i + 2]
+        text += _value_run(runs[i], byte, i, "$16", pair, tables) if i < len(runs) else _zeros(targets)
     return " ".join([*text, "}"]), ",".join(["=&r"] * 16 + ["r"] * 8)
 
 

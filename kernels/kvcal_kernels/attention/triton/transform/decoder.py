@@ -43,8 +43,11 @@ def load_points(p_table, zero, ENTRIES: tl.constexpr):
 
 @triton.constexpr_function
 def _reserve(size):
-    """Return assembly that declares the table. It has no braces, so that the name holds for the whole kernel."""
-    return f".shared .align 128 .b8 kvcal_table[{max(size, 128)}]; mov.u32 $0, kvcal_table;"  # signs alone need none
+    """Return assembly that declares the table, and where a lane's replica of it begins. It has no braces, so that the
+    names hold for the whole kernel.
+    """
+    table = f".shared .align 128 .b8 kvcal_table[{max(size, 128)}]; mov.u32 $0, kvcal_table;"  # signs alone need none
+    return f"{table} .reg .b32 kvcal_bank; mov.u32 kvcal_bank, %laneid; mad.lo.u32 kvcal_bank, kvcal_bank, 4, $0;"
 
 
 @triton.jit

@@ -34,26 +34,30 @@ from .kernel import transform_kernel
 
 MUCH_SHARED = ((9, 0), (10, 0), (10, 3))  # compute capabilities of multiprocessors with 228 KB of shared memory
 MULTIPROCESSOR, RESERVED = 228 << 10, 1 << 10  # bytes of shared memory there, and what the driver takes a program
-SCRATCH = {4: 10 << 10, 8: 16 << 10}  # bytes that Triton takes for warps to meet, with products of eight columns
-# docs/runs/gpu-tests.md: twelve warps in programs of four, where they fit, are faster than sixteen in programs of eight
-TRIED = ((4, 3), (8, 2))  # warps of a program, and programs of a multiprocessor
+SCRATCH = 10 << 10  # bytes that Triton takes for four warps to meet, with products of eight columns
+# programs of four warps that a multiprocessor runs, and registers of a thread; with 128 there, products wait for their
+# own look-ups (docs/benchmarks/reasons.md)
+TRIED = ((3, 168), (2, 255))
 
 
 def launch_of(keys: TransformForm, values: TransformForm, rows: int, device: torch.device) -> Launch:
-    """Return the launch for so many query rows of a kv head: the first of `TRIED` of which a multiprocessor's shared
-    memory has space for a table and a ring of two blocks a warp in each program; else four warps a program.
+    """Return the launch for so many query rows of a kv head: as many programs a multiprocessor as `TRIED` finds space
+    for in shared memory where that is much.
     """
     if columns(rows) > 8:
         return Launch(warps=4, registers=168, slots=2)
     much = device.type == "cuda" and torch.cuda.get_device_capability(device) in MUCH_SHARED
-    fitting = (warps for warps, programs in TRIED if much and _fits(keys, values, warps, programs))
-    return Launch(warps=next(fitting, 4), registers=128, slots=2 if much else 0)
+    return tried(keys, values) if much else Launch(warps=4, registers=128)
 
 
-def _fits(keys: TransformForm, values: TransformForm, warps: int, programs: int) -> bool:
-    ring = 2 * warps * (side_of(keys).slot + side_of(values).slot)
-    taken = RESERVED + REPLICAS * table_entries(keys, values) + SCRATCH[warps] + ring
-    return programs * taken <= MULTIPROCESSOR
+def tried(keys: TransformForm, values: TransformForm) -> Launch:
+    """Return the launch of the first of `TRIED` of which a multiprocessor's shared memory has space for a table and a
+    ring of two blocks a warp in each program.
+    """
+    ring = 2 * 4 * (side_of(keys).slot + side_of(values).slot)
+    taken = RESERVED + REPLICAS * table_entries(keys, values) + SCRATCH + ring
+    registers = next((registers for programs, registers in TRIED if programs * taken <= MULTIPROCESSOR), 255)
+    return Launch(warps=4, registers=registers, slots=2)
 
 
 def columns(rows: int) -> int:
