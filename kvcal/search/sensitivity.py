@@ -270,7 +270,7 @@ def _measured_by_ranks(
     say: Callable[[str], None],
     ranks: Ranks,
 ) -> dict[str, Row]:
-    """As `_measured`, on every rank; candidate i is measured by rank i mod N, side by side with that one's others."""
+    """The rows of `_measured`, on every rank; rank i mod N measures candidate i, side by side with its others."""
     names = list(makers)
     shares = [names[rank :: ranks.count] for rank in range(min(ranks.count, len(names)))]
 

@@ -320,7 +320,7 @@ def _search(
     def measured(parameters: dict[str, float]) -> tuple[float, float]:
         return ready(with_thresholds(method, ranks.agree(_Step(parameters)).parameters))
 
-    found = search(
+    result = search(
         measured,
         settings.space,
         trials=settings.trials,
@@ -329,8 +329,8 @@ def _search(
         storage=Storage(name, job.folder, storage, heartbeat),
         say=job.say,
     )
-    ranks.agree(_Step({}, found))
-    return found, goal
+    ranks.agree(_Step({}, result))
+    return result, goal
 
 
 ORDER = {

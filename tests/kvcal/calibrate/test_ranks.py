@@ -130,14 +130,14 @@ def test_bytes_do_not_depend_on_how_many_processes_there_are(
 
 SEARCHES = {
     "tune-bits": ["--objective", "kl", "--predict", "--codecs", "higgs-2,uniform-4", "--max-bits", "5"],
-    "tune-thresholds": ["--trials", "2", "--group", "8", "--max-bits", "9"],
+    "tune-thresholds": ["--objective", "attention", "--trials", "2", "--group", "8", "--max-bits", "9"],
 }
 
 
 @pytest.mark.parametrize("name", SEARCHES)
 def test_a_search_by_two_processes_writes_the_bytes_of_one(base: Path, tmp_path: Path, name: str) -> None:
-    words = [name, "--model", base / "m", "--text", base / "words.txt", *SMALL, "--holdout", "2", "--batch", "2"]
-    words += [*SEARCHES[name], "--output"]
+    words = [name, "--model", base / "m", "--text", base / "words.txt", *SMALL, "--windows", "5", "--holdout", "2"]
+    words += ["--batch", "2", *SEARCHES[name], "--output"]
     one, two = (tmp_path / f"{name}-{number}{SUFFIX}" for number in (1, 2))
     assert kvcal(*words, one).code == 0
     logs = tmp_path / "logs"
