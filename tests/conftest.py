@@ -48,10 +48,24 @@ def fill_uninitialised() -> None:
         _patches.setattr(owner, name, _poisoned(getattr(owner, name)))
 
 
+LONG = (  # beginnings of names of tests that take 5 to 20 s each and share no fixture with others of their file
+    "test_a_bare_install", "test_an_installed_package", "test_case_and_parity_flips", "test_compiled_kernels_agree",
+    "test_interpreted_kernel", "test_kernels_in_the_interpreter", "test_listing_brings_codec_and_method",
+    "test_logits_and_trials_of_the_triton", "test_logits_of_the_triton", "test_no_mutant_is_accepted",
+    "test_nothing_is_served_unwarned", "test_steps_of_the_triton_kernels", "test_the_triton_kernels_in_the_interpreter",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests come first: at the end one of two workers would wait for the other's."""
+    items.sort(key=lambda item: not item.name.startswith(LONG))
+
+
 def pytest_collection_finish() -> None:
     """Modules and 12,000 tests are no garbage: without them a test's own `gc.collect()` takes 0.02 in place of 0.3 s."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # a test of a cache makes 700 objects, the usual threshold, in a millisecond
     gc.enable()
 
 

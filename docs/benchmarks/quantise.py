@@ -61,8 +61,8 @@ SCHEMES: dict[str, tuple[Setting, Setting]] = {
     "InnerQ Base, search": ((3, 32, True, "symmetric", True), (3, 32, True, "symmetric", True)),
 }
 # Thread-instructions a number, mean of keys and values, compiled for sm_90 by Triton 3.7.1 and counted
-# (tests/kernels/test_quantise_kernel.py), times the turns of each loop. Grids: to codes, without the candidates that few
-# cells have; ONE_LAUNCH: to words.
+# (tests/kernels/quantise/test_quantise_kernel.py), times the turns of each loop. Grids: to codes, without the candidates
+# that few cells have; ONE_LAUNCH: to words.
 INSTRUCTIONS = {
     "uniform 4/4": 19.5, "InnerQ Base 3/3": 24.4, "InnerQ Hybrid": 48.2, "uniform 2/2": 19.4, "KIVI 2/2 G=32": 25.9,
     "KIVI 2/2 G=128": 17.2, "uniform 8/8": 18.9, "InnerQ Base, search": 655.0, "HIGGS 2 (2, 16)": 75.0,

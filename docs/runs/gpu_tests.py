@@ -50,9 +50,9 @@ FEW = (  # file of tests/kernels, and how the name goes on
     ("vq", "64-256"),  # nearest codeword
     ("vq_attention", "Case(keys=((3, 64), (3, 16)), values=((3, 64),), blocks=(3, 1), heads=2, ratio=4, queries=1"),
     ("vq_append", "heads 1, dim 80"),
-    ("reconstruct", "Case(role='key', batch=2, heads=4, dim=64"),
-    ("reconstruct", "Case(role='value', batch=2, heads=2, dim=128"),
-    ("reconstruct", "Placed(batch=2, heads=3, dim=64, sink=4, window=41, new=1, rotary=64, dtype=torch.bfloat16"),
+    ("dequantise", "Case(role='key', batch=2, heads=4, dim=64"),
+    ("dequantise", "Case(role='value', batch=2, heads=2, dim=128"),
+    ("dequantise", "Placed(batch=2, heads=3, dim=64, sink=4, window=41, new=1, rotary=64, dtype=torch.bfloat16"),
 )
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 from kvcal_artifacts.bundle.canonical import canonical, sha256_text
@@ -58,6 +59,18 @@ def code_identity() -> dict[str, str]:
     import torch
     import transformers
 
+    return {
+        "kvcal": __version__,
+        "source": _source_hash(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+@cache
+def _source_hash() -> str:
+    """The hash of the sources when a process first asks: it runs what it imported, not what comes later."""
     import kvcal_artifacts
     import kvcal_kernels
 
@@ -69,13 +82,7 @@ def code_identity() -> dict[str, str]:
             name = path.relative_to(root).as_posix()
             if not name.startswith(("cli/", "report/", "demo/")):
                 digest.update(f"{package}/{name}\0{file_sha256(path)}\n".encode())
-    return {
-        "kvcal": __version__,
-        "source": digest.hexdigest(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": ".".join(platform.python_version_tuple()[:2]),
-    }
+    return digest.hexdigest()
 
 
 def settings_identity(o: BuiltOptions) -> dict[str, object]:

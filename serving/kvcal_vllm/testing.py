@@ -224,7 +224,7 @@ class Suite:
         return _same([finished[f"abort-{number}"] for number in rest], [expected[number] for number in rest])
 
     def check_preemption(self) -> str:
-        """Requests that vLLM preempts, and computes again, get the same answers. (vLLM 0.32 has no swap.)"""
+        """Requests that vLLM preempts, and computes again, get the same answers."""
         page = max(32, int(self.options.get("block_size", 32)))
         pair = [self.prompts[0][: 2 * page - 4], self.prompts[4][: 2 * page - 2]]
         roomy = self._engine(block_size=page, max_model_len=4 * page)

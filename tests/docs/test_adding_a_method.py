@@ -94,7 +94,7 @@ def test_listing_brings_codec_and_method_into_the_suites(copied: Path) -> None:
             assert not part.file.startswith("tests/")
             apply(part, copied)
     folders = "tests/artifacts/codecs/test_codecs_in_cache.py tests/kvcal/methods/test_methods.py"
-    suites = f"{folders} tests/artifacts/test_format.py"
+    suites = f"{folders} tests/artifacts/bundle/test_format.py"
     chosen = "ternary and not windows and not twice or every_kind"
     assert passed(run(f'pytest -q {suites} -k "{chosen}"', copied)) > 15
 

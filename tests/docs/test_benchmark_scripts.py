@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 FOLDER = ROOT / "docs" / "benchmarks"
 ON_A_CPU = {
     "byte_grids.py",
+    "cold_tier.py",
     "higgs_rotation.py",
     "evaluation.py",
     "old_and_new.py",
@@ -24,7 +25,7 @@ ON_A_CPU = {
     "startup.py",
     "served_quality.py",
     "tasks.py",
-}  # errors of grids; times of kvcal eval; a reader of files; KL of rows; CPU time of commands; vLLM on a CPU; scores
+}  # errors of grids; times of codecs, of kvcal eval; reader of files; KL of rows; CPU time of commands; vLLM on a CPU; scores
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in ON_A_CPU)
 
 

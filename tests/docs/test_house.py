@@ -110,8 +110,9 @@ def test_the_plug_in_needs_only_what_a_server_has() -> None:
         if target.split(".")[0] in {"__future__"} | set(sys.stdlib_module_names):
             continue
         ours = ("kvcal_vllm", "kvcal_artifacts", "kvcal_kernels")
-        assert within(target, *ours, "torch", "safetensors", "vllm"), f"{module} imports {target}"
+        assert within(target, *ours, "torch", "safetensors", "vllm", "lmcache"), f"{module} imports {target}"
         assert not (within(target, "vllm") and top) or module == "kvcal_vllm.backend", f"{module} imports {target}"
+        assert not within(target, "lmcache") or module == "kvcal_vllm.lmcache", f"{module} imports {target}"
 
 
 ROOMS = (  # of kvcal, highest first: an arrow goes down this list, never up

@@ -8,9 +8,11 @@ process that has imported everything.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import sys
 import traceback
@@ -20,6 +22,8 @@ import numpy as np
 import triton.language as tl
 from triton.language import core, semantic
 from triton.runtime import interpreter
+
+import kvcal_kernels
 
 
 def quicken() -> None:
@@ -332,7 +336,13 @@ def run(arguments: list[str]) -> None:
         runpy.run_path(option, run_name="__main__")
 
 
-IMPORTED = ("transformers.models.llama.modeling_llama", "pytest", "tests.support.interpreted", "tests.support.schemes")
+IMPORTED = (
+    "transformers.models.llama.modeling_llama",
+    "pytest",
+    "tests.support.interpreted",
+    "tests.support.schemes",
+    "tests.artifacts.paths.test_fused",
+)
 
 
 def serve() -> None:
@@ -341,11 +351,23 @@ def serve() -> None:
     """
     for name in IMPORTED:
         importlib.import_module(name)
+    _rewrite_kernels()
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # of what a program's few seconds leave little is garbage: looking for it takes a tenth of them
     for line in sys.stdin:
         child = os.fork()
         if not child:
             _run_forked(*json.loads(line))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def _rewrite_kernels() -> None:
+    """Rewrite every kernel's source as the interpreter needs it, once for all forks."""
+    for module in pkgutil.walk_packages(kvcal_kernels.__path__, "kvcal_kernels."):
+        for value in [*vars(importlib.import_module(module.name)).values()]:  # rewriting adds to them
+            if isinstance(value, interpreter.InterpretedFunction) and value.fn.__module__ == module.name:
+                value.rewrite()
 
 
 def _run_forked(arguments: list[str], environment: dict[str, str], *files: str) -> NoReturn:

@@ -50,8 +50,8 @@ IN_THE_INTERPRETER = (  # what these compute there, preflight's trials and whole
     "kernels/test_higgs.py::test_interpreted_kernel_agrees_with_the_reference",
     "kernels/test_mixkvq.py::test_interpreted_kernel_agrees_with_the_reference",
     "artifacts/paths/test_codebook.py::test_logits_of_the_triton_kernels_in_the_interpreter",
-    "kernels/test_vq.py::test_interpreted_kernels_agree_with_the_reference",
-    "kernels/test_vq_append.py::test_the_triton_kernels_in_the_interpreter",
+    "kernels/residual_vq/test_vq.py::test_interpreted_kernels_agree_with_the_reference",
+    "kernels/residual_vq/test_vq_append.py::test_the_triton_kernels_in_the_interpreter",
 )
 SELECTED = """
 from importlib import import_module

@@ -9,8 +9,10 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
+import safetensors.torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: nox -s tests_vllm")
 
@@ -135,8 +137,8 @@ def test_the_conformance_suite_sees_what_depends_on_chunks(tiny: Path) -> None:
 def test_answers_do_not_depend_on_preemption(
     name: str, tiny: Path, sources: dict[str, str], prompts: list[list[int]]
 ) -> None:
-    """Two prompts of two pages each that grow to three, where five pages are free. vLLM 0.32 computes what it preempts
-    again; it has no swap.
+    """Two prompts of two pages each that grow to three, where five pages are free: vLLM computes what it preempts again,
+    unless a connector has it.
     """
     pair, scheme = [prompts[0][:60], prompts[4][:62]], scheme_of(tiny, name)
     expected = [
@@ -149,6 +151,44 @@ def test_answers_do_not_depend_on_preemption(
         scarce = served.engine(tiny, sources[name], block_size=32, num_gpu_blocks_override=6, max_model_len=128)
         assert testing.answers(scarce, pair, COUNT) == expected
     assert preempted
+
+
+def connector(folder: Path) -> dict[str, object]:
+    """vLLM's stock connector that runs on a CPU: it writes the pages of prompts to files, and reads them again."""
+    settings = {"shared_storage_path": str(folder)}
+    return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
+
+
+def test_answers_do_not_depend_on_swap(
+    tiny: Path, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prompts of three pages each, of which one grows to four where six are free: the other is preempted, and gets
+    its pages back out of files.
+    """
+    pair, scheme = [prompts[0][:75], prompts[4][:66]], served.preset_scheme(tiny, "higgs-2", "higgs-2")
+    expected = [served.packed_reference(tiny, scheme, ids, COUNT) for ids in pair]
+    stock, read = safetensors.torch.load_file, list[str]()
+
+    def load(path: str) -> Any:
+        read.append(path)
+        return stock(path)
+
+    monkeypatch.setattr(safetensors.torch, "load_file", load)
+    with testing.preemptions() as preempted:
+        scarce = served.engine(
+            tiny,
+            "higgs-2",
+            block_size=32,
+            num_gpu_blocks_override=7,
+            max_model_len=128,
+            enable_prefix_caching=False,
+            kv_transfer_config=connector(tmp_path),
+        )
+        assert testing.answers(scarce, pair, COUNT) == expected
+    assert preempted
+    assert len(read) == len(scheme.layers)  # of the preempted request, a file for each layer
+    assert testing.answers(scarce, pair[:1], COUNT) == expected[:1]
+    assert len(read) == 2 * len(scheme.layers)
 
 
 def test_capacity_by_vllms_own_line(tiny: Path, sources: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,13 +229,15 @@ def test_another_models_bundle_is_refused(tiny: Path, tmp_path: Path) -> None:
     assert "] kvcal: other was made for another model: key weights: bundle starts (" in said[0]
 
 
-def test_what_cannot_be_served_is_refused(tiny: Path, sources: dict[str, str]) -> None:
+def test_what_cannot_be_served_is_refused(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="CUSTOM without a bundle"):
         served.engine(tiny, None, attention_config={"backend": "CUSTOM"})
     with pytest.raises(UsageError, match="add --attention-backend CUSTOM"):
         served.engine(tiny, None, additional_config={"kvcal": "higgs-2"})
     with pytest.raises(UsageError, match="kv-cache-dtype"):
         served.engine(tiny, "higgs-2", kv_cache_dtype="fp8")
+    with pytest.raises(UsageError, match="kivi-4 with a KV connector: unfinished blocks lie outside of pages"):
+        served.engine(tiny, "kivi-4", kv_transfer_config=connector(tmp_path))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """What one decode step copies to its devices and waits for, with 3 layers and with 6: run by test_host_work.py.
 
-Devices are not there (counted.py), so this is a process of its own. Prints a line of JSON for each case.
+Devices are not there (counted.py), so this runs in a process of its own. Prints a line of JSON for each case.
 """
 
 from __future__ import annotations

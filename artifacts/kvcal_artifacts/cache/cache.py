@@ -28,6 +28,7 @@ from ..storage.plan import Plan
 from ..storage.selection import EvictingPlan
 from . import construction, copying, cropping, planning, report
 from .evicting_layer import EvictingLayer, evict
+from .former_names import OF_CACHES, also_named
 from .forward import Forward
 from .layer import KVCalLayer
 from .masks import MaskHistory, full_mask
@@ -435,3 +436,6 @@ class KVCalCache(Cache):
     def __repr__(self) -> str:
         layers = f"{len(self.compressed_layers)} of {len(self.layers)} layers compressed"
         return f"KVCalCache({self.ledger.columns} tokens, {layers})"
+
+
+also_named(KVCalCache, OF_CACHES)

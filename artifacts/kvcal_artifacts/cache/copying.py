@@ -10,7 +10,7 @@ from .layer import KVCalLayer
 from .whole_cache import WholeCache
 
 # what a layer does not share with its copies
-NOT_COPIED = ("_owner", "site", "title", "_in_place", "codecs", "handle", "_shown", "_layer")
+NOT_COPIED = ("_owner", "site", "title", "_in_place", "codecs", "handle", "_shown")
 
 
 def fill(twin: WholeCache, cache: WholeCache, memo: dict[int, object]) -> None:

@@ -23,10 +23,10 @@ from ..storage import block_store
 from ..storage.host_storage import HostStorage
 from ..storage.plan import Plan
 from ..storage.slots import first_slots
-from ..storage.static_storage import StaticStorage
 from . import attention, observing, reading, storing
+from .former_names import OF_LAYERS, also_named
 from .key_factor import KeyFactor
-from .protocols import CacheProtocol
+from .protocols import CacheProtocol, LayerStorage
 from .statistics import statistic
 
 
@@ -39,7 +39,14 @@ class KVCalLayer(CacheLayerMixin):
     dtype: torch.dtype
     device: torch.device
 
-    def __init__(self, cache: CacheProtocol, index: int, codecs: LayerCodecs, site: hf.AttentionSite) -> None:
+    def __init__(
+        self,
+        cache: CacheProtocol,
+        index: int,
+        codecs: LayerCodecs,
+        site: hf.AttentionSite,
+        storage: LayerStorage | None = None,
+    ) -> None:
         super().__init__()
         self._owner, self.index, self.site = weakref.ref(cache), index, site
         self.title = f"layer {index}"  # in errors of forwards that are traced, which know integers only as symbols
@@ -50,7 +57,7 @@ class KVCalLayer(CacheLayerMixin):
         self.rotary = cache.stored_rope.rotary if site.rope else 0  # channels that the kernel rotates
         self.handle = operator.register(self)
         self._due: tuple[Plan, list[Tensor]] | None = None  # between update() and its attention by the kernel
-        self.storage = self._new_storage(cache.scheme.windows.block)
+        self.storage = storage or HostStorage()
         self.key_factor = KeyFactor()
         # why no kernel reads the layer's blocks, on whatever device
         self.unreadable = choose.refusal(cache.kernels, cache.scheme, codecs, site, self.rotary)
@@ -81,9 +88,6 @@ class KVCalLayer(CacheLayerMixin):
         # columns that no statistic has been shown, those of the device's own steps: the newest ones, and all
         self.unseen = self.missed = 0
         self._due = None
-
-    def _new_storage(self, block: int) -> HostStorage | StaticStorage:
-        return HostStorage()
 
     @property
     def sink(self) -> list[Tensor]:
@@ -191,6 +195,7 @@ class KVCalLayer(CacheLayerMixin):
         self.columns += plan.query
         if self.cache.offloading_layers:
             self.offload()
+        self.storage.publish(self)
 
     def _is_for_kernel(self, cache: CacheProtocol, plan: Plan, keys: Tensor, values: Tensor) -> bool:
         """Whether the kernel computes this call's attention: a few new tokens, all real, over packed blocks."""
@@ -213,7 +218,7 @@ class KVCalLayer(CacheLayerMixin):
         why = next((why for why, holds in reasons.items() if holds), None)
         if why is not None:
             cache.note_decoded(self, why)
-        return why is None
+        return why is None and not (self.is_compileable and cache.is_compileable)  # else update() has asked
 
     def learns(self, keys: Tensor, values: Tensor) -> bool:
         """Whether a gradient may be asked for, which the operator does not have."""
@@ -221,20 +226,31 @@ class KVCalLayer(CacheLayerMixin):
             return False
         return keys.requires_grad or values.requires_grad or any(p.requires_grad for p in self.site.module.parameters())
 
-    ready = False
+    @property
+    def ready(self) -> bool:
+        """Whether the device holds what the layer holds, and may take a step."""
+        return self.storage.ready
 
     def heed(self) -> None:
         """Raise what the device has found out about its own steps, without a wait for those that still run."""
+        self.storage.heed(self)
 
     def publish(self) -> None:
         """Let the device have what the host changed: nothing where the host stores it all."""
+        self.storage.publish(self)
 
     def grow_on_host(self) -> None:
-        """Let storage grow on the host from now on: it always does here."""
+        """Let storage grow on the host from now on."""
+        self.storage.grow_on_host()
+        self._shown = None
+
+    def on_moved(self) -> None:
+        """Called where storage lies elsewhere now: what was compiled before knows its old addresses."""
+        self.handle, self._shown = operator.register(self), None
 
     def drop_hand_off(self) -> None:
         """Forget a forward that broke off between update() and its attention."""
-        if self._due is not None:
+        if self._due is not None or self.is_compileable:  # the device's own steps leave nothing here
             self._due = None
             hf.drop_hand_off(self.site)
 
@@ -336,7 +352,11 @@ class KVCalLayer(CacheLayerMixin):
     @property
     def path(self) -> str:
         """How decode steps of this layer read its packed blocks, and why not otherwise."""
-        return self.read_path.describe(self.why_reference, self.cache.kernels, bool(self.codecs.needs))
+        kernels = self.cache.kernels
+        text = self.read_path.describe(self.why_reference, kernels, bool(self.codecs.needs))
+        if not self.storage.is_allocated:
+            return text
+        return f"{text}; steps appended by {self.rules.appending(kernels, self.read_path.kind is PathKind.CODEBOOK)}"
 
     def get_seq_length(self) -> int:
         return self.columns
@@ -350,9 +370,11 @@ class KVCalLayer(CacheLayerMixin):
     def stored(self, part: str) -> list[Tensor]:
         if part == "decoded":
             return [] if self.remembered is None else self.remembered[1]
-        if part == "packed":
-            return [t for packed in self.packed for tensors in packed.values() for t in block_store.tensors_of(tensors)]
-        return self.sink + self.window
+        return self.storage.tensors(part)
 
     def bookkeeping(self) -> list[Tensor]:
-        return [t for tracker in self.statistics.values() for t in tracker.state.values()]
+        states = [t for tracker in self.statistics.values() for t in tracker.state.values()]
+        return states + self.storage.bookkeeping(self)
+
+
+also_named(KVCalLayer, OF_LAYERS)

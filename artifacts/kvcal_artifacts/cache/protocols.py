@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeAlias, TypedDict
 import torch
 from torch import Tensor, nn
 
+from kvcal_kernels.layout import AnyBlocks
+
 from .. import hf
 from ..codecs import Codec, Context, Packed
 from ..paths.choose import ReadPath
@@ -15,10 +17,9 @@ from ..paths.dequantised import LayerDequantiser
 from ..paths.packing_rules import PackingRules
 from ..scheme import LayerCodecs, Scheme
 from ..storage.eviction import EvictingLedger
-from ..storage.host_storage import HostStorage
 from ..storage.ledger import Ledger
 from ..storage.plan import Plan
-from ..storage.static_storage import Contents, StaticStorage, Steps
+from ..storage.static_storage import Contents, Steps
 from .forward import Forward
 from .record import Record
 from .rope import StoredRope
@@ -54,6 +55,26 @@ class KeyFactorProtocol(Protocol):
     """The factor that packed keys were divided by; KeyFactor is it."""
 
     def of(self, layer: LayerProtocol) -> tuple[Tensor | None, Tensor | None]: ...
+    def forget(self) -> None: ...
+
+
+class LayerStorage(Protocol):
+    """Where a layer's tokens lie: HostStorage, or StaticStorage of static/, which explain the members."""
+
+    sink: list[Tensor]
+    window: list[Tensor]
+    packed: list[Packed]
+
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def is_allocated(self) -> bool: ...
+    def clear(self) -> None: ...
+    def publish(self, layer: LayerProtocol) -> None: ...
+    def grow_on_host(self) -> None: ...
+    def heed(self, layer: LayerProtocol) -> None: ...
+    def bookkeeping(self, layer: LayerProtocol) -> list[Tensor]: ...
+    def tensors(self, part: str) -> list[Tensor]: ...
 
 
 class LayerProtocol(Protocol):
@@ -76,13 +97,14 @@ class LayerProtocol(Protocol):
     is_verified: bool
     unseen: int
     missed: int
+    columns: int
     dtype: torch.dtype
     device: torch.device
 
     @property
     def cache(self) -> CacheProtocol: ...
     @property
-    def storage(self) -> HostStorage | StaticStorage: ...
+    def storage(self) -> LayerStorage: ...
     @property
     def key_factor(self) -> KeyFactorProtocol: ...
     @property
@@ -91,6 +113,9 @@ class LayerProtocol(Protocol):
     def rotates(self) -> bool: ...
     @property
     def block_slots(self) -> int: ...
+    def as_blocks(self, packed: list[Packed]) -> tuple[AnyBlocks, AnyBlocks]: ...
+    def grow_on_host(self) -> None: ...
+    def on_moved(self) -> None: ...
     def learns(self, keys: Tensor, values: Tensor) -> bool: ...
     def current_statistics(self) -> dict[str, Tensor]: ...
     def decode(self, packed: list[Packed], context: Context) -> tuple[Tensor, Tensor]: ...

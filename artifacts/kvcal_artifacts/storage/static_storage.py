@@ -1,4 +1,4 @@
-"""The storage of a static layer on the device: rows' tokens and blocks, and counts that steps advance by themselves.
+"""What is allocated for a static layer: rows' tokens and blocks, and counts that steps advance by themselves.
 
 Recent tokens lie in a ring, as kvcal_kernels.quantise has them: token j of a row's window lies in slot
 (32 * blocks + j) mod capacity.
@@ -14,13 +14,12 @@ from torch import Tensor
 
 from kvcal_kernels.layout import BLOCK, Rope
 from kvcal_kernels.quantise import Counts
+from kvcal_kernels.quantise import Layer as Target
 from kvcal_kernels.squat import Digits
 
 from ..codecs import Codec, Packed
-from ..errors import KVCalError
 from ..scheme.windows import Windows
 from .ledger import Ledger
-from .slots import take_slots
 
 STORED = ("sink", "window", "blocks")  # of Counts.data: what rows hold after the last call
 
@@ -80,7 +79,8 @@ class Allocation:
 
     sink, ring: sink and recent tokens [keys, values] (B, H, tokens, D). packed: blocks (B, H, N, ...). flags: for
     quantise.check, (H,) int32. statistics: the state of KeyScale. moves: what corrects the keys of blocks that are due
-    (SQuat); due: these keys (B, H, block, D) float32, shared by Steps.
+    (SQuat); due: these keys (B, H, block, D) float32, shared by Steps. target: views of all that, as the kernel that
+    appends takes them, once they were asked for.
     """
 
     sink: list[Tensor]
@@ -90,6 +90,13 @@ class Allocation:
     statistics: dict[str, Tensor]
     moves: Digits | None = None
     due: Tensor | None = None
+    target: Target | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Allocation:
+        copies = {
+            one.name: copy.deepcopy(getattr(self, one.name), memo) for one in fields(self) if one.name != "target"
+        }
+        return Allocation(**copies)  # views of the copies are made anew
 
 
 def allocate(like: Tensor, pair: tuple[Codec, Codec], windows: Windows, longest: int, ring: int) -> Allocation:
@@ -133,83 +140,6 @@ class Contents:
         if key not in self._slots:
             self._slots[key] = ring_slots(self._blocks.to(ring.device), block, self.widths[2], ring)
         return self._slots[key]
-
-
-class StaticStorage:
-    """Storage of one layer, allocated once as `allocation`, in which steps leave tokens without the host.
-
-    What the host sees of it, `sink`, `window` and `packed`, is looked up when it is asked for, which most steps do not.
-    block: tokens of one.
-    """
-
-    def __init__(self, block: int) -> None:
-        self.allocation: Allocation | None = None
-        self._block = block
-        self._sink: list[Tensor] = []
-        self._window: list[Tensor] = []
-        self._packed: list[Packed] = []
-        self._unseen: Contents | None = None  # the host has not looked since the allocation came to hold that
-        self._views: list[Tensor] = []  # parts of the allocation that it got when it looked
-
-    @property
-    def sink(self) -> list[Tensor]:
-        self._look()
-        return self._sink
-
-    @sink.setter
-    def sink(self, value: list[Tensor]) -> None:
-        self._sink = value
-
-    @property
-    def window(self) -> list[Tensor]:
-        self._look()
-        return self._window
-
-    @window.setter
-    def window(self, value: list[Tensor]) -> None:
-        self._window = value
-
-    @property
-    def packed(self) -> list[Packed]:
-        self._look()
-        return self._packed
-
-    @packed.setter
-    def packed(self, value: list[Packed]) -> None:
-        self._packed = value
-
-    def clear(self) -> None:
-        """Drop all tokens; the allocation does not move: a graph knows its address."""
-        self._unseen, self._views = None, []
-
-    def leave(self) -> None:
-        """Take what the allocation holds to the host, and free it."""
-        self._look()
-        self.allocation, self._views = None, []
-
-    def fill(self, part: Tensor, new: Tensor) -> None:
-        """Write into the first slots of a part of the allocation, unless `new` is the host's view of them."""
-        if new.shape[2] > part.shape[2]:
-            raise KVCalError(f"{new.shape[2]} slots of a row do not fit into {part.shape[2]}; give a larger max_length")
-        if not any(new is view for view in self._views):
-            part[:, :, : new.shape[2]].copy_(new)
-
-    def overlook(self, contents: Contents) -> None:
-        """Note that the allocation has what `contents` says; the host's own tensors are dropped."""
-        self._unseen, self._views = contents, []
-        self._sink, self._window, self._packed = [], [], []
-
-    def _look(self) -> None:
-        """Let the host's tensors be those parts of the allocation that are in use; the window, in order, is a copy."""
-        if self._unseen is None:
-            return
-        (sink, blocks, _), allocation = self._unseen.widths, self.allocation
-        assert allocation is not None
-        slots, self._unseen = self._unseen.slots(self._block, allocation.ring[0]), None
-        self._sink = [t[:, :, :sink] for t in allocation.sink]
-        self._window = [take_slots(t, slots) for t in allocation.ring]
-        self._packed = [{name: t[:, :, :blocks] for name, t in packed.items()} for packed in allocation.packed]
-        self._views = self._sink + [t for packed in self._packed for t in packed.values()]
 
 
 def ring_slots(blocks: Tensor, block: int, count: int, ring: Tensor) -> Tensor:

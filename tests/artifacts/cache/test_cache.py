@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from transformers import DynamicCache
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.registry import CODEC_MAKERS
 from kvcal_artifacts import hf
-from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.cache import KVCalCache, former_names
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
@@ -108,7 +109,7 @@ def check_rows_equal_alone(name: str, frame: str, batch: KVCalCache, rows: Rows)
 
 @every_frame
 @pytest.mark.parametrize("name", LOSSY)
-@settings(max_examples=12)
+@settings(max_examples=9)
 @given(layout=layouts())
 def test_packed_bytes_depend_on_the_tokens_only(name: str, frame: str, layout: tuple[Rows, Tensor, list[int]]) -> None:
     rows, valid, cuts = layout
@@ -659,6 +660,15 @@ def test_another_prompt_on_a_full_cache_says_what_to_do() -> None:
             model.generate(token_ids(1, 20), past_key_values=made, max_new_tokens=2, do_sample=False)
         made.reset()
         model.generate(token_ids(1, 20), past_key_values=made, max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.filterwarnings("error")
+def test_members_keep_the_names_that_they_had() -> None:
+    made = fed_cache()
+    for owner, names in ((made, former_names.OF_CACHES), (made.compressed_layers[0], former_names.OF_LAYERS)):
+        for former, now in names.items():
+            assert getattr(owner, former) == attrgetter(now)(owner), former
+    assert made.own_layers == made.layers and made.workspace(torch.device("cpu")) is not None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("way", [pickle.dumps, copy.copy], ids=["pickle", "copy"])

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from typing import Any
 
 import pytest
 
+from tests.support import host_work
+from tests.support.counted import printed
+
 
 @cache
 def counted() -> tuple[dict[tuple[Any, ...], dict[str, Any]], dict[str, bool]]:
     """By path, scheme, padded, layers and devices; and whether two devices packed what one does."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "tests.support.host_work"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    *cases, alike = (json.loads(line) for line in done.stdout.splitlines())
+    *cases, alike = (json.loads(line) for line in printed(host_work.main).splitlines())
     return {tuple(key): found for *key, found in cases}, alike
 
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.cache.static.layer import StaticLayer
+from kvcal_artifacts.cache.static import StaticLayer, storage
 from kvcal_artifacts.codecs import ByHead, Context, MixKVQ, Shape, Squat, Uniform
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.paths import choose, codebook
@@ -333,7 +333,7 @@ def test_a_step_reads_no_value(name: str, monkeypatch: pytest.MonkeyPatch) -> No
                 return None
             return [fake(y) for y in x] if isinstance(x, list) else {k: fake(y) for k, y in x.items()}
 
-        layer.allocation = type(room)(**{key: fake(value) for key, value in vars(room).items()})
+        layer.storage.allocation = type(room)(**{key: fake(value) for key, value in vars(room).items()})
         shared.counts.data, shared.length = fake(shared.counts.data), fake(shared.length)
         for statistic in layer.statistics.values():
             statistic.state = fake(statistic.state)
@@ -847,13 +847,13 @@ def test_layers_without_rope_step_beside_those_with() -> None:
 
 
 def test_the_test_of_turned_steps_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = StaticLayer._begin_rope
+    own = storage._begin_rope
 
-    def late(self: StaticLayer, step_rope: Any) -> None:
-        own(self, step_rope)
+    def late(layer: StaticLayer, memory: Any, step_rope: Any) -> None:
+        own(layer, memory, step_rope)
         step_rope.angles.renew(step_rope.angles.first.roll(1, 1))
 
-    monkeypatch.setattr(StaticLayer, "_begin_rope", late)
+    monkeypatch.setattr(storage, "_begin_rope", late)
     with pytest.raises(AssertionError):
         close(steps(both(KIVI), token_ids(1, 83), [80, 81, 82]))
 

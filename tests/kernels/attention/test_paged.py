@@ -62,7 +62,7 @@ def test_other_arguments_are_refused(change: dict[str, Tensor], says: str) -> No
         check_paged(*(arguments[name] for name in names))
 
 
-def built(pairs: Any, queries: int = 1, warps: int = 8, registers: int = 128) -> Any:
+def built(pairs: Any, queries: int = 1, warps: int = 4, registers: int = 168) -> Any:
     from kvcal_kernels.attention.triton.transform.launch import settings
     from kvcal_kernels.attention.triton.transform.paged import paged_kernel
 
@@ -82,7 +82,7 @@ def built(pairs: Any, queries: int = 1, warps: int = 8, registers: int = 128) ->
 @needs_triton
 @pytest.mark.parametrize(
     ("bits", "most"),
-    [(2.0, 2.75), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((2.5, 3), (3.0, 3.2), (4.0, 2.6)))],
+    [(2.0, 2.35), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((2.5, 2.55), (3.0, 2.75), (4.0, 2)))],
 )
 def test_compiled_kernel_keeps_to_its_budget(bits: float, most: float, tmp_path: Path) -> None:
     """Instructions for each number of keys and values of a warp's loop; spilled bytes are those of its beginning and end."""
@@ -90,7 +90,7 @@ def test_compiled_kernel_keeps_to_its_budget(bits: float, most: float, tmp_path:
     kernel = built(MIXES[bits])
     registers, spilled = resources(kernel, tmp_path)
     body = [sum(one.values()) / 256 for one in loops(kernel, tmp_path) if one["HMMA"] > 16]
-    assert registers <= 128 and spilled <= 64 and 0 < min(body) < most, (registers, spilled, body)
+    assert registers <= 168 and spilled <= 64 and 0 < min(body) < most, (registers, spilled, body)
 
 
 def there(x: Any) -> Any:

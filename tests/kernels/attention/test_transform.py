@@ -120,6 +120,15 @@ def test_interpreted_kernel_packs_the_bytes_of_the_codec() -> None:
 MIXES = {2.0: (8, 14, 20, 14), 2.5: (16, 18, 16, 10), 3.0: (26, 21, 11, 3), 4.0: (64, 0, 0, 0)}  # pairs of 4 to 1 bits
 
 
+@needs_triton
+@pytest.mark.parametrize(("bits", "registers"), [(2.0, 168), (2.5, 168), (3.0, 255), (4.0, 168)])
+def test_programs_have_the_registers_that_their_number_leaves(bits: float, registers: int) -> None:
+    from kvcal_kernels.attention.triton.transform.launch import tried
+
+    launch = tried(TransformForm("key", 128, MIXES[bits]), TransformForm("value", 128, MIXES[bits]))
+    assert (launch.warps, launch.registers, launch.slots) == (4, registers, 2)
+
+
 def built(pairs: Any, warps: int = 4, registers: int = 168) -> Any:
     from kvcal_kernels.attention.plan import Launch
     from kvcal_kernels.attention.triton.transform.kernel import transform_kernel

@@ -163,7 +163,7 @@ def catch_up(cache: WholeCache) -> None:
         layer.columns = length
         layer.unseen += new
         layer.missed += new
-        layer.overlook(cache.contents)
+        layer.storage.overlook(cache.contents)
 
 
 def why_not_compiled(cache: WholeCache, query: int) -> str:

@@ -6,7 +6,7 @@ any finite value, a window any size. A mutant of those is another valid bundle i
 within what the format allows; that function is written from docs/format.md and shares no code with the checks. Anything
 else is a failure.
 
-`python -m tests.artifacts.test_bundle_fuzz --count 20000` prints the table of docs/runs/bundle-fuzz.md.
+`python -m tests.artifacts.bundle.test_bundle_fuzz --count 20000` prints the table of docs/runs/bundle-fuzz.md.
 """
 
 from __future__ import annotations

@@ -141,7 +141,9 @@ def sha256_of(bundle: Bundle) -> str:
 
 def test_another_process_writes_the_same_bytes() -> None:
     """safetensors orders metadata by a hash that differs in each process, Python its sets too."""
-    script = "from tests.artifacts import test_bundle as t; print(t.sha256_of(t.made(t.chained('mlp'), t.fed())))"
+    script = (
+        "from tests.artifacts.bundle import test_bundle as t; print(t.sha256_of(t.made(t.chained('mlp'), t.fed())))"
+    )
     path = [ROOT, ROOT / "kernels", ROOT / "artifacts", os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(map(str, path))}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)

@@ -602,13 +602,13 @@ def test_header_is_as_specified(path: Path) -> None:
 
 
 def test_every_kind_is_specified() -> None:
-    page = Path(__file__).parents[2].joinpath("docs", "format.md").read_text("utf-8")
+    page = Path(__file__).parents[3].joinpath("docs", "format.md").read_text("utf-8")
     for name in (*CODECS, *PREDICTORS):
         assert re.search(rf"^\| `{name}` (\(keys only\) )?\|", page, flags=re.MULTILINE), name
 
 
 def test_examples_of_packing() -> None:
-    page = Path(__file__).parents[2].joinpath("docs", "format.md").read_text("utf-8")
+    page = Path(__file__).parents[3].joinpath("docs", "format.md").read_text("utf-8")
     examples = re.findall(r"^\| (\d+) \| ([\d ]+) \| ([0-9a-f ]+) \|", page, flags=re.MULTILINE)
     assert len(examples) == 4
     for bits, codes, packed in examples:
