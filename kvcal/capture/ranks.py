@@ -12,7 +12,7 @@ import pickle
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,7 +30,6 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from .attempt import MissingRanksError, attempt_store
 
 T = TypeVar("T")
-Item = TypeVar("Item")
 
 TIMEOUT = "KVCAL_RANK_TIMEOUT"
 SECONDS = 1800  # that ranks wait for each other: torch's own default for gloo
@@ -111,15 +110,6 @@ class Ranks:
             if flat.numel():
                 distributed.all_gather(received, flat)
         return [one.view(x.dtype).view(x.shape) for one in received]
-
-    def in_turns(self, items: Sequence[Item], run: Callable[[Item], T]) -> Iterator[T]:
-        """What `run` gives for each item, in their order, on every rank; rank i mod N alone runs it for item i."""
-        for start in range(0, len(items), self.count):
-            turn = items[start : start + self.count]
-            mine = [run(turn[self.rank])] if self.rank < len(turn) else []
-            for source in range(len(turn)):
-                [result] = self.broadcast(mine if source == self.rank else None, source)
-                yield result
 
     def agree(self, value: T) -> T:
         """Rank 0's value, on every rank."""

@@ -147,7 +147,7 @@ class Capture:
                 f"{ranks.count} ranks for {self.shards.count} batches of windows: give --nproc-per-node "
                 f"{self.shards.count} or less, more --windows, or a smaller --batch"
             )
-        self.timer: Timer = timer or _untimed
+        self.timer: Timer = timer or untimed
         self.hidden: SpillStore | None = None
         self.layer_kwargs: dict[str, dict[str, object]] = {}  # by the layers' kind
         self._where: Where = hidden
@@ -489,7 +489,8 @@ def _on(value: object, device: torch.device) -> object:
     return tuple(_on(one, device) for one in value) if isinstance(value, tuple) else value
 
 
-def _untimed(phase: str) -> AbstractContextManager[None]:
+def untimed(phase: str) -> AbstractContextManager[None]:
+    """A Timer that measures nothing."""
     return nullcontext()
 
 

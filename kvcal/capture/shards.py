@@ -227,14 +227,14 @@ def tree_sum(ranks: Ranks, parts: int, part: Callable[[int], Tensor], like: Tens
         """The rank that has all of these parts."""
         return next((rank for rank in range(ranks.count) if edges[rank] <= first and stop <= edges[rank + 1]), None)
 
-    def total(first: int, stop: int, known: Mapping[tuple[int, int], Tensor]) -> Tensor:
-        """The sum of these parts, from the sums of branches that are known and from `part`."""
-        if (branch := known.get((first, stop))) is not None:
+    def total(first: int, stop: int, branch_sums: Mapping[tuple[int, int], Tensor]) -> Tensor:
+        """The sum of these parts, from the sums of branches and from `part`."""
+        if (branch := branch_sums.get((first, stop))) is not None:
             return branch
         if stop - first == 1:
             return part(first)
         middle = (first + stop + 1) // 2
-        return total(first, middle, known) + total(middle, stop, known)
+        return total(first, middle, branch_sums) + total(middle, stop, branch_sums)
 
     def branches(first: int, stop: int) -> list[tuple[int, tuple[int, int]]]:
         """The largest branches of which one rank has all parts, and that rank."""

@@ -7,7 +7,7 @@ from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import TuneThresholdsOptions
 
 
-@command(TuneThresholdsOptions)
+@command(TuneThresholdsOptions, spread=True)
 def tune_thresholds(o: TuneThresholdsOptions, typed: Typed) -> None:
     """Search MixKVQ's thresholds: quality against stored bits, the best under a limit; write bundle and plot."""
     from kvcal.commands.tune_thresholds import run_tune_thresholds

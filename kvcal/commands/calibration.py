@@ -133,12 +133,10 @@ def run_options(o: CalibrationOptions) -> FitOptions:
     return FitOptions(o.batch, cast(Where, o.spill), folder, o.resume, ranks=ranks.current())
 
 
-def refuse_ranks(what: str) -> None:
+def refuse_ranks(what: str, instead: str) -> None:
     """Raise UsageError where torchrun started more than one process, for what they cannot share."""
     if (count := ranks.current().count) > 1:
-        raise UsageError(
-            f"{what} is not spread over processes, and torchrun started {count}: start it without torchrun"
-        )
+        raise UsageError(f"{what} is not spread over processes, and torchrun started {count}: {instead}")
 
 
 def written(result: FitResult) -> dict[str, Any]:

@@ -175,7 +175,7 @@ def _planned(
 
 
 def _check_tasks(plan: Plan) -> None:
-    refuse_ranks("--task")
+    refuse_ranks("--task", "start it without torchrun")
     if not plan.methods:
         raise UsageError("--task compares caches with full precision: give a bundle, or --preset")
 

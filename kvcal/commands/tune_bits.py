@@ -11,7 +11,7 @@ from kvcal_artifacts.errors import UsageError
 from ..methods.kvtuner import KVTuner
 from ..models import names
 from ..pipeline.options import TuneBitsOptions
-from .calibration import prepare, refuse_ranks, written
+from .calibration import prepare, written
 from .common import Say, output_for
 from .tune_kl import refuse_other, run_tune_kl
 from .tune_thresholds import with_windows
@@ -36,7 +36,6 @@ def run_tune_bits(o: TuneBitsOptions, say: Say, typed: Collection[str] = ()) -> 
         raise UsageError(f"--objective {o.objective}: allowed are {', '.join(OBJECTIVES)}")
     refuse_other(o, typed)
     if o.objective == "kl":
-        refuse_ranks("--objective kl")
         return run_tune_kl(o, say)
     method = kvtuner_method(o)
     source = names.resolve(o.model, o.revision)

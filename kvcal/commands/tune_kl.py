@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,10 @@ from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
 from kvcal_artifacts.bundle.fingerprint import Fingerprint, probed_layers
 from kvcal_artifacts.errors import UsageError
 
-from ..calibrate.checkpoint import CommandCheckpoint, short
+from ..calibrate.checkpoint import CommandCheckpoint, command_checkpoint, short
 from ..calibrate.driver import fit_together
 from ..calibrate.job import FitJob, FitOptions
+from ..capture.ranks import ShareDoneError, current, leave_to_first
 from ..capture.scan import WholeModel
 from ..methods.aqua_kv import AquaKV
 from ..methods.base import settings_of
@@ -114,7 +116,7 @@ def run_tune_kl(o: TuneBitsOptions, say: Say) -> dict[str, Any]:
     record = decided_by(o, loaded.model.dtype, loaded.model.device, text.ids_sha256)
     settings = {"codecs": codecs, "base": asdict(base), "predict": o.predict}
     settings |= {} if o.head_groups == 1 else {"head_groups": o.head_groups}
-    work = CommandCheckpoint("tune-bits", record | settings, output=output, resume=o.resume, say=say)
+    work, ranks = command_checkpoint("tune-bits", record | settings, output=output, resume=o.resume, say=say), current()
     model = model_record(source, loaded.revision, o.random_weights)
     with work.until_out():
         schemes: DataFreeSchemes | PredictedSchemes = DataFreeSchemes(loaded.model, base)
@@ -124,7 +126,18 @@ def run_tune_kl(o: TuneBitsOptions, say: Say) -> dict[str, Any]:
         measured_on = text.train[:SENSED] if o.predict else text.train
         options, sensitivity = _measure(o, loaded.model, measured_on, codecs, schemes, work)
         plain = codecs if o.head_groups > 1 else ()
-        chosen = choose(loaded.model, text.holdout, options, schemes, o.max_bits, batch=o.batch, say=say, codecs=plain)
+        chosen = choose(
+            loaded.model,
+            text.holdout,
+            options,
+            schemes,
+            o.max_bits,
+            batch=o.batch,
+            say=say,
+            codecs=plain,
+            ranks=ranks,
+        )
+        leave_to_first()
         uniform = {name: row for name, row in chosen.rows.items() if name not in (TUNED, BY_LAYER)}
         best = min(uniform, key=lambda name: uniform[name].kl, default=None)
         metrics = _metrics(o, chosen, sensitivity)
@@ -173,9 +186,9 @@ def _measure(
 ) -> tuple[dict[Place, list[Option]], dict[str, dict[str, float]]]:
     """What each layer's side may be stored in, and the KL of each codec where it was measured, by its name."""
     if o.head_groups == 1:
-        options = sensitivities(model, ids, codecs, schemes, work)
+        options = sensitivities(model, ids, codecs, schemes, work, current())
         return options, {f"{layer}:{role}s": _costs(choices) for (layer, role), choices in options.items()}
-    groups = group_sensitivities(model, ids, codecs, schemes, work, o.head_groups)
+    groups = group_sensitivities(model, ids, codecs, schemes, work, o.head_groups, current())
     return by_side(groups, schemes), {str(group): _costs(choices) for group, choices in groups.items()}
 
 
@@ -211,24 +224,31 @@ def _fit(
 ) -> Callable[[Mapping[str, AquaKV]], dict[str, Bundle]]:
     """Fits methods in one scan over the layers, into files of `work`, from which a killed run goes on."""
 
+    ranks = current()
+
     def bundles(methods: Mapping[str, AquaKV]) -> dict[str, Bundle]:
         paths = {
-            name: work.place(f"fit-{short(json.dumps(asdict(method), sort_keys=True))}{SUFFIX}")
+            name: work.folder / f"fit-{short(json.dumps(asdict(method), sort_keys=True))}{SUFFIX}"
             for name, method in methods.items()
         }
-        jobs = [FitJob(methods[name], path, o.seed) for name, path in paths.items() if not path.exists()]
-        if jobs:
-            fit_together(
-                jobs,
-                WholeModel(loaded.model),
-                text,
-                model_record=model,
-                revision=loaded.revision,
-                device=loaded.model.device,
-                options=FitOptions(o.batch, resume=o.resume, warn=False),
-                say=say,
-            )
-        return {name: load_bundle(path) for name, path in paths.items()}
+        if ranks.rank == 0:
+            for path in paths.values():
+                work.place(path.name)
+        missing = ranks.agree([name for name, path in paths.items() if not path.exists()])
+        if missing:
+            with suppress(ShareDoneError):
+                fit_together(
+                    [FitJob(methods[name], paths[name], o.seed) for name in missing],
+                    WholeModel(loaded.model),
+                    text,
+                    model_record=model,
+                    revision=loaded.revision,
+                    device=loaded.model.device,
+                    options=FitOptions(o.batch, resume=o.resume, warn=False, ranks=ranks),
+                    say=say,
+                )
+        fitted = {name: load_bundle(path) for name, path in paths.items()} if ranks.rank == 0 else None
+        return ranks.broadcast(fitted, 0)
 
     return bundles
 

@@ -13,6 +13,7 @@ from kvcal_artifacts.errors import UsageError
 
 from ..bundles.record_checks import check_task, tasks_of
 from ..calibrate.needs import one_window
+from ..capture.ranks import current
 from ..methods.mixkvq import MixKVQ
 from ..models import names
 from ..models.weights import causal_lm
@@ -20,7 +21,7 @@ from ..pipeline.options import TuneBitsOptions, TuneThresholdsOptions
 from ..report.drawn import machine_and_date
 from ..report.extras import require
 from ..search.thresholds import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
-from .calibration import prepare
+from .calibration import prepare, refuse_ranks
 from .common import Say, machine, output_for, refuse_idle
 from .workbench import Opened
 
@@ -113,9 +114,9 @@ def _objective(
 ) -> Callable[[], Objective]:
     model = causal_lm(opened.source.model)
     if name == "attention":
-        return lambda: AttentionError(method, model, text.train, opened.device, o.batch, o.spill)
+        return lambda: AttentionError(method, model, text.train, opened.device, o.batch, o.spill, current())
     if name == "perplexity":
-        return lambda: Perplexity(model, text.train, o.step, o.batch)
+        return lambda: Perplexity(model, text.train, o.step, o.batch, current())
     from ..evaluate.tasks import TaskScore, check_installed
 
     check_installed()
@@ -136,6 +137,7 @@ def run_tune_thresholds(o: TuneThresholdsOptions, say: Say, typed: Collection[st
     source = names.resolve(o.model, o.revision)
     name = objective_name(o, source)
     if name.startswith("task:"):
+        refuse_ranks(f"--objective {name}", "give --objective attention or perplexity, or start it without torchrun")
         from ..evaluate.tasks import check_installed
 
         check_installed()  # before a model is loaded

@@ -66,7 +66,7 @@ def _set_gradients(weights: dict[str, Tensor], x: Tensor, y: Tensor, ranks: Rank
     inputs, targets = x.split(PART), y.split(PART)
 
     def gradient(part: int) -> Tensor:
-        """Of all weights, flat, of one part's share of the loss."""
+        """Gradients of all weights, flat, of one part's share of the loss."""
         loss = functional.mse_loss(_forward(inputs[part], weights), targets[part]) * (len(inputs[part]) / len(x))
         return torch.cat([one.flatten() for one in torch.autograd.grad(loss, list(weights.values()))])
 

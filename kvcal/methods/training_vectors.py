@@ -102,11 +102,11 @@ class TrainingVectors:
         if not self.shards.divided:
             return self.local[numbers.to(self.device)]
         picked = torch.empty(len(numbers), self.dim, dtype=self.local.dtype, device=self.device)
-        held = [self._places(numbers, rank) for rank in range(self.ranks.count)]
+        places_of = [self._places(numbers, rank) for rank in range(self.ranks.count)]
         mine = [x[numbers[self._within(numbers, span)].to(self.device) - span.start] for span, x in self.parts()]
-        most = max(len(one) for one in held)
-        sent = torch.cat([*mine, picked.new_zeros(most - len(held[self.ranks.rank]), self.dim)])
-        for places, x in zip(held, self.ranks.gather(sent), strict=True):
+        most = max(len(places) for places in places_of)
+        sent = torch.cat([*mine, picked.new_zeros(most - len(places_of[self.ranks.rank]), self.dim)])
+        for places, x in zip(places_of, self.ranks.gather(sent), strict=True):
             picked[places.to(self.device)] = x[: len(places)]
         return picked
 

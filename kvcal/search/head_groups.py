@@ -17,7 +17,9 @@ from torch import Tensor
 
 from kvcal_artifacts.codecs import Role, Shape
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import Scheme
 
+from ..capture.ranks import ALONE, Ranks
 from ..methods.registry import NEXT, codec_maker
 from ..report.progress import progress
 from .knapsack import Option
@@ -70,25 +72,35 @@ def divided(heads: int, count: int) -> list[tuple[int, int]]:
 
 
 def group_sensitivities(
-    model: CausalLM, ids: Tensor, codecs: Sequence[str], schemes: Schemes, store: Store, count: int
+    model: CausalLM,
+    ids: Tensor,
+    codecs: Sequence[str],
+    schemes: Schemes,
+    store: Store,
+    count: int,
+    ranks: Ranks = ALONE,
 ) -> dict[HeadGroup, list[Option]]:
     """Each codec's bytes a block and its KL on token windows ids (N, T), all else exact, for each of `count` groups of
-    heads of each compressed layer and side. Raises UsageError where windows are too short to pack a block, and for more
-    groups than heads.
+    heads of each compressed layer and side. ranks: the processes that share these. Raises UsageError where windows are
+    too short to pack a block, and for more groups than heads.
     """
     exact = schemes.exact
     check_length(exact, ids)
     shapes = {place: _shape(schemes, place) for place in itertools.product(exact.compressed, ROLES)}
     groups = [HeadGroup(*place, *edges) for place, shape in shapes.items() for edges in divided(shape.heads, count)]
+    labels = {f"codecs-{group.layer}-{group.role}-{group.first}-{group.last}": group for group in groups}
+
+    def alone(label: str) -> dict[str, Scheme]:
+        group = labels[label]
+        heads = shapes[group.layer, group.role].heads
+        return {name: schemes.alone(group.layer, group.role, _alone(name, group, heads)) for name in codecs}
+
     options: dict[HeadGroup, list[Option]] = {}
     with progress("Measuring codecs", total=len(groups)) as advance:
-        for group in groups:
-            layer, role, first, last = group
-            shape = shapes[layer, role]
-            alone = {name: schemes.alone(layer, role, _alone(name, group, shape.heads)) for name in codecs}
-            kls = kls_alone(model, ids, alone, f"codecs-{layer}-{role}-{first}-{last}", store)
-            part = replace(shape, heads=last - first + 1)
-            options[group] = [Option(name, _bytes(name, part, role), kls[name]) for name in codecs]
+        for label, kls in kls_alone(model, ids, list(labels), alone, codecs, store, ranks):
+            group = labels[label]
+            part = replace(shapes[group.layer, group.role], heads=group.last - group.first + 1)
+            options[group] = [Option(name, _bytes(name, part, group.role), kls[name]) for name in codecs]
             advance()
     return options
 

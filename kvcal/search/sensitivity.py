@@ -21,6 +21,8 @@ from kvcal_artifacts.errors import NonFiniteError, UsageError
 from kvcal_artifacts.scheme import Scheme
 
 from ..calibrate.forecast import forecasts, least_tokens
+from ..capture.ranks import ALONE, Ranks
+from ..capture.spread import spread
 from ..evaluate.perplexity import CacheMaker, Row, evaluate
 from ..methods.data_free import Preset
 from ..report.progress import progress
@@ -140,19 +142,24 @@ def check_budget(codecs: Sequence[str], schemes: Schemes, max_bits: float) -> No
 
 
 def sensitivities(
-    model: CausalLM, ids: Tensor, codecs: Sequence[str], schemes: Schemes, store: Store
+    model: CausalLM, ids: Tensor, codecs: Sequence[str], schemes: Schemes, store: Store, ranks: Ranks = ALONE
 ) -> dict[Place, list[Option]]:
     """Each codec's bytes a block and its KL on token windows ids (N, T), all else exact, for each compressed layer and
-    side. Raises UsageError where windows are too short to pack a block.
+    side. ranks: the processes that share these. Raises UsageError where windows are too short to pack a block.
     """
     exact = schemes.exact
     check_length(exact, ids)
+    places = {f"codecs-{layer}-{role}": (layer, role) for layer, role in itertools.product(exact.compressed, ROLES)}
+
+    def alone(label: str) -> dict[str, Scheme]:
+        return {name: schemes.alone(*places[label], name) for name in codecs}
+
     options: dict[Place, list[Option]] = {}
-    with progress("Measuring codecs", total=2 * len(exact.compressed)) as advance:
-        for layer, role in itertools.product(exact.compressed, ROLES):
-            alone = {name: schemes.alone(layer, role, name) for name in codecs}
-            kls = kls_alone(model, ids, alone, f"codecs-{layer}-{role}", store)
-            options[layer, role] = [Option(name, _size(alone[name], layer, role), kls[name]) for name in codecs]
+    with progress("Measuring codecs", total=len(places)) as advance:
+        for label, kls in kls_alone(model, ids, list(places), alone, codecs, store, ranks):
+            layer, role = places[label]
+            sizes = {name: _size(one, layer, role) for name, one in alone(label).items()}
+            options[layer, role] = [Option(name, sizes[name], kls[name]) for name in codecs]
             advance()
     return options
 
@@ -163,13 +170,29 @@ def check_length(exact: Scheme, ids: Tensor) -> None:
         raise UsageError(f"--length {ids.shape[1]}: packs nothing to measure; give {need} or more")
 
 
-def kls_alone(model: CausalLM, ids: Tensor, alone: Mapping[str, Scheme], label: str, store: Store) -> dict[str, float]:
-    """The KL of each scheme by its name, at most WORST: as `store` has it under the label, else measured and kept."""
-    kls = _stored(store.read(label), list(alone))
-    if kls is None:
-        kls = {name: min(result.kl, WORST) for name, result in forecasts(model, ids, alone).items()}
-        store.keep(label, kls)
-    return kls
+def kls_alone(
+    model: CausalLM,
+    ids: Tensor,
+    labels: Sequence[str],
+    alone: Callable[[str], Mapping[str, Scheme]],
+    codecs: Sequence[str],
+    store: Store,
+    ranks: Ranks,
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Each label, and the KL of each of its schemes by codec, at most WORST: as rank 0 has it in `store` under the
+    label, else measured by one rank and kept.
+    """
+    stored = ranks.agree({label: kls for label in labels if (kls := _stored(store.read(label), codecs)) is not None})
+
+    def measure(label: str) -> dict[str, float]:
+        return {name: min(result.kl, WORST) for name, result in forecasts(model, ids, alone(label)).items()}
+
+    measured = spread(ranks, [label for label in labels if label not in stored], measure)
+    for label in labels:
+        if (kls := stored.get(label)) is None:
+            kls = next(measured)
+            store.keep(label, kls)
+        yield label, kls
 
 
 def _stored(value: object, codecs: Sequence[str]) -> dict[str, float] | None:
@@ -210,11 +233,12 @@ def choose(
     batch: int | None = None,
     say: Callable[[str], None] = lambda line: None,
     codecs: Collection[str] = (),
+    ranks: Ranks = ALONE,
 ) -> Chosen:
     """The assignment of at most `max_bits` stored bits a value that has the least KL on held-out windows (N, T).
 
     codecs: those that a uniform assignment may have, of all heads of a side; by default all. The best assignment of
-    these alone is a candidate, too.
+    these alone is a candidate, too. ranks: the processes that share the candidates.
     """
     budget = budget_of(schemes, max_bits)
     solved, tuned = _solved(options, budget)
@@ -224,7 +248,7 @@ def choose(
         candidates |= {BY_LAYER: by_layer} if (by_layer := _solved(options, budget)[1]) != tuned else {}
     candidates |= _uniform(options, budget)
     makers = {name: _maker(scheme, model) for name, scheme in schemes.whole(candidates).items()}
-    rows = _measured(model, holdout, makers, step, batch, say)
+    rows = _measured_by_ranks(model, holdout, makers, step, batch, say, ranks)
     if not rows:
         raise NonFiniteError("no assignment under --max-bits gives finite logits; give other --codecs")
     best = min(rows, key=lambda name: rows[name].kl)
@@ -235,6 +259,32 @@ def _solved(options: Mapping[Place, Sequence[Option]], budget: int) -> tuple[lis
     """The options of least cost under the budget, and as an assignment."""
     solved = solve(list(options.values()), budget)
     return solved, Assignment.of({place: option.name for place, option in zip(options, solved, strict=True)})
+
+
+def _measured_by_ranks(
+    model: CausalLM,
+    ids: Tensor,
+    makers: Mapping[str, CacheMaker],
+    step: int,
+    batch: int | None,
+    say: Callable[[str], None],
+    ranks: Ranks,
+) -> dict[str, Row]:
+    """The rows of `_measured`, on every rank; rank i mod N measures candidate i, side by side with its others."""
+    names = list(makers)
+    shares = [names[rank :: ranks.count] for rank in range(min(ranks.count, len(names)))]
+
+    def measure(share: list[str]) -> tuple[dict[str, Row], list[str]]:
+        lines: list[str] = []
+        rows = _measured(model, ids, {name: makers[name] for name in share}, step, batch, lines.append)
+        return rows, lines
+
+    rows: dict[str, Row] = {}
+    for some, lines in spread(ranks, shares, measure):
+        rows |= some
+        for line in lines:
+            say(line)
+    return {name: rows[name] for name in names if name in rows}
 
 
 def _measured(

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,9 @@ from ..calibrate.driver import fit
 from ..calibrate.job import FitOptions, FitResult
 from ..calibrate.provenance import provenance
 from ..capture.checks import check_model
-from ..capture.scan import Capture, WholeModel
+from ..capture.ranks import ALONE, Ranks
+from ..capture.scan import Capture, WholeModel, untimed
+from ..capture.shards import ShardSums
 from ..evaluate.perplexity import evaluate
 from ..methods.attention import QUERIES, OutputError, Probe, probe
 from ..methods.mixkvq import MixKVQ, TierSizes
@@ -58,10 +60,32 @@ class Objective(Protocol):
         """Quality, and stored bits a value of the packed blocks (keys and values)."""
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """What trials read of a batch of windows, layer by layer: a probe, its decoded values, and its exact outputs."""
+
+    rows: slice
+    layers: list[tuple[Probe, Tensor, Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class _Trial:
+    """What a trial sums up: sizes of packed keys, and the error of each layer's attention outputs."""
+
+    sizes: TierSizes
+    errors: list[OutputError]
+
+    def merge(self, other: _Trial) -> None:
+        self.sizes.merge(other.sizes)
+        for mine, theirs in zip(self.errors, other.errors, strict=True):
+            mine.merge(theirs)
+
+
 class AttentionError:
     """Mean over layers of the relative squared error of attention outputs, from the keys and values of these windows.
 
-    The model runs once; q, k, v of all layers stay in memory, on the device or (where="cpu") the host.
+    The model runs once; q, k, v of all layers stay in memory, on the device or (where="cpu") the host. ranks: the
+    processes that share the windows; each keeps those of its own, and calls this with the same methods.
     """
 
     label, maximise = "error of attention outputs", False
@@ -74,50 +98,47 @@ class AttentionError:
         device: torch.device,
         batch: int | None = None,
         where: str = "device",
+        ranks: Ranks = ALONE,
     ) -> None:
         self.record: Record = {"name": "attention", "queries": QUERIES}
         self.device, self.shape = device, hf.layer_shape(hf.config_of(model), method.block)
         self.dtype: torch.dtype = model.dtype
         stats, value = method.key_codec(self.shape, self.dtype).stats, method.value_codec(self.shape)
         rest = device if where == "device" else torch.device("cpu")
-        self.layers: list[list[tuple[Probe, Tensor, Tensor]]] = []  # with decoded values, and exact outputs
-        with Capture(WholeModel(model), ids, device=device, batch=batch) as capture, torch.no_grad():
+        with Capture(WholeModel(model), ids, device=device, batch=batch, ranks=ranks) as capture, torch.no_grad():
+            self.shards, self.layers = capture.shards, len(capture)
+            self.batches = [_Saved(rows) for rows in capture.chunks()]
             for taps in tracked(capture, "Reading layers", len(capture)):
-                here = []
-                for taken in taps.batches({"q", "k", "v"}, "post_rope", advance=True):
+                passed = taps.batches({"q", "k", "v"}, "post_rope", advance=True)
+                for taken, saved in zip(passed, self.batches, strict=True):
                     layer_probe = probe(taken, taps.index, taps.site, self.shape, method.windows, stats)
-                    here.append(
+                    saved.layers.append(
                         (layer_probe.to(rest), layer_probe.decoded(value).to(rest), layer_probe.outputs().to(rest))
                     )
-                self.layers.append(here)
 
     @torch.no_grad()
     def __call__(self, method: MixKVQ) -> tuple[float, float]:
         key, value = method.key_codec(self.shape, self.dtype), method.value_codec(self.shape)
-        sizes, errors = TierSizes(), []
-        for layer in self.layers:
-            error = OutputError()
-            for saved in layer:
-                layer_probe, values, exact = (
-                    saved[0].to(self.device),
-                    saved[1].to(self.device),
-                    saved[2].to(self.device),
-                )
+        sums = ShardSums(lambda: _Trial(TierSizes(), [OutputError() for _ in range(self.layers)]))
+        for saved in sums.over(iter(self.batches), self.shards, slice(0, self.shards.windows), untimed):
+            for (layer_probe, values, exact), error in zip(saved.layers, sums.part.errors, strict=True):
+                layer_probe, values, exact = layer_probe.to(self.device), values.to(self.device), exact.to(self.device)
                 packed = key.encode(layer_probe.k[:, :, layer_probe.packed], layer_probe.context())
-                sizes.add(key, packed)
+                sums.part.sizes.add(key, packed)
                 error.add(exact, layer_probe.outputs(key.decode(packed, layer_probe.context()), values))
-            errors.append(error.value)
-        return sum(errors) / len(errors), (sizes.bits(self.shape) + value.bits_per_value()) / 2
+        errors = [error.value for error in sums.total.errors]
+        return sum(errors) / len(errors), (sums.total.sizes.bits(self.shape) + value.bits_per_value()) / 2
 
 
 @dataclass
 class Perplexity:
-    """Perplexity of the windows, teacher-forced through the cache in steps."""
+    """Perplexity of the windows, teacher-forced through the cache in steps. ranks: the processes that share them."""
 
     model: CausalLM
     ids: Tensor
     step: int = 32
     batch: int | None = None
+    ranks: Ranks = ALONE
     label = "perplexity through the cache"
     maximise = False
 
@@ -135,6 +156,7 @@ class Perplexity:
             {"own": lambda: KVCalCache(scheme, self.model, remember=True)},
             step=self.step,
             batch=self.batch,
+            ranks=self.ranks,
         )
         if rows[1].bits_per_value is None:
             raise UsageError(f"windows of {self.ids.shape[1]} tokens: nothing would be packed; use a larger --length")
@@ -240,9 +262,10 @@ def tune(
             f"takes {least:g} bits already; give --max-bits {least:g} or more, or fewer --value-bits"
         )
     check_output(job.plot, "--plot")
-    check_ours(job.folder, NAMES)
-    if not job.options.resume:
-        shutil.rmtree(job.folder, ignore_errors=True)
+    if job.options.ranks.rank == 0:
+        check_ours(job.folder, NAMES)
+        if not job.options.resume:
+            shutil.rmtree(job.folder, ignore_errors=True)
     points, goal = _search(method, job, settings, objective, storage, heartbeat)
     front = front_of(points.points, goal.maximise)
     number = choose(points.points, front, settings.max_bits)
@@ -256,6 +279,13 @@ def tune(
     write_atomically(job.plot, as_file(picture, job.plot, 120), "--plot")
     shutil.rmtree(job.folder, ignore_errors=True)
     return Tuned(result, best, points, front, number)
+
+
+class _Step(NamedTuple):
+    """What rank 0 tells the others: a trial's parameters, or, when the search is over, what it found."""
+
+    parameters: dict[str, float]
+    points: SearchResult | None = None
 
 
 @dataclass(frozen=True)
@@ -275,12 +305,23 @@ def _search(
     storage: str | None,
     heartbeat: int,
 ) -> tuple[SearchResult, Goal]:
-    """The objective, which may be large, ends here."""
-    ready = objective()
+    """The objective, which may be large, ends here. Rank 0 searches; the others compute their shares of its trials."""
+    ready, ranks = objective(), job.options.ranks
     goal = Goal(ready.label, ready.maximise, ready.record)
     name = _study_name(method, job, settings, goal.record)
-    points = search(
-        lambda parameters: ready(with_thresholds(method, parameters)),
+    if ranks.rank:
+        points: SearchResult | None = None
+        while points is None:
+            parameters, points = ranks.agree(_Step({}))
+            if points is None:
+                ready(with_thresholds(method, parameters))
+        return points, goal
+
+    def measured(parameters: dict[str, float]) -> tuple[float, float]:
+        return ready(with_thresholds(method, ranks.agree(_Step(parameters)).parameters))
+
+    result = search(
+        measured,
         settings.space,
         trials=settings.trials,
         seed=settings.seed,
@@ -288,7 +329,8 @@ def _search(
         storage=Storage(name, job.folder, storage, heartbeat),
         say=job.say,
     )
-    return points, goal
+    ranks.agree(_Step({}, result))
+    return result, goal
 
 
 ORDER = {

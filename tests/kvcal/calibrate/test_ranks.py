@@ -17,17 +17,19 @@ from kvcal.calibrate.driver import fit_together
 from kvcal.calibrate.job import FitJob, FitOptions
 from kvcal.capture.ranks import ALONE, Ranks, ShareDoneError, joined
 from kvcal.capture.scan import Capture, WholeModel
-from kvcal.capture.shards import SHARDS, Gathered, Shards, ShardSums
+from kvcal.capture.shards import SHARDS, Gathered, Shards, ShardSums, tree_sum
 from kvcal.capture.spread import spread
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods import METHODS, VQKV, AquaKV, InnerQ, KVTuner, MixKVQ, Squat, codebooks, mlp, training_vectors
 from kvcal.methods.codebooks import TRAINERS, Training
 from kvcal.methods.registry import CALIBRATED, calibrated_name
+from kvcal.methods.training_vectors import TrainingVectors, VectorShards
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.text import token_windows
 from kvcal_artifacts.errors import KVCalError, UsageError
-from tests.support.models_fixture import SUFFIX, kvcal, write_model
+from kvcal_kernels.residual_vq.nearest import nearest
+from tests.support.models_fixture import SMALL, SUFFIX, kvcal, write_model, write_text
 from tests.support.ranks import in_ranks
 
 WINDOWS: dict[str, Any] = {"sink": 4, "recent": 16, "block": 8}
@@ -70,9 +72,16 @@ def few_are_enough() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = write_model(tmp_path_factory.mktemp("ranks") / "m", 3)
-    return load_model(resolve(str(folder)), dtype="float32", device="cpu").model
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    write_model(folder / "m", 3)
+    write_text(folder / "words.txt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(base: Path) -> Any:
+    return load_model(resolve(str(base / "m")), dtype="float32", device="cpu").model
 
 
 TEXT = token_windows.random_windows(256, windows=7, length=60, holdout=2, seed=0)
@@ -117,6 +126,76 @@ def test_bytes_do_not_depend_on_how_many_processes_there_are(
         path.name.removesuffix(SUFFIX): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in (tmp_path / "out").iterdir()
     } == alone
+
+
+SEARCHES = {
+    "tune-bits": ["--objective", "kl", "--predict", "--codecs", "higgs-2,uniform-4", "--max-bits", "5"],
+    "tune-thresholds": ["--objective", "attention", "--trials", "2", "--group", "8", "--max-bits", "9"],
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_search_by_two_processes_writes_the_bytes_of_one(base: Path, tmp_path: Path, name: str) -> None:
+    words = [name, "--model", base / "m", "--text", base / "words.txt", *SMALL, "--windows", "5", "--holdout", "2"]
+    words += ["--batch", "2", *SEARCHES[name], "--output"]
+    one, two = (tmp_path / f"{name}-{number}{SUFFIX}" for number in (1, 2))
+    assert kvcal(*words, one).code == 0
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    ends = in_ranks(2, lambda: kvcal(*words, two).code, logs)
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert one.read_bytes() == two.read_bytes()
+    assert {path.suffix for path in tmp_path.iterdir()} <= {"", ".safetensors", ".png"}  # no folder of a killed run
+
+
+def test_searches_that_are_not_spread_are_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcal.capture.ranks.current", lambda: Ranks(0, 2))
+    words = ["tune-thresholds", "--model", base / "m", "--objective", "task:arc_easy", "--output", tmp_path / "x"]
+    line = "is not spread over processes, and torchrun started 2: give --objective attention or perplexity, or"
+    assert line in kvcal(*words).complaint
+
+
+def test_codewords_are_those_of_one_process_whoever_holds_the_vectors() -> None:
+    """Sums by shard, added in float64, differ from one running sum in their last bits alone."""
+    x = torch.randn(700, 8, generator=torch.Generator().manual_seed(0))
+    book, some = x[:16].half(), TrainingVectors.of(x.clone())
+    assert some.shards.count == 10
+    count, total = some.sums(book)
+    codes = nearest(x, book).long()
+    assert torch.equal(count, codes.bincount(minlength=16))
+    exact = torch.zeros(16, 8, dtype=torch.float64).index_add_(0, codes, x.double())
+    assert torch.allclose(total.double(), exact, rtol=0, atol=1e-5)
+    numbers = torch.tensor([699, 0, 350])
+    assert torch.equal(some.rows(numbers), x[numbers])
+    assert some.subtract(book) == len(codes.unique())
+    assert torch.equal(some.local, x - book.float()[codes])
+
+
+def test_every_vector_has_one_rank_and_none_lies_twice() -> None:
+    for total in (1, 63, 128, 500, 5000):
+        for count in (1, 2, 3, 8):
+            x = torch.arange(total)
+            every = [VectorShards(total, Ranks(rank, count)).select(x) for rank in range(count)]
+            if VectorShards(total, Ranks(0, count)).divided:
+                assert torch.equal(torch.cat(every).sort().values, x)
+            else:
+                assert all(torch.equal(one, x) for one in every)
+            layers = [VectorShards(total, Ranks(0, count)).select(part, start) for start, part in _in_parts(x)]
+            assert torch.equal(torch.cat(layers), every[0])
+
+
+def _in_parts(x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    start = 0
+    for part in x.split(37):
+        yield start, part
+        start += len(part)
+
+
+def test_a_tree_of_parts_is_added_in_one_order() -> None:
+    parts = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    added = tree_sum(ALONE, 7, lambda part: parts[part], parts[0])
+    p = parts
+    assert torch.equal(added, ((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + p[6]))
 
 
 def test_every_window_has_one_rank_and_batches_stay_whole() -> None:
