@@ -68,7 +68,14 @@ def parts(folder: Path, dry: bool) -> list[Part]:
     if dry:
         small = large = ["-m", "tiny"]
         paper, some = ["--preset", "small", "--vectors", "2000"], []
-    wide = ["-m", str(folder / "70b"), "--layerwise", *([] if dry else ["--windows", "256", "--length", "8192"])]
+    wide = [
+        "-m",
+        str(folder / "70b"),
+        "--text",
+        str(folder / "words.txt"),
+        "--layerwise",
+        *([] if dry else ["--windows", "256", "--length", "8192"]),
+    ]
     return [
         Part("small-1", 1, 120, [*fit, *small, *some]),
         Part("small-2", 2, 120, [*fit, *small, *some], "small-1"),
@@ -148,6 +155,10 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     (folder / "70b").mkdir(exist_ok=True)
     (folder / "70b" / "config.json").write_text(json.dumps(SMALL_70B if chosen.dry else GEOMETRY_70B))
+    from tests.support.models_fixture import write_text, write_tokenizer
+
+    write_tokenizer(folder / "70b")  # a token a byte
+    write_text(folder / "words.txt", 20_000 if chosen.dry else 2_600_000)
     every = [part for part in parts(folder, chosen.dry) if not chosen.only or part.name in chosen.only]
     store, waiting = folder / "results.json", []
     results: dict[str, dict[str, Any]] = json.loads(store.read_text()) if store.exists() else {}
