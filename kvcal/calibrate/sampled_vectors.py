@@ -87,14 +87,23 @@ class Collection:
         return sample
 
     def take(self, sample: Sample) -> None:
-        """Hold the next layer's sample; of training vectors those that are this rank's."""
+        """Hold the next layer's sample, on the device of the first; of training vectors those that are this rank's."""
         layer = len(self.parts)
+        device = self.parts[0].keys.device if self.parts else sample.keys.device
         if self.method.shared:
             shards, start = VectorShards(sum(self.totals), self.ranks), sum(self.totals[:layer])
         else:
             shards, start = VectorShards(self.totals[layer], self.ranks), 0
-        keys, values = shards.select(sample.keys, start), shards.select(sample.values, start)
-        self.parts.append(replace(sample, keys=keys, values=values))
+        self.parts.append(
+            replace(
+                sample,
+                keys=shards.select(sample.keys, start).to(device),
+                values=shards.select(sample.values, start).to(device),
+                holdout_keys=sample.holdout_keys.to(device),
+                holdout_values=sample.holdout_values.to(device),
+                holdout_head=sample.holdout_head.to(device),
+            )
+        )
 
     def vectors(self, say: Say) -> Vectors:
         """What was sampled; the parts are given back."""
