@@ -35,6 +35,7 @@ def interpreted(*arguments: str) -> list[str]:
 
 
 INTERPRET = {"TRITON_INTERPRET": "1"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # a fork waits without end for a pool of threads that its parent had
 
 
 def _ask(request: list[Any]) -> int:
@@ -57,7 +58,7 @@ def _server() -> subprocess.Popen[str]:
     """One for all tests of this process: what each program would import takes it 4 s."""
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.emulator.quick_interpreter"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, env=_environment(**INTERPRET), start_new_session=True,
+        text=True, env=_environment(**INTERPRET, **ONE_THREAD), start_new_session=True,
     )  # fmt: skip
     atexit.register(server.communicate)  # which ends it
     return server
