@@ -13,12 +13,13 @@ import tempfile
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from kvcal_artifacts.errors import UsageError
+
+from ..report.extras import require
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,12 +51,11 @@ class Spread:
             raise UsageError("--device-map and --tp-plan: give one of them; both say where the weights go")
         if layerwise:
             raise UsageError(f"{name} and --layerwise: give one of them; both say where the weights go")
+        require("accelerate", name)
         if tp_plan is not None:
             if tp_plan != "auto":
                 raise UsageError(f"--tp-plan {tp_plan}: allowed is auto")
             return cls(tp_plan=tp_plan)
-        if find_spec("accelerate") is None:
-            raise UsageError("--device-map needs accelerate: pip install accelerate")
         assert device_map is not None
         return cls(device_map=_parsed(device_map))
 

@@ -18,7 +18,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-EXTRAS = {"datasets": "data", "pyarrow": "data", "optuna": "tune", "matplotlib": "plot", "lm_eval": "tasks"}
+EXTRAS = {
+    "datasets": "data", "pyarrow": "data", "optuna": "tune", "matplotlib": "plot", "lm_eval": "tasks",
+    "accelerate": "spread",
+}  # fmt: skip
 LOADS = """
 import torch, kvcal
 from kvcal.models.loading import load_model
@@ -44,6 +47,7 @@ REFUSED = (  # a command, and the extra that its line names
     (("compare", "-p", "kivi-4", "--plot", "front.png"), "plot"),
     (("tune-thresholds",), "tune"),
     (("tune-thresholds", "--objective", "task:arc_easy"), "tasks"),
+    (("eval", "-p", "kivi-4", "--device-map", "auto"), "spread"),
 )
 
 
