@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,7 @@ from .checkpoint import LayerCheckpoint, partial_folder
 from .sampled_vectors import Sample
 
 Restored = TypeVar("Restored")
+Record: TypeAlias = dict[str, Any]  # of a file: what strangers may have written
 
 
 class StageCheckpoint(LayerCheckpoint):
@@ -55,7 +56,7 @@ class StageCheckpoint(LayerCheckpoint):
         all come from one run.
         """
 
-        def sample_of(tensors: dict[str, Tensor], record: dict[str, Any]) -> Sample:
+        def sample_of(tensors: dict[str, Tensor], record: Record) -> Sample:
             vectors = {name: tensors[name].to(device) for name in Sample.VECTORS}
             scales = {role: tensors.get(f"scales.{role}") for role in record["roles"]}
             return Sample(**vectors, scales=scales, rotary=record["rotary"], probe=tuple(record["probe"]))
@@ -75,7 +76,7 @@ class StageCheckpoint(LayerCheckpoint):
         signed = {**record, "sha256": _digest(on_host)}
         write_atomically(self.place(path.name), save(on_host, metadata={"stage": canonical(signed)}))
 
-    def _read(self, path: Path, make: Callable[[dict[str, Tensor], dict[str, Any]], Restored]) -> Restored | None:
+    def _read(self, path: Path, make: Callable[[dict[str, Tensor], Record], Restored]) -> Restored | None:
         """What `make` makes of the file; None where there is none, or a damaged one, which is removed."""
         try:
             check_regular(path, path.stat().st_mode)  # a pipe would be waited for
@@ -114,7 +115,7 @@ class FollowersStages(StageCheckpoint):
 
     def _write(self, path: Path, tensors: dict[str, Tensor], record: Mapping[str, Json]) -> None: ...
 
-    def _read(self, path: Path, make: Callable[[dict[str, Tensor], dict[str, Any]], Restored]) -> Restored | None:
+    def _read(self, path: Path, make: Callable[[dict[str, Tensor], Record], Restored]) -> Restored | None:
         return None
 
 

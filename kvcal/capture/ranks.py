@@ -17,17 +17,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed.rendezvous import rendezvous
 
 from kvcal_artifacts.bundle.canonical import canonical
 from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import KVCalError, UsageError
 
 from .attempt import MissingRanksError, attempt_store
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 T = TypeVar("T")
 
@@ -165,6 +167,8 @@ def joined(device: str, hold_one_model: bool = False) -> Iterator[Ranks]:
 
     Raises UsageError for devices that do not suffice, RankEndedError where not all processes come.
     """
+    from torch.distributed.rendezvous import rendezvous  # not at the top: torch may be built without
+
     timeout = _timeout()
     kind = _rank_device(device)
     try:
@@ -213,7 +217,7 @@ class ShareDoneError(Exception):
     """No error: this rank has done its share, and rank 0 alone writes and prints."""
 
 
-def _is_first(store: Any, key: str = LINE) -> bool:
+def _is_first(store: Store, key: str = LINE) -> bool:
     """Whether no other rank has asked yet; True, too, where the store is gone."""
     try:
         return int(store.add(key, 1)) == 1

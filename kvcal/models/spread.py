@@ -13,7 +13,7 @@ import tempfile
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -86,7 +86,7 @@ def map_for(model: CausalLM, device_map: DeviceMap, dtype: torch.dtype) -> dict[
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    whole: Any = list(getattr(model, "_no_split_modules", None) or [])
+    whole: list[str] = list(getattr(model, "_no_split_modules", None) or [])
     memory = None
     if device_map != "sequential":
         low = device_map == "balanced_low_0"

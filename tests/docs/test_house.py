@@ -67,6 +67,12 @@ def test_no_import_is_hidden_from_the_reader(package: str) -> None:
     assert list(house.computed_imports(package)) == []
 
 
+@pytest.mark.parametrize("package", SOURCE_ROOTS)
+def test_torch_may_be_built_without_processes(package: str) -> None:
+    """As builds for boards were: such a torch.distributed has a name and nothing in it."""
+    assert [found for found in imports(package) if found[2] and found[1].startswith("torch.distributed.")] == []
+
+
 def test_kernels_import_torch_only_and_triton_in_triton_files() -> None:
     assert list(modules("kvcal_kernels"))
     for module, target, _ in foreign("kvcal_kernels"):

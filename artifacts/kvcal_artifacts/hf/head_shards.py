@@ -7,13 +7,16 @@ gathers them; every process must do so in the same order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModel
 from .protocols import Decoder
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections whose outputs hold the keys
 GATHERED = ("colwise_gather_output", "colwise_rep")  # styles that give every process all heads
@@ -25,7 +28,7 @@ class HeadShard:
 
     rank: int
     count: int
-    group: Any
+    group: ProcessGroup
 
     def gather(self, x: Tensor) -> Tensor:
         """The heads of all processes, (B, H, ...), from those of this one, (B, H / count, ...)."""
