@@ -97,12 +97,15 @@ def _filled(
         weights.tie(model)
         dispatch(model, devices)
         return model
-    weights.fill(model, "", numbers, torch.device("cpu") if spread.tp_plan is not None else device)
+    weights.fill(model, "", numbers, to_device("cpu") if spread.tp_plan is not None else device)
     weights.tie(model)
     if spread.tp_plan is None:
         return model
+    whole: Any = model
+    whole.should_save_on_this_rank = lambda is_main_process: True  # each process reads a folder of its own
     with tempfile.TemporaryDirectory(prefix="kvcal-tp-") as folder:  # from_pretrained alone makes the parts
-        model.save_pretrained(folder)
+        with _silent_loading():
+            whole.save_pretrained(folder)
         return _from_folder(source, Path(folder), model.config, dtype, device, spread)
 
 

@@ -55,6 +55,7 @@ class Spread:
         if tp_plan is not None:
             if tp_plan != "auto":
                 raise UsageError(f"--tp-plan {tp_plan}: allowed is auto")
+            _processes()
             return cls(tp_plan=tp_plan)
         assert device_map is not None
         return cls(device_map=_parsed(device_map))
@@ -121,12 +122,17 @@ def tensor_parallel() -> dict[str, object]:
     """What from_pretrained takes, to give each process that torchrun started its part of every layer."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
+    return {"distributed_config": DistributedConfig(tp_size=_processes(), tp_plan="auto")}
+
+
+def _processes() -> int:
+    """How many processes torchrun started. Raises UsageError for fewer than two."""
     count = os.environ.get("WORLD_SIZE", "1")
     if not count.isdecimal() or int(count) < 2:
         raise UsageError(
             "--tp-plan spreads heads over processes: start it by torchrun --nproc-per-node N, N at least 2"
         )
-    return {"distributed_config": DistributedConfig(tp_size=int(count), tp_plan="auto")}
+    return int(count)
 
 
 def input_device(model: nn.Module) -> torch.device:

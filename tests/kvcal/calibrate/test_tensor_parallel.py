@@ -21,6 +21,7 @@ from kvcal.models.names import resolve
 from kvcal.models.spread import Spread
 from kvcal.text import token_windows
 from kvcal_artifacts import load_bundle, load_cache
+from kvcal_artifacts.errors import UsageError
 from tests.support.models_fixture import SMALL, SUFFIX, kvcal, write_model, write_text
 from tests.support.ranks import in_ranks
 
@@ -82,7 +83,18 @@ def process(base: Path, folder: Path) -> int:
             kls(model, base)
         else:
             (folder / "kls.json").write_text(json.dumps(kls(model, base)))
+        found = random_logits(base, Spread(tp_plan="auto"))
+        torch.save(found, folder / f"random-{ranks.rank}.pt")
     return 0
+
+
+def random_logits(base: Path, spread: Spread) -> torch.Tensor:
+    """Logits of a model whose weights lie in no file."""
+    source = resolve(str(base / "m"))
+    one = load_model(source, dtype="float32", device="cpu", random_weights=True, spread=spread)
+    with torch.no_grad():
+        logits: torch.Tensor = one.model(IDS[:1]).logits
+    return logits
 
 
 def test_a_bundle_and_a_kl_of_two_processes_are_those_of_one(base: Path, tmp_path: Path) -> None:
@@ -97,6 +109,14 @@ def test_a_bundle_and_a_kl_of_two_processes_are_those_of_one(base: Path, tmp_pat
     right = kls(one, base)
     assert kls(one, tmp_path) == pytest.approx(right, rel=0.05, abs=1e-6)
     assert json.loads((tmp_path / "kls.json").read_text()) == pytest.approx(right, rel=0.02, abs=1e-6)
+    for rank in range(2):
+        torch.testing.assert_close(torch.load(tmp_path / f"random-{rank}.pt"), random_logits(base, Spread()))
+
+
+def test_one_process_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(UsageError, match="--tp-plan spreads heads over processes: start it by torchrun"):
+        Spread.of(None, "auto")
 
 
 COMMANDS: dict[str, list[str]] = {
