@@ -37,7 +37,6 @@ import itertools
 import json
 import multiprocessing
 import re
-import statistics
 import tempfile
 import time
 import tomllib
@@ -46,6 +45,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from kvcal.evaluate.spread import Difference
 
 ABOVE = 0.15  # stored bits above a row's target that still count as it
 COLUMNS = {
@@ -399,28 +400,21 @@ def verdict(claim: dict[str, Any], recipe: dict[str, Any], rows: dict[str, dict[
     a, b = better[by], worse[by]
     bits = f"{better['bits_per_value']:.3f} and {worse['bits_per_value']:.3f} bits"
     word = "holds" if a < b else "does not hold"
-    if by == "kl" and (spread := difference(better, worse)) is not None:
-        mean, error = spread
-        if abs(mean) < 2 * error:
-            word = "open: the difference is less than twice its standard error"
+    spread = difference(better, worse, by)
+    if spread is not None and not spread.apart:
+        word = "open: the spread over windows explains the difference"
     more = better["bits_per_value"] / worse["bits_per_value"] - 1
     if abs(more) >= 0.01:
         word += f", with {abs(more):.0%} {'more' if more > 0 else 'fewer'} bits"
     told = f"{COLUMNS[by][0]} {a:.5f} against {b:.5f} ({a / b - 1:+.0%}), {bits}"
-    if by == "kl" and (spread := difference(better, worse)) is not None:
-        told += f", difference {spread[0]:+.5f} ± {spread[1]:.5f} over windows"
+    if spread is not None:
+        told += f", difference {spread.mean:+.5f} ± {spread.error:.5f} over windows, ratio {spread.ratio:.3g}"
     return f"| {claim['text']} | {claim['better']}: {told} ({worst}) | {word} |"
 
 
-def difference(better: dict[str, Any], worse: dict[str, Any]) -> tuple[float, float] | None:
-    """Mean of the difference in KL over the same windows, and its standard error; None for rows without windows'
-    figures.
-    """
-    pairs = list(zip(better.get("kl_windows", []), worse.get("kl_windows", []), strict=True))
-    if len(pairs) < 2:
-        return None
-    apart = [a - b for a, b in pairs]
-    return statistics.mean(apart), statistics.stdev(apart) / len(apart) ** 0.5
+def difference(better: dict[str, Any], worse: dict[str, Any], by: str = "kl") -> Difference | None:
+    """The paired difference of a figure over the same windows; None for rows that do not have it by window."""
+    return Difference.of(better.get(f"{by}_windows", []), worse.get(f"{by}_windows", []))
 
 
 def best_of(which: dict[str, Any], by: str, recipe: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:

@@ -3,8 +3,8 @@
     python docs/ablations/verdicts.py           # writes the table between its two marks
     python docs/ablations/verdicts.py --check   # exit code 1 where the page is not what the rows say
 
-A verdict needs a difference of KL over the same windows of more than two standard errors; kvref-28m's rows, which have
-no figures by window, are judged by the sign alone.
+A verdict needs a difference over the same windows that Student's t tells from none at 95 %: with eight windows, more than
+2.36 standard errors. Figures without a spread, which rows do not have by window, have no verdict: the cell says so.
 """
 
 from __future__ import annotations
@@ -49,13 +49,19 @@ def table() -> str:
 
 
 def rows_by_label(recipe: dict[str, Any], found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Rows with figures, by their labels and by `table.label`, in the order of the recipe."""
+    """Rows with figures, by their labels and by `table.label`, in the order of the recipe. "attention": numbers of windows
+    and tokens that their attention errors are of, where the file says it.
+    """
     rows: dict[str, dict[str, Any]] = {}
+    settings = found.get("settings", {})
+    of = {}
+    if "attention_windows" in settings:
+        of = {"attention": (settings["attention_windows"], settings["attention_tokens"])}
     for table in recipe["table"]:
         for row in run.rows_of(table):
             figures = found["rows"].get(run.key_of(row))
             if figures is not None and "refused" not in figures:
-                rows[row["label"]] = rows[f"{table['name']}.{row['label']}"] = figures
+                rows[row["label"]] = rows[f"{table['name']}.{row['label']}"] = figures | of
     return rows
 
 
@@ -68,13 +74,15 @@ def verdict(claim: dict[str, Any], recipe: dict[str, Any], rows: dict[str, dict[
         return "not measured"
     first, second = rows[claim["better"]], rows[worse]
     a, b = first[by], second[by]
-    word = "**holds**" if a < b else "**does not hold**"
+    word = "no spread by window"
     figures = f"{run.COLUMNS[by][0]} {a:.3g}, {b:.3g} ({a / b - 1:+.0%})"
-    spread = run.difference(first, second) if by == "kl" else None
+    spread = run.difference(first, second, by)
     if spread is not None:
-        mean, error = spread
-        figures += f", difference {mean:+.2g} ± {error:.1g}"
-        word = "open" if abs(mean) < 2 * error else word
+        figures += f", difference {spread.mean:+.2g} ± {spread.error:.2g}, ratio {spread.ratio:.3g}"
+        word = "open" if not spread.apart else "**holds**" if spread.mean < 0 else "**does not hold**"
+    elif by == "logit_error" and "attention" in first:
+        count, tokens = first["attention"]
+        word = f"{'one window' if count == 1 else f'{count} windows'} of {tokens:,} tokens, no spread"
     bits = first["bits_per_value"], second["bits_per_value"]
     if abs(bits[0] / bits[1] - 1) >= 0.01:
         figures += f", {bits[0]:.3g} and {bits[1]:.3g} bits"

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 from kvcal.cli.evaluate import FULL
-from kvcal.cli.output import Result, note, print_json, print_next, print_open, print_rows, wrapped
+from kvcal.cli.output import (
+    Result,
+    line,
+    note,
+    print_json,
+    print_next,
+    print_open,
+    print_rows,
+    print_table,
+    wrapped,
+)
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import CompareOptions
+from kvcal.evaluate.spread import difference, few_windows, quantile
 
 
 @command(CompareOptions, spread=True)
@@ -54,6 +67,38 @@ def print_compared(result: Result, wide: bool = False) -> None:
         wrapped(f"best at no more than {result['max_bits']:g} bits/value: {result['best'] or 'none'}", wide=wide)
         if result["ties"]:
             wrapped(f"within the spread over windows of it: {', '.join(result['ties'])}", wide=wide)
+    if few := few_windows(result["windows"]):
+        wrapped(few, wide=wide)
+    if wide:
+        _print_pairs(result["rows"])
+
+
+def _print_pairs(rows: list[Result]) -> None:
+    """Which pairs of rows are apart: the difference in KL over its standard error, in brackets where it decides
+    nothing. Nothing for one row, or one window.
+    """
+    if len(rows) < 2 or len(rows[0]["kl_windows"]) < 2:
+        return
+    names, windows = [row["name"] for row in rows], len(rows[0]["kl_windows"])
+    line()
+    print_table(
+        ["KL less that of", *names],
+        [[first["name"], *(_pair(first, second) for second in rows)] for first in rows],
+        wide=True,
+    )
+    wrapped(
+        f"difference over its standard error, paired over {windows} windows; in brackets up to {quantile(windows):.3g}: "
+        "not apart at 95 %",
+        wide=True,
+    )
+
+
+def _pair(first: Result, second: Result) -> str:
+    found = difference(first, second)
+    if found is None or first is second:
+        return "-"
+    signed = f"{math.copysign(found.ratio, found.mean):+.3g}"
+    return signed if found.apart else f"({signed})"
 
 
 def _windows(row: Result) -> str | None:

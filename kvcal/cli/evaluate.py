@@ -9,6 +9,7 @@ from typing import Any
 from kvcal.cli.output import Result, line, note, print_json, print_open, print_rows, print_table, prose, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import GenerateOptions
+from kvcal.evaluate.spread import few_windows
 from kvcal.pipeline.options import EvalOptions
 from kvcal.report.quantities import percent, size, written
 
@@ -33,6 +34,8 @@ def evaluate(o: EvalOptions, typed: Typed) -> None:
         print_json(result | {"failed": {name: str(error) for name, error in failed.items()}})
     else:
         print_evaluation(result["rows"], o.wide)
+        if few := few_windows(result["windows"]):
+            wrapped(few, wide=o.wide)
         print_tasks(result["rows"], o.wide)
         print_gates(result["gates"], o.wide)
         if o.needle_plot is not None:

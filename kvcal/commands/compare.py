@@ -26,8 +26,8 @@ from ..capture import ranks
 from ..capture.scan import WholeModel
 from ..capture.spread import spread
 from ..evaluate.attention_error import attention_errors
-from ..evaluate.divergence import ties
 from ..evaluate.perplexity import Batches, CacheMaker, evaluate
+from ..evaluate.spread import ties
 from ..methods.aqua_kv import AquaKV
 from ..methods.composition import Composition
 from ..methods.data_free import DataFree, Preset, composed, preset

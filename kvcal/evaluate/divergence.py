@@ -5,9 +5,8 @@ position.
 from __future__ import annotations
 
 import base64
-import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kvcal_artifacts.errors import KVCalError
+from .spread import standard_error
 
 FIRST_BUCKET = 128  # tokens of the first bucket of positions; each further bucket ends at twice the position
 
@@ -128,31 +127,3 @@ def buckets(kl: npt.NDArray[np.float32], same: npt.NDArray[np.bool_]) -> list[Bu
         )
         start, end = end, end * 2
     return rows
-
-
-def standard_error(numbers: Sequence[float]) -> float:
-    """The standard error of the mean of two or more numbers."""
-    return statistics.stdev(numbers) / math.sqrt(len(numbers))
-
-
-def apart(first: Mapping[str, object], second: Mapping[str, object]) -> bool | None:
-    """Whether the KL of two rows of the same windows differs by more than two standard errors of the difference over
-    windows. None of one window, which has no spread. Raises KVCalError where a row has no `kl_windows`.
-    """
-    differences = [a - b for a, b in zip(kl_windows(first), kl_windows(second), strict=True)]
-    if len(differences) < 2:
-        return None
-    return abs(statistics.fmean(differences)) > 2 * standard_error(differences)
-
-
-def kl_windows(row: Mapping[str, object]) -> list[float]:
-    """The KL of each window of a row, in nats. Raises KVCalError where the row, of a file, has no such numbers."""
-    kl = row.get("kl_windows")
-    if not isinstance(kl, list) or not all(isinstance(one, (int, float)) for one in kl):
-        raise KVCalError(f"row {row.get('name')}: kl_windows must be a list of numbers, measure the row again")
-    return kl
-
-
-def ties(rows: Sequence[Mapping[str, object]], chosen: Mapping[str, object]) -> list[str]:
-    """Names of the other rows whose KL is not `apart` from the chosen row's."""
-    return [str(row["name"]) for row in rows if row["name"] != chosen["name"] and apart(row, chosen) is False]

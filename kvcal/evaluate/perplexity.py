@@ -23,7 +23,8 @@ from ..capture.spread import spread
 from ..models.spread import input_device
 from ..report.progress import progress
 from .calls import calls, longest_call, segments
-from .divergence import EXACT, Bucket, Reference, Spread, Tokens, standard_error
+from .divergence import EXACT, Bucket, Reference, Spread, Tokens
+from .spread import standard_error
 
 if TYPE_CHECKING:
     from transformers import Cache, DynamicCache

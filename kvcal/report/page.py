@@ -168,7 +168,8 @@ def _figures(report: Report) -> str:
     ]
     words = (
         "KL is the divergence of next-token distributions from those of full precision, in nats per token, with its "
-        "standard error over windows. Differences below two of it are no order."
+        "standard error over windows. Which rows are apart follows from their paired differences, which "
+        "`kvcal compare --wide` prints."
     )
     return _section("Figures", words, _table("Figures", columns, rows))
 

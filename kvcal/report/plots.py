@@ -103,7 +103,7 @@ def _draw_spread(axis: Axes, rows: list[dict[str, Any]]) -> bool:
     bits, kl = [row["bits_per_value"] for row in rows], [row["kl"] for row in rows]
     below = [min(bar, 0.95 * value) for bar, value in zip(spread, kl, strict=True)]  # a logarithm has no zero
     style: dict[str, Any] = {"fmt": "none", "ecolor": "#6b7783", "elinewidth": 1, "capsize": 2, "zorder": 1}
-    axis.errorbar(bits, kl, yerr=[below, spread], label="± 2 standard errors over windows", **style)
+    axis.errorbar(bits, kl, yerr=[below, spread], label="± 2 standard errors; overlapping bars decide nothing", **style)
     return True
 
 

@@ -13,7 +13,7 @@ MOST_KL = 0.01  # nats per token, where no limit is given: the lowest class of `
 @dataclass(frozen=True)
 class Limit:
     """What is asked for: the smallest KL of at most `bits` stored bits per value, or the fewest bits whose KL, plus its
-    standard error, is at most `kl` nats per token.
+    standard error, is at most `kl` nats per token: a margin, where `kvcal.evaluate.spread` tests two schemes.
     """
 
     bits: float | None = None

@@ -73,7 +73,11 @@ def test_rows_go_on_and_become_tables(tmp_path: Path, monkeypatch: pytest.Monkey
     results.STATE.clear()
     text = results.tables(results.read_recipe(tmp_path / "recipe.toml"), [second])
     assert "| wide | 4.500 | more bits than the table's |" in text
-    assert "(the other: two) |" in text and "**holds**: logit error" in text and "by the sign alone |" in text
+    assert "(the other: two) |" in text
+    # logit errors of each window of the row, paired: the claim has a spread
+    assert len(second["rows"][key]["logit_error_windows"]) == 2
+    [claim] = [line for line in text.splitlines() if "logit error" in line]
+    assert " ± " in claim and ", ratio " in claim
 
 
 def test_every_row_and_claim_of_the_recipe_can_be_read() -> None:

@@ -15,9 +15,10 @@ CLASSES = (0.01, 0.05, 0.2)  # nats a token: upper ends of the classes
 @dataclass(frozen=True)
 class Quality:
     """A scheme's measured quality. kl: nats a token between next-token distributions with the scheme and without.
-    upper: kl and two standard errors over windows, by which it is judged; kl itself where it is of one
-    window. models: on which it was measured; where more than one, kl and upper are the largest. alike: whether the
-    model is of the same architecture. anywhere: the largest upper of all measured models, of other architectures, too.
+    upper: kl and two standard errors over windows, by which it is judged; kl itself where it is of one window. It is a
+    margin to one side of a limit and no test between schemes, so that Student's t has no part in it. models: on which
+    it was measured; where more than one, kl and upper are the largest. alike: whether the model is of the same
+    architecture. anywhere: the largest upper of all measured models, of other architectures, too.
     """
 
     kl: float

@@ -61,7 +61,7 @@ ROW = FULL | {
     "kl_max": 0.4948312, "bits_per_value": 2.375, "same_top": 0.9598712, "smaller": 6.7234567, "logit_error": 0.12345,
     "cache_bytes": 4_123_456, "output_error": None, "bytes_at_length": 4_123_456, "front": True,
     "positions": [{"first": at, "last": at + 127, "kl": 0.00123 + at / 1e7} for at in range(0, 2048, 128)],
-    "tasks": {"gsm8k_cot_zeroshot": PAIRED},
+    "tasks": {"gsm8k_cot_zeroshot": PAIRED}, "kl_windows": [0.007, 0.0085446],
 }  # fmt: skip
 GATES = [Check(LONG, "max-kl", True, 0.00777, 0.5, 11, "layer 11, values of head 1: relative error 0.0072")]
 RUNG = {
@@ -83,12 +83,12 @@ STAGE = {
 CACHE = {"name": "full", "bits_per_value": None, "nbytes": 33_554_432, "kl": 0.0, "same": 100, "of": 100}
 GIVEN: dict[str, tuple[str, str, dict[str, Any]]] = {  # command -> its words, the function, what that returns
     "eval": (
-        "eval --preset kivi-2", "kvcal.commands.evaluation.run_eval", {"rows": [FULL, ROW], "gates": GATES, "failed": {}},
+        "eval --preset kivi-2", "kvcal.commands.evaluation.run_eval", {"rows": [FULL, ROW], "windows": 4, "gates": GATES, "failed": {}},
     ),
     "compare": (
         "compare --preset kivi-2 --output rows.json", "kvcal.commands.compare.run_compare",
         {
-            "full_perplexity": 62.75, "rows": [ROW, ROW | {"name": f"{LONG} + {LONG}"}], "at_length": 131_072, "length": 1024,
+            "full_perplexity": 62.75, "rows": [ROW, ROW | {"name": f"{LONG} + {LONG}"}], "at_length": 131_072, "length": 1024, "windows": 2,
             "max_bits": 2.5, "best": LONG, "ties": [LONG] * 3, "failed": {},
         },
     ),
@@ -362,3 +362,22 @@ def test_times_shares_and_hashes() -> None:
     assert written("revision", f"sha256:{HASH}") == f"sha256:{HASH[:16]}…" and written("revision", "main") == "main"
     assert written("windows", {"sink": 4, "key_relative_error": 0.1234}) == "sink 4, key error 0.123"
     assert written("skipped", {}) is None and written("seed", 1234567) == "1234567" and written("chosen", True) == "yes"
+
+
+def test_compare_says_which_pairs_are_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """The signed ratio of each pair, in brackets where the windows do not tell it from none."""
+    from kvcal.cli.compare import _print_pairs
+
+    rows: list[dict[str, Any]] = [
+        {"name": "a", "kl_windows": [1.0, 2.0, 3.0]},
+        {"name": "b", "kl_windows": [1.1, 1.9, 3.05]},
+        {"name": "c", "kl_windows": [1.5, 2.5, 3.6]},
+    ]
+    _print_pairs(rows)
+    told = capsys.readouterr().out
+    assert [line.split() for line in told.splitlines() if line.split()[:1] in (["a"], ["c"])] == [
+        ["a", "-", "(-0.277)", "-16"], ["c", "+16", "+8.6", "-"],
+    ]  # fmt: skip
+    assert "in brackets up to 4.3: not apart at 95 %" in " ".join(told.split())
+    _print_pairs([row | {"kl_windows": [1.0]} for row in rows])
+    assert capsys.readouterr().out == ""

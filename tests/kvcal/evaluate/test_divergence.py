@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from kvcal.evaluate import perplexity
 from kvcal.evaluate.calls import calls, longest_call, segments
-from kvcal.evaluate.divergence import Reference, Spread, Tokens, apart, buckets, ties
+from kvcal.evaluate.divergence import Reference, Spread, Tokens, buckets
 from kvcal.evaluate.perplexity import FullRuns, evaluate
 from kvcal.methods.data_free import Preset
 from kvcal.models.loading import load_model
@@ -138,17 +138,6 @@ def test_percentiles_and_buckets_by_hand() -> None:
     assert (second["first"], third["last"], third["same_top"]) == (128, 299, 0)
     assert Spread.of([Tokens.pack(kl, same)], 300, 300).kl_behind is None
     assert buckets(kl[:1].numpy(), same[:1].numpy())[0]["kl_se"] is None
-
-
-def test_a_difference_within_the_spread_is_no_order() -> None:
-    def row(name: str, *kl: float) -> dict[str, Any]:
-        return {"name": name, "kl_windows": list(kl)}
-
-    a, b, c = row("a", 1.0, 2.0, 3.0), row("b", 1.1, 1.9, 3.05), row("c", 1.5, 2.5, 3.6)
-    assert apart(a, b) is False
-    assert apart(a, c) is True
-    assert apart(row("a", 1.0), row("b", 2.0)) is None
-    assert ties([a, b, c], a) == ["b"]
 
 
 def test_kl_by_hand() -> None:
