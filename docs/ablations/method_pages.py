@@ -13,10 +13,13 @@ import re
 import sys
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import verdicts
+
+from kvcal.methods.data_free import preset
 
 FOLDER = Path(__file__).resolve().parent
 PAGES = FOLDER.parent / "methods"
@@ -24,36 +27,36 @@ MODELS = ("SmolLM2-135M", "Qwen2.5-Coder-0.5B")
 INSTRUCT = {model: f"{model}-Instruct" for model in MODELS}  # the names of the hub, as pages head their columns
 REGION = re.compile(r"(<!-- (figures|verdicts) by method_pages\.py -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
-HIGGS_2 = ("HIGGS at 2", "HIGGS as published")
+HIGGS_2 = ("HIGGS at 2", "HIGGS as published, `higgs-2-wide`")
 KIVI_2 = ("KIVI 2", "`kivi-2`")
 ROWS: dict[str, list[tuple[str, str]]] = {  # page -> (label of methods.toml, name in the table)
     "aqua-kv": [
         HIGGS_2,
-        ("AQUA-KV, published HIGGS at 2", "AQUA-KV over published HIGGS"),
-        ("HIGGS debiased at 2", "HIGGS, debiased"),
-        ("AQUA-KV at 2", "AQUA-KV over debiased HIGGS, without factors"),
-        ("AQUA-KV x transform, 2 bits", "AQUA-KV over the transform"),
+        ("AQUA-KV, published HIGGS at 2", "AQUA-KV over it, first layer `higgs-2-wide`"),
+        ("HIGGS debiased at 2", "HIGGS debiased, `higgs-2-wide-debiased`"),
+        ("AQUA-KV at 2", "AQUA-KV over it, first layer the same"),
+        ("AQUA-KV x transform, 2 bits", "AQUA-KV over `transform-2`, first layer the same"),
     ],
     "transform": [
         HIGGS_2,
-        ("AQUA-KV at 2", "AQUA-KV over debiased HIGGS, without factors"),
-        ("transform alone, 2 bits", "transform alone"),
-        ("AQUA-KV x transform, 2 bits", "AQUA-KV over the transform"),
-        ("AQUA-KV x transform", "AQUA-KV over the transform, keys 2.5 bits"),
+        ("AQUA-KV at 2", "AQUA-KV over it, first layer the same"),
+        ("transform alone, 2 bits", "`transform-2` alone"),
+        ("AQUA-KV x transform, 2 bits", "AQUA-KV over `transform-2`, first layer the same"),
+        ("AQUA-KV x transform", "AQUA-KV over `transform-2.5` and `transform-2`, first layer `transform-3`"),
     ],
     "higgs": [
-        ("HIGGS at 2", "HIGGS, 2 bits"),
-        ("HIGGS debiased at 2", "HIGGS debiased, 2 bits"),
-        ("HIGGS at 3", "HIGGS, 3 bits"),
+        ("HIGGS at 2", "`higgs-2-wide`"),
+        ("HIGGS debiased at 2", "`higgs-2-wide-debiased`"),
+        ("HIGGS at 3", "`higgs-3-wide`"),
         ("TurboQuant 4/3", "`turboquant-4-3`"),
-        ("HIGGS at 4", "HIGGS, 4 bits"),
+        ("HIGGS at 4", "`higgs-4-wide`"),
     ],
     "kivi": [
         KIVI_2,
-        ("KIVI 2, no sink, recent 128", "`kivi-2`, 128 recent tokens"),
-        ("KIVI 2, sink 32, recent 96", "`kivi-2`, sink 32, 96 recent tokens"),
-        ("KIVI K2 V4", "keys 2 bits, values 4"),
-        ("KIVI K4 V2", "keys 4 bits, values 2"),
+        ("KIVI 2, no sink, recent 128", "`kivi-2`, windows of 128"),
+        ("KIVI 2, sink 32, recent 96", "`kivi-2`, windows of 128 with a sink"),
+        ("KIVI K2 V4", "`--keys kivi-2 --values kivi-4`"),
+        ("KIVI K4 V2", "`--keys kivi-4 --values kivi-2`"),
         ("KIVI 4", "`kivi-4`"),
     ],
     "kvtuner": [
@@ -71,9 +74,10 @@ ROWS: dict[str, list[tuple[str, str]]] = {  # page -> (label of methods.toml, na
     ],
     "squat": [KIVI_2, ("SQuat 2", "`squat-2`"), ("SQuat-pre 2", "`squat-pre-2`, keys before RoPE")],
     "innerq": [
-        ("InnerQ K3 V2 symmetric", "keys 3 bits, values 2, symmetric"),
-        ("InnerQ K3 V2 hybrid", "keys 3 bits, values 2, hybrid"),
+        ("InnerQ K3 V2 symmetric", "`innerq-small`, not fitted"),
+        ("InnerQ K3 V2 hybrid", "`innerq-hybrid`, not fitted"),
         KIVI_2,
+        ("KIVI 2, sink 32, recent 96", "`kivi-2`, windows of 128 with a sink"),
     ],
     "vqkv": [
         ("VQKV, half the stages", "4, 8, 5 stages of 256 codewords"),
@@ -83,10 +87,10 @@ ROWS: dict[str, list[tuple[str, str]]] = {  # page -> (label of methods.toml, na
         ("VQKV at 4", "15, 29, 20 stages of 256"),
     ],
     "h2o": [
-        ("H2O + HIGGS", "H2O and HIGGS as published"),
-        ("H2O + AQUA-KV, published HIGGS", "H2O and AQUA-KV over it"),
-        ("H2O + HIGGS debiased", "H2O and HIGGS debiased"),
-        ("H2O + AQUA-KV", "H2O and AQUA-KV over it"),
+        ("H2O + HIGGS", "H2O and `higgs-2-wide`"),
+        ("H2O + AQUA-KV, published HIGGS", "H2O and AQUA-KV over it, first layer `higgs-2-wide`"),
+        ("H2O + HIGGS debiased", "H2O and `higgs-2-wide-debiased`"),
+        ("H2O + AQUA-KV", "H2O and `fit-predictors` by default, first layer `higgs-4-wide-debiased-balanced`"),
     ],
 }
 CLAIMS: dict[str, list[tuple[str, str, str, str]]] = {  # page -> (what is claimed, better, worse, figure)
@@ -180,9 +184,11 @@ def measured() -> dict[str, Measured]:
 
 
 def figures(rows: list[tuple[str, str]], models: Mapping[str, Measured]) -> str:
+    exact = exact_tokens()
     lines = [
-        f"| scheme | stored bits per value | {' | '.join(f'KL on {model}' for model in INSTRUCT.values())} |",
-        "|---|---|---|---|",
+        "| scheme | exact tokens, first + newest | stored bits per value | "
+        f"{' | '.join(f'KL on {model}' for model in INSTRUCT.values())} |",
+        "|---|---|---|---|---|",
     ]
     for label, name in rows:
         found = [models[model].get(label) for model in MODELS]
@@ -192,8 +198,25 @@ def figures(rows: list[tuple[str, str]], models: Mapping[str, Measured]) -> str:
         else:
             stored = ", ".join(f"{each} on {model.split('-')[0]}" for each, model in zip(bits, MODELS, strict=True))
         cells = [f"{row['kl']:.3g}" if row else "–" for row in found]
-        lines.append(f"| {name} | {stored} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {exact[label]} | {stored} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+@cache
+def exact_tokens() -> dict[str, str]:
+    """label -> exact tokens at both ends of a row's cache: the preset's, else those of its options or 4 + 128, which is
+    what pairs of codecs and commands that fit have without options.
+    """
+    recipe = tomllib.loads((FOLDER / "methods.toml").read_text("utf-8"))
+    found = {}
+    for row in (row for table in recipe["table"] for row in verdicts.run.rows_of(table)):
+        what = json.loads(verdicts.run.key_of(row))
+        windows = {"sink": 4, "recent": 128} | what["options"]
+        if "preset" in what:
+            own = preset(what["preset"])
+            windows = {"sink": own.sink, "recent": own.recent} | what["options"]
+        found[row["label"]] = f"{windows['sink']} + {windows['recent']}"
+    return found
 
 
 def claims(wanted: list[tuple[str, str, str, str]], models: Mapping[str, Measured]) -> str:
