@@ -193,7 +193,8 @@ SERVED_ON_GPUS = "kvcal's kernels read HIGGS and TurboQuant per head, uniform in
 
 def _refusal_of_kernels(codec: Codec) -> str | None:
     """Why no kernel stores and reads a codec's tokens in pages."""
-    form, reason = codec.fused(), None
+    form = codec.fused()
+    reason: str | None = None
     if isinstance(form, str):
         reason = form
     elif (why := unfit(form)) is not None:

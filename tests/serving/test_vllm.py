@@ -106,34 +106,35 @@ def test_default_answers_are_those_of_kvcals_cache(
 
 
 @pytest.fixture
-def gpu_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpu_backend() -> Iterator[References]:
     """The backend of GPUs in an engine on a CPU, with references for kernels: all but what they compute."""
     from vllm.v1.attention import selector
 
-    References().replace_kernels(monkeypatch)
-    monkeypatch.setattr(backend, "check_device", lambda config, gpu: None)
-    with monkeypatch.context() as context:
-        context.setattr(plugin, "ON_CPU", plugin.ON_GPU)
+    references = References()
+    with pytest.MonkeyPatch.context() as patch:
+        references.replace_kernels(patch)
+        patch.setattr(backend, "check_device", lambda config, gpu: None)
+        patch.setattr(plugin, "ON_CPU", plugin.ON_GPU)
         plugin.register()
-    selector._cached_get_attn_backend.cache_clear()
-    yield
+        selector._cached_get_attn_backend.cache_clear()
+        yield references
+        testing.stop()
     plugin.register()
     selector._cached_get_attn_backend.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["uniform-4", "transform", "mixed"])
 def test_the_backend_of_gpus_answers_as_transformers_does(
-    name: str, tiny: Path, sources: dict[str, str], prompts: list[list[int]], gpu_backend: None
+    name: str, tiny: Path, sources: dict[str, str], prompts: list[list[int]], gpu_backend: References
 ) -> None:
     """In chunks beside other requests and behind a prefix hit."""
-    with served.log() as lines:
-        llm = served.engine(tiny, sources[name], max_num_batched_tokens=CHUNK)
-        expected = [served.packed_reference(tiny, scheme_of(tiny, name), ids, COUNT) for ids in prompts]
-        assert testing.answers(llm, prompts, COUNT) == expected
-    assert any("attend by kvcal's kernel, chunks by torch" in line for line in lines)
+    llm = served.engine(tiny, sources[name], max_num_batched_tokens=CHUNK)
+    expected = [served.packed_reference(tiny, scheme_of(tiny, name), ids, COUNT) for ids in prompts]
+    assert testing.answers(llm, prompts, COUNT) == expected
     again = testing.outputs(llm, prompts[:1], COUNT)[0]
     assert again.num_cached_tokens >= 128
     assert list(again.outputs[0].token_ids) == expected[0]
+    assert set(gpu_backend.launches) == {"store", "attend"}
 
 
 class OnTiny(testing.Conformance):
