@@ -27,6 +27,7 @@ HALVES = {
     "lm_head": 1,
 }
 FIT = ["fit-predictors", "--windows", "12", "--length", "256", "--batch", "2", "--json"]
+SECONDS = 140  # of a command, among dozens of others on the same cores; a rank that hangs is named after 60
 WAYS = {
     "one": [],
     "layers on both": ["--device-map", json.dumps(HALVES)],
@@ -40,9 +41,14 @@ def ran(way: str, *words: object) -> Any:
     """A command on tiny, a process of its own or two: its JSON."""
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     started = [sys.executable, *(launch if way in ("heads on both", "windows on both") else []), "-m", "kvcal"]
-    done = subprocess.run(
-        [*started, *map(str, words), *WAYS[way]], capture_output=True, text=True, cwd=ROOT, env={**os.environ}
-    )
+    environment = {**os.environ, "KVCAL_RANK_TIMEOUT": "60", "KVCAL_DEBUG": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            [*started, *map(str, words), *WAYS[way]],
+            capture_output=True, text=True, cwd=ROOT, env=environment, timeout=SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"{way}: not done after {SECONDS} s: {(error.stderr or b'')[-3000:]!r}") from error
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
