@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.support.models_fixture import ROOT, SUFFIX
-from tests.support.ranks import free_port
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,7 +38,7 @@ WAYS = {
 
 def ran(way: str, *words: object) -> Any:
     """A command on tiny, a process of its own or two: its JSON."""
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     started = [sys.executable, *(launch if way in ("heads on both", "windows on both") else []), "-m", "kvcal"]
     environment = {**os.environ, "KVCAL_RANK_TIMEOUT": "60", "KVCAL_DEBUG": "1", "OMP_NUM_THREADS": "1"}
     try:
