@@ -26,7 +26,7 @@ HALVES = {
     "lm_head": 1,
 }
 FIT = ["fit-predictors", "--windows", "12", "--length", "256", "--batch", "2", "--json"]
-SECONDS = 140  # of a command, among dozens of others on the same cores; a rank that hangs is named after 60
+SECONDS = 140  # of a command, among dozens of others on the same cores; a rank that hangs is named after 100
 WAYS = {
     "one": [],
     "layers on both": ["--device-map", json.dumps(HALVES)],
@@ -40,7 +40,7 @@ def ran(way: str, *words: object) -> Any:
     """A command on tiny, a process of its own or two: its JSON."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     started = [sys.executable, *(launch if way in ("heads on both", "windows on both") else []), "-m", "kvcal"]
-    environment = {**os.environ, "KVCAL_RANK_TIMEOUT": "60", "KVCAL_DEBUG": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "KVCAL_RANK_TIMEOUT": "100", "KVCAL_DEBUG": "1", "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
             [*started, *map(str, words), *WAYS[way]],
