@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,15 +42,18 @@ def ran(way: str, *words: object) -> Any:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     started = [sys.executable, *(launch if way in ("heads on both", "windows on both") else []), "-m", "kvcal"]
     environment = {**os.environ, "KVCAL_RANK_TIMEOUT": "100", "KVCAL_DEBUG": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*started, *map(str, words), *WAYS[way]],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment, start_new_session=True,
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            [*started, *map(str, words), *WAYS[way]],
-            capture_output=True, text=True, cwd=ROOT, env=environment, timeout=SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise AssertionError(f"{way}: not done after {SECONDS} s: {(error.stderr or b'')[-3000:]!r}") from error
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+        out, err = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # torchrun's processes, too
+        out, err = process.communicate()
+        raise AssertionError(f"{way}: not done after {SECONDS} s: {err[-3000:]}") from None
+    assert process.returncode == 0, err[-3000:]
+    return json.loads(out)
 
 
 @pytest.fixture(scope="module")
