@@ -20,6 +20,7 @@ bytes are equal are of use, errors are not.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -114,7 +115,11 @@ def run(part: Part, folder: Path, limit: float, dry: bool, gpu: int) -> dict[str
         try:
             code: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()  # torchrun ends its processes, which have sessions of their own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(40)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             code = None
     found: dict[str, Any] = {"part": part.name, "code": code, "wall_s": round(time.time() - began, 1)}
