@@ -165,5 +165,5 @@ def _settled(future: Future[None], work: Callable[[], None]) -> None:
 def _digest(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for _, tensor in sorted(tensors.items()):
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())  # not copied: other threads go on meanwhile
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)  # not copied: other threads go on meanwhile
     return digest.hexdigest()
