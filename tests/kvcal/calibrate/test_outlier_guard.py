@@ -88,8 +88,9 @@ def twin(tiny: Any) -> Any:
 
 @pytest.fixture
 def few_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first alone: a pass over the model for each takes most of the time of a test that is about something else."""
+    """The first alone, on one window: to try all takes most of the time of a test that is about something else."""
     monkeypatch.setattr("kvcal.calibrate.outlier_guard.ALTERNATIVES", ALTERNATIVES[:1])
+    monkeypatch.setattr("kvcal.calibrate.outlier_guard.WINDOWS", 1)
 
 
 def test_the_twin_computes_the_same(tiny: Any, twin: Any, windows: torch.Tensor) -> None:
@@ -142,6 +143,7 @@ ADVISED = {
 
 
 @pytest.mark.parametrize("name", ADVISED)
+@pytest.mark.usefixtures("few_alternatives")
 def test_the_command_in_the_advice_makes_that_bundle(
     tiny: Any, windows: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -279,6 +281,7 @@ class Packing(DynamicCache):
 
 @pytest.mark.parametrize("name", ["exact", "kivi-2", "innerq-small-plain", "higgs-2", "uniform-2", "turboquant-3"])
 def test_a_forecast_is_the_kl_of_a_forward_with_packed_tokens(tiny: Any, windows: torch.Tensor, name: str) -> None:
+    windows = windows[:, :320]
     model, prompt, scheme = tiny.model, prompt_of(windows.shape[1]), preset(name).scheme(tiny.model)
     found = forecasts(model, windows, {"": scheme})[""]
     blocks = (prompt - scheme.windows.sink - scheme.windows.recent) // 32
