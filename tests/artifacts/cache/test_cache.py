@@ -88,7 +88,8 @@ def layouts(draw: st.DrawFn) -> tuple[Rows, Tensor, list[int]]:
         start = width - length
         columns = range(start, width) if draw(st.booleans()) else draw(st.permutations(range(width)))[:length]
         valid[row, list(columns)] = True
-    cuts = draw(st.one_of(st.just([]), st.lists(st.integers(1, width)), st.just(list(range(width)))))
+    singly = st.integers(0, width).map(lambda first: list(range(first, first + 24)))  # three blocks of them
+    cuts = draw(st.one_of(st.just([]), st.lists(st.integers(1, width)), singly))
     return Rows(lengths, seed=draw(st.integers(0, 5))), valid, cuts
 
 
