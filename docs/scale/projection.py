@@ -12,7 +12,8 @@ Llama-3.1-70B geometry ("70b-1"). The model, for 256 windows of 8192 tokens, two
   same, x kv width cubed
 - embed, spill: hidden size, for spill x layers
 - all of these except solve are divided by ranks: the rank with the most windows counts, and only 24 have any
-- load: bytes of weights once a node over `read`; exchange: bytes of all shards' sums over `link` or `network`
+- load: bytes of weights once a node over `read`; exchange: bytes of all shards' sums over `link` or `network`, and
+  `meeting` for each shard of each pass
 - memory: a layer's weights, hidden states, reconstructions, and activations scaled by hidden + intermediate size
 """
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ WINDOWS, TRAIN, LENGTH, BATCH = 256, 224, 8192, 2
 TOKENS = WINDOWS * LENGTH
 NAMES = ("llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b")
 BASE, WIDE = NAMES[0], NAMES[2]
-MACHINES = ((1, 1), (1, 2), (1, 4), (1, 8), (4, 8))  # nodes, GPUs of each
+MACHINES = ((1, 1), (1, 2), (1, 4), (1, 8), (4, 8))  # nodes, GPUs of each; one and two GPUs come first
 PAGE = Path(__file__).resolve().parents[1] / "scale.md"
 MEASURED = Path(__file__).with_name("measured.json")
 MARK, END = "<!-- projection.py -->", "<!-- end -->"
@@ -43,13 +44,16 @@ GOALS = {(1, 1): 60, (1, 8): 10}  # minutes, for 70B
 
 @dataclass(frozen=True)
 class Assumed:
-    """Bytes per second that have not been measured: weights from a node's disk, sums from GPU to GPU of one node, and
-    from node to node.
+    """What has not been measured. Bytes per second: weights from a node's disk, sums from GPU to GPU of one node, and
+    from node to node. Seconds: `meeting`, of ranks that meet before a shard's sums are sent, beside the bytes; what
+    two GPUs measured as exchange has such meetings in `link`.
     """
 
     read: float = 2e9
     link: float = 50e9
     network: float = 10e9
+    meeting: float = 2e-3
+    link_has_meetings: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,12 @@ def sums_bytes(geometry: Geometry, layers: int) -> float:
     return float(8 * one * shards * (layers - 1))
 
 
+def meetings(geometry: Geometry, passes: int) -> int:
+    """How often ranks meet: for each shard of each pass of each layer, two of which go over all windows."""
+    shards = Shards(WINDOWS, BATCH)
+    return geometry.layers * (passes * len(shards.within(slice(0, TRAIN))) + 2 * shards.count)
+
+
 def weight_bytes(geometry: Geometry) -> float:
     return 2.0 * geometry.parameters
 
@@ -120,6 +130,8 @@ def seconds(geometry: Geometry, measured: Measured, nodes: int, gpus: int, assum
     total += weight_bytes(geometry) / assumed.read
     if ranks > 1:
         total += sums_bytes(geometry, geometry.layers) / (assumed.link if nodes == 1 else assumed.network)
+        if nodes > 1 or not assumed.link_has_meetings:
+            total += meetings(geometry, measured.passes) * assumed.meeting
     return total
 
 
@@ -164,8 +176,8 @@ def tables(path: Path, assumed: Assumed) -> list[str]:
     two = found.get("fit-2", {})
     if two.get("ok") and two["phases"].get("exchange"):
         link = sums_bytes(by_name[BASE].geometry, by_name[BASE].layers) / two["phases"]["exchange"]
-        assumed = Assumed(assumed.read, link, assumed.network)
-        source = "measured, waits included"
+        assumed = replace(assumed, link=link, link_has_meetings=True)
+        source = "measured, meetings and waits included"
     else:
         source = "assumed"
     lines = [
@@ -177,9 +189,9 @@ def tables(path: Path, assumed: Assumed) -> list[str]:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
         "",
-        f"Measured on {found.get('device', 'GPUs')} at {found.get('commit', 'a commit not stated')}. Weights are read "
-        f"at {assumed.read / 1e9:.1f} GB/s from each node's disk (assumed). Sums travel at {assumed.link / 1e9:.1f} GB/s "
-        f"in a node ({source}), {assumed.network / 1e9:.1f} between nodes (assumed).",
+        f"Measured on {found.get('device', 'GPUs')} at {found.get('commit', 'a commit not stated')}. Sums travel at "
+        f"{assumed.link / 1e9:.1f} GB/s in a node ({source}). Assumed are {assumed.read / 1e9:.1f} GB/s of each node's "
+        f"disk, {assumed.network / 1e9:.1f} between nodes, and {assumed.meeting * 1e3:.0f} ms for ranks to meet.",
     ]
     lines.append("")
     for (nodes, gpus), goal in GOALS.items():
@@ -194,11 +206,11 @@ def tables(path: Path, assumed: Assumed) -> list[str]:
             seen = found[part]["seconds"]
             lines.append(f"- {BASE}, GPUs: {gpus}. Measured {seen:.0f} s, by the model {model:.0f} s.")
     spilled = found if "spilled-1" in found else json.loads(MEASURED.read_text("utf-8"))
-    return [*lines, "", *_memory_table(spilled["spilled-1"]["peak_device_bytes"])]
+    return [*lines, "", *_memory_table(found, spilled["spilled-1"]["peak_device_bytes"])]
 
 
-def _memory_table(peak: float) -> list[str]:
-    """Gigabytes; only the one that `peak` is was measured."""
+def _memory_table(found: Mapping[str, Any], peak: float) -> list[str]:
+    """Gigabytes; bold ones were measured: `peak`, and those of two layers of 70B, which 80 need as well."""
     machines = " | ".join(_machine(*one) for one in MACHINES)
     lines = [
         f"| geometry | {machines} | a GPU with `--spill cpu` too | spilled, all nodes |",
@@ -206,8 +218,12 @@ def _memory_table(peak: float) -> list[str]:
     ]
     for name in NAMES:
         every = [memory(CATALOGUE[name].geometry, peak, *one) for one in MACHINES]
-        spilled = f"{every[0].spilled_device / 1e9:.1f}"
         cells = [f"{one.device / 1e9:.0f}" for one in every]
+        for gpus in (1, 2):
+            part = found.get(f"70b-{gpus}", {})
+            if name == WIDE and part.get("ok"):
+                cells[gpus - 1] = f"**{part['peak_device_bytes'] / 1e9:.0f}**"
+        spilled = f"{every[0].spilled_device / 1e9:.1f}"
         cells += [f"**{spilled}**" if name == BASE else spilled, f"{every[0].host / 1e9:.0f}"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
@@ -232,8 +248,8 @@ def _time(value: float) -> str:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--measured", type=Path, default=MEASURED)
-    for name, default in vars(Assumed()).items():
-        options.add_argument(f"--{name}", type=float, default=default, help="bytes per second")
+    for name, default in (one for one in vars(Assumed()).items() if isinstance(one[1], float)):
+        options.add_argument(f"--{name}", type=float, default=default, help="see Assumed")
     options.add_argument("--write", action="store_true", help="renew docs/scale.md")
     chosen = vars(options.parse_args())
     write = chosen.pop("write")
