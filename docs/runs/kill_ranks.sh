@@ -6,9 +6,10 @@
 #     bash docs/runs/kill_ranks.sh [--max-restarts | --stop] [KILLS [SEED [FIRST]]]
 #
 # In a checkout, on a CPU. FIRST: number of the first kill, where the ten are done in several calls. SEED decides which
-# ranks and which moments. A moment is a share of the time that the run takes without a kill. A line for each kill: the
-# rank and moment, how the run ended and with which line, how many layers its checkpoint had, and whether the run after
-# it, or the restarted one, wrote the bytes of a run of one process. Exit code 1 where one wrote others.
+# ranks and which moments. A moment is a share of the time that one process takes from its checkpoint's folder to its
+# end, counted from the folder of the ranks; every fifth is a share of the time before, while they start. A line for each
+# kill: the rank and moment, how the run ended and with which line, how many files its checkpoint had, and whether the
+# run after it, or the restarted one, wrote the bytes of a run of one process. Exit code 1 where one wrote others.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 elastic="" name=KILL
 [ "$1" = --max-restarts ] && elastic="--max-restarts 2" && shift
@@ -28,39 +29,52 @@ methods=(
     "fit aqua-kv $text --residual vq-2-k256 --first-layer higgs-4"
 )
 cd "$(mktemp -d)" || exit
-declare -A sums
+declare -A sums before work
+
+folder_of() { # process, output: waits for the checkpoint's folder, or for the process to end
+    while kill -0 "$1" 2>/dev/null && [ ! -e ".$2.partial" ]; do sleep 0.02; done
+}
+
 for number in $(seq "$first" $((first + kills - 1))); do
     RANDOM=$((1000 * seed + number))
-    given=${methods[(number - 1) % ${#methods[@]}]} to="$number.kvcal.safetensors" whole="whole-$number.kvcal.safetensors"
-    ranks=$((RANDOM % 3 + 2)) again=$((RANDOM % 3 + 1)) victim=$((RANDOM % ranks)) share=$((RANDOM % 65 + 35))
+    given=${methods[(number - 1) % ${#methods[@]}]} to="$number.kvcal.safetensors" plain="plain-$number.kvcal.safetensors"
+    ranks=$((RANDOM % 3 + 2)) again=$((RANDOM % 3 + 1)) victim=$((RANDOM % ranks)) share=$((RANDOM % 100))
     if [ -z "${sums[$given]}" ]; then
-        python -m kvcal $given --output "plain-$number.kvcal.safetensors" >"plain-$number.log" 2>&1 || exit
-        sums[$given]=$(sha256sum <"plain-$number.kvcal.safetensors")
+        from=$EPOCHREALTIME
+        python -m kvcal $given --output "$plain" >"plain-$number.log" 2>&1 &
+        run=$!
+        folder_of $run "$plain"
+        before[$given]=$(echo "$from $EPOCHREALTIME" | awk '{print $2 - $1}') from=$EPOCHREALTIME
+        wait $run || exit
+        work[$given]=$(echo "$from $EPOCHREALTIME" | awk '{print $2 - $1}')
+        sums[$given]=$(sha256sum <"$plain")
     fi
-    from=$EPOCHREALTIME
-    torchrun --nproc-per-node $ranks -m kvcal $given --output "$whole" >"whole-$number.log" 2>&1 || exit
-    after=$(echo "$from $EPOCHREALTIME $share" | awk '{printf "%.2f", ($2 - $1) * $3 / 100}')
-    same=same
-    [ "$(sha256sum <"$whole")" = "${sums[$given]}" ] || { same="OTHER BYTES" && bad=1; }
     torchrun --nproc-per-node $ranks $elastic -m kvcal $given --output "$to" >"$number.log" 2>&1 &
     run=$!
-    sleep "$after"
+    if [ $((number % 5)) = 0 ]; then
+        after=${before[$given]} when="start"
+    else
+        after=${work[$given]} when="work"
+        folder_of $run "$to"
+    fi
+    sleep "$(echo "$after $share" | awk '{print $1 * $2 / 100}')"
     process=$(pgrep -P $run | sed -n "$((victim + 1))p") # torchrun starts them in order
-    layers=$(find ".$to.partial" -name "layer-*" 2>/dev/null | wc -l)
-    hit="rank $victim of $ranks at $after s ($share %)"
-    [ -n "$process" ] && kill -s "$name" "$process" || hit="none left at $after s"
+    files=$(find ".$to.partial" -name "*.safetensors" 2>/dev/null | wc -l)
+    hit="rank $victim of $ranks after $share % of its $when"
+    [ -n "$process" ] && kill -s "$name" "$process" || hit="none left after $share % of the $when"
     from=$EPOCHREALTIME
     wait $run
     code=$?
-    ended="exit $code $(echo "$from $EPOCHREALTIME" | awk '{printf "%.1f", $2 - $1}') s later, $layers layers"
+    ended="exit $code $(echo "$from $EPOCHREALTIME" | awk '{printf "%.1f", $2 - $1}') s later, $files files"
     if [ -n "$elastic" ]; then
-        then="$(grep -c "^resuming after layer" "$number.log") times resumed"
+        then="$(grep -c "resuming" "$number.log") times resumed"
     else
         line=$(grep -h "^kvcal: " "$number.log" | head -n 1)
         [ -n "$line" ] && ended="$ended, \`$line\`"
         torchrun --nproc-per-node $again -m kvcal $given --output "$to" >"$number-again.log" 2>&1
-        then="$again ranks again, exit $?, $(grep -c "^resuming after" "$number-again.log") times resumed"
+        then="$again ranks again, exit $?, $(grep -c "resuming" "$number-again.log") times resumed"
     fi
+    same=same
     [ "$(sha256sum <"$to")" = "${sums[$given]}" ] || { same="OTHER BYTES" && bad=1; }
     echo "$number. ${given%% --model*}${given##*--batch 2}: $hit: $ended; $then: $same"
 done

@@ -2,11 +2,14 @@
 
     python docs/runs/rank_bytes.py [--ranks 1 2 3 4] [--only NAME ...]            # in a checkout, on a CPU
     python docs/runs/rank_bytes.py --model FOLDER --text FILE [--windows 6 --length 512]
+    python docs/runs/rank_bytes.py --kills 10 [--seed 0] [--first 1]
 
 A row of a Markdown table for each command: the SHA-256 of its bundle, or of its JSON without times, and the numbers of
-ranks that wrote the same. With --model it is AQUA-KV of that model instead. Ranks are forked, with the environment that
-torchrun gives them, which saves each of them the seconds of importing torch. Exit code 1 where bytes differ or a
-command fails.
+ranks that wrote the same. With --model it is AQUA-KV of that model instead. With --kills it is a line for each kill -9
+of a random rank at a random moment, of KILLED in turn: how the ranks ended, and whether the same command with another
+number of ranks went on to the bytes of one process (kill_ranks.sh does so by torchrun itself, which takes longer).
+Ranks are forked, with the environment that torchrun gives them, which saves each of them the seconds of importing
+torch. Exit code 1 where bytes differ or a command fails.
 """
 
 from __future__ import annotations
@@ -14,8 +17,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
+import random
+import re
+import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -76,6 +84,10 @@ FIGURES = {
 }  # fmt: skip
 RECOMMEND = ["recommend", "--model", "tiny", "--windows", "6", "--holdout", "2", "--length", "256", "--max-bits", "3"]
 COMMANDS = BUNDLES | FIGURES | {"recommend": RECOMMEND}
+KILLED = (
+    "aqua-kv", "vqkv", "aqua-kv, mlp", "tuned by KL", "mixkvq, attention", "squat", "innerq", "kvtuner",
+    "aqua-kv, layerwise, spill disk", "aqua-kv, transform",
+)  # fmt: skip
 TIMES = {"seconds", "bundle", "output", "phases", "next"}  # keys of --json: times, and where files lie
 
 
@@ -87,7 +99,13 @@ def main() -> int:
     options.add_argument("--text", type=Path)
     options.add_argument("--windows", default="6")
     options.add_argument("--length", default="512")
+    options.add_argument("--kills", type=int)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--first", type=int, default=1)
     chosen = options.parse_args()
+    if chosen.kills:
+        same = [_kill(number, chosen.seed) for number in range(chosen.first, chosen.first + chosen.kills)]
+        return int(not all(same))
     commands: dict[str, list[str]] = {name: COMMANDS[name] for name in chosen.only or COMMANDS}
     if chosen.model:
         local = ["--model", str(chosen.model), "--text", str(chosen.text), "--windows", chosen.windows]
@@ -121,6 +139,43 @@ def _sum(command: list[str], folder: Path) -> str | None:
     if command[0] == "recommend":  # both its bundle and what it printed
         return hashlib.sha256(output.read_bytes() + printed).hexdigest()
     return hashlib.sha256(output.read_bytes() if bundle else printed).hexdigest()
+
+
+def _kill(number: int, seed: int) -> bool:
+    """One kill, the run after it, and a line about both; False where bytes differ."""
+    chooser = random.Random(f"{seed}/{number}")
+    name = KILLED[(number - 1) % len(KILLED)]
+    count, again = chooser.randint(2, 4), chooser.randint(1, 4)
+    victim, share = chooser.randrange(count), chooser.random()
+    with tempfile.TemporaryDirectory() as folder:
+        alone, output = (Path(folder) / f"{one}{SUFFIX}" for one in ("alone", "killed"))
+        began = time.monotonic()
+        assert kvcal(*COMMANDS[name], "--output", alone).code == 0
+        moment = share * (time.monotonic() - began)
+
+        def rank(killed: bool) -> int:
+            if killed and os.environ["RANK"] == str(victim):
+                timer = threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL))
+                timer.daemon = True
+                timer.start()
+            done = kvcal(*COMMANDS[name], "--output", output)
+            print(done.err)
+            return done.code
+
+        ends = in_ranks(count, lambda: rank(True), Path(folder), timeout=120)
+        kept = len([*Path(folder).glob(f".{output.name}.partial/*.safetensors")])
+        lines = re.findall("^kvcal: .*", "\n".join(text for _, text in ends), re.MULTILINE)
+        after = in_ranks(again, lambda: rank(False), Path(folder), timeout=120)
+        resumed = [line for _, text in after for line in re.findall("resuming.*? from", text)]
+        same = output.exists() and output.read_bytes() == alone.read_bytes()
+    print(
+        f"{number}. {name}: rank {victim} of {count} after {moment:.2f} s ({share:.0%} of one process's time): codes "
+        f"{[code for code, _ in ends]}, {kept} files of a checkpoint, {'; '.join(lines) or 'no line'}; {again} ranks "
+        f"again: codes {[code for code, _ in after]}, {'; '.join(resumed) or 'not resumed'}, "
+        f"{'the same bytes' if same else 'OTHER BYTES'}",
+        flush=True,
+    )
+    return same and all(code == 0 for code, _ in after)
 
 
 def _without_times(value: Any) -> Any:
