@@ -345,6 +345,7 @@ def parsed(given: Sequence[str] | None) -> Any:
     options.add_argument("--shapes", default=",".join(f"{b}x{n}" for b, n in SHAPES), help="rows x tokens")
     options.add_argument("--compile", default="", help="only compile the kernels of this scheme")
     chosen = options.parse_args(given)
+    Path(chosen.out).mkdir(parents=True, exist_ok=True)
     if chosen.device.startswith("cuda") and not torch.cuda.is_available():
         options.error("needs a CUDA GPU, and torch finds none here (--device cpu --model tiny tries the script)")
     chosen.shapes = [tuple(int(part) for part in shape.split("x")) for shape in chosen.shapes.split(",")]

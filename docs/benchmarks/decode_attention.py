@@ -459,6 +459,7 @@ def main() -> None:
     options.add_argument("--passes", type=int, default=5)
     options.add_argument("--seconds", type=float, default=225.0)
     chosen = options.parse_args()
+    Path(chosen.out).mkdir(parents=True, exist_ok=True)
     if not torch.cuda.is_available():
         options.error("needs a CUDA GPU, and torch finds none here")
     began = time.time()

@@ -126,6 +126,7 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=40)
     options.add_argument("--schemes", default=SCHEMES)
     chosen = options.parse_args()
+    Path(chosen.out).mkdir(parents=True, exist_ok=True)
     if chosen.device.startswith("cuda") and not torch.cuda.is_available():
         options.error("needs a CUDA GPU, and torch finds none here (--device cpu --model tiny tries the script)")
     chosen.length = numbers(chosen.length, "--length", [])[0]

@@ -283,6 +283,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU: shows that all of it runs")
     options = parser.parse_args()
+    Path(options.out).mkdir(parents=True, exist_ok=True)
     if unknown := [name for name in options.formats if name not in FORMATS]:
         parser.error(f"no format {unknown[0]!r}: there are {', '.join(FORMATS)}")
     if not options.dry_run and not torch.cuda.is_available():

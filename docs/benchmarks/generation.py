@@ -209,6 +209,7 @@ def parsed(given: Sequence[str] | None) -> Any:
     options.add_argument("--kind", default="", help="this one alone, in this process")
     options.add_argument("--compiled", action="store_true", help="also generate() with its forward compiled")
     chosen = options.parse_args(given)
+    Path(chosen.out).mkdir(parents=True, exist_ok=True)
     if chosen.device.startswith("cuda") and not torch.cuda.is_available():
         options.error("needs a CUDA GPU, and torch finds none here (--device cpu --model tiny tries the script)")
     for name in ("length", "long"):

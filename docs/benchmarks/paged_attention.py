@@ -308,6 +308,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="all steps in the interpreter, tiny sizes, no GPU")
     parser.add_argument("--check", help="a format: compare a part's kernels with the reference, print errors, end")
     options = parser.parse_args()
+    Path(options.out).mkdir(parents=True, exist_ok=True)
     if options.dry_run and not interpreted():
         sys.exit(subprocess.run([sys.executable, *sys.argv], env={**os.environ, "TRITON_INTERPRET": "1"}).returncode)
     if not (options.dry_run or torch.cuda.is_available()):

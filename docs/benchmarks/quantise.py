@@ -409,6 +409,7 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=90.0)
     options.add_argument("--step-registers", default="", help="counts, comma-separated")
     chosen = options.parse_args()
+    Path(chosen.out).mkdir(parents=True, exist_ok=True)
     if not torch.cuda.is_available():
         options.error("needs a CUDA GPU, and torch finds none here")
     began = time.time()

@@ -304,6 +304,7 @@ def main() -> None:
     parser.add_argument("--check", type=variants_of, help="a variant: compare with the reference, print errors, end")
     parser.add_argument("--time", type=variants_of, help="variants of one change: time them, print times, end")
     options = parser.parse_args()
+    Path(options.out).mkdir(parents=True, exist_ok=True)
     if options.dry_run and not interpreted():
         sys.exit(subprocess.run([sys.executable, *sys.argv], env={**os.environ, "TRITON_INTERPRET": "1"}).returncode)
     if options.dry_run and options.shapes == shapes_of(SHAPES):

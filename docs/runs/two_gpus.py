@@ -13,6 +13,7 @@ bytes are equal are of use, errors are not.
     books-1 books-2     train-codebooks of the paper's size for it
     70b-1 70b-2         two layers of Llama-3.1-70B geometry: the second stands for 79 of 80
 
+--gpu 1 takes the second card for parts of one rank: two of them side by side, each with a --state of its own.
 --dry: sizes for two CPU cores, ranks by gloo: the script itself is tried.
 """
 
@@ -98,13 +99,13 @@ def launched(part: Part, folder: Path, dry: bool) -> list[str]:
     return [sys.executable, *(many if part.ranks > 1 else []), "-m", "kvcal", *part.words, *output]
 
 
-def run(part: Part, folder: Path, limit: float, dry: bool) -> dict[str, Any]:
+def run(part: Part, folder: Path, limit: float, dry: bool, gpu: int) -> dict[str, Any]:
     """What a part came to; its output goes to PART.out and PART.err."""
     environment = dict(os.environ)
     if dry:  # as torchrun sets it
         environment["OMP_NUM_THREADS"] = "1"
     if part.ranks == 1 and part.name != "tests":
-        environment["CUDA_VISIBLE_DEVICES"] = "0"
+        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
     began, said = time.time(), folder / f"{part.name}.out"
     with said.open("w") as out, (folder / f"{part.name}.err").open("w") as err:
         process = subprocess.Popen(
@@ -148,6 +149,7 @@ def main() -> None:
     options.add_argument("--state", type=Path, default=Path("/tmp/kvcal-two-gpus"))
     options.add_argument("--seconds", type=float, default=540.0)
     options.add_argument("--only", nargs="*")
+    options.add_argument("--gpu", type=int, default=0, help="of parts with one rank")
     options.add_argument("--dry", action="store_true")
     chosen = options.parse_args()
     began, folder, out = time.time(), chosen.state, chosen.out
@@ -169,7 +171,7 @@ def main() -> None:
         if part.limit > began + chosen.seconds - time.time():
             waiting.append(part.name)
             continue
-        found = compared(run(part, folder, part.limit, chosen.dry), results.get(part.twin or ""))
+        found = compared(run(part, folder, part.limit, chosen.dry, chosen.gpu), results.get(part.twin or ""))
         results[part.name] = found
         for place in (store, out / "two_gpus.json"):
             place.with_suffix(".tmp").write_text(json.dumps(results, indent=1) + "\n")

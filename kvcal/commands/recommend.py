@@ -38,6 +38,7 @@ from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
 from ..pipeline.options import CalibrationOptions
 from ..report.escape import shell
+from ..report.quantities import duration
 from ..report.version import __version__
 from ..search.limit import Limit
 from ..search.recommendation import LADDER, Figures, Rung, choose, reason, reference, to_fit, to_measure
@@ -60,6 +61,7 @@ NUMBERS = {"cuda": (36, 4, 1024), "cpu": (10, 2, 512)}  # windows in all, held-o
 ERROR_WINDOWS = 2  # held-out windows that attention errors and outliers are measured on
 FORECASTS = 5  # schemes in a pass
 STEP = 32  # tokens a forward pass, as of `kvcal eval`
+LEAST_SECONDS_SAID = 5.0
 
 
 def calibration_options(o: RecommendOptions, source: ModelSource) -> CalibrationOptions:
@@ -86,7 +88,8 @@ def calibration_options(o: RecommendOptions, source: ModelSource) -> Calibration
 @dataclass
 class Run:
     """One recommendation on its way. schemes: by name of the ladder, as they are known; rungs: those that fit the
-    model; work: what a killed run leaves; ranks: the processes that share the schemes.
+    model; work: what a killed run leaves; ranks: the processes that share the schemes; started: on the clock of
+    `time.monotonic`.
     """
 
     loaded: LoadedModel
@@ -96,6 +99,13 @@ class Run:
     schemes: dict[str, Scheme]
     say: Say
     ranks: Ranks
+    started: float
+
+    def step(self, number: int, what: str) -> None:
+        """Say that one of the five steps begins, and how long those before it took."""
+        seconds = time.monotonic() - self.started
+        after = f", after {duration(seconds)}" if seconds >= LEAST_SECONDS_SAID else ""
+        self.say(f"step {number} of 5{after}: {what}")
 
     @property
     def model(self) -> Any:
@@ -141,19 +151,19 @@ def run_recommend(o: RecommendOptions, say: Say) -> dict[str, Any]:
         work.until_out("the same command, or one with another limit, goes on from it"),
         tempfile.TemporaryDirectory() as spare,
     ):
-        run = Run(loaded, text, work, rungs, schemes, say, ranks.current())
-        say("step 1 of 5: key outliers")
+        run = Run(loaded, text, work, rungs, schemes, say, ranks.current(), started)
+        run.step(1, "key outliers")
         outliers = _outliers(run)
-        say(f"step 2 of 5: forecasts of {len(schemes)} schemes without text")
+        run.step(2, f"forecasts of {len(schemes)} schemes without text")
         rows = _forecast(run, list(schemes))
         fitted = to_fit(rungs.values(), rows, limit)
-        say(f"step 3 of 5: fitting {', '.join(rung.name for rung in fitted) or 'nothing'}")
+        run.step(3, f"fitting {', '.join(rung.name for rung in fitted) or 'nothing'}")
         bundles = _fitted(run, fitted, o.seed, Path(spare))
         rows += _forecast(run, list(bundles))
         chosen, second, rows = _measured(run, rows, limit)
         naive = reference(rows, chosen)
         names = [row.name for row in (chosen, second, naive) if row is not None]
-        say("step 5 of 5: attention errors")
+        run.step(5, "attention errors")
         measured_names = list(dict.fromkeys(names))
         measured_errors = spread(run.ranks, measured_names, lambda name: _errors(run, name))
         errors = dict(zip(measured_names, measured_errors, strict=True))
@@ -314,7 +324,7 @@ def _measured(run: Run, rows: list[Figures], limit: Limit) -> tuple[Figures, Fig
 
 def _with_kl(run: Run, rows: list[Figures], batch: Sequence[Figures]) -> list[Figures]:
     names = [row.name for row in batch]
-    run.say(f"step 4 of 5: KL through the cache of {', '.join(names)}")
+    run.step(4, f"KL through the cache of {', '.join(names)}")
     count = run.ranks.count
     shares = [names[rank::count] for rank in range(count) if names[rank::count]]  # one share, where there is one rank
 
