@@ -75,5 +75,5 @@ def test_two_layers_of_70b_stand_for_80(projection: Any, tmp_path: Path) -> None
 
 def test_the_page_shows_what_it_prints(projection: Any) -> None:
     """Or: python docs/scale/projection.py --write"""
-    lines = projection.tables(ROOT / "docs" / "scale" / "measured.json", projection.Assumed())
+    lines = projection.tables(projection.MEASURED, projection.Assumed())
     assert "\n".join(lines) in (ROOT / "docs" / "scale.md").read_text()
