@@ -342,17 +342,23 @@ def _first_line(error: BaseException) -> str:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out: they are sent by themselves."""
+    """Leaves tensors out: they are sent by themselves, each once, so that what shares one here shares it there."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: list[Tensor] = []
+        self._numbers: dict[
+            tuple[object, ...], tuple[int, Tensor]
+        ] = {}  # what a tensor reads -> its number; kept alive
 
     def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, Tensor):
             return None
-        self.tensors.append(value.detach().contiguous())
-        return len(self.tensors) - 1
+        read = (value.data_ptr(), value.dtype, value.device, value.shape, value.stride())
+        if read not in self._numbers:
+            self._numbers[read] = len(self.tensors), value
+            self.tensors.append(value.detach().contiguous())
+        return self._numbers[read][0]
 
 
 class _Unpickler(pickle.Unpickler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import signal
 import time
@@ -17,7 +18,7 @@ import torch
 from kvcal.calibrate.driver import fit_together
 from kvcal.calibrate.job import FitJob, FitOptions
 from kvcal.capture import shards as sharding
-from kvcal.capture.ranks import ALONE, Ranks, ShareDoneError, joined
+from kvcal.capture.ranks import ALONE, Ranks, ShareDoneError, _packed, _Unpickler, joined
 from kvcal.capture.scan import Capture, WholeModel
 from kvcal.capture.shards import SHARDS, Gathered, Shards, ShardSums, tree_sum
 from kvcal.capture.spread import spread
@@ -312,6 +313,10 @@ def test_more_processes_than_batches_are_refused(model: Any) -> None:
         Capture(model, ids, device="cpu", batch=2, ranks=Ranks(0, 5))
     with pytest.raises(UsageError, match=line):
         evaluate(model, ids, {}, batch=2, ranks=Ranks(0, 5))
+    with pytest.raises(
+        UsageError, match="32 ranks: windows lie in 24 shards, one rank each at most; start 24 ranks or"
+    ):
+        Capture(model, ids[:1].expand(30, -1), device="cpu", batch=1, ranks=Ranks(0, 32))
 
 
 @pytest.mark.parametrize("words", [("plan", "--model", "tiny"), ("names",)])
@@ -325,6 +330,15 @@ def test_a_command_that_is_not_spread_is_refused_in_one_line(
     assert (done.code, done.complaint) == (2, line)
     monkeypatch.setenv("RANK", "1")
     assert (kvcal(*words).code, kvcal(*words).err) == (2, "")
+
+
+def test_what_shares_a_tensor_shares_it_where_it_is_sent() -> None:
+    """Or grids of all layers take their bytes once for each layer, on ranks that did not fit them."""
+    grid, other = torch.arange(4.0), torch.arange(4.0)
+    data, tensors = _packed({"k": grid, "v": grid.view(4), "some": grid[:2], "other": other})
+    assert [x.tolist() for x in tensors] == [[0, 1, 2, 3], [0, 1], [0, 1, 2, 3]]
+    received = _Unpickler(io.BytesIO(data), [x.clone() for x in tensors]).load()
+    assert received["k"] is received["v"] and received["other"] is not received["k"]
 
 
 SECONDS = 3  # that ranks wait
