@@ -61,7 +61,7 @@ NUMBERS = {"cuda": (36, 4, 1024), "cpu": (10, 2, 512)}  # windows in all, held-o
 ERROR_WINDOWS = 2  # held-out windows that attention errors and outliers are measured on
 FORECASTS = 5  # schemes in a pass
 STEP = 32  # tokens a forward pass, as of `kvcal eval`
-LEAST_SECONDS_SAID = 5.0
+LEAST_SECONDS_SHOWN = 5.0
 
 
 def calibration_options(o: RecommendOptions, source: ModelSource) -> CalibrationOptions:
@@ -104,7 +104,7 @@ class Run:
     def step(self, number: int, what: str) -> None:
         """Say that one of the five steps begins, and how long those before it took."""
         seconds = time.monotonic() - self.started
-        after = f", after {duration(seconds)}" if seconds >= LEAST_SECONDS_SAID else ""
+        after = f", after {duration(seconds)}" if seconds >= LEAST_SECONDS_SHOWN else ""
         self.say(f"step {number} of 5{after}: {what}")
 
     @property
