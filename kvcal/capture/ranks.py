@@ -30,7 +30,7 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from .attempt import MissingRanksError, attempt_store
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
 T = TypeVar("T")
 Form: TypeAlias = tuple[tuple[int, ...], torch.dtype, str]  # of a tensor: shape, dtype, kind of its device
@@ -59,7 +59,7 @@ class Ranks:
     count: int = 1
     device: str = "cpu"
     timeout: float = SECONDS
-    control: Any = None
+    control: ProcessGroup | None = None
     hold_one_model: bool = False
 
     @property
@@ -175,7 +175,7 @@ class Ranks:
         if self.count == 1:
             return
         self.meet()
-        records: list[Any] = [None] * self.count
+        records: list[dict[str, Json]] = [{}] * self.count
         with _named(self):
             distributed.all_gather_object(records, dict(record), group=self.control)
         first = records[0]
@@ -347,11 +347,10 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: list[Tensor] = []
-        self._numbers: dict[
-            tuple[object, ...], tuple[int, Tensor]
-        ] = {}  # what a tensor reads -> its number; kept alive
+        # what a tensor reads -> its number, and the tensor, which keeps its memory from being another's
+        self._numbers: dict[tuple[object, ...], tuple[int, Tensor]] = {}
 
-    def persistent_id(self, value: Any) -> int | None:
+    def persistent_id(self, value: object) -> int | None:
         if not isinstance(value, Tensor):
             return None
         read = (value.data_ptr(), value.dtype, value.device, value.shape, value.stride())
