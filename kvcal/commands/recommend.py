@@ -306,7 +306,14 @@ def _forecast(run: Run, names: Sequence[str]) -> list[Figures]:
         stored[place] = forecast_kls
     kls: dict[str, float] = {name: kl for saved in stored for name, kl in saved.items()}
     return [
-        Figures(name, scheme.bits_per_value(), kls[name], learned=run.rungs[name].learned, naive=run.rungs[name].naive)
+        Figures(
+            name,
+            scheme.bits_per_value(),
+            kls[name],
+            learned=run.rungs[name].learned,
+            naive=run.rungs[name].naive,
+            kernel=_by_kernel(scheme),
+        )
         for name, scheme in schemes.items()
     ]
 
@@ -377,9 +384,14 @@ def _text_options(calibration: CalibrationOptions, origin: str) -> str:
     return f" --text {shell([origin])}{column}{numbers}{seed}"
 
 
+def _by_kernel(scheme: Scheme) -> bool:
+    """Whether attention of all compressed layers reads packed blocks by a kernel."""
+    pairs = [pair for pair in scheme.layers if pair is not None]
+    return not scheme.chained and all(pair.key.fused() and pair.value.fused() for pair in pairs)
+
+
 def _row(row: Figures, run: Run, model: str, text: str) -> dict[str, Any]:
     rung, scheme = run.rungs[row.name], run.schemes[row.name]
-    pairs = [pair for pair in scheme.layers if pair is not None]
     return {
         "scheme": row.name,
         "bits_per_value": row.bits,
@@ -389,7 +401,7 @@ def _row(row: Figures, run: Run, model: str, text: str) -> dict[str, Any]:
         "kl_se": row.se,
         "learned": row.learned,
         "naive": row.naive,
-        "kernel": not scheme.chained and all(pair.key.fused() and pair.value.fused() for pair in pairs),
+        "kernel": row.kernel,
         "resident_bytes": scheme.resident_bytes(),
         "command": rung.command(shell([model]), text),
     }
