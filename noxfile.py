@@ -28,8 +28,9 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """mypy, strict."""
-    _install(session, "--no-compile", "-c", CONSTRAINTS, "-e", ".[tune]", "mypy")  # bytecode of torch takes a minute
+    """mypy, strict; with `-- --python-executable PATH` against the packages of that interpreter."""
+    packages = [] if "--python-executable" in session.posargs else ["-e", ".[tune]"]
+    _install(session, "--no-compile", "-c", CONSTRAINTS, *packages, "mypy")  # bytecode of torch takes a minute
     session.run("mypy", *session.posargs)
 
 

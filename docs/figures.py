@@ -19,6 +19,7 @@ sys.path.insert(0, str(DOCS / "ablations"))
 
 import method_pages  # noqa: E402
 
+from kvcal.bench.devices import DEVICES  # noqa: E402
 from kvcal.commands.plan import PlanOptions, run_plan  # noqa: E402
 from kvcal.report.colours import colour  # noqa: E402
 from kvcal.report.drawn import as_file  # noqa: E402
@@ -28,9 +29,10 @@ from kvcal_artifacts.files import write_atomically  # noqa: E402
 ASSETS = DOCS / "assets"
 NUMBERS = ASSETS / "figures.json"
 RUN = DOCS / "benchmarks" / "generation-2708de7.json"
-MODEL, CARD, LIMIT_GB = "llama-3.1-8b", "h200", 24
+MODEL, CARD = "llama-3.1-8b", "h200"
+LIMIT_GB = DEVICES["rtx-4090"].usable * 2**30 / 1e9  # what a card sold with 24 GB leaves to programs
 CONTEXTS = [4096, *(16384 * n for n in range(1, 9))]
-SCHEMES = {"fp16": "FP16", "inner-4": "4 bits", "innerq-small": "3 bits", "kivi-2-g128": "2 bits"}
+SCHEMES = ("fp16", "kivi-4", "inner-4", "innerq-small", "kivi-2-g128")
 QUALITY = {  # model -> picture, when and where its rows were measured
     "SmolLM2-135M": "smollm2-135m",
     "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0.5b",
@@ -77,7 +79,7 @@ def memory_and_speed() -> dict[str, Any]:
     """scheme -> stored bits; projected [context, GB in use, tokens per second]; measured the same, of one row."""
     found: dict[str, Any] = {}
     for context in CONTEXTS:
-        options = PlanOptions(model=MODEL, gpu=CARD, context=str(context), preset=[*SCHEMES][1:])
+        options = PlanOptions(model=MODEL, gpu=CARD, context=str(context), preset=list(SCHEMES[1:]))
         for row in run_plan(options, lambda line: None)["rows"]:
             entry = found.setdefault(row["scheme"], {"bits": row["bits"], "projected": [], "measured": []})
             entry["projected"].append(
@@ -85,6 +87,8 @@ def memory_and_speed() -> dict[str, Any]:
             )
     for scheme, entry in found.items():
         rows = [row for row in json.loads(RUN.read_text("utf-8"))["rows"] if counts(row, scheme)]
+        if not rows:  # projected alone
+            continue
         best = max(rows, key=lambda row: row["tokens_per_second"])
         entry["measured"].append(
             [best["length"], round(best["peak_bytes"] / 1e9, 2), round(best["tokens_per_second"], 1)]
@@ -115,13 +119,13 @@ def best(point: dict[str, Any], points: list[dict[str, Any]]) -> bool:
 
 
 def draw_memory_and_speed(schemes: dict[str, Any]) -> None:
-    """Two panels over the context of one row: GB in use, with a 24 GB line, and tokens per second."""
+    """Two panels over the context of one row: GB in use, with a line for a card of 24 GB, and tokens per second."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 4.2), layout="constrained")
     memory, speed = figure.subplots(1, 2)
     for scheme, entry in schemes.items():
-        label = SCHEMES[scheme] if scheme == "fp16" else f"{SCHEMES[scheme]} ({entry['bits']:g} stored)"
+        label = "FP16" if scheme == "fp16" else f"{scheme} ({entry['bits']:g} bits)"
         look = {"color": SHADES[scheme], "linewidth": 1.8}
         for axis, column in ((memory, 1), (speed, 2)):
             axis.plot(
@@ -130,7 +134,7 @@ def draw_memory_and_speed(schemes: dict[str, Any]) -> None:
             for row in entry["measured"]:
                 axis.plot(row[0] / 1024, row[column], "o", color=look["color"], markersize=6, clip_on=False, zorder=4)
     memory.axhline(LIMIT_GB, color="#c23b22", linestyle="--", linewidth=1)
-    memory.text(4, LIMIT_GB + 0.4, f"{LIMIT_GB} GB card", color="#c23b22", fontsize=9)
+    memory.text(4, LIMIT_GB + 0.4, f"RTX 4090: {LIMIT_GB:.1f} GB", color="#c23b22", fontsize=9)
     memory.plot([], [], "o", color="#555555", label="measured on an H200")
     memory.plot([], [], "-", color="#555555", label="projected by kvcal plan")
     memory.set(ylabel="GB in use, weights included", ylim=(14, 38))
@@ -150,6 +154,7 @@ def draw_memory_and_speed(schemes: dict[str, Any]) -> None:
 
 SHADES = {
     "fp16": colour("fp16"),
+    "kivi-4": "#cc79a7",
     "inner-4": "#0072b2",
     "innerq-small": "#009e73",
     "kivi-2-g128": "#d55e00",

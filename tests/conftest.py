@@ -6,7 +6,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 gc.disable()  # until tests are collected: what they and torch's import leave is no garbage, and takes seconds to walk
 
@@ -16,35 +16,36 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # also for the processes th
 os.environ["HF_ASSETS_CACHE"] = _assets.name
 os.environ["KVCAL_CACHE_DIR"] = _assets.name  # verdicts on kernels
 
-import hypothesis  # noqa: E402
 import pytest  # noqa: E402
-import torch  # noqa: E402
-import torch.utils._device  # noqa: E402
 
-torch.set_num_threads(1)  # the models here are tiny: a second thread only waits, 6 times slower on a busy machine
-hypothesis.settings.register_profile("kvcal", deadline=None, derandomize=True)  # a busy machine is not a bug
-hypothesis.settings.load_profile("kvcal")
+if TYPE_CHECKING:
+    import torch
 
-UNINITIALISED = [
-    (torch, "empty"),
-    (torch, "empty_like"),
-    (torch, "empty_strided"),
-    (torch.Tensor, "new_empty"),
-]
 _patches = pytest.MonkeyPatch()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        gc.enable()  # xdist's own process collects no tests
+        gc.enable()  # xdist's own process collects no tests, and starts its workers the sooner without torch
+        return
+    import hypothesis
+    import torch
+
+    torch.set_num_threads(1)  # the models here are tiny: a second thread only waits, 6 times slower on a busy machine
+    hypothesis.settings.register_profile("kvcal", deadline=None, derandomize=True)  # a busy machine is not a bug
+    hypothesis.settings.load_profile("kvcal")
     fill_uninitialised()
 
 
 def fill_uninitialised() -> None:
     """From now on `torch.empty` and its like are full of NaN, or of the largest integer; `pytest_unconfigure` undoes it."""
+    import torch
+    import torch.utils._device
+
     # torch's own switch, fill_uninitialized_memory, needs deterministic mode, which also swaps kernels.
     torch.utils._device._device_constructors()  # cached by torch: else a meta context would not know the patched ones
-    for owner, name in UNINITIALISED:
+    uninitialised = (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")
+    for owner, name in uninitialised:
         _patches.setattr(owner, name, _poisoned(getattr(owner, name)))
 
 
@@ -75,9 +76,13 @@ def pytest_unconfigure() -> None:
 
 
 def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    import torch
+
+    strided = torch.strided
+
     def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor = allocate(*args, **kwargs)
-        if tensor.device.type != "meta" and tensor.layout == torch.strided and tensor.numel():
+        if tensor.device.type != "meta" and tensor.layout == strided and tensor.numel():
             tensor.detach().fill_(_poison(tensor.dtype))
         return tensor
 
@@ -85,6 +90,8 @@ def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 def _poison(dtype: torch.dtype) -> float | int | bool:
+    import torch
+
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).max

@@ -1,7 +1,7 @@
 """A decoding loop of our own over kvcal's pages, in place of an engine's: capacity, tokens per second, time to first token.
 
-PYTHONPATH=.:kernels:artifacts python docs/benchmarks/engine.py [--out DIR] [--length 4096] [--batches 1,8,32,...]
-PYTHONPATH=.:kernels:artifacts python docs/benchmarks/engine.py --dry-run      (on a CPU, tiny, by the references)
+PYTHONPATH=.:kernels:artifacts:serving python docs/benchmarks/engine.py [--out DIR] [--length 4096] [--batches 1,8,32,...]
+PYTHONPATH=.:kernels:artifacts:serving python docs/benchmarks/engine.py --dry-run      (on a CPU, tiny, by the references)
 
 This is not vLLM: no scheduler, no sampling but the likeliest token, no server. A decoder of Llama-3.1-8B's geometry with
 random weights in FP16 (RMSNorm, RoPE, gated MLP, embedding and head) takes one step at a fixed length again and again:
@@ -10,8 +10,9 @@ CUDA graph. Where a step cannot be captured, the row says so and why.
 
 FP16 is torch's scaled_dot_product_attention over contiguous tensors, the query heads of a kv head as rows of one
 product. FP8 stores e4m3 and converts a layer to FP16 before that product, because torch has no attention over FP8: its
-capacity is an engine's, its speed is not. The others are kvcal's store and paged attention, as paged_attention.py has
-them; a format whose kernels do not agree with the reference there is not timed.
+capacity is an engine's, its speed is not. The others are kvcal's pages as its plug-in for vLLM
+stores and reads them (kvcal_vllm.gpu), its work on the host before each step included; a format whose kernels do not
+agree with the reference in paged_attention.py is not timed.
 
 Capacity: tokens that fit beside the weights in 0.9 of the GPU's memory. Saturation: the best of `batches` that fit at
 this length. Time to first token: a cold prompt of `length` tokens, alone, that attends to its own exact keys and values
@@ -35,14 +36,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvcal_artifacts.codecs import Role, Shape, Transform
 from kvcal_artifacts.files import write_atomically
-from kvcal_kernels.attention import reference
-from kvcal_kernels.layout import BLOCK, Blocks, PageForm
-from kvcal_kernels.quantise import pages as store
+from kvcal_artifacts.scheme import LayerCodecs
+from kvcal_kernels.layout import BLOCK
+from kvcal_vllm import presets
+from kvcal_vllm.attention import Step as HostStep
+from kvcal_vllm.attention import attend
+from kvcal_vllm.gpu.layer import Scratch, layer_on
+from kvcal_vllm.gpu.step import step_of
+from kvcal_vllm.paging import PagedLayer
 
 PACKED = {4: ("transform 4.0", "HIGGS 4"), 3: ("transform 3.0",), 2: ("transform 2.0", "HIGGS 2")}  # by bits
 FORMATS = ("FP16", "FP8", *(name for names in PACKED.values() for name in names))
 SHARE = 0.9  # of the GPU's memory for weights and cache
+ROLES: tuple[Role, Role] = ("key", "value")
 TEMPLATE = 64  # random pages that all others are copies of
 
 
@@ -69,6 +77,9 @@ class Cache(Protocol):
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the newest token of each row, or all tokens of the only row: k, v (T, H, D)."""
 
+    def step(self) -> None:
+        """What the host does before each step."""
+
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attention (B, Hq, D) of each row's newest token, q (B, Hq, D), over all tokens."""
 
@@ -87,6 +98,9 @@ class Contiguous:
     def token_bytes(g: Geometry, dtype: torch.dtype) -> int:
         return 2 * g.layers * g.heads * g.dim * dtype.itemsize
 
+    def step(self) -> None:
+        pass
+
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         for part, x in zip(self._stored[layer], (k, v), strict=True):
             if len(k) == self._batch:
@@ -100,41 +114,67 @@ class Contiguous:
         return functional.scaled_dot_product_attention(rows, k, v).flatten(1, 2)
 
 
+def codecs_of(name: str, g: Geometry) -> LayerCodecs:
+    """The codecs of a format: a preset's, or coordinates of a random basis."""
+    shape = Shape(g.heads, g.dim, BLOCK)
+    scheme, _, bits = name.partition(" ")
+    if scheme == "HIGGS":
+        return presets.codecs(f"higgs-{bits}", shape)
+    counts = [(b, 2 * pairs) for b, pairs in zip((4, 3, 2, 1), paged.MIXES[float(bits)], strict=True)]
+    each = [b for b, count in counts for _ in range(count)]
+    basis = torch.linalg.qr(torch.randn(g.heads, g.dim, g.dim))[0]
+    key, value = (Transform(shape, role, each + [0] * (g.dim - len(each)), basis) for role in ROLES)
+    return LayerCodecs(key, value)
+
+
 class Packed:
-    """kvcal's pages, in random order, and its kernels; on a CPU their references."""
+    """kvcal's pages, in random order, as the plug-in for vLLM stores and reads them: `step` is what vLLM's metadata becomes,
+    then come its calls for a layer. On a CPU they are those of the plug-in there.
+    """
 
     def __init__(self, g: Geometry, batch: int, length: int, name: str, device: torch.device) -> None:
+        self._paged, self._scale, self._on_gpu = PagedLayer(codecs_of(name, g), 2), g.dim**-0.5, device.type == "cuda"
+        self._layer, self._scratch = (layer_on(self._paged, device), Scratch(device)) if self._on_gpu else (None, None)
         count = -(-length // BLOCK)
-        keys, values, template, self._form, _ = paged.cell(name, 1, TEMPLATE * BLOCK)
-        self._constants = [x.grid if isinstance(x, Blocks) else x.basis for x in (keys, values)]
-        self._rules, self._kernels = paged.rules_of(keys, values), paged.kernels_of(keys)
+        template = torch.zeros(TEMPLATE, g.heads, BLOCK, self._paged.token_bytes, dtype=torch.uint8, device=device)
+        self._pages = [template]
+        k, v = (torch.randn(TEMPLATE * BLOCK, g.heads, g.dim, device=device).half() for _ in ROLES)
+        self._store(0, torch.arange(TEMPLATE * BLOCK, device=device), k, v)
         self._pages = [
             template[torch.randint(TEMPLATE, (batch * count,), device=device)].contiguous() for _ in range(g.layers)
         ]
         self._table = torch.randperm(batch * count, device=device).view(batch, count).int()
         self._lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
         self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        self._host = list(range(batch + 1)), [length] * batch
         places = torch.arange(length, device=device)
         slots = self._table[:, places // BLOCK].long() * BLOCK + places % BLOCK
         self._last, self._all = slots[:, -1].contiguous(), slots[0].contiguous()
-        self._scale, self._on_gpu, self._space = g.dim**-0.5, device.type == "cuda", None
-        if self._on_gpu:
-            self._space = paged.fused.Workspace(device)
+        self.step()
 
     @staticmethod
     def token_bytes(g: Geometry, name: str) -> int:
-        return g.layers * g.heads * PageForm(*paged.FORMATS[name]).token_bytes
+        return g.layers * g.heads * PagedLayer(codecs_of(name, g), 2).token_bytes
+
+    def step(self) -> None:
+        """What the plug-in does on the host before each step."""
+        starts, lengths = self._host
+        self._step = step_of(self._table, self._lengths, self._starts, starts, lengths, len(lengths), 1, max(lengths))
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
-        kernel = store.fast().store if self._on_gpu else store.store
-        slots = self._last if len(k) == len(self._last) else self._all
-        kernel(k, v, self._pages[layer], self._form, slots, *self._rules)
+        self._store(layer, self._last if len(k) == len(self._last) else self._all, k, v)
+
+    def _store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        (self._layer or self._paged).store(self._pages[layer], slots, k, v)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        where = self._pages[layer], self._form, self._table, self._lengths, self._starts, self._scale
-        if self._on_gpu:
-            return self._kernels.attend_pages(q, *where, *self._constants, 1, workspace=self._space)
-        return reference.attend_pages(q, *where, *self._constants)
+        if self._layer is None or self._scratch is None:
+            starts, lengths = self._host
+            step = HostStep(tuple(starts), tuple(lengths), self._table.long())
+            return attend(self._paged, self._pages[layer], step, q, self._scale).to(q.dtype)
+        out = torch.empty_like(q)
+        self._layer.decode(self._pages[layer], self._step, q, self._scale, self._scratch, out)
+        return out
 
 
 class Decoder:
@@ -236,7 +276,7 @@ def seconds(work: Callable[[], Any], device: torch.device, repeats: int) -> floa
 
 
 @torch.inference_mode()
-def step_of(name: str, decoder: Decoder, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+def cell_of(name: str, decoder: Decoder, batch: int, options: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second of one batch, and for one row the time to the first token."""
     g, device, length = decoder.g, decoder.device, options.length
     cache = cache_of(name, g, batch, length, device)
@@ -244,7 +284,12 @@ def step_of(name: str, decoder: Decoder, batch: int, options: argparse.Namespace
     positions = torch.full((batch,), length - 1, device=device)
     step, graph = captured(lambda: decoder(ids, positions, cache), device)
     cell: dict[str, Any] = {"batch": batch, "graph": graph}
-    cell["tokens_per_s"] = round(batch / seconds(step, device, options.repeats), 1)
+
+    def whole() -> None:
+        cache.step()
+        step()
+
+    cell["tokens_per_s"] = round(batch / seconds(whole, device, options.repeats), 1)
     if batch == 1:
         prompt, places = torch.randint(g.vocabulary, (length,), device=device), torch.arange(length, device=device)
         cell["first_token_s"] = round(seconds(lambda: decoder(prompt, places, cache, True), device, options.repeats), 4)
@@ -258,7 +303,7 @@ def measure(name: str, decoder: Decoder, options: argparse.Namespace, capacity: 
         if batch * options.length > capacity:
             continue
         try:
-            cells.append(step_of(name, decoder, batch, options))
+            cells.append(cell_of(name, decoder, batch, options))
         except torch.OutOfMemoryError as error:  # what a step needs beside its cache did not fit
             cells.append({"batch": batch, "tokens_per_s": 0.0, "error": str(error).splitlines()[0]})
         if decoder.device.type == "cuda":

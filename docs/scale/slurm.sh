@@ -4,8 +4,8 @@
 #     sbatch docs/scale/slurm.sh fit aqua-kv --model NAME --output /shared/NAME.kvcal.safetensors
 #
 # All nodes see the same folders: the model's, the output's, and $HF_HOME. RANKS_PER_NODE=N starts N ranks on each node
-# instead of one for each GPU. After a failure all ranks are started anew, up to three times, and go on from the last
-# layer; `--requeue` does the same where a node is lost.
+# instead of one for each GPU; a fit takes 24 in all. After a failure all ranks are started anew, up to three times, and
+# go on from the last layer; `--requeue` does the same where a node is lost.
 #SBATCH --job-name=kvcal
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -105,7 +105,8 @@ class TrainPart:
         sample = self.collected.sample(taps)
         self.collected.take(sample)
         if self.keeping:
-            self._keep(taps.place, sample)
+            with self.scan.timer("keep"):
+                self._keep(taps.place, sample)
 
     def _keep(self, layer: int, sample: Sample) -> None:
         """A layer's sample on disk, if the disk has room for all of them; said once where it has not."""
@@ -115,6 +116,8 @@ class TrainPart:
             if not layer and size > free * DISK_PART:
                 raise KVCalError(f"{size / 1e6:,.0f} MB of vectors are more than half of the {free / 1e6:,.0f} MB free")
             self.work.keep_sample(layer, sample)
+            if layer + 1 == self.layers:
+                self.work.settle()
         except (OSError, KVCalError) as error:
             self.keeping = False
             self.work.drop_samples()
@@ -135,9 +138,11 @@ class TrainPart:
         layers = self.scan.placed(codecs)
         scheme = Scheme(self.method.windows, self.method.frame, layers, self.scan.skipped, self.job.selection)
         bundle = Bundle(fingerprint, scheme, self.record, run.metrics(scheme), self.job.output)
-        say_forecasts(self.scan, {bundle.name: scheme})
-        digest = bundle.write(self.job.output)
-        self.work.remove()
+        with self.scan.timer("guard"):
+            say_forecasts(self.scan, {bundle.name: scheme})
+        with self.scan.timer("write"):
+            digest = bundle.write(self.job.output)
+            self.work.remove()
         return TrainResult(
             bundle,
             self.job.output,
@@ -154,9 +159,10 @@ class TrainPart:
 
     def _trained(self) -> tuple[Run, list[LayerCodecs]]:
         """The training, which is over, and the codecs of the compressed layers."""
-        vectors = self.collected.vectors(self.scan.say)
-        run = Run(self.method, vectors, self.work, self.scan.timer, self.scan.say, self.scan.compressed)
-        return run, run.layers(self.shape)
+        with self.scan.timer("method"):
+            vectors = self.collected.vectors(self.scan.say)
+            run = Run(self.method, vectors, self.work, self.scan.timer, self.scan.say, self.scan.compressed)
+            return run, run.layers(self.shape)
 
 
 def _check_enough(method: VQKV, text: Windows, layers: int, heads: int) -> int:

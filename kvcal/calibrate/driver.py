@@ -101,7 +101,8 @@ def fit_together(
     options = options or FitOptions()
     ids = torch.cat((text.train, text.holdout, *(() if other is None else (other.train,))))
     check_model(source.model, hf.decoder_of(source.model))
-    scan = Scan(source, text, other, ids, model_record, revision, device, options, PhaseTimer(device), say)
+    timer = options.timer or PhaseTimer(device)
+    scan = Scan(source, text, other, ids, model_record, revision, device, options, timer, say)
     sites = [hf.attention_site(hf.decoder_of(source.model), index) for index in scan.compressed]
     for job in jobs:
         hf.check_frame(sites, job.method.frame)
@@ -152,7 +153,7 @@ def _scanned(parts: Sequence[Part], scan: Scan) -> tuple[float, ...]:
         with progress("Fitting layers", total=len(capture)) as advance:
             for taps in capture:
                 probe += taps.probe
-                with on(taps.device):  # which kernels are launched on
+                with on(taps.device), scan.timer("method"):  # the first: which kernels are launched on
                     for part in parts[:-1]:
                         with taps.shared() as shared:
                             part.layer(shared)
@@ -168,11 +169,12 @@ def _warn(jobs: Sequence[FitJob], parts: Sequence[Part], scan: Scan) -> None:
     names = [job.output.name.removesuffix(SUFFIX) for job in jobs]
     if len(set(names)) < len(names):  # outputs of one name in several folders
         names = [str(job.output) for job in jobs]
-    completed = {name: part.complete() for name, part in zip(names, parts, strict=True)}
+    with scan.timer("method"):
+        completed = {name: part.complete() for name, part in zip(names, parts, strict=True)}
     schemes = {name: scheme for name, scheme in completed.items() if scheme is not None}
     if not schemes or not scan.options.warn:
         return
-    with _failing([part.work for part in parts if isinstance(part, LayerPart)]):
+    with _failing([part.work for part in parts if isinstance(part, LayerPart)]), scan.timer("guard"):
         say_forecasts(scan, schemes)
 
 
@@ -275,9 +277,9 @@ class LayerPart:
         searched = self.job.searched or {}
         summary |= {"search": searched["metrics"]} if "metrics" in searched else {}
         bundle = Bundle(fingerprint, scheme, self.record, summary | averages(metrics))
-        with _failing([self.work]):
+        with _failing([self.work]), self.scan.timer("write"):
             digest = bundle.write(self.job.output)
-        self.work.remove()
+            self.work.remove()
         return FitResult(bundle, self.job.output, digest, self.scan.timer.split(), len(self.done), metrics)
 
 
@@ -290,7 +292,8 @@ def _one_layer(
         method.replay_layer(taps.index, taps, carry, pair)
         return pair, saved.metrics
     result = method.fit_layer(taps.index, taps, carry)
-    work.save(taps.index, method, result.codecs, result.metrics)
+    with carry.timer("keep"):
+        work.save(taps.index, method, result.codecs, result.metrics)
     return result.codecs, result.metrics
 
 

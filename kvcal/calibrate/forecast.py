@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,9 +138,8 @@ def _compressed(
             run.x = exact.output
             run.pass_on(exact)
             continue
-        stopped = call_layer(layer, run.x, kwargs, site, taps[name], stop=True)
-        run.pack(_Layer(index, site, rope), stopped)
-        attended = call_layer(layer, run.x, kwargs, site, frozenset(), stop=False, change=run.packed_in)
+        packed = partial(run.packed_in, _Layer(index, site, rope))
+        attended = call_layer(layer, run.x, kwargs, site, taps[name], stop=False, change=packed)
         assert attended.output is not None
         run.x = attended.output
     assert exact.output is not None
@@ -165,7 +165,6 @@ class _Run:
         self.packed = slice(windows.sink, windows.sink + self.blocks * windows.block)
         self.broken = False  # whether a codec was given numbers that are none
         self._below: dict[str, Tensor] = {}
-        self._decoded: tuple[Tensor, Tensor] | None = None
 
     def move(self, x: Tensor) -> None:
         """Go on with x, the same hidden states on the next layer's device."""
@@ -200,22 +199,27 @@ class _Run:
             taps_of(pair.key.stats | pair.value.stats) & {"q"}
         )
 
-    def pack(self, layer: _Layer, stopped: LayerCall) -> None:
-        """Encode and decode what is packed of the layer's keys and values, of what a call on `x` gave."""
-        self._decoded = None
-        if self.scheme.layers[layer.index] is not None and self.blocks and not self.broken:
-            try:
-                self._pack(layer, stopped)
-            except NonFiniteError:
-                self.broken = True
+    def packed_in(self, layer: _Layer, called: LayerCall) -> tuple[Tensor, Tensor]:
+        """The keys after RoPE and values (N, H, T, D) of a call on `x`, with what is packed in its place."""
+        if self.scheme.layers[layer.index] is None or not self.blocks or self.broken:
+            return called.keys, called.values
+        try:
+            decoded = self._pack(layer, called)
+        except NonFiniteError:
+            self.broken = True
+            return called.keys, called.values
+        keys, values = called.keys.clone(), called.values.clone()
+        keys[:, :, self.packed], values[:, :, self.packed] = decoded
+        return keys, values
 
-    def _pack(self, layer: _Layer, stopped: LayerCall) -> None:
+    def _pack(self, layer: _Layer, called: LayerCall) -> tuple[Tensor, Tensor]:
+        """Keys after RoPE and values (N, H, packed tokens, D), encoded and decoded."""
         pre, rope, site = self.scheme.frame == "pre_rope", layer.rope, layer.site
-        keys, queries = (stopped.pre_rope_keys if pre else stopped.keys), stopped.pre_rope_queries
+        keys, queries = (called.pre_rope_keys if pre else called.keys), called.pre_rope_queries
         assert keys is not None
         if queries is not None and not pre and rope is not None:
             queries = site.rotate(queries, *rope)
-        keys, values = keys[:, :, : self.prompt], stopped.values[:, :, : self.prompt]
+        keys, values = keys[:, :, : self.prompt], called.values[:, :, : self.prompt]
         queries = queries if queries is None else queries[:, :, : self.prompt]
         pair = self.scheme.on(layer.index, keys.device)
         taps: Any = _Layer(layer.index, site, rope and (rope[0][:, : self.prompt], rope[1][:, : self.prompt]))
@@ -230,15 +234,7 @@ class _Run:
         rotated = context.k0.to(keys.dtype)
         if pre and rope is not None:
             rotated = site.rotate(rotated, *(x[:, self.packed] for x in rope))
-        self._decoded = rotated, values_back.to(values.dtype)
-
-    def packed_in(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys after RoPE and values (N, H, T, D) with what is packed in its place."""
-        if self._decoded is None:
-            return keys, values
-        keys, values = keys.clone(), values.clone()
-        keys[:, :, self.packed], values[:, :, self.packed] = self._decoded
-        return keys, values
+        return rotated, values_back.to(values.dtype)
 
 
 def _output(output: Tensor | tuple[Tensor, ...]) -> Tensor:

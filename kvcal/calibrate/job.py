@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class FitOptions:
     """How to run, not what to learn. spill: where hidden states and reconstructions lie. warn: whether to forecast the
-    fitted schemes' KL and say where it is high. ranks: the processes that share the windows.
+    fitted schemes' KL and say where it is high. ranks: the processes that share the windows. timer: has the phases
+    before the fit; None: there are none.
     """
 
     batch: int | None = None
@@ -42,6 +43,7 @@ class FitOptions:
     resume: bool = True
     warn: bool = True
     ranks: Ranks = ALONE
+    timer: PhaseTimer | None = None
 
 
 @dataclass

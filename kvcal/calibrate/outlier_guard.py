@@ -395,10 +395,13 @@ def _alike(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
 
 def say_forecasts(scan: Scan, schemes: Mapping[str, Scheme]) -> None:
     """What these schemes are forecast to cost on held-out windows, where that is much; on training windows too, where
-    the held-out ones together are too short for a block of each.
+    the held-out ones together are too short for a block of each. Of random weights nothing is forecast.
     """
     from .forecast import least_tokens
 
+    if scan.model_record.get("random_weights"):
+        scan.say("note: no KL is forecast, as it would say nothing: the weights are random")
+        return
     holdout, train = scan.text.holdout, scan.text.train
     need = max(least_tokens(scheme) for scheme in schemes.values())
     ids = (

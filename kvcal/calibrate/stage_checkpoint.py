@@ -5,7 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -13,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from kvcal_artifacts.bundle.canonical import canonical, sha256_text, tensor_bytes
+from kvcal_artifacts.bundle.canonical import canonical, sha256_text
 from kvcal_artifacts.checked import Json
+from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.files import check_regular, write_atomically
 
 from ..methods.codebooks import StageReport
@@ -31,6 +36,7 @@ class StageCheckpoint(LayerCheckpoint):
     """
 
     VERSION = 2  # of a report: 1 had no errors by iteration
+    _writing: Future[None] | None = None  # the vectors that are being written
 
     def __init__(self, output: Path, record: Mapping[str, Json], resume: bool) -> None:
         super().__init__(output, {**record, "stage_report": self.VERSION}, resume)
@@ -64,17 +70,34 @@ class StageCheckpoint(LayerCheckpoint):
         return self._read(self._sample(layer), sample_of)
 
     def keep_sample(self, layer: int, sample: Sample) -> None:
+        """Keep a layer's vectors: they are hashed and written while the next layer runs, two layers' at most in
+        memory. Raises as `settle` where those of this layer, or of the one before, could not be written.
+        """
         record: dict[str, Json] = {"roles": list(sample.scales), "rotary": sample.rotary, "probe": sample.probe}
-        self._write(self._sample(layer), sample.tensors, record)
+        path, tensors = self.place(self._sample(layer).name), _on_host(sample.tensors)
+        self.settle()
+        self._writing = Future()
+        Thread(target=_settled, args=(self._writing, partial(_save, path, tensors, record))).start()
 
     def drop_samples(self) -> None:
+        with suppress(OSError, KVCalError):
+            self.settle()
         for path in self.folder.glob(self._sample(0).name.replace("0", "[0-9]")):
             path.unlink(missing_ok=True)
 
+    def settle(self) -> None:
+        """Wait until all vectors are on disk. Raises OSError or KVCalError where they could not be written."""
+        waiting, self._writing = self._writing, None
+        if waiting is not None:
+            waiting.result()
+
+    def remove(self) -> None:
+        with suppress(OSError, KVCalError):
+            self.settle()
+        super().remove()
+
     def _write(self, path: Path, tensors: dict[str, Tensor], record: Mapping[str, Json]) -> None:
-        on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        signed = {**record, "sha256": _digest(on_host)}
-        write_atomically(self.place(path.name), save(on_host, metadata={"stage": canonical(signed)}))
+        _save(self.place(path.name), _on_host(tensors), record)
 
     def _read(self, path: Path, make: Callable[[dict[str, Tensor], Record], Restored]) -> Restored | None:
         """What `make` makes of the file; None where there is none, or a damaged one, which is removed."""
@@ -109,6 +132,8 @@ class FollowersStages(StageCheckpoint):
     def has_samples(self, layers: int) -> bool:
         return False
 
+    def keep_sample(self, layer: int, sample: Sample) -> None: ...
+
     def drop_samples(self) -> None: ...
 
     def remove(self) -> None: ...
@@ -119,8 +144,26 @@ class FollowersStages(StageCheckpoint):
         return None
 
 
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _save(path: Path, tensors: dict[str, Tensor], record: Mapping[str, Json]) -> None:
+    signed = {**record, "sha256": _digest(tensors)}
+    write_atomically(path, save(tensors, metadata={"stage": canonical(signed)}))
+
+
+def _settled(future: Future[None], work: Callable[[], None]) -> None:
+    """Let the future end as the work does."""
+    try:
+        work()
+        future.set_result(None)
+    except BaseException as error:
+        future.set_exception(error)
+
+
 def _digest(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for _, tensor in sorted(tensors.items()):
-        digest.update(tensor_bytes(tensor))
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)  # not copied: other threads go on meanwhile
     return digest.hexdigest()

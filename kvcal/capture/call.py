@@ -4,7 +4,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,6 @@ from kvcal_artifacts.hf import (
     layer_kind,
 )
 
-Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
 
 @dataclass
 class LayerCall:
@@ -30,7 +28,10 @@ class LayerCall:
     values: Tensor
     pre_rope_keys: Tensor | None
     pre_rope_queries: Tensor | None
-    output: Tensor | None  # (B, T, hidden size); None where the layer was stopped before attention
+    output: Tensor | None  # (B, T, hidden size); None before attention has run
+
+
+Change = Callable[[LayerCall], tuple[Tensor, Tensor]]
 
 
 def check_rotation(site: AttentionSite, rope: tuple[Tensor, Tensor] | None, called: LayerCall) -> None:
@@ -58,10 +59,12 @@ class _Stop(Exception):
 class _StandIn:
     """Takes the cache's place in one layer: notes what it is given, hands it back or stops the forward."""
 
-    def __init__(self, site: AttentionSite, stop: bool, repeat: int, change: Change | None = None) -> None:
+    def __init__(
+        self, site: AttentionSite, stop: bool, repeat: int, noted: Mapping[str, Tensor], change: Change | None
+    ) -> None:
         self._site, self._stop = site, stop
         self._repeat = repeat  # times each kv head is handed back
-        self._change = change
+        self._noted, self._change = noted, change
         self.received: tuple[Tensor, Tensor] | None = None
 
     def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
@@ -69,11 +72,16 @@ class _StandIn:
         if self._stop:
             raise _Stop
         if self._change is not None:
-            changed = self._change(*self.received)
+            changed = self._change(self.call(None))
             keys, values = self._site.local(changed[0]), self._site.local(changed[1])
         if self._repeat > 1:
             return keys.repeat_interleave(self._repeat, 1), values.repeat_interleave(self._repeat, 1)
         return keys, values
+
+    def call(self, output: Tensor | None) -> LayerCall:
+        """What is known of the call that handed over keys and values, with the layer's output."""
+        assert self.received is not None
+        return LayerCall(*self.received, self._noted.get("k"), self._noted.get("q"), output)
 
 
 @torch.no_grad()
@@ -140,13 +148,14 @@ def call_layer(
     stop: bool,
     change: Change | None = None,
 ) -> LayerCall:
-    """One layer on its input x (B, T, hidden size), or only its norm and projections with `stop`. change: what
-    attention gets of the layer's keys (after RoPE) and values, (B, H, T, D) each.
+    """One layer on its input x (B, T, hidden size), or only its norm and projections with `stop`. change: makes the
+    keys (after RoPE) and values, (B, H, T, D) each, that attention gets, of the call so far, which has no output.
 
     Heads are those of all processes where a tensor-parallel model is spread over some.
     """
     repeat = kv_repeats(site, x)
-    cache, noted = _StandIn(site, stop, repeat, change), {}
+    noted: dict[str, Tensor] = {}
+    cache = _StandIn(site, stop, repeat, noted, change)
 
     def note(name: str, read: Callable[[Tensor], Tensor]) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[object, ...], output: Tensor) -> None:
@@ -167,7 +176,7 @@ def call_layer(
     if cache.received is None:
         raise KVCalError(f"layer {site.index} ({type(layer).__name__}) gave its cache no keys; it is not supported")
     output = output[0] if isinstance(output, tuple) else output
-    return LayerCall(*cache.received, noted.get("k"), noted.get("q"), output)
+    return cache.call(output)
 
 
 def kv_repeats(site: AttentionSite, x: Tensor) -> int:

@@ -7,17 +7,18 @@ the rank that does not come.
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -29,9 +30,10 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from .attempt import MissingRanksError, attempt_store
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
 T = TypeVar("T")
+Form: TypeAlias = tuple[tuple[int, ...], torch.dtype, str]  # of a tensor: shape, dtype, kind of its device
 
 TIMEOUT = "KVCAL_RANK_TIMEOUT"
 SECONDS = 1800  # that ranks wait for each other: torch's own default for gloo
@@ -57,7 +59,7 @@ class Ranks:
     count: int = 1
     device: str = "cpu"
     timeout: float = SECONDS
-    control: Any = None
+    control: ProcessGroup | None = None
     hold_one_model: bool = False
 
     @property
@@ -97,6 +99,57 @@ class Ranks:
         received: T = _Unpickler(io.BytesIO(data), tensors).load()
         return received
 
+    def exchange(self, values: Sequence[T]) -> tuple[list[list[T]], int]:
+        """What every rank gives here, by the ranks' numbers, on every rank; and the bytes of the largest value's
+        tensors. One rank may give more values than another, or none. Tensors lie as `broadcast` says.
+
+        One barrier and one list of what comes serve all; a rank's tensors go as one, those on a GPU and those on a
+        CPU apart. With a count of 1 no bytes are counted. Raises RankEndedError as `broadcast`.
+        """
+        if self.count == 1:
+            return [list(values)], 0
+        self.meet()
+        packed = [_packed(value) for value in values]
+        mine = [(data, [(tuple(x.shape), x.dtype, x.device.type) for x in tensors]) for data, tensors in packed]
+        headers: list[list[tuple[bytes, list[Form]]]] = [[]] * self.count
+        by_rank: list[list[T]] = []
+        largest = 0
+        with _named(self):
+            distributed.all_gather_object(headers, mine, group=self.control)
+            for source, header in enumerate(headers):
+                forms = [form for _, some in header for form in some]
+                to_send = [x for _, tensors in packed for x in tensors] if source == self.rank else []
+                tensors = self._broadcast_as_one(forms, to_send, source)
+                received: list[T] = []
+                for data, some in header:
+                    first, tensors = tensors[: len(some)], tensors[len(some) :]
+                    largest = max(largest, _size(first))
+                    received.append(_Unpickler(io.BytesIO(data), first).load())
+                by_rank.append(list(values) if source == self.rank else received)
+        return by_rank, largest
+
+    def _broadcast_as_one(self, forms: list[Form], to_send: list[Tensor], source: int) -> list[Tensor]:
+        """The tensors of these forms that rank `source` is to send: they go in one buffer for each kind of
+        device, and are copied out of it, so that no sum holds all of it.
+        """
+        places, ends = [], dict[str, int]()
+        for shape, dtype, kind in forms:
+            start = ends.get(kind, 0)
+            ends[kind] = start + math.prod(shape) * dtype.itemsize
+            places.append(slice(start, ends[kind]))
+        buffers = {kind: torch.empty(end, dtype=torch.uint8, device=self._on(kind)) for kind, end in ends.items()}
+        for (_, _, kind), place, x in zip(forms, places, to_send, strict=False):  # others send none
+            buffers[kind][place] = x.reshape(-1).view(torch.uint8)
+        for kind in sorted(buffers):
+            if len(buffers[kind]):
+                distributed.broadcast(buffers[kind], src=source)
+        if to_send:
+            return to_send
+        return [
+            buffers[kind][place].clone().view(dtype).view(shape)
+            for (shape, dtype, kind), place in zip(forms, places, strict=True)
+        ]
+
     def gather(self, x: Tensor) -> list[Tensor]:
         """The tensor of each rank, on every rank, in the order of the ranks; all have one shape and dtype, on the
         device of this rank or on the CPU.
@@ -122,7 +175,7 @@ class Ranks:
         if self.count == 1:
             return
         self.meet()
-        records: list[Any] = [None] * self.count
+        records: list[dict[str, Json]] = [{}] * self.count
         with _named(self):
             distributed.all_gather_object(records, dict(record), group=self.control)
         first = records[0]
@@ -289,17 +342,22 @@ def _first_line(error: BaseException) -> str:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out: they are sent by themselves."""
+    """Leaves tensors out: they are sent by themselves, each once, so that what shares one here shares it there."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: list[Tensor] = []
+        # what a tensor reads -> its number, and the tensor, which keeps its memory from being another's
+        self._numbers: dict[tuple[object, ...], tuple[int, Tensor]] = {}
 
-    def persistent_id(self, value: Any) -> int | None:
+    def persistent_id(self, value: object) -> int | None:
         if not isinstance(value, Tensor):
             return None
-        self.tensors.append(value.detach().contiguous())
-        return len(self.tensors) - 1
+        read = (value.data_ptr(), value.dtype, value.device, value.shape, value.stride())
+        if read not in self._numbers:
+            self._numbers[read] = len(self.tensors), value
+            self.tensors.append(value.detach().contiguous())
+        return self._numbers[read][0]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -311,6 +369,10 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, number: int) -> Tensor:
         return self._tensors[number]
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(x.nbytes for x in tensors)
 
 
 def _packed(value: object) -> tuple[bytes, list[Tensor]]:

@@ -43,7 +43,7 @@ from kvcal_artifacts.hf.protocols import attribute
 from .call import LayerCall, call_layer, check_rotation, layer_calls
 from .checks import check_finite, check_model, checked_ids
 from .ranks import ALONE, Ranks
-from .shards import S, Shards, ShardStore, ShardSums
+from .shards import SHARDS, S, Shards, ShardStore, ShardSums
 from .spill import SpillStore, Where
 
 Item = TypeVar("Item")
@@ -143,15 +143,20 @@ class Capture:
             raise UsageError(f"batch of {self.batch} windows: it takes at least 1")
         self.shards = Shards(self.windows, self.batch, ranks)
         if ranks.count > self.shards.count:
-            raise UsageError(
-                f"{ranks.count} ranks for {self.shards.count} batches of windows: give --nproc-per-node "
-                f"{self.shards.count} or less, more --windows, or a smaller --batch"
-            )
+            raise UsageError(self._too_many())
         self.timer: Timer = timer or untimed
         self.hidden: SpillStore | None = None
         self.layer_kwargs: dict[str, dict[str, object]] = {}  # by the layers' kind
         self._where: Where = hidden
         self._spill_dir = spill_dir
+
+    def _too_many(self) -> str:
+        """The line for ranks some of which would have no windows."""
+        count, most = self.shards.ranks.count, self.shards.count
+        if most < SHARDS:
+            less = f"give --nproc-per-node {most} or less, more --windows, or a smaller --batch"
+            return f"{count} ranks for {most} batches of windows: {less}"
+        return f"{count} ranks: windows lie in {most} shards, one rank each at most; start {most} ranks or less in all"
 
     def __len__(self) -> int:
         """Layers that are handed out."""

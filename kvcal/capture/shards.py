@@ -7,7 +7,7 @@ several (docs/scale.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor
 from .ranks import ALONE, Ranks
 from .spill import Pending, SpillStore, Where
 
+SENT_AT_ONCE = 1 << 29  # bytes of sums that a rank sends at once, where shards have as many as the first ones
 SHARDS = 24  # at most: as many for 1, 2, 3, 4, 6, 8 or 12 ranks each
 
 
@@ -138,11 +139,13 @@ class ShardSums(Generic[S]):
     """The sums of one pass, given to `LayerTaps.batches`: the batch at hand is added to `part`, and `total` holds
     those of all shards, of every rank, when the pass is over.
 
-    empty: makes sums of nothing.
+    empty: makes sums of nothing. Ranks tell each other the sums of many shards at once: waiting for each other takes
+    longer than sending.
     """
 
     def __init__(self, empty: Callable[[], S]) -> None:
         self._empty, self.part, self.total = empty, empty(), empty()
+        self._closed: list[S] = []  # of this rank's shards, those that the other ranks do not have yet
 
     def over(
         self, batches: Iterator[B], shards: Shards, rows: slice, timer: Callable[[str], AbstractContextManager[None]]
@@ -151,30 +154,41 @@ class ShardSums(Generic[S]):
         if rows.start >= rows.stop:
             return
         passed, ranks = shards.within(rows), shards.ranks
-        turn = passed.start // ranks.count  # of N shards, one a rank
-        for batch in batches:
-            while turn < shards.of(batch.rows.start) // ranks.count:
-                self._close(turn, passed, shards, timer)
+        turns = range(passed.start // ranks.count, (passed.stop - 1) // ranks.count + 1)  # of N shards, one a rank
+        turn, sent, at_once = turns.start, turns.start, 1
+        for batch in _and_none(batches):
+            while turn < (turns.stop if batch is None else shards.of(batch.rows.start) // ranks.count):
+                self._close(turn, passed, shards)
                 turn += 1
-            yield batch
-        for last in range(turn, (passed.stop - 1) // ranks.count + 1):
-            self._close(last, passed, shards, timer)
+                if turn - sent == at_once or turn == turns.stop:
+                    with timer("exchange") if ranks.count > 1 else nullcontext():
+                        largest = self._exchange(range(sent, turn), passed, shards)
+                    sent, at_once = turn, 1 if ranks.count == 1 else max(1, SENT_AT_ONCE // max(1, largest))
+            if batch is not None:
+                yield batch
 
-    def _close(
-        self, turn: int, passed: range, shards: Shards, timer: Callable[[str], AbstractContextManager[None]]
-    ) -> None:
-        """Add the shards of one round in their order."""
-        ranks, part = shards.ranks, self.part
-        for shard in range(turn * ranks.count, (turn + 1) * ranks.count):
-            if shard not in passed:
-                continue
-            if ranks.count == 1:
-                self.total.merge(part)
-            else:
-                owner = shards.owner(shard)
-                with timer("exchange"):
-                    self.total.merge(ranks.broadcast(part if owner == ranks.rank else None, owner))
+    def _close(self, turn: int, passed: range, shards: Shards) -> None:
+        """Put this rank's sums of a turn by."""
+        if turn * shards.ranks.count + shards.ranks.rank in passed:
+            self._closed.append(self.part)
         self.part = self._empty()
+
+    def _exchange(self, turns: range, passed: range, shards: Shards) -> int:
+        """Add the shards of these turns in their order; returns the bytes of the largest one's sums."""
+        ranks = shards.ranks
+        by_rank, largest = ranks.exchange(self._closed)
+        self._closed = []
+        sums_of = [iter(some) for some in by_rank]
+        for shard in range(turns.start * ranks.count, turns.stop * ranks.count):
+            if shard in passed:
+                self.total.merge(next(sums_of[shards.owner(shard)]))
+        return largest
+
+
+def _and_none(items: Iterator[B]) -> Iterator[B | None]:
+    """The items, and None behind them."""
+    yield from items
+    yield None
 
 
 @dataclass

@@ -87,8 +87,8 @@ def _print_pairs(rows: list[Result]) -> None:
         wide=True,
     )
     wrapped(
-        f"difference over its standard error, paired over {windows} windows; in brackets up to {quantile(windows):.3g}: "
-        "not apart at 95 %",
+        f"difference over its standard error, paired over {windows} windows; in brackets up to "
+        f"{quantile(windows):.3g}: not apart at 95 %",
         wide=True,
     )
 

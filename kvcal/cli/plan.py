@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,6 +93,8 @@ def _foot(result: Result) -> list[str]:
     lines = ["", f"in chunks: prompts fed {chunk:,} tokens at a time; longest and batch are so too", *_kl_lines(rows)]
     if result["gpu"]["bytes_per_second"] is None:
         lines.append("tokens/s: give --bandwidth, as 1008GB/s")
+    elif slow := [row["scheme"] for row in rows if row["fits"] != "no" and row["tokens_per_second"] is None]:
+        lines.append(f"tokens/s of {', '.join(slow)}: only for cards with a profile (--gpu)")
     if result["gpu"]["no_kernels"] is not None:
         lines.append(f"no fused kernel runs there: {result['gpu']['no_kernels']}")
     if result["assumed"]["memory_of_the_system_counted"] is False:
@@ -118,6 +121,9 @@ def _nothing(result: Result) -> str:
     if not fitting:
         return "none, no scheme fits that was measured: less --context or --batch, or a smaller model"
     least = min(fitting, key=lambda row: float(row["kl_upper"]))
+    upper = float(least["kl_upper"])
+    unit = 10 ** (math.floor(math.log10(upper)) - 1) if upper > 0 else 1.0
     return (
-        f"none; of what fits {least['scheme']} has the lowest KL, up to {significant(least['kl_upper'])}: --budget-kl"
+        f"none; of what fits {least['scheme']} has the lowest KL, up to {significant(upper)}: "
+        f"--budget-kl {math.ceil(upper / unit) * unit:.2g} takes it"
     )

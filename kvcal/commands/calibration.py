@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from ..models import names
 from ..pipeline.options import CalibrationOptions
 from ..pipeline.shared_options import Layerwise, Selection
 from ..report.outputs import check_output
+from ..report.timing import PhaseTimer
 from ..text import token_windows
 from .common import (
     Say,
@@ -88,26 +89,34 @@ def prepare(o: CalibrationOptions, source: names.ModelSource, output: Path | Non
     the output or --spill cannot be.
     """
     options, selection = run_options(o), selection_of(o) if isinstance(o, Selection) else None
-    origin = text_for(o, source, "calibration")
-    check_column(o.column, origin, other_text(o))
-    say(f"text: {origin}")
-    if output is not None:
-        check_output(output)
-    tokenizer = tokenizer_for(o, source, origin, other_text(o))
-    check_selection(source, selection, random_weights=o.random_weights)
-    text = calibration_windows(o, source, tokenizer, origin, say)
-    check_context(source, text.length, say)
-    other = other_windows(o, tokenizer, origin, len(text.train), text.length, say)
-    opened = open_for_fit(
-        o.model,
-        o.revision,
-        dtype=o.dtype,
-        device=o.device,
-        layerwise=is_layerwise(o),
-        random_weights=o.random_weights,
-        seed=o.seed,
-        spread=spread_of(o, layerwise=is_layerwise(o)),
-    )
+    timer = PhaseTimer()
+    with timer("text"):
+        origin = text_for(o, source, "calibration")
+        check_column(o.column, origin, other_text(o))
+        say(f"text: {origin}")
+        if output is not None:
+            check_output(output)
+    with timer("import"):  # takes seconds, and would count as whatever asks first
+        import transformers.modeling_utils  # noqa: F401
+    with timer("text"):
+        tokenizer = tokenizer_for(o, source, origin, other_text(o))
+        check_selection(source, selection, random_weights=o.random_weights)
+        text = calibration_windows(o, source, tokenizer, origin, say)
+        check_context(source, text.length, say)
+        other = other_windows(o, tokenizer, origin, len(text.train), text.length, say)
+    with timer("weights"):
+        opened = open_for_fit(
+            o.model,
+            o.revision,
+            dtype=o.dtype,
+            device=o.device,
+            layerwise=is_layerwise(o),
+            random_weights=o.random_weights,
+            seed=o.seed,
+            spread=spread_of(o, layerwise=is_layerwise(o)),
+        )
+        timer.device = opened.device
+    options = replace(options, timer=timer)
     return Calibration(opened, text, origin, options, o.seed, say, selection, other)
 
 

@@ -72,7 +72,7 @@ def _plug_in(vllm: str) -> str:
         return "not installed where vLLM looks for it: install kvcal by pip"
     if devices.version(vllm) < devices.version(OLDEST_VLLM):
         return f"{__version__}; vLLM {vllm} is too old for it: {OLDEST_VLLM} or later"
-    return f"{__version__}, for vLLM {OLDEST_VLLM} and later; serves on a CPU"
+    return f"{__version__}, for vLLM {OLDEST_VLLM} and later; serves on a CPU and on CUDA GPUs"
 
 
 def version(package: str) -> str | None:

@@ -61,7 +61,7 @@ NUMBERS = {"cuda": (36, 4, 1024), "cpu": (10, 2, 512)}  # windows in all, held-o
 ERROR_WINDOWS = 2  # held-out windows that attention errors and outliers are measured on
 FORECASTS = 5  # schemes in a pass
 STEP = 32  # tokens a forward pass, as of `kvcal eval`
-LEAST_SECONDS_SAID = 5.0
+LEAST_SECONDS_SHOWN = 5.0
 
 
 def calibration_options(o: RecommendOptions, source: ModelSource) -> CalibrationOptions:
@@ -104,7 +104,7 @@ class Run:
     def step(self, number: int, what: str) -> None:
         """Say that one of the five steps begins, and how long those before it took."""
         seconds = time.monotonic() - self.started
-        after = f", after {duration(seconds)}" if seconds >= LEAST_SECONDS_SAID else ""
+        after = f", after {duration(seconds)}" if seconds >= LEAST_SECONDS_SHOWN else ""
         self.say(f"step {number} of 5{after}: {what}")
 
     @property
@@ -306,7 +306,14 @@ def _forecast(run: Run, names: Sequence[str]) -> list[Figures]:
         stored[place] = forecast_kls
     kls: dict[str, float] = {name: kl for saved in stored for name, kl in saved.items()}
     return [
-        Figures(name, scheme.bits_per_value(), kls[name], learned=run.rungs[name].learned, naive=run.rungs[name].naive)
+        Figures(
+            name,
+            scheme.bits_per_value(),
+            kls[name],
+            learned=run.rungs[name].learned,
+            naive=run.rungs[name].naive,
+            kernel=_by_kernel(scheme),
+        )
         for name, scheme in schemes.items()
     ]
 
@@ -377,9 +384,14 @@ def _text_options(calibration: CalibrationOptions, origin: str) -> str:
     return f" --text {shell([origin])}{column}{numbers}{seed}"
 
 
+def _by_kernel(scheme: Scheme) -> bool:
+    """Whether attention of all compressed layers reads packed blocks by a kernel."""
+    pairs = [pair for pair in scheme.layers if pair is not None]
+    return not scheme.chained and all(pair.key.fused() and pair.value.fused() for pair in pairs)
+
+
 def _row(row: Figures, run: Run, model: str, text: str) -> dict[str, Any]:
     rung, scheme = run.rungs[row.name], run.schemes[row.name]
-    pairs = [pair for pair in scheme.layers if pair is not None]
     return {
         "scheme": row.name,
         "bits_per_value": row.bits,
@@ -389,7 +401,7 @@ def _row(row: Figures, run: Run, model: str, text: str) -> dict[str, Any]:
         "kl_se": row.se,
         "learned": row.learned,
         "naive": row.naive,
-        "kernel": not scheme.chained and all(pair.key.fused() and pair.value.fused() for pair in pairs),
+        "kernel": row.kernel,
         "resident_bytes": scheme.resident_bytes(),
         "command": rung.command(shell([model]), text),
     }

@@ -25,7 +25,7 @@ from .hub import one_line
 from .memory import is_oom
 from .names import ModelSource
 from .quiet import quiet
-from .spread import WHOLE, Spread, dispatch, map_for, tensor_parallel, weights_device
+from .spread import WHOLE, Spread, dispatch, map_for, tensor_parallel, tied_together, weights_device
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +146,10 @@ def _from_folder(
 
     where: dict[str, Any] = {} if spread.tp_plan is None else tensor_parallel()
     if spread.device_map is not None:
-        where = {"device_map": spread.device_map}
+        device_map = spread.device_map
+        if not isinstance(device_map, str):
+            device_map = tied_together(structure.empty_model(config, dtype), device_map)
+        where = {"device_map": device_map}
     try:
         with _silent_loading():
             loaded: Any = structure.model_class(config).from_pretrained(

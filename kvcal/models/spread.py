@@ -20,6 +20,7 @@ import torch
 from kvcal_artifacts.errors import UsageError
 
 from ..report.extras import require
+from .structure import head_of, tied
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,9 +82,9 @@ def _parsed(text: str) -> DeviceMap:
 
 
 def map_for(model: CausalLM, device_map: DeviceMap, dtype: torch.dtype) -> dict[str, str | int]:
-    """Devices by names of modules, for a model on the meta device."""
+    """Devices by names of modules, for a model on the meta device; a tied head's is that of `tied_together`."""
     if not isinstance(device_map, str):
-        return dict(device_map)
+        return tied_together(model, device_map)
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
@@ -92,7 +93,23 @@ def map_for(model: CausalLM, device_map: DeviceMap, dtype: torch.dtype) -> dict[
     if device_map != "sequential":
         low = device_map == "balanced_low_0"
         memory = get_balanced_memory(model, dtype=dtype, no_split_module_classes=whole, low_zero=low)
-    devices: dict[str, str | int] = infer_auto_device_map(model, memory, whole, dtype=dtype)
+    return tied_together(model, infer_auto_device_map(model, memory, whole, dtype=dtype))
+
+
+def tied_together(model: CausalLM, device_map: Mapping[str, str | int]) -> dict[str, str | int]:
+    """The same devices by names of modules; a head that is tied to the embedding runs where the embedding is.
+
+    One tensor has one device: accelerate would tie the two again on the head's, where no token ids go. What enters the
+    head is moved by its hook.
+    """
+    devices = dict(device_map)
+    if not tied(model):
+        return devices
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding, head = names[id(model.get_input_embeddings())], names[id(head_of(model))]
+    parts = [part for part in devices if not part or part == embedding or embedding.startswith(f"{part}.")]
+    if parts:
+        devices[head] = devices[max(parts, key=len)]
     return devices
 
 

@@ -16,11 +16,13 @@ class PhaseTimer:
 
     Kernels run after the call that launched them, so a phase begins and ends by waiting for the current CUDA
     stream (only that one: copies that run ahead on other streams stay in flight).
+
+    device: whose stream that is; it may be set later, where phases come before it is known.
     """
 
     def __init__(self, device: torch.device | str = "cpu", clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, float] = {}
-        self._device = device
+        self.device = device
         self._clock = clock
         self._open: list[str] = []
         self._since = 0.0
@@ -38,7 +40,7 @@ class PhaseTimer:
 
     def _charge(self) -> None:
         """Give the time since the last change of phase to the phase that was open."""
-        _wait_for(self._device)
+        _wait_for(self.device)
         now = self._clock()
         if self._open:
             self.seconds[self._open[-1]] += now - self._since

@@ -17,6 +17,7 @@ from ..methods.data_free import PRESETS, DataFree, Preset
 from .limit import Limit
 
 MEASURED = 5  # schemes whose KL is measured at a time, those of the best forecasts
+EVEN = 1.05  # KL over the smallest one that counts as even with it: less than what other text of the same kind changes
 FORECAST_ERROR = 3.0  # measured over forecast KL that is common: 1.57 in the median over 71 rows of guard.md
 
 
@@ -91,7 +92,8 @@ LADDER = (
 @dataclass(frozen=True)
 class Figures:
     """The figures of one scheme of the ladder. bits: stored per value. forecast: KL by `calibrate.forecast`. kl, se: KL
-    measured through the cache and its standard error, None where it was not. All KL is in nats per token.
+    measured through the cache and its standard error, None where it was not. All KL is in nats per token. kernel:
+    whether decode attention reads its packed keys and values by a kernel.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Figures:
     se: float | None = None
     learned: bool = False
     naive: bool = False
+    kernel: bool = False
 
     @property
     def most(self) -> float:
@@ -164,13 +167,15 @@ def _smaller(rows: Sequence[Figures], limit: Limit) -> list[Figures]:
 
 
 def choose(rows: Iterable[Figures], limit: Limit) -> tuple[Figures, Figures | None]:
-    """The chosen scheme and the runner-up, of those that were measured. Raises GateFailed where none is within the
-    limit.
+    """The chosen scheme and the runner-up, of those that were measured. Under a limit of bits the KL decides, and where
+    KLs are even a kernel before none, then fewer bits. Raises GateFailed where none is within the limit.
     """
     measured = [row for row in rows if row.kl is not None]
     if limit.bits is not None:
         within = [row for row in measured if row.bits <= limit.bits]
-        ordered = sorted(within, key=lambda row: (row.kl, row.bits))
+        even = [row for row in within if _even(row, min(within, key=_kl_of))]
+        ordered = sorted(even, key=lambda row: (not row.kernel, row.bits, row.kl))
+        ordered += sorted((row for row in within if row not in even), key=lambda row: (row.kl, row.bits))
     else:
         within = [row for row in measured if row.most <= (limit.kl or 0)]
         ordered = sorted(within, key=lambda row: (row.bits, row.kl))
@@ -196,7 +201,17 @@ def reason(chosen: Figures, second: Figures | None, limit: Limit, measured: int)
     else:
         why = f"fewest bits of the {measured} schemes measured with a KL, plus standard error, of at most {limit.kl:g}"
     tail = "none" if second is None else f"{second.name}, KL {_kl(second)} at {second.bits:.2f} bits"
+    if limit.bits is not None and second is not None and (_even(second, chosen) or _even(chosen, second)):
+        tail += ", which is even" + (" but has no kernel" if chosen.kernel and not second.kernel else "")
     return f"{chosen.name}: {why}; KL {_kl(chosen)} at {chosen.bits:.2f} bits; runner-up: {tail}"
+
+
+def _kl_of(row: Figures) -> float:
+    return math.inf if row.kl is None else row.kl
+
+
+def _even(row: Figures, best: Figures) -> bool:
+    return best.kl is not None and best.kl <= _kl_of(row) <= EVEN * best.kl
 
 
 def _kl(row: Figures) -> str:

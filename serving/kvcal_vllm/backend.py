@@ -1,7 +1,7 @@
 """vLLM's attention backend over pages of packed keys and values: classes that vLLM makes, and nothing that computes.
 
-The backend is registered as CUSTOM and instead of CPU_ATTN, as which vLLM takes it on a CPU. Where nobody asked for
-kvcal it is vLLM's own.
+This is the backend of a CPU, and what it shares with that of GPUs (gpu.backend). It is registered as CUSTOM and instead
+of CPU_ATTN, as which vLLM takes it on a CPU. Where nobody asked for kvcal it is vLLM's own.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionImpl,
     AttentionLayer,
@@ -31,7 +33,7 @@ from kvcal_kernels.layout import BLOCK
 
 from .attention import Step, attend, attend_tails
 from .paging import PagedLayer
-from .plan import Plan, plan
+from .plan import Plan, Rank, plan
 from .settings import HOW, Settings, settings
 from .tails import LayerTails, TailTable
 
@@ -54,13 +56,18 @@ def active(config: VllmConfig) -> Settings | None:
     return asked
 
 
-def plan_of(config: VllmConfig) -> Plan:
-    """The plan of an engine that asked for kvcal, made and logged once for each set of settings and model."""
+def plan_of(config: VllmConfig, gpu: bool = False) -> Plan:
+    """The plan of an engine that asked for kvcal, made and logged once for each set of settings and model. gpu: whether
+    kvcal's kernels serve it, on a CUDA GPU.
+    """
     asked = active(config)
     assert asked is not None
+    check_device(config, gpu)
     _check_engine(config)
-    model = config.model_config
-    served = _plan(asked, str(model.model), model.revision, _Hashed(model.hf_text_config), model.dtype.itemsize)
+    model, size = config.model_config, config.parallel_config.tensor_parallel_size
+    rank = Rank(get_tensor_model_parallel_rank(), size) if size > 1 else Rank()
+    asked_of = asked, str(model.model), model.revision, _Hashed(model.hf_text_config), model.dtype.itemsize
+    served = _plan(*asked_of, gpu, rank)
     if served.tailed and config.kv_transfer_config is not None:
         raise UsageError(
             f"kvcal: {served.name} with a KV connector: unfinished blocks lie outside of pages, which it would not "
@@ -83,28 +90,41 @@ class _Hashed:
 
 
 @cache
-def _plan(asked: Settings, model: str, revision: str | None, config: _Hashed, multiple: int) -> Plan:
-    served = plan(asked, config.config, revision, model, multiple)
+def _plan(
+    asked: Settings, model: str, revision: str | None, config: _Hashed, multiple: int, gpu: bool, rank: Rank
+) -> Plan:
+    served = plan(asked, config.config, revision, model, multiple, gpu, rank)
     logger.info(served.describe())
     return served
 
 
 @cache
-def _report_capacity(served: Plan, pages: int) -> None:
+def report_capacity(served: Plan, pages: int) -> None:
     """Log, once, how many tokens vLLM's pages hold."""
     logger.info(served.capacity(pages))
 
 
+def check_device(config: VllmConfig, gpu: bool) -> None:
+    """Raise UsageError where the engine's device is not the one that this backend serves on."""
+    device, size = config.device_config.device_type, config.parallel_config.tensor_parallel_size
+    if not (current_platform.is_cuda() if gpu else device == "cpu"):
+        name = current_platform.device_name
+        raise UsageError(f"kvcal: device {device} ({name}): this version serves on NVIDIA GPUs and on a CPU")
+    if not gpu and size != 1:
+        raise UsageError(f"kvcal: tensor parallel size {size}: a CPU is served by one process")
+
+
 def _check_engine(config: VllmConfig) -> None:
-    device, parallel = config.device_config.device_type, config.parallel_config
-    if device != "cpu":
-        raise UsageError(f"kvcal: device {device}: this version serves on a CPU, its kernels do not read pages yet")
-    for what, size in (
-        ("tensor", parallel.tensor_parallel_size),
-        ("decode-context", parallel.decode_context_parallel_size),
-    ):
-        if size != 1:
-            raise UsageError(f"kvcal: {what} parallel size {size}: this version serves on one device")
+    parallel = config.parallel_config
+    if parallel.decode_context_parallel_size != 1:
+        raise UsageError(
+            f"kvcal: decode-context parallel size {parallel.decode_context_parallel_size}: heads can be split over "
+            "devices (--tensor-parallel-size), tokens of a request cannot"
+        )
+    if parallel.use_ubatching:
+        raise UsageError(
+            "kvcal: two batches at a time (--enable-dbo): all layers share the kernels' memory; leave it out"
+        )
     if config.cache_config.cache_dtype != "auto":
         raise UsageError(
             f"kvcal: --kv-cache-dtype {config.cache_config.cache_dtype}: the bundle says how: leave it out"
@@ -123,8 +143,8 @@ class KVCalBackend(CPUAttentionBackend):
         config = get_current_vllm_config()
         try:
             cls._served = None if active(config) is None else plan_of(config)
-        except KVCalError as error:  # vLLM ends, with a traceback of each of its processes
-            logger.error("kvcal: %s", str(error).removeprefix("kvcal: "))
+        except KVCalError as error:
+            log_refusal(error)
             raise
         if cls._served is None:
             return CPUAttentionBackend.get_impl_cls()
@@ -145,6 +165,11 @@ class KVCalBackend(CPUAttentionBackend):
         if cls._served is None or spec.state_content_bytes is not None:
             return spec
         return replace(spec, state_content_bytes=cls._served.token_bytes)
+
+
+def log_refusal(error: KVCalError) -> None:
+    """Say in one line why the engine does not start: vLLM ends with a traceback of each of its processes."""
+    logger.error("kvcal: %s", str(error).removeprefix("kvcal: "))
 
 
 def size_each_layer() -> None:
@@ -204,7 +229,12 @@ class KVCalMetadataBuilder(AttentionMetadataBuilder[KVCalMetadata]):
 
 
 class KVCalImpl(AttentionImpl[KVCalMetadata]):
-    """Attention of one layer. Raises UnsupportedModel for what kvcal's pages cannot serve, when the model is built."""
+    """Attention of one layer. Raises UnsupportedModel for what kvcal's pages cannot serve, when the model is built.
+
+    gpu: whether kvcal's kernels serve it (gpu.backend).
+    """
+
+    gpu: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -231,7 +261,7 @@ class KVCalImpl(AttentionImpl[KVCalMetadata]):
         for what, holds in reasons.items():
             if holds:
                 raise UnsupportedModel(f"kvcal: a layer with {what}: kvcal's pages hold plain causal attention only")
-        self.scale, self.plan = float(scale), plan_of(get_current_vllm_config())
+        self.scale, self.plan = float(scale), plan_of(get_current_vllm_config(), self.gpu)
         self.tails: LayerTails | None = None  # of this layer, where its plan needs them
 
     def do_kv_cache_update(
@@ -255,7 +285,7 @@ class KVCalImpl(AttentionImpl[KVCalMetadata]):
         if output_scale is not None or output_block_scale is not None:
             raise UsageError("kvcal: quantised outputs of attention cannot be served")
         if kv_cache.ndim == 4:  # allocated
-            _report_capacity(self.plan, kv_cache.shape[0])
+            report_capacity(self.plan, kv_cache.shape[0])
         if attn_metadata is None:  # vLLM measures memory
             return output
         count = attn_metadata.tokens

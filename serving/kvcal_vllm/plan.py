@@ -4,32 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kvcal_artifacts import hf, load_bundle
 from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint
 from kvcal_artifacts.codecs import ByHead, Codec, Shape
 from kvcal_artifacts.errors import IncompatibleBundle, UnsupportedModel, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
-from kvcal_kernels.layout import BLOCK
+from kvcal_kernels.layout import BLOCK, Form
+from kvcal_kernels.layout.pages import unfit
 
 from . import presets
 from .paging import PagedLayer
 from .settings import Settings
 from .weights import key_probes
 
+MOST_QUERIES = 16  # of a request's step that the decode kernel takes
 EXACT_BITS = 16  # of a number in vLLM's own cache of float16 or bfloat16
 
 
 @dataclass(frozen=True)
 class Plan:
     """What every layer stores. name: the bundle's or preset's. weighed: whether the bundle's key weights were compared
-    with the model's; None for a preset, which fits any model.
+    with the model's; None for a preset, which fits any model. gpu: whether kvcal's kernels serve it.
     """
 
     name: str
     layers: tuple[PagedLayer, ...]
     deterministic: bool = False
     weighed: bool | None = None
+    gpu: bool = False
 
     @property
     def bits(self) -> float:
@@ -55,11 +59,19 @@ class Plan:
             packed = f"blocks of {BLOCK} tokens are packed once they are full, and lie outside of pages until then"
         if self.deterministic:
             mode = "every token attends to packed keys and values" + (" of full blocks" if self.tailed else "")
+        if self.gpu:
+            if not self.deterministic:
+                mode = "tokens of a chunk attend to each other's exact keys and values, one that comes alone is packed"
+            mode += f"; {self._paths()}"
         unchecked = "; the model's key weights were not compared" if self.weighed is False else ""
         return (
             f"kvcal: {self.name}: {self.bits:.2f} bits per value in pages, {EXACT_BITS / self.bits:.2f} x the tokens "
             f"of FP16; {packed}, the bundle's windows do not apply; {mode}{unchecked}"
         )
+
+    def _paths(self) -> str:
+        most = f"up to {MOST_QUERIES} tokens of a request" if self.deterministic else "single tokens"
+        return f"{most} attend by kvcal's kernel, chunks by torch over dequantised pages"
 
     def capacity(self, pages: int) -> str:
         """One line: how many tokens so many pages hold, and how many FP16 would in the same memory."""
@@ -67,28 +79,57 @@ class Plan:
         return f"kvcal: {tokens:,} tokens fit, where {int(tokens * self.bits / EXACT_BITS):,} would at FP16"
 
 
+@dataclass(frozen=True)
+class Rank:
+    """One of `count` processes that the heads of a model are split over."""
+
+    index: int = 0
+    count: int = 1
+
+    def heads(self, total: int) -> slice:
+        """Its kv heads of so many, as vLLM splits them: where there are fewer than processes, several have the same."""
+        each = max(1, total // self.count)
+        first = self.index * total // self.count
+        return slice(first, first + each)
+
+
 def plan(
-    settings: Settings, config: hf.ModelConfig, revision: str | None = None, model: str = "", multiple: int = 1
+    settings: Settings,
+    config: hf.ModelConfig,
+    revision: str | None = None,
+    model: str = "",
+    multiple: int = 1,
+    gpu: bool = False,
+    rank: Rank | None = None,
 ) -> Plan:
     """The plan for a model. config: of its decoder. model: its folder, for its key weights. multiple: see PagedLayer.
+    gpu: for kvcal's kernels. rank: whose heads alone are planned.
 
-    Raises UnsupportedModel, IncompatibleBundle, CorruptBundle, or UsageError for what pages cannot hold.
+    Raises UnsupportedModel, IncompatibleBundle, CorruptBundle, or UsageError for what pages cannot hold, what no kernel
+    reads there, and what cannot be split by heads.
     """
+    target = _For(multiple, gpu, rank or Rank())
     _check_model(config)
     if not settings.source.endswith(SUFFIX) and not Path(settings.source).exists():
         shape = Shape(hf.kv_heads_of(config), hf.head_dim_of(config), BLOCK)
         pair = presets.codecs(settings.source, shape)
-        layer = _paged(f"preset {settings.source}", pair, multiple)
-        return Plan(settings.source, (layer,) * config.num_hidden_layers, settings.deterministic)
+        layer = _paged(f"preset {settings.source}", pair, target)
+        return Plan(settings.source, (layer,) * config.num_hidden_layers, settings.deterministic, gpu=gpu)
     bundle = load_bundle(settings.source)
     weighed = _check_bundle(bundle, config, revision, Path(model))
     _check_scheme(bundle.name, bundle.scheme)
     layers = [
-        _paged(f"{bundle.name}, layer {index}", pair, multiple)
-        for index, pair in enumerate(bundle.scheme.layers)
-        if pair
+        _paged(f"{bundle.name}, layer {index}", pair, target) for index, pair in enumerate(bundle.scheme.layers) if pair
     ]
-    return Plan(bundle.name, tuple(layers), settings.deterministic, weighed)
+    return Plan(bundle.name, tuple(layers), settings.deterministic, weighed, gpu)
+
+
+class _For(NamedTuple):
+    """What a layer is planned for; see `plan`."""
+
+    multiple: int
+    gpu: bool
+    rank: Rank
 
 
 def _check_model(config: hf.ModelConfig) -> None:
@@ -122,14 +163,49 @@ def _check_scheme(name: str, scheme: Scheme) -> None:
         raise UsageError(f"{name} cannot be served: layer {index} is not compressed: {why}")
 
 
-def _paged(where: str, pair: LayerCodecs, multiple: int) -> PagedLayer:
+def _paged(where: str, pair: LayerCodecs, target: _For) -> PagedLayer:
+    codecs = []
     for codec in (pair.key, pair.value):
-        if (reason := _refusal(codec)) is not None:
+        reason = _refusal(codec) or (_refusal_of_kernels(codec) if target.gpu else None)
+        if reason is not None:
             raise UsageError(f"{where}, {codec.role}s, codec {codec.name!r} cannot be served: {reason}")
+        codecs.append(_cut(where, codec, target.rank))
     try:
-        return PagedLayer(pair, multiple)
+        return PagedLayer(LayerCodecs(*codecs), target.multiple)
     except UsageError as error:
         raise UsageError(f"{where} cannot be served: {error}") from error
+
+
+def _cut(where: str, codec: Codec, rank: Rank) -> Codec:
+    """The codec of a process's heads."""
+    if rank.count == 1:
+        return codec
+    heads = codec.shape.heads
+    cut = codec.of_heads(rank.heads(heads)) if heads % rank.count == 0 or rank.count % heads == 0 else None
+    if not isinstance(cut, Codec):
+        reason = cut or f"{heads} kv heads and {rank.count} processes: one must divide the other"
+        raise UsageError(f"{where}, {codec.role}s cannot be served by heads (tensor parallel): {reason}")
+    return cut
+
+
+SERVED_ON_GPUS = "kvcal's kernels read HIGGS and TurboQuant per head, uniform in groups of channels, and transform"
+
+
+def _refusal_of_kernels(codec: Codec) -> str | None:
+    """Why no kernel stores and reads a codec's tokens in pages."""
+    form = codec.fused()
+    reason: str | None = None
+    if isinstance(form, str):
+        reason = form
+    elif (why := unfit(form)) is not None:
+        reason = f"{why}, and no kernel reads the exact tokens of unfinished blocks"
+    elif isinstance(form, Form) and form.in_bytes:
+        reason = "its grid is for products of bytes; leave out -bytes"
+    elif codec.key_factor() is not None:
+        reason = "its keys are divided by factors"
+    elif isinstance(form, Form) and isinstance(rule := codec.rule(), str):
+        reason = rule
+    return None if reason is None else f"on a GPU {SERVED_ON_GPUS}: {reason}"
 
 
 def _refusal(codec: Codec) -> str | None:

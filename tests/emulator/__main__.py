@@ -4,6 +4,8 @@ compiled for a GPU, inline assembly and all, on tensors of the CPU (see ptx.py).
 KVCAL_EMULATE: compute capability to compile for, as 90. With a comma `early`: copies to shared memory land at once; or
 `count`: at the end a line of JSON a kernel, instructions of warps and cycles of shared memory, with those without
 conflicts.
+
+Without ARGUMENTS it runs what lines of standard input ask for, each in a fork (quick_interpreter.serve).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 
 from tests.emulator.ptx import Fault, Machine, Memory
-from tests.emulator.quick_interpreter import run
+from tests.emulator.quick_interpreter import run, serve
 
 MOST_SHARED = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a program may have
 
@@ -137,18 +139,33 @@ class Launcher:
             raise type(error)(f"{kernel.name}: {error}") from None
 
 
-def main() -> None:
+IMPORTED = (
+    "pytest",
+    "tests.kernels.test_higgs",
+    *(f"tests.support.cases.{name}_cases" for name in ("attention", "dequantise", "paged", "quantise", "transform")),
+)
+
+
+def emulate(arguments: list[str]) -> None:
+    """python ARGUMENTS, by the environment's KVCAL_EMULATE."""
     capability, _, more = os.environ["KVCAL_EMULATE"].partition(",")
     if more not in ("", "early", "count"):
         sys.exit(f"KVCAL_EMULATE: {more!r} is neither early nor count")
     own = Emulator(int(capability), early=more == "early")
     own.counts = {} if more == "count" else None
     own.install()
-    run(sys.argv[1:])
+    run(arguments)
     if not own.launched:
         sys.exit("no kernel was launched")
     for name, counts in (own.counts or {}).items():
         print(json.dumps({"kernel": name, **counts}))
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        emulate(sys.argv[1:])
+    else:
+        serve(IMPORTED, lambda: None, emulate)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 that Triton's interpreter does for nothing: each operation builds its types, shapes and tables anew.
 
 Without ARGUMENTS it runs what lines of standard input ask for (tests/support/interpreted.py), each in a fork of a
-process that has imported everything.
+process that has imported everything; so does tests.emulator.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pkgutil
 import runpy
 import sys
 import traceback
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,6 +25,7 @@ from triton.language import core, semantic
 from triton.runtime import interpreter
 
 import kvcal_kernels
+from tests.support.fork_server import exit_code
 
 
 def quicken() -> None:
@@ -345,20 +347,20 @@ IMPORTED = (
 )
 
 
-def serve() -> None:
+def serve(imported: Iterable[str], prepare: Callable[[], None], run: Callable[[list[str]], None]) -> None:
     """A line asks as JSON for arguments, an environment and two files, of standard output and errors; one with the exit
     code answers.
     """
-    for name in IMPORTED:
+    for name in imported:
         importlib.import_module(name)
-    _rewrite_kernels()
+    prepare()
     gc.collect()
     gc.freeze()
     gc.disable()  # of what a program's few seconds leave little is garbage: looking for it takes a tenth of them
     for line in sys.stdin:
         child = os.fork()
         if not child:
-            _run_forked(*json.loads(line))
+            _run_forked(run, *json.loads(line))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
@@ -370,7 +372,9 @@ def _rewrite_kernels() -> None:
                 value.rewrite()
 
 
-def _run_forked(arguments: list[str], environment: dict[str, str], *files: str) -> NoReturn:
+def _run_forked(
+    run: Callable[[list[str]], None], arguments: list[str], environment: dict[str, str], *files: str
+) -> NoReturn:
     code = 1
     try:
         for number, file in enumerate(files, 1):
@@ -380,7 +384,7 @@ def _run_forked(arguments: list[str], environment: dict[str, str], *files: str) 
         run(arguments)
         code = 0
     except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        code = exit_code(ended)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -394,7 +398,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         run(sys.argv[1:])
     else:
-        serve()
+        serve(IMPORTED, _rewrite_kernels, run)
 
 
 if __name__ == "__main__":

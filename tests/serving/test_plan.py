@@ -13,13 +13,13 @@ from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.data_free import preset as kvcal_preset
 from kvcal.methods.mixkvq import MixKVQ
 from kvcal_artifacts.bundle import Bundle, Fingerprint
-from kvcal_artifacts.codecs import Shape
+from kvcal_artifacts.codecs import Shape, Transform
 from kvcal_artifacts.errors import IncompatibleBundle, UnsupportedModel, UsageError
 from kvcal_artifacts.hf import key_probe
 from kvcal_artifacts.hf.sites import attention_sites
-from kvcal_artifacts.scheme import HeavyHitters
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 from kvcal_vllm import presets
-from kvcal_vllm.plan import Plan, plan
+from kvcal_vllm.plan import Plan, Rank, plan
 from kvcal_vllm.settings import Settings, settings
 from kvcal_vllm.weights import key_probes
 from tests.support.architectures import HYBRID, TINY, initialise
@@ -190,3 +190,58 @@ def test_settings(additional: dict[str, object], environment: dict[str, str], ex
 def test_settings_that_mean_nothing(additional: dict[str, object], environment: dict[str, str], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         settings(additional, environment)
+
+
+def on_gpu(model: Any, source: str, rank: Rank | None = None, deterministic: bool = False) -> Plan:
+    return plan(Settings(source, deterministic), model.config, model="no-such-folder", multiple=2, gpu=True, rank=rank)
+
+
+def test_what_kernels_serve_on_a_gpu(model: Any, tmp_path: Path) -> None:
+    for name in ("higgs-2", "turboquant-4-3", "uniform-4"):
+        assert on_gpu(model, name).bits == planned(model, name).bits
+    assert (
+        "one that comes alone is packed; single tokens attend by kvcal's kernel" in on_gpu(model, "higgs-2").describe()
+    )
+    line = on_gpu(model, "higgs-2", deterministic=True).describe()
+    assert (
+        "every token attends to packed keys and values; up to 16 tokens of a request attend by kvcal's kernel" in line
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("kivi-2", "its groups are of tokens.*no kernel reads the exact tokens of unfinished blocks"),
+        ("innerq-base-plain", "its groups are of tokens"),
+        ("higgs-2-bytes", "its grid is for products of bytes"),
+    ],
+)
+def test_what_no_kernel_reads_is_refused_on_a_gpu(name: str, reason: str, model: Any) -> None:
+    with pytest.raises(UsageError, match=f"cannot be served: on a GPU kvcal's kernels read HIGGS and .*: {reason}"):
+        on_gpu(model, name)
+    assert planned(model, name).bits > 2
+
+
+def test_heads_are_split_as_vllm_splits_them(model: Any) -> None:
+    assert [Rank(i, 2).heads(8) for i in range(2)] == [slice(0, 4), slice(4, 8)]
+    assert [Rank(i, 4).heads(2) for i in range(4)] == [slice(0, 1), slice(0, 1), slice(1, 2), slice(1, 2)]
+    whole = on_gpu(model, "higgs-2").layers[0]
+    for index in range(2):
+        part = on_gpu(model, "higgs-2", Rank(index, 2)).layers[0]
+        assert (part.shape.heads, part.token_bytes) == (1, whole.token_bytes)
+        x = torch.randn(1, 2, 32, 64, generator=torch.Generator().manual_seed(1))
+        cut = slice(index, index + 1)
+        assert torch.equal(part.key.pack(x[:, cut]), whole.key.pack(x)[:, cut])  # the bytes of its heads alone
+    with pytest.raises(UsageError, match="2 kv heads and 3 processes: one must divide the other"):
+        on_gpu(model, "higgs-2", Rank(0, 3))
+
+
+def test_a_norm_of_all_heads_is_not_split(model: Any, tmp_path: Path) -> None:
+    shape = Shape(2, 64, 32)
+    pair = LayerCodecs(Transform(shape, "key"), Transform(shape, "value"))
+    scheme = Scheme(Windows(0, 0, 32), "post_rope", (pair,) * model.config.num_hidden_layers)
+    Bundle(Fingerprint.of(model), scheme, {"method": "test"}).write(tmp_path / "t.kvcal.safetensors")
+    source = str(tmp_path / "t.kvcal.safetensors")
+    assert on_gpu(model, source).bits < 3
+    with pytest.raises(UsageError, match=r"by heads \(tensor parallel\): transform has one norm for all heads"):
+        on_gpu(model, source, Rank(0, 2))

@@ -18,8 +18,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed: nox -s tests_vllm")
 
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
-from kvcal_vllm import testing
+from kvcal_vllm import backend, plugin, testing
 from tests.support import served
+from tests.support.cases.served_cases import References
 from tests.support.pages import FENCE
 
 pytestmark = pytest.mark.vllm
@@ -102,6 +103,38 @@ def test_default_answers_are_those_of_kvcals_cache(
     scheme = served.preset_scheme(tiny, "higgs-2", "higgs-2", block=1)
     expected = [served.cache_reference(tiny, scheme, ids, COUNT) for ids in prompts]
     assert testing.answers(llm, prompts, COUNT) == expected
+
+
+@pytest.fixture
+def gpu_backend() -> Iterator[References]:
+    """The backend of GPUs in an engine on a CPU, with references for kernels: all but what they compute."""
+    from vllm.v1.attention import selector
+
+    references = References()
+    with pytest.MonkeyPatch.context() as patch:
+        references.replace_kernels(patch)
+        patch.setattr(backend, "check_device", lambda config, gpu: None)
+        patch.setattr(plugin, "ON_CPU", plugin.ON_GPU)
+        plugin.register()
+        selector._cached_get_attn_backend.cache_clear()
+        yield references
+        testing.stop()
+    plugin.register()
+    selector._cached_get_attn_backend.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["uniform-4", "transform", "mixed"])
+def test_the_backend_of_gpus_answers_as_transformers_does(
+    name: str, tiny: Path, sources: dict[str, str], prompts: list[list[int]], gpu_backend: References
+) -> None:
+    """In chunks beside other requests and behind a prefix hit."""
+    llm = served.engine(tiny, sources[name], max_num_batched_tokens=CHUNK)
+    expected = [served.packed_reference(tiny, scheme_of(tiny, name), ids, COUNT) for ids in prompts]
+    assert testing.answers(llm, prompts, COUNT) == expected
+    again = testing.outputs(llm, prompts[:1], COUNT)[0]
+    assert again.num_cached_tokens >= 128
+    assert list(again.outputs[0].token_ids) == expected[0]
+    assert set(gpu_backend.launches) == {"store", "attend"}
 
 
 class OnTiny(testing.Conformance):

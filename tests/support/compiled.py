@@ -63,9 +63,12 @@ def resources(made: Any, folder: Path) -> tuple[int, int]:
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)(.*)")
 
 
+LISTING = "nvdisasm", "-c", "-ndf"  # without its analysis of data flow, which takes a third and prints nothing here
+
+
 def whole(made: Any, folder: Path) -> int:
     """Instructions of the whole program, each once, without NOPs, which fill its end."""
-    found = [INSTRUCTION.match(line) for line in _tool(made, folder, "nvdisasm", "-c").splitlines()]
+    found = [INSTRUCTION.match(line) for line in _tool(made, folder, *LISTING).splitlines()]
     return sum(one is not None and one[1] != "NOP" for one in found)
 
 
@@ -76,7 +79,7 @@ def loops(made: Any, folder: Path) -> list[Counter[str]]:
     labels: dict[str, int] = {}
     names: list[str] = []
     found: list[tuple[int, int]] = []
-    for line in _tool(made, folder, "nvdisasm", "-c").splitlines():
+    for line in _tool(made, folder, *LISTING).splitlines():
         if label := re.match(r"(\.L_\w+):", line.strip()):
             labels[label[1]] = len(names)
         elif one := INSTRUCTION.match(line):
@@ -87,10 +90,10 @@ def loops(made: Any, folder: Path) -> list[Counter[str]]:
     return [Counter(names[start:stop]) for start, stop in sorted(found) if stop - start > 1]
 
 
-def _tool(made: Any, folder: Path, name: str, option: str) -> str:
+def _tool(made: Any, folder: Path, name: str, *options: str) -> str:
     import triton
 
     binary = folder / "kernel.cubin"
     binary.write_bytes(made.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run([tool, option, binary], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([tool, *options, binary], capture_output=True, text=True, check=True).stdout

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import json
 import os
 import pkgutil
@@ -18,14 +19,16 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
+
+import typer
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTED = (
     "transformers.models.llama.modeling_llama", "transformers.tokenization_utils_tokenizers",
     "transformers.cache_utils", "matplotlib.figure", "matplotlib.backends.backend_agg", "huggingface_hub.hf_api",
-    "huggingface_hub.file_download",
+    "huggingface_hub.file_download", "rich.console",
 )  # fmt: skip
 CLIENT = """\
 #!{python} -SE
@@ -60,12 +63,19 @@ def forking(folder: Path, environment: Mapping[str, str], programs: Collection[s
 
 
 def serve(place: str) -> None:
+    gc.disable()  # imports leave no garbage, and looking for it takes a tenth of their time
     from kvcal import commands
     from kvcal.cli import main
+    from kvcal.cli.app import app
 
     for module in (*IMPORTED, *(f"kvcal.commands.{each.name}" for each in pkgutil.iter_modules(commands.__path__))):
         importlib.import_module(module)
+    command = typer.main.get_command(app)  # each child would make it anew
+    typer.main.get_command = lambda app: command
+    with suppress(SystemExit), redirect_stdout(io.StringIO()):
+        command.main(["models", "--json"])  # typer imports more for the first command
     gc.freeze()  # what is imported: no child walks it, or copies its pages
+    gc.enable()
 
     server = socket.socket(socket.AF_UNIX)
     server.bind(place)

@@ -24,23 +24,18 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 def interpreted(*arguments: str) -> list[str]:
     """What `python ARGUMENTS` prints, line by line. With KVCAL_EMULATE=90 in the environment kernels run as compiled."""
     if "KVCAL_EMULATE" in os.environ:
-        return _printed("tests.emulator", arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        out, errors = (Path(folder, name) for name in ("out", "errors"))
-        out.touch()
-        errors.touch()
-        code = _ask([arguments, _environment(**INTERPRET), str(out), str(errors)])
-        assert code == 0, errors.read_text()
-        return out.read_text().splitlines()
+        return _printed(EMULATOR, arguments)
+    return _printed(INTERPRETER, arguments, **INTERPRET)
 
 
+INTERPRETER, EMULATOR = "tests.emulator.quick_interpreter", "tests.emulator"
 INTERPRET = {"TRITON_INTERPRET": "1"}
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # a fork waits without end for a pool of threads that its parent had
 
 
-def _ask(request: list[Any]) -> int:
-    """The exit code of a program in a fork of the server."""
-    server = _server()
+def _ask(module: str, request: list[Any]) -> int:
+    """The exit code of a program in a fork of the module's server."""
+    server = _server(module)
     assert server.stdin is not None and server.stdout is not None
     try:
         server.stdin.write(json.dumps(request) + "\n")
@@ -54,11 +49,12 @@ def _ask(request: list[Any]) -> int:
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
+def _server(module: str) -> subprocess.Popen[str]:
     """One for all tests of this process: what each program would import takes it 4 s."""
+    own = INTERPRET if module == INTERPRETER else {}
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.emulator.quick_interpreter"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, env=_environment(**INTERPRET, **ONE_THREAD), start_new_session=True,
+        [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, env=_environment(**own, **ONE_THREAD), start_new_session=True,
     )  # fmt: skip
     atexit.register(server.communicate)  # which ends it
     return server
@@ -68,19 +64,18 @@ def emulated(*arguments: str, capability: int = 90, more: str = "") -> list[str]
     """As `interpreted`, of kernels compiled for a GPU of this compute capability. more: "early" or "count"
     (tests/emulator).
     """
-    return _printed("tests.emulator", arguments, KVCAL_EMULATE=f"{capability},{more}")
+    return _printed(EMULATOR, arguments, KVCAL_EMULATE=f"{capability},{more}")
 
 
 def _printed(module: str, arguments: tuple[str, ...], **more: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        capture_output=True,
-        text=True,
-        env=_environment(**more),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    """The lines that a program prints, in a fork of the module's server."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, errors = (Path(folder, name) for name in ("out", "errors"))
+        out.touch()
+        errors.touch()
+        code = _ask(module, [arguments, _environment(**more), str(out), str(errors)])
+        assert code == 0, errors.read_text()
+        return out.read_text().splitlines()
 
 
 def _environment(**more: str) -> dict[str, str]:

@@ -146,6 +146,28 @@ def killed_at(pattern: str, *arguments: object, folder: Path, number: int = 1) -
         assert code == -signal.SIGKILL, said.read().decode()
 
 
+def killed_when(condition: Callable[[], bool], *arguments: object, folder: Path) -> None:
+    """A command in a process of its own, ended by SIGKILL as soon as the condition holds: a fork as of `killed_at`."""
+    if torch.cuda.is_available():
+        process = started(*arguments, folder=folder)
+        wait_until(condition, process)
+        process.kill()
+        assert finished(process).code == -signal.SIGKILL
+        return
+    with tempfile.TemporaryFile() as said:
+        child = os.fork()
+        if not child:
+            _run_until("", -1, [str(a) for a in arguments], str(folder), said.fileno())
+        end, ended = time.monotonic() + 100, 0
+        while not ended and time.monotonic() < end and not condition():
+            ended = os.waitpid(child, os.WNOHANG)[0]
+            time.sleep(0.002)
+        said.seek(0)
+        assert not ended, said.read().decode()
+        os.kill(child, signal.SIGKILL)
+        assert _ended(child) == -signal.SIGKILL and time.monotonic() < end
+
+
 def _ended(child: int) -> int:
     try:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

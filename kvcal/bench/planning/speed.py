@@ -46,9 +46,12 @@ class Step:
 
 
 def seconds(step: Step, card: Card) -> float | None:
-    """None where the card's bandwidth is not known. Where blocks are decoded, Python launches the step kernel by
-    kernel, which takes its own time.
+    """None where the card's bandwidth is not known, nor what else bounds the step: its rate of instructions where
+    blocks are decoded, and that of products where predictors are. Where blocks are decoded, Python launches the step
+    kernel by kernel, which takes its own time.
     """
+    if (step.decoded and card.issue_rate is None) or (step.predicted and card.flops is None):
+        return None
     device = device_seconds(step, card)
     return max(device, step.layers * EAGER) if device is not None and step.decoded else device
 

@@ -25,6 +25,7 @@ LENGTH_DEPENDENT = [  # RoPE frequencies that change with the sequence's length
     name for name in ALL if (tiny(name).config.rope_parameters or {}).get("rope_type") in ("dynamic", "longrope")
 ]
 CHANGE = 64  # positions at which their frequencies change
+STEPS = 18  # behind prompts of 48 tokens: two blocks are packed on the way, and frequencies change
 
 
 def generate(model: Any, cache: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> list[Tensor]:
@@ -42,27 +43,29 @@ def generate(model: Any, cache: Any, ids: Tensor, mask: Tensor | None = None, **
 
 
 def greedy(model: Any, cache: Any, prompt: int) -> list[Tensor]:
-    return generate(model, cache, token_ids(1, prompt), max_new_tokens=24)
+    return generate(model, cache, token_ids(1, prompt), max_new_tokens=STEPS)
 
 
 def padded(model: Any, cache: Any, prompt: int) -> list[Tensor]:
     mask = left_mask([prompt, prompt - 15, 9, 2])
-    return generate(model, cache, token_ids(*mask.shape, seed=1) * mask, mask, max_new_tokens=24)
+    return generate(model, cache, token_ids(*mask.shape, seed=1) * mask, mask, max_new_tokens=STEPS)
 
 
 def beams(model: Any, cache: Any, prompt: int) -> list[Tensor]:
     mask = left_mask([prompt, prompt - 9])
-    return generate(model, cache, token_ids(*mask.shape, seed=2) * mask, mask, num_beams=3, max_new_tokens=20)
+    return generate(model, cache, token_ids(*mask.shape, seed=2) * mask, mask, num_beams=3, max_new_tokens=STEPS)
 
 
 def lookup(model: Any, cache: Any, prompt: int) -> list[Tensor]:
     """The prompt says everything twice: there is always something to look up."""
     ids = token_ids(1, prompt // 2, seed=3).repeat(1, 2)
-    return generate(model, cache, ids, prompt_lookup_num_tokens=5, max_new_tokens=20)
+    return generate(model, cache, ids, prompt_lookup_num_tokens=5, max_new_tokens=STEPS)
 
 
 def assisted(model: Any, cache: Any, prompt: int) -> list[Tensor]:
-    return generate(model, cache, token_ids(1, prompt, seed=5), assistant_model=assistant_of(model), max_new_tokens=20)
+    return generate(
+        model, cache, token_ids(1, prompt, seed=5), assistant_model=assistant_of(model), max_new_tokens=STEPS
+    )
 
 
 @cache

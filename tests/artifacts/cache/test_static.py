@@ -105,11 +105,11 @@ def addresses(cache: KVCalCache) -> list[int]:
 def test_steps_give_what_a_growing_cache_gives(name: str, calls: list[int]) -> None:
     """Prompt, two flushes of single tokens, 16 and 17 at a time; nothing moves."""
     caches = both(name, 2)
-    cuts = [80, *range(81, 140), 155, 172]
-    close(steps((caches[0], caches[1]), token_ids(2, 80, seed=1), []))
+    cuts = [96, *range(97, 135), 150, 167]
+    close(steps((caches[0], caches[1]), token_ids(2, 96, seed=1), []))
     where = addresses(caches[0])
     sizes = [caches[0].nbytes(part) for part in ("packed", "window")]
-    close(steps(caches, token_ids(2, 176, seed=1)[:, 80:], [cut - 80 for cut in cuts[1:]]))
+    close(steps(caches, token_ids(2, 171, seed=1)[:, 96:], [cut - 96 for cut in cuts[1:]]))
     assert addresses(caches[0]) == where
     assert [caches[0].nbytes(part) for part in ("packed", "window")] == sizes
     for row in (0, 1):
@@ -117,7 +117,7 @@ def test_steps_give_what_a_growing_cache_gives(name: str, calls: list[int]) -> N
     assert caches[0].ledger.blocks.tolist() == caches[1].ledger.blocks.tolist() == [4, 4]
     path = caches[0].describe()["layers"][1]["path"]
     assert path.endswith("(kernels='torch'); steps appended by torch: kernels='torch'")
-    assert calls == [q for q in [*[1] * 59, 16, 4] for _ in range(4)]
+    assert calls == [q for q in [*[1] * 38, 16, 4] for _ in range(4)]
 
 
 @FEW_QUICK
@@ -165,12 +165,12 @@ def test_crop_select_copy_and_reset(name: str) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 5}], ids=["greedy", "beams", "lookup"]
 )
-@pytest.mark.parametrize("prompt", [90, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("prompt", [96, pytest.param(3, marks=pytest.mark.slow)])
 @FEW
 def test_generate(name: str, prompt: int, options: dict[str, Any], calls: list[int]) -> None:
     """Its masks have four dimensions for such caches."""
-    ids = token_ids(1, 30, seed=4).repeat(1, 3)[:, :prompt]
-    found = [generated(own, ids, max_new_tokens=50, **options) for own in both(name, 2)]
+    ids = token_ids(1, 30, seed=4).repeat(1, 4)[:, :prompt]
+    found = [generated(own, ids, max_new_tokens=38, **options) for own in both(name, 2)]
     assert found[0] == found[1] and calls
 
 
@@ -195,21 +195,21 @@ def test_compiled_steps_are_one_graph(name: str) -> None:
     own, plain = both(name, 2)
     for cache in (own, plain):
         with torch.no_grad():
-            cache.model(ids[:, :80], past_key_values=cache)
+            cache.model(ids[:, :96], past_key_values=cache)
     torch._dynamo.reset()
     step = torch.compile(own.model, fullgraph=True, backend="aot_eager")
     apart = []
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
-        for i in range(80, 150):
+        for i in range(96, 136):
             given = {"position_ids": torch.tensor([[i]]), "attention_mask": torch.ones(1, 1, 1, 256, dtype=torch.bool)}
             found = step(ids[:, i : i + 1], past_key_values=own, **given).logits
             wanted = plain.model(ids[:, i : i + 1], past_key_values=plain).logits
             apart.append((found - wanted).norm() / wanted.norm())
     close(apart)
     own.settle()
-    assert own.ledger.columns == 150 and own.ledger.blocks.tolist() == plain.ledger.blocks.tolist() == [3]
+    assert own.ledger.columns == 136 and own.ledger.blocks.tolist() == plain.ledger.blocks.tolist() == [3]
     assert same(first_layer(own, 0), first_layer(plain, 0))
-    close(steps((own, plain), ids[:, 150:], [2, 19]))
+    close(steps((own, plain), ids[:, 136:166], [2, 19]))
 
 
 @FEW
@@ -874,10 +874,10 @@ import torch
 from tests.artifacts.cache import test_static as t
 from tests.support.architectures import build
 served = build("Llama", head_dim=64, num_hidden_layers=1).half()
-mask = torch.cat([t.left_mask([75, 3]), torch.ones(2, 30, dtype=torch.long)], 1)
+mask = torch.cat([t.left_mask([88, 3]), torch.ones(2, 17, dtype=torch.long)], 1)
 for name in ("innerq-prefill", "higgs-2", t.KIVI, "squat", "vectors"):
     caches = [t.fixed(name, served, kernels=kernels) for kernels in ("triton", "torch")]
-    print(max(float(x) for x in t.steps(caches, t.token_ids(2, 105), [75, 88, 104], mask)))
+    print(max(float(x) for x in t.steps(caches, t.token_ids(2, 105), [88, 104], mask)))
     print([t.same(*(t.first_layer(cache, row) for cache in caches)) for row in (0, 1)])
     print([cache.ledger.blocks.tolist() for cache in caches])
     print(caches[0].describe()["layers"][0]["path"])

@@ -51,7 +51,7 @@ from tests.artifacts.paths import test_fused as t
 from tests.artifacts.paths.test_transform import PAIR
 from kvcal_artifacts.paths.preflight import packing_trials
 t.PAIRS["transform"] = PAIR
-own = t.model().half()
+own = t.build("Llama", head_dim=64, num_hidden_layers=1).half()
 caches = t.both("transform", own, "triton")
 print(max(float(x) for x in t.steps(caches, t.token_ids(2, 74), [72, 73])))
 print(caches[0].describe()["layers"][0]["path"], all(codec.encodes_by_kernel for codec in caches[0].layers[0].pair))

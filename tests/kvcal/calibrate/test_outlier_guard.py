@@ -18,7 +18,17 @@ from kvcal.calibrate import forecast
 from kvcal.calibrate.driver import fit, fit_together
 from kvcal.calibrate.forecast import channel_ratio, forecasts, least_tokens, prompt_of
 from kvcal.calibrate.job import FitJob
-from kvcal.calibrate.outlier_guard import GRADES, Advice, _balanced, _factors, advice, grade, warnings, window_of
+from kvcal.calibrate.outlier_guard import (
+    ALTERNATIVES,
+    GRADES,
+    Advice,
+    _balanced,
+    _factors,
+    advice,
+    grade,
+    warnings,
+    window_of,
+)
 from kvcal.capture.scan import WholeModel
 from kvcal.commands.workbench import cache_makers
 from kvcal.evaluate.canary import decoded
@@ -76,6 +86,13 @@ def twin(tiny: Any) -> Any:
     return outlier_twin(tiny.model)
 
 
+@pytest.fixture
+def few_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first alone, on one window: to try all takes most of the time of a test that is about something else."""
+    monkeypatch.setattr("kvcal.calibrate.outlier_guard.ALTERNATIVES", ALTERNATIVES[:1])
+    monkeypatch.setattr("kvcal.calibrate.outlier_guard.WINDOWS", 1)
+
+
 def test_the_twin_computes_the_same(tiny: Any, twin: Any, windows: torch.Tensor) -> None:
     with torch.no_grad():
         torch.testing.assert_close(twin(windows[:1]).logits, tiny.model(windows[:1]).logits, atol=2e-3, rtol=0)
@@ -103,6 +120,8 @@ def test_channels_are_named_only_where_they_are_the_cause(
     treating channels apart is no help.
     """
     monkeypatch.setattr("kvcal.calibrate.outlier_guard.GRADES", ((0.01, "is worth a word"),))
+    apart = tuple(one for one in ALTERNATIVES if one.keys.endswith("-channel") and not one.values)
+    monkeypatch.setattr("kvcal.calibrate.outlier_guard.ALTERNATIVES", apart)  # no other has a say in this
     given = {
         "keys": (Preset("higgs-2", "uniform-8"), twin), "values": (Preset("uniform-8", "uniform-1"), twin),
         "by channel": (Preset("uniform-1-channel", "uniform-8"), twin),
@@ -124,6 +143,7 @@ ADVISED = {
 
 
 @pytest.mark.parametrize("name", ADVISED)
+@pytest.mark.usefixtures("few_alternatives")
 def test_the_command_in_the_advice_makes_that_bundle(
     tiny: Any, windows: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -180,6 +200,7 @@ def test_forecasts_are_in_the_order_of_kl(tiny: Any, twin: Any, windows: torch.T
     assert float(torch.corrcoef(torch.stack(ranks))[0, 1]) > 0.85
 
 
+@pytest.mark.usefixtures("few_alternatives")
 def test_balanced_factors_are_named_only_where_they_are_better(
     twin: Any, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +221,7 @@ def test_balanced_factors_are_named_only_where_they_are_better(
     assert advised(scheme).startswith("no codec tried is clearly better")
 
 
+@pytest.mark.usefixtures("few_alternatives")
 def test_schemes_together_are_told_what_each_is_told_alone(twin: Any, windows: torch.Tensor) -> None:
     """And the layers of the model are loaded three times, however many schemes are warned of."""
     schemes = {name: preset(name).scheme(twin) for name in ("higgs-2", "uniform-8", "uniform-2")}
@@ -259,6 +281,7 @@ class Packing(DynamicCache):
 
 @pytest.mark.parametrize("name", ["exact", "kivi-2", "innerq-small-plain", "higgs-2", "uniform-2", "turboquant-3"])
 def test_a_forecast_is_the_kl_of_a_forward_with_packed_tokens(tiny: Any, windows: torch.Tensor, name: str) -> None:
+    windows = windows[:, :320]
     model, prompt, scheme = tiny.model, prompt_of(windows.shape[1]), preset(name).scheme(tiny.model)
     found = forecasts(model, windows, {"": scheme})[""]
     blocks = (prompt - scheme.windows.sink - scheme.windows.recent) // 32
@@ -281,9 +304,10 @@ def test_what_the_first_layer_packs_is_what_a_cache_packs(
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     own = forecast._Run._pack
 
-    def pack(run: Any, layer: Any, called: Any) -> None:
-        own(run, layer, called)
+    def pack(run: Any, layer: Any, called: Any) -> Any:
+        decoded = own(run, layer, called)
         seen.append((run._below["k1"], run._below["v1"]))
+        return decoded
 
     monkeypatch.setattr(forecast._Run, "_pack", pack)
     forecasts(model, ids, {"": scheme})
@@ -329,6 +353,7 @@ def test_short_windows_are_joined(tiny: Any, windows: torch.Tensor) -> None:
     assert torch.equal(window_of(random, [scheme]), torch.arange(512)[None])
 
 
+@pytest.mark.usefixtures("few_alternatives")
 def test_no_scheme_is_passed_over_in_silence(twin: Any, windows: torch.Tensor) -> None:
     """A text or a context too short for one is said of it alone."""
     schemes = {
@@ -348,6 +373,7 @@ def test_no_scheme_is_passed_over_in_silence(twin: Any, windows: torch.Tensor) -
     assert both[1:] == warnings(twin, windows[:1], {"one": schemes["one"]})
 
 
+@pytest.mark.usefixtures("few_alternatives")
 def test_a_fit_on_short_windows_says_so_too(tiny: Any, twin: Any, tmp_path: Path) -> None:
     """Windows of which a cache packs nothing, as none is older than `recent`: they are joined, or it is said."""
     lines: dict[int, list[str]] = {}
@@ -405,6 +431,7 @@ def test_ratio_by_hand() -> None:
     assert channel_ratio(torch.tensor([[[[1.0, 2.0, 30.0]]]])) == pytest.approx(15)
 
 
+@pytest.mark.usefixtures("few_alternatives")
 def test_a_fit_says_so_too(tiny: Any, twin: Any, tmp_path: Path) -> None:
     text = token_windows.token_windows(tiny.tokenizer, "embedded:calibration", windows=6, holdout=2, length=256)
     said: dict[str, list[str]] = {}
@@ -421,6 +448,7 @@ def test_a_fit_says_so_too(tiny: Any, twin: Any, tmp_path: Path) -> None:
     assert line.startswith("warning: twin ") and " here: KL about " in line and "higgs-2-balanced keys" in line
 
 
+@pytest.mark.usefixtures("few_alternatives")
 def test_nothing_is_served_unwarned(tmp_path: Path) -> None:
     """What writes or runs a scheme that no calibration has looked at says so; what holds, and --no-check, are silent."""
     twin, bundle = tmp_path / "twin", tmp_path / f"x{SUFFIX}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import torch
 
 from kvcal.calibrate.driver import fit_together
 from kvcal.calibrate.job import FitJob, FitOptions
-from kvcal.capture.ranks import ALONE, Ranks, ShareDoneError, joined
+from kvcal.capture import shards as sharding
+from kvcal.capture.ranks import ALONE, Ranks, ShareDoneError, _packed, _Unpickler, joined
 from kvcal.capture.scan import Capture, WholeModel
 from kvcal.capture.shards import SHARDS, Gathered, Shards, ShardSums, tree_sum
 from kvcal.capture.spread import spread
@@ -217,17 +220,84 @@ def test_every_window_has_one_rank_and_batches_stay_whole() -> None:
                     assert max(loads) - min(loads) <= 1
 
 
+@dataclass
+class Batch:
+    rows: slice
+
+
 def test_shards_come_in_their_order() -> None:
     shards, gathered = Shards(99, 2), ShardSums(Gathered)
-
-    class Batch:
-        def __init__(self, rows: slice) -> None:
-            self.rows = rows
-
     batches = (Batch(rows) for rows in shards.chunks(slice(3, 90)))
     for batch in gathered.over(batches, shards, slice(3, 90), lambda phase: _nothing()):
         gathered.part.tensors.append(torch.arange(batch.rows.start, batch.rows.stop))
     assert torch.cat(gathered.total.tensors).tolist() == list(range(3, 90))
+
+
+SIZES_AT_ONCE = {1: 6, 200: 4, 1 << 20: 2}  # bytes that a rank sends at once: how often three ranks meet, in 6 turns
+
+
+@dataclass
+class Uneven:
+    """Sums of every kind: tensors of several dtypes and sizes, none at all, and numbers."""
+
+    rows: list[int] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    total: torch.Tensor = field(default_factory=lambda: torch.zeros(5))
+
+    def add(self, rows: slice) -> None:
+        self.rows += range(rows.start, rows.stop)
+        self.tensors += [torch.full((rows.start % 3, 2), rows.start, dtype=torch.float64), torch.tensor(rows.start > 9)]
+        self.total = self.total + torch.arange(5) * 0.1 * rows.stop
+
+    def merge(self, other: Uneven) -> None:
+        self.rows += other.rows
+        self.tensors += other.tensors
+        self.total = self.total + other.total
+
+
+def passes(ranks: Ranks) -> list[Uneven]:
+    """Sums of a pass over some of the windows for each of SIZES_AT_ONCE, and how often ranks met, as sums of one."""
+    found, meetings = [], 0
+
+    class Counted(Ranks):
+        def meet(self) -> None:
+            nonlocal meetings
+            meetings += 1
+            super().meet()
+
+    shards = Shards(99, 2, Counted(**vars(ranks)))
+    for at_once in SIZES_AT_ONCE:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sharding, "SENT_AT_ONCE", at_once)
+            sums = ShardSums(Uneven)
+            for batch in sums.over(
+                map(Batch, shards.chunks(slice(3, 70))), shards, slice(3, 70), lambda phase: _nothing()
+            ):
+                sums.part.add(batch.rows)
+            found += [sums.total, Uneven(rows=[meetings])]
+            meetings = 0
+    return found
+
+
+def exchanged(folder: Path) -> int:
+    with joined("cpu") as ranks:
+        torch.save(passes(ranks), folder / f"{ranks.rank}.pt")
+    return 0
+
+
+def test_sums_of_many_shards_are_exchanged_at_once(tmp_path: Path) -> None:
+    """In the order of the shards, whatever a shard has, and where the last ranks have fewer."""
+    ends = in_ranks(3, lambda: exchanged(tmp_path), tmp_path)
+    assert [code for code, _ in ends] == [0] * 3, ends
+    right = passes(ALONE)
+    for rank in range(3):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        assert [one.rows for one in found[1::2]] == [[count] for count in SIZES_AT_ONCE.values()]
+        for one, other in zip(found[::2], right[::2], strict=True):
+            assert one.rows == other.rows == list(range(3, 70))
+            assert all(torch.equal(*pair) for pair in zip(one.tensors, other.tensors, strict=True))
+            assert [x.dtype for x in one.tensors] == [x.dtype for x in other.tensors]
+            assert torch.equal(one.total, other.total)
 
 
 def _nothing() -> Any:
@@ -243,6 +313,10 @@ def test_more_processes_than_batches_are_refused(model: Any) -> None:
         Capture(model, ids, device="cpu", batch=2, ranks=Ranks(0, 5))
     with pytest.raises(UsageError, match=line):
         evaluate(model, ids, {}, batch=2, ranks=Ranks(0, 5))
+    with pytest.raises(
+        UsageError, match="32 ranks: windows lie in 24 shards, one rank each at most; start 24 ranks or"
+    ):
+        Capture(model, ids[:1].expand(30, -1), device="cpu", batch=1, ranks=Ranks(0, 32))
 
 
 @pytest.mark.parametrize("words", [("plan", "--model", "tiny"), ("names",)])
@@ -256,6 +330,15 @@ def test_a_command_that_is_not_spread_is_refused_in_one_line(
     assert (done.code, done.complaint) == (2, line)
     monkeypatch.setenv("RANK", "1")
     assert (kvcal(*words).code, kvcal(*words).err) == (2, "")
+
+
+def test_what_shares_a_tensor_shares_it_where_it_is_sent() -> None:
+    """Or grids of all layers take their bytes once for each layer, on ranks that did not fit them."""
+    grid, other = torch.arange(4.0), torch.arange(4.0)
+    data, tensors = _packed({"k": grid, "v": grid.view(4), "some": grid[:2], "other": other})
+    assert [x.tolist() for x in tensors] == [[0, 1, 2, 3], [0, 1], [0, 1, 2, 3]]
+    received = _Unpickler(io.BytesIO(data), [x.clone() for x in tensors]).load()
+    assert received["k"] is received["v"] and received["other"] is not received["k"]
 
 
 SECONDS = 3  # that ranks wait

@@ -16,9 +16,11 @@ from kvcal.capture.ranks import ALONE, Ranks, ShareDoneError, joined
 from kvcal.capture.scan import WholeModel
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods import AquaKV, Squat
+from kvcal.models.configuration import load_config
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.models.spread import Spread
+from kvcal.models.spread import Spread, tied_together
+from kvcal.models.structure import empty_model
 from kvcal.text import token_windows
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.errors import UsageError
@@ -162,8 +164,12 @@ def test_layers_on_a_disk_give_the_same_bytes(base: Path, tmp_path: Path, kind: 
     options = [*SMALL, "--text", base / "words.txt", "--model", base / "m"]
     options += ["--random-weights"] if kind == "random weights" else []
     for name, more in (("whole", []), ("spread", ["--device-map", json.dumps(OFFLOADED)])):
-        done = kvcal("fit-predictors", *options, *more, "--output", tmp_path / f"{name}{SUFFIX}")
+        done = kvcal("fit-predictors", *options, *more, "--json", "--output", tmp_path / f"{name}{SUFFIX}")
         assert done.code == 0, done.err
+        assert ("no KL is forecast, as it would say nothing" in done.err) == (kind == "random weights")
+        assert {"import", "text", "weights", "forward", "method", "keep", "guard", "write"} <= done.json[
+            "phases"
+        ].keys()
     assert (tmp_path / f"whole{SUFFIX}").read_bytes() == (tmp_path / f"spread{SUFFIX}").read_bytes()
 
 
@@ -171,6 +177,41 @@ def test_a_disk_and_a_cache(base: Path) -> None:
     model = loaded(base, Spread(device_map=OFFLOADED))
     assert any(parameter.is_meta for parameter in model.parameters())
     assert kls(model, base) == kls(loaded(base, Spread()), base)
+
+
+@pytest.mark.parametrize("away", ["meta", "disk"])
+@pytest.mark.parametrize("kind", ["folder", "random weights"])
+def test_a_tied_head_runs_where_the_embedding_is(base: Path, tmp_path: Path, kind: str, away: str) -> None:
+    """As on two GPUs: the head's device in the map is another one. meta stands for it."""
+    folder = write_model(tmp_path / "tied", 1, tie_word_embeddings=True)
+    source, devices = resolve(str(folder)), {"model.embed_tokens": away}
+    devices |= dict.fromkeys(("model.layers.0", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "random_weights": kind == "random weights"}
+    model: Any = load_model(source, spread=Spread(device_map=devices), **options).model
+    assert model.hf_device_map["lm_head"] == away
+    assert {one.device.type for one in (model.get_input_embeddings().weight, model.lm_head.weight)} == {"meta"}
+    if away == "disk":
+        with torch.no_grad():
+            whole: Any = load_model(source, **options).model
+            assert torch.equal(model(IDS[:1]).logits, whole(IDS[:1]).logits)
+
+
+@pytest.mark.parametrize(
+    ("devices", "head"),
+    [
+        ({"model.embed_tokens": 1, "model.layers": 0, "lm_head": 0}, 1),
+        ({"model": 0, "model.embed_tokens": 1, "lm_head": 0}, 1),
+        ({"": 0, "lm_head": 1}, 0),
+        ({"model": 1}, 1),
+        ({"model.layers": 0, "lm_head": 1}, 1),
+    ],
+)
+def test_a_map_gives_a_tied_head_its_embeddings_device(devices: dict[str, str | int], head: int) -> None:
+    model = empty_model(load_config(resolve("tiny")), torch.float32)
+    assert tied_together(model, devices) == devices | {"lm_head": head}
+    untied = empty_model(load_config(resolve("tiny")), torch.float32)
+    untied.config.tie_word_embeddings = False
+    assert tied_together(untied, devices) == devices
 
 
 @pytest.mark.parametrize(

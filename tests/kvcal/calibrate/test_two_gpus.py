@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.support.models_fixture import ROOT, SUFFIX
-from tests.support.ranks import free_port
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,6 +26,7 @@ HALVES = {
     "lm_head": 1,
 }
 FIT = ["fit-predictors", "--windows", "12", "--length", "256", "--batch", "2", "--json"]
+SECONDS = 140  # of a command, among dozens of others on the same cores; a rank that hangs is named after 100
 WAYS = {
     "one": [],
     "layers on both": ["--device-map", json.dumps(HALVES)],
@@ -38,13 +38,21 @@ WAYS = {
 
 def ran(way: str, *words: object) -> Any:
     """A command on tiny, a process of its own or two: its JSON."""
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     started = [sys.executable, *(launch if way in ("heads on both", "windows on both") else []), "-m", "kvcal"]
-    done = subprocess.run(
-        [*started, *map(str, words), *WAYS[way]], capture_output=True, text=True, cwd=ROOT, env={**os.environ}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    environment = {**os.environ, "KVCAL_RANK_TIMEOUT": "100", "KVCAL_DEBUG": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*started, *map(str, words), *WAYS[way]],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its processes, which have sessions of their own
+        out, err = process.communicate()
+        raise AssertionError(f"{way}: not done after {SECONDS} s: {err[-9000:]}") from None
+    assert process.returncode == 0, err[-3000:]
+    return json.loads(out)
 
 
 @pytest.fixture(scope="module")

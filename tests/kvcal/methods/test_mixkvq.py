@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,17 @@ from kvcal_artifacts.codecs import Context, MixKVQ, Shape
 from kvcal_artifacts.codecs.ragged import Ragged
 from kvcal_artifacts.errors import KVCalError
 from tests.support import schemes
-from tests.support.models_fixture import SMALL, SUFFIX, finished, kvcal, started, wait_until, write_model, write_text
+from tests.support.models_fixture import (
+    SMALL,
+    SUFFIX,
+    finished,
+    killed_when,
+    kvcal,
+    started,
+    wait_until,
+    write_model,
+    write_text,
+)
 
 SHAPE = Shape(2, 16, 16)
 
@@ -422,11 +431,8 @@ def test_killed_and_run_again_it_gives_the_same_bytes(
 ) -> None:
     output = tmp_path / f"x{SUFFIX}"
     options = [*given_options, "--max-bits", "6", "--trials", "12", "--output", str(output)]
-    process = started("tune-thresholds", *options, folder=tmp_path)
     database = tmp_path / f".x{SUFFIX}.search" / "study.db"
-    wait_until(lambda: complete(database) >= 3, process)
-    process.kill()
-    assert finished(process).code == -signal.SIGKILL
+    killed_when(lambda: complete(database) >= 3, "tune-thresholds", *options, folder=tmp_path)
     assert not output.exists() and 3 <= complete(database) < 12
     assert tuned(given_options, output)["sha256"] == usual["sha256"]
     assert not database.exists()

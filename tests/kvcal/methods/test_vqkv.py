@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvcal.calibrate.codebooks import Run
-from kvcal.calibrate.sampled_vectors import collect
+from kvcal.calibrate.sampled_vectors import Sample, collect
 from kvcal.calibrate.stage_checkpoint import StageCheckpoint
 from kvcal.capture.ranks import Ranks
 from kvcal.capture.scan import Capture, WholeModel
@@ -637,6 +637,26 @@ def test_a_checkpoint_reads_back(tmp_path: Path) -> None:
     again = work.load("low", 0)
     assert again is not None
     assert torch.equal(again[0], book) and again[1] == report
+
+
+def test_vectors_are_written_while_the_next_layer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = StageCheckpoint(tmp_path / f"x{SUFFIX}", {}, True)
+    sample = Sample(normal(5, 2), normal(5, 2), normal(1, 2), normal(1, 2), torch.zeros(1), {"key": None})
+    for layer in range(2):
+        work.keep_sample(layer, sample)
+    work.settle()
+    again = work.sample(1, torch.device("cpu"))
+    assert work.has_samples(2) and again is not None and torch.equal(again.keys, sample.keys)
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("kvcal.calibrate.stage_checkpoint.write_atomically", full)
+    work.keep_sample(2, sample)
+    with pytest.raises(OSError, match="no space left"):
+        work.keep_sample(3, sample)
+    work.remove()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_checkpoint_without_errors_by_iteration_is_not_used(

@@ -43,6 +43,22 @@ def test_smallest_kl_within_bits() -> None:
     assert "runner-up: three, KL 0.0095 ± 0.001 at 3.10 bits" in reason(chosen, second, Limit(bits=4.5), 5)
 
 
+def test_a_kernel_decides_between_even_kls() -> None:
+    limit = Limit(bits=4.5)
+    slow = Figures("slow", 2.2, 0.003, 0.0060, 0.001)
+    fast, faster = (
+        Figures(name, 4.0, 0.003, kl, 0.001, kernel=True) for name, kl in (("fast", 0.0062), ("far", 0.007))
+    )
+    chosen, second = choose([slow, fast, faster], limit)
+    assert [chosen.name, second and second.name] == ["fast", "slow"]
+    assert reason(chosen, second, limit, 3).endswith(
+        "slow, KL 0.006 ± 0.001 at 2.20 bits, which is even but has no kernel"
+    )
+    chosen, second = choose([slow, faster], limit)  # 17 % more is not even
+    assert [chosen.name, second and second.name] == ["slow", "far"]
+    assert "even" not in reason(chosen, second, limit, 2)
+
+
 def test_nothing_within_the_limit_is_an_error_that_names_the_nearest() -> None:
     with pytest.raises(GateFailed, match="the best, wide, has a KL of 1e-05"):
         choose(ROWS, Limit(kl=1e-6))

@@ -1,0 +1,281 @@
+"""Time and memory of `fit aqua-kv` on GPUs that nobody has run it on, from what was measured on one or two.
+
+    python docs/scale/projection.py [--measured FILE]      # prints the tables of docs/scale.md
+    python docs/scale/projection.py --write                # and puts them there
+
+--measured: the JSON of docs/runs/two_gpus.py; by default docs/runs/two_gpus-3ee60f8.json. From it come the seconds of each
+phase for Llama-3.2-3B geometry on one GPU ("fit-1", of two GPUs "fit-2") and, where it was run, for two layers of
+Llama-3.1-70B geometry ("70b-1"). The model, for 256 windows of 8192 tokens, two a batch, in bfloat16:
+
+- forward: FLOPs of the passes (`flops`), at the rate of the measured run
+- encode and any phase unknown here: layers x kv width; gram: layers with predictors x kv width squared; solve: the
+  same, x kv width cubed
+- embed, spill: hidden size, for spill x layers
+- all of these except solve are divided by ranks: the rank with the most windows counts, and only 24 have any
+- load: bytes of weights once a node over `read`; exchange: bytes of all shards' sums over `link` or `network`, and
+  `meeting` for each shard of each pass
+- memory: a layer's weights, hidden states, reconstructions, and activations scaled by hidden + intermediate size
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvcal.capture.ranks import Ranks
+from kvcal.capture.shards import SHARDS, Shards
+from kvcal.models.catalogue import CATALOGUE
+from kvcal.models.geometry import Geometry
+
+WINDOWS, TRAIN, LENGTH, BATCH = 256, 224, 8192, 2
+TOKENS = WINDOWS * LENGTH
+NAMES = ("llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b")
+BASE, WIDE = NAMES[0], NAMES[2]
+MACHINES = ((1, 1), (1, 2), (1, 4), (1, 8), (4, 8))  # nodes, GPUs of each; one and two GPUs come first
+PAGE = Path(__file__).resolve().parents[1] / "scale.md"
+MEASURED = Path(__file__).resolve().parents[1] / "runs" / "two_gpus-3ee60f8.json"
+SPILLED_PEAK = 3_972_776_960  # bytes, one H200, `--layerwise --spill cpu`: docs/runs/scale-llama-3.2-3b.md
+PAIRS = {"fit": f"fit of {BASE}", "books": f"codebooks of {BASE}", "70b": f"two layers of {WIDE}"}
+FASTER = 1.85  # wanted of two GPUs, for the fit of BASE
+MARK, END = "<!-- projection.py -->", "<!-- end -->"
+GOALS = {(1, 1): 60, (1, 8): 10}  # minutes, for 70B
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What has not been measured. Bytes per second: weights from a node's disk, sums from GPU to GPU of one node, and
+    from node to node. Seconds: `meeting`, of ranks that meet before a shard's sums are sent, beside the bytes; what
+    two GPUs measured as exchange has such meetings in `link`.
+    """
+
+    read: float = 2e9
+    link: float = 50e9
+    network: float = 10e9
+    meeting: float = 2e-3
+    link_has_meetings: bool = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Phases, in seconds, of one GPU for a geometry, of which so many layers were run."""
+
+    geometry: Geometry
+    layers: int
+    phases: Mapping[str, float]
+
+    @property
+    def passes(self) -> int:
+        """Passes over the training windows that stop before attention: two for predictors, one more for factors."""
+        return 3 if "moments" in self.phases else 2
+
+
+def flops(geometry: Geometry, layers: int, passes: int) -> float:
+    """Floating-point operations of a fit: 2 for each weight and token, 4 for each query channel and key that it meets.
+
+    One pass of each layer is whole, except the last layer's. All windows once more, and training windows `passes` times
+    more, go through the projections to queries, keys and values. A causal token meets half of the window.
+    """
+    query = geometry.heads * geometry.head_dim
+    projections = geometry.hidden * (query + 2 * geometry.kv_width)
+    rest = geometry.hidden * query + 3 * geometry.hidden * geometry.intermediate
+    attention = 4 * query * LENGTH / 2
+    stopped = layers * (2 * TOKENS + passes * TRAIN * LENGTH) * 2 * projections
+    return stopped + max(1, layers - 1) * TOKENS * (2 * rest + attention)
+
+
+def busiest(ranks: int) -> float:
+    """Share of the windows that the rank with the most of them has."""
+    return max(Shards(WINDOWS, BATCH, Ranks(rank, ranks)).local_windows for rank in range(ranks)) / WINDOWS
+
+
+def sums_bytes(geometry: Geometry, layers: int) -> float:
+    """Bytes of sums that are sent: of each layer with one below it, of each shard of training windows, float64.
+
+    X'X, X'Y and Y'Y of keys by the keys below, and of values by the values below and this layer's keys.
+    """
+    width, shards = geometry.kv_width, len(Shards(WINDOWS, BATCH).within(slice(0, TRAIN)))
+    one = sum((inputs + 1) ** 2 + (inputs + 1) * width + width for inputs in (width, 2 * width))
+    return float(8 * one * shards * (layers - 1))
+
+
+def meetings(geometry: Geometry, passes: int) -> int:
+    """How often ranks meet: for each shard of each pass of each layer, two of which go over all windows."""
+    shards = Shards(WINDOWS, BATCH)
+    return geometry.layers * (passes * len(shards.within(slice(0, TRAIN))) + 2 * shards.count)
+
+
+def weight_bytes(geometry: Geometry) -> float:
+    return 2.0 * geometry.parameters
+
+
+def layer_bytes(geometry: Geometry) -> float:
+    query = geometry.heads * geometry.head_dim
+    return 2.0 * geometry.hidden * (2 * query + 2 * geometry.kv_width + 3 * geometry.intermediate)
+
+
+def seconds(geometry: Geometry, measured: Measured, nodes: int, gpus: int, assumed: Assumed) -> float:
+    """Projected seconds of a fit."""
+    ranks = min(nodes * gpus, SHARDS)
+    base, layers = measured.geometry, geometry.layers / measured.layers
+    width = geometry.kv_width / base.kv_width
+    hidden = geometry.hidden / base.hidden
+    work = flops(geometry, geometry.layers, measured.passes) / flops(base, measured.layers, measured.passes)
+    fitted = (geometry.layers - 1) / (measured.layers - 1)  # the first layer has no predictors
+    scale = {"forward": work, "gram": fitted * width**2, "embed": hidden, "spill": hidden * layers, "load": 0.0,
+             "exchange": 0.0}  # fmt: skip
+    phases = measured.phases
+    shared = sum(scale.get(name, layers * width) * each for name, each in phases.items() if name != "solve")
+    total = busiest(ranks) * shared + fitted * width**3 * phases.get("solve", 0.0)
+    total += weight_bytes(geometry) / assumed.read
+    if ranks > 1:
+        total += sums_bytes(geometry, geometry.layers) / (assumed.link if nodes == 1 else assumed.network)
+        if nodes > 1 or not assumed.link_has_meetings:
+            total += meetings(geometry, measured.passes) * assumed.meeting
+    return total
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: on a GPU with `--layerwise`, on one with `--spill cpu` too, and what that puts into host memory."""
+
+    device: float
+    spilled_device: float
+    host: float
+
+
+def memory(geometry: Geometry, peak: float, nodes: int, gpus: int) -> Memory:
+    """peak: bytes measured on one GPU for BASE with `--layerwise --spill cpu`."""
+    base = CATALOGUE[BASE].geometry
+    ranks = min(nodes * gpus, SHARDS)
+    wider = (geometry.hidden + geometry.intermediate) / (base.hidden + base.intermediate)
+    spilled = layer_bytes(geometry) + (peak - layer_bytes(base)) * wider
+    states = 2.0 * TOKENS * (geometry.hidden + 2 * geometry.kv_width)
+    return Memory(spilled + busiest(ranks) * states, spilled, states)
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Measured]]:
+    """The file, and the phases by geometry: those of 70B from its two layers where they are there."""
+    found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    by_name = {name: Measured(CATALOGUE[BASE].geometry, CATALOGUE[BASE].geometry.layers, _ok(found, "fit-1")["phases"])
+               for name in NAMES}  # fmt: skip
+    if found.get("70b-1", {}).get("ok"):
+        by_name[WIDE] = Measured(CATALOGUE[WIDE].geometry, 2, found["70b-1"]["phases"])
+    return found, by_name
+
+
+def _ok(found: Mapping[str, Any], part: str) -> Any:
+    if not found.get(part, {}).get("ok"):
+        raise SystemExit(f"projection.py: {part} is missing, or failed: run docs/runs/two_gpus.py --only {part}")
+    return found[part]
+
+
+def tables(path: Path, assumed: Assumed) -> list[str]:
+    """Lines of Markdown."""
+    found, by_name = read(path)
+    two = found.get("fit-2", {})
+    if two.get("ok") and two["phases"].get("exchange"):
+        link = sums_bytes(by_name[BASE].geometry, by_name[BASE].layers) / two["phases"]["exchange"]
+        assumed = replace(assumed, link=link, link_has_meetings=True)
+        source = "measured, meetings and waits included"
+    else:
+        source = "assumed"
+    lines = [
+        "| geometry | " + " | ".join(_machine(*one) for one in MACHINES) + " |",
+        "|---" * (len(MACHINES) + 1) + "|",
+    ]
+    for name in NAMES:
+        cells = [_cell(found, name, by_name[name], *one, assumed) for one in MACHINES]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"Measured: [{path.name}](runs/{path.name}). Sums travel at {assumed.link / 1e9:.1f} GB/s in a node ({source}). "
+        f"Assumed are {assumed.read / 1e9:.1f} GB/s of each node's disk, {assumed.network / 1e9:.1f} between nodes, and "
+        f"{assumed.meeting * 1e3:.0f} ms for ranks to meet.",
+    ]
+    lines.append("")
+    for (nodes, gpus), goal in GOALS.items():
+        minutes = seconds(CATALOGUE[WIDE].geometry, by_name[WIDE], nodes, gpus, assumed) / 60
+        verdict = "within it" if minutes <= goal else "missed"
+        lines.append(
+            f"- {WIDE}, GPUs: {_machine(nodes, gpus)}. Projected {minutes:.1f} minutes, goal {goal}: {verdict}."
+        )
+    for part, gpus in (("fit-1", 1), ("fit-2", 2)):
+        if found.get(part, {}).get("ok"):
+            model = seconds(by_name[BASE].geometry, by_name[BASE], 1, gpus, assumed)
+            seen = found[part]["seconds"]
+            lines.append(f"- {BASE}, GPUs: {gpus}. Measured {seen:.0f} s, by the model {model:.0f} s.")
+    return [*lines, *_pairs(found), "", *_memory_table(found, SPILLED_PEAK)]
+
+
+def _pairs(found: Mapping[str, Any]) -> list[str]:
+    """What two GPUs measured beside one; phases leave out the start of the program and the making of weights."""
+    lines = []
+    for part, what in PAIRS.items():
+        one, two = found.get(f"{part}-1", {}), found.get(f"{part}-2", {})
+        if one.get("ok") and two.get("ok"):
+            faster = one["seconds"] / two["seconds"]
+            phases = sum(one["phases"].values()) / sum(two["phases"].values())
+            goal = f" Goal {FASTER}: {'met' if faster >= FASTER else 'missed'}." if part == "fit" else ""
+            lines.append(
+                f"- Two GPUs beside one, {what}: measured {faster:.2f} times as fast, {phases:.2f} by phases.{goal}"
+            )
+    return lines
+
+
+def _memory_table(found: Mapping[str, Any], peak: float) -> list[str]:
+    """Gigabytes; bold ones were measured: `peak`, and those of two layers of 70B, which 80 need as well."""
+    machines = " | ".join(_machine(*one) for one in MACHINES)
+    lines = [
+        f"| geometry | {machines} | a GPU with `--spill cpu` too | spilled, all nodes |",
+        "|---" * (len(MACHINES) + 3) + "|",
+    ]
+    for name in NAMES:
+        every = [memory(CATALOGUE[name].geometry, peak, *one) for one in MACHINES]
+        cells = [f"{one.device / 1e9:.0f}" for one in every]
+        for gpus in (1, 2):
+            part = found.get(f"70b-{gpus}", {})
+            if name == WIDE and part.get("ok"):
+                cells[gpus - 1] = f"**{part['peak_device_bytes'] / 1e9:.0f}**"
+        spilled = f"{every[0].spilled_device / 1e9:.1f}"
+        cells += [f"**{spilled}**" if name == BASE else spilled, f"{every[0].host / 1e9:.0f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _machine(nodes: int, gpus: int) -> str:
+    return f"{nodes} × {gpus}" if nodes > 1 else f"{gpus}"
+
+
+def _cell(found: Mapping[str, Any], name: str, measured: Measured, nodes: int, gpus: int, assumed: Assumed) -> str:
+    """Measured seconds in bold; others projected."""
+    part = found.get(f"fit-{gpus}", {})
+    if name == BASE and nodes == 1 and part.get("ok"):
+        return f"**{_time(part['seconds'])}**"
+    return f"{_time(seconds(CATALOGUE[name].geometry, measured, nodes, gpus, assumed))} projected"
+
+
+def _time(value: float) -> str:
+    return f"{value:.0f} s" if value < 300 else f"{value / 60:.0f} min"
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--measured", type=Path, default=MEASURED)
+    for name, default in (one for one in vars(Assumed()).items() if isinstance(one[1], float)):
+        options.add_argument(f"--{name}", type=float, default=default, help="see Assumed")
+    options.add_argument("--write", action="store_true", help="renew docs/scale.md")
+    chosen = vars(options.parse_args())
+    write = chosen.pop("write")
+    text = "\n".join(tables(chosen.pop("measured"), Assumed(**chosen)))
+    print(text)
+    if write:
+        before, _, rest = PAGE.read_text("utf-8").partition(MARK)
+        PAGE.write_text(f"{before}{MARK}\n\n{text}\n\n{END}{rest.partition(END)[2]}", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
