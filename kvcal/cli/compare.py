@@ -94,11 +94,11 @@ def _print_pairs(rows: list[Result]) -> None:
 
 
 def _pair(first: Result, second: Result) -> str:
-    found = difference(first, second)
-    if found is None or first is second:
+    gap = difference(first, second)
+    if gap is None or first is second:
         return "-"
-    signed = f"{math.copysign(found.ratio, found.mean):+.3g}"
-    return signed if found.apart else f"({signed})"
+    signed = f"{math.copysign(gap.ratio, gap.mean):+.3g}"
+    return signed if gap.apart else f"({signed})"
 
 
 def _windows(row: Result) -> str | None:

@@ -85,8 +85,8 @@ def apart(first: Mapping[str, object], second: Mapping[str, object]) -> bool | N
     """Whether the KL of two rows of the same windows differs by more than their spread explains, at 95 %. None of one
     window, which has no spread. Raises KVCalError as `difference`.
     """
-    found = difference(first, second)
-    return None if found is None else found.apart
+    gap = difference(first, second)
+    return None if gap is None else gap.apart
 
 
 def kl_windows(row: Mapping[str, object]) -> list[float]:
