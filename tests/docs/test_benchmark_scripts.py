@@ -15,6 +15,8 @@ from tests.support.pages import ROOT
 
 pytest.importorskip("triton")
 FOLDER = ROOT / "docs" / "benchmarks"
+# errors of grids; times of codecs, of kvcal eval; reader of files; KL of rows; sizes; CPU time of commands; vLLM on a CPU;
+# scores
 ON_A_CPU = {
     "byte_grids.py",
     "cold_tier.py",
@@ -22,10 +24,11 @@ ON_A_CPU = {
     "evaluation.py",
     "old_and_new.py",
     "results.py",
+    "smallest.py",
     "startup.py",
     "served_quality.py",
     "tasks.py",
-}  # errors of grids; times of codecs, of kvcal eval; reader of files; KL of rows; CPU time of commands; vLLM on a CPU; scores
+}
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in ON_A_CPU)
 
 
