@@ -15,8 +15,8 @@ from tests.support.pages import ROOT
 
 pytest.importorskip("triton")
 FOLDER = ROOT / "docs" / "benchmarks"
-# errors of grids; times of codecs, of kvcal eval; reader of files; KL of rows; sizes; CPU time of commands; vLLM on a CPU;
-# scores
+# errors of grids; times of codecs, of kvcal eval; reader of files; KL of rows; sizes; CPU time of commands; vLLM on a
+# CPU; scores
 ON_A_CPU = {
     "byte_grids.py",
     "cold_tier.py",
