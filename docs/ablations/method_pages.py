@@ -29,20 +29,26 @@ REGION = re.compile(r"(<!-- (figures|verdicts) by method_pages\.py -->\n).*?(<!-
 
 HIGGS_2 = ("HIGGS at 2", "HIGGS as published, `higgs-2-wide`")
 KIVI_2 = ("KIVI 2", "`kivi-2`")
-ROWS: dict[str, list[tuple[str, str]]] = {  # page -> (label of methods.toml, name in the table)
+AQUA_2 = ("2 bits.AQUA-KV", "AQUA-KV over `higgs-2-wide-debiased-balanced`, first layer the same")
+AQUA_TRANSFORM_2 = ("2 bits.AQUA-KV x transform", "AQUA-KV over `transform-2`, first layer the same")
+ROWS: dict[str, list[tuple[str, str]]] = {  # page -> (label of methods.toml or results.toml, name in the table)
     "aqua-kv": [
         HIGGS_2,
         ("AQUA-KV, published HIGGS at 2", "AQUA-KV over it, first layer `higgs-2-wide`"),
         ("HIGGS debiased at 2", "HIGGS debiased, `higgs-2-wide-debiased`"),
         ("AQUA-KV at 2", "AQUA-KV over it, first layer the same"),
-        ("AQUA-KV x transform, 2 bits", "AQUA-KV over `transform-2`, first layer the same"),
+        AQUA_2,
+        AQUA_TRANSFORM_2,
     ],
     "transform": [
         HIGGS_2,
-        ("AQUA-KV at 2", "AQUA-KV over it, first layer the same"),
-        ("transform alone, 2 bits", "`transform-2` alone"),
-        ("AQUA-KV x transform, 2 bits", "AQUA-KV over `transform-2`, first layer the same"),
-        ("AQUA-KV x transform", "AQUA-KV over `transform-2.5` and `transform-2`, first layer `transform-3`"),
+        AQUA_2,
+        ("2 bits.transform", "`transform-2` alone"),
+        ("2 bits.AQUA-KV x transform, 2.0 bits or fewer", "AQUA-KV over `transform-1.87`, first layer the same"),
+        AQUA_TRANSFORM_2,
+        ("2.25 bits.AQUA-KV x transform", "AQUA-KV over `transform-2.25` and `transform-2`, first layer the same"),
+        ("3 bits.transform", "`transform-2.9` alone"),
+        ("3 bits.AQUA-KV x transform", "AQUA-KV over `transform-2.9`, first layer the same"),
     ],
     "higgs": [
         ("HIGGS at 2", "`higgs-2-wide`"),
@@ -99,8 +105,8 @@ CLAIMS: dict[str, list[tuple[str, str, str, str]]] = {  # page -> (what is claim
         ("the same, both debiased", "AQUA-KV at 2", "HIGGS debiased at 2", "kl"),
     ],
     "transform": [
-        ("under predictors less KL than alone", "AQUA-KV x transform, 2 bits", "transform alone, 2 bits", "kl"),
-        ("less KL than HIGGS under predictors", "AQUA-KV x transform, 2 bits", "AQUA-KV at 2", "kl"),
+        ("under predictors less KL than alone", "2 bits.AQUA-KV x transform", "2 bits.transform", "kl"),
+        ("less KL than HIGGS under predictors", "2 bits.AQUA-KV x transform", "2 bits.AQUA-KV", "kl"),
     ],
     "higgs": [("debiased has less KL than published", "HIGGS debiased at 2", "HIGGS at 2", "kl")],
     "kivi": [
@@ -147,7 +153,7 @@ CLAIMS: dict[str, list[tuple[str, str, str, str]]] = {  # page -> (what is claim
         ("the same, both debiased", "H2O + AQUA-KV", "H2O + HIGGS debiased", "kl"),
     ],
 }
-Measured = Mapping[str, Mapping[str, Any]]
+Measured = Mapping[str, list[verdicts.Rows]]  # model -> rows by label, of each file
 
 
 def main() -> None:
@@ -175,12 +181,9 @@ def fresh() -> dict[Path, str]:
 
 
 def measured() -> dict[str, Measured]:
-    """model -> label -> figures."""
+    """What verdicts.py reads of both pretrained models."""
     recipe = tomllib.loads((FOLDER / "methods.toml").read_text("utf-8"))
-    return {
-        model: verdicts.rows_by_label(recipe, json.loads((FOLDER / verdicts.MODELS[model]).read_text("utf-8")))
-        for model in MODELS
-    }
+    return {model: verdicts.measured(model, recipe) for model in MODELS}
 
 
 def figures(rows: list[tuple[str, str]], models: Mapping[str, Measured]) -> str:
@@ -191,15 +194,20 @@ def figures(rows: list[tuple[str, str]], models: Mapping[str, Measured]) -> str:
         "|---|---|---|---|---|",
     ]
     for label, name in rows:
-        found = [models[model].get(label) for model in MODELS]
-        bits = [f"{row['bits_per_value']:.2f}" for row in found if row]
+        measured_rows = [row_of(label, models[model]) for model in MODELS]
+        bits = [f"{row['bits_per_value']:.2f}" for row in measured_rows if row]
         if len({*bits}) == 1:
             stored = bits[0]
         else:
             stored = ", ".join(f"{each} on {model.split('-')[0]}" for each, model in zip(bits, MODELS, strict=True))
-        cells = [f"{row['kl']:.3g}" if row else "–" for row in found]
+        cells = [f"{row['kl']:.3g} ({len(row['kl_windows'])})" if row else "–" for row in measured_rows]
         lines.append(f"| {name} | {exact[label]} | {stored} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def row_of(label: str, files: list[verdicts.Rows]) -> dict[str, Any] | None:
+    """The row of most windows."""
+    return next((rows[label] for rows in files if label in rows), None)
 
 
 @cache
@@ -207,23 +215,25 @@ def exact_tokens() -> dict[str, str]:
     """label -> exact tokens at both ends of a row's cache: the preset's, else those of its options or 4 + 128, which is
     what pairs of codecs and commands that fit have without options.
     """
-    recipe = tomllib.loads((FOLDER / "methods.toml").read_text("utf-8"))
-    found = {}
-    for row in (row for table in recipe["table"] for row in verdicts.run.rows_of(table)):
+    recipes = [tomllib.loads((FOLDER / "methods.toml").read_text("utf-8")), verdicts.results_recipe()]
+    tokens = {}
+    tables = [table for recipe in recipes for table in recipe["table"]]
+    for table, row in ((one, row) for one in tables for row in verdicts.run.rows_of(one)):
         what = json.loads(verdicts.run.key_of(row))
         windows = {"sink": 4, "recent": 128} | what["options"]
         if "preset" in what:
             own = preset(what["preset"])
             windows = {"sink": own.sink, "recent": own.recent} | what["options"]
-        found[row["label"]] = f"{windows['sink']} + {windows['recent']}"
-    return found
+        tokens[f"{table['name']}.{row['label']}"] = f"{windows['sink']} + {windows['recent']}"
+        tokens.setdefault(row["label"], tokens[f"{table['name']}.{row['label']}"])
+    return tokens
 
 
 def claims(wanted: list[tuple[str, str, str, str]], models: Mapping[str, Measured]) -> str:
     lines = [f"| claim | {' | '.join(INSTRUCT.values())} |", "|---|---|---|"]
     for text, better, worse, by in wanted:
         claim = {"text": text, "better": better, "worse": worse, "by": by}
-        cells = [verdicts.verdict(claim, {}, dict(models[model])) for model in MODELS]
+        cells = [verdicts.verdict(claim, {}, verdicts.rows_with(claim, models[model])) for model in MODELS]
         lines.append(f"| {text} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -413,8 +413,11 @@ def verdict(claim: dict[str, Any], recipe: dict[str, Any], rows: dict[str, dict[
 
 
 def difference(better: dict[str, Any], worse: dict[str, Any], by: str = "kl") -> Difference | None:
-    """The paired difference of a figure over the same windows; None for rows that do not have it by window."""
-    return Difference.of(better.get(f"{by}_windows", []), worse.get(f"{by}_windows", []))
+    """The paired difference of a figure over the same windows; None for rows that do not have it by window. Of
+    perplexity that of its logarithm, the mean negative log-likelihood.
+    """
+    name = "nll_windows" if by == "perplexity" else f"{by}_windows"
+    return Difference.of(better.get(name, []), worse.get(name, []))
 
 
 def best_of(which: dict[str, Any], by: str, recipe: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:

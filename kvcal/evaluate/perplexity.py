@@ -44,8 +44,9 @@ class Row:
     bits_per_value: stored bits of packed blocks over the values they stand for. The `full` row is counted in 16-bit
     numbers, the model's own, whatever dtype measured it. paper_bits: as the codecs' own papers count. bytes_at_16_bit:
     what the same tokens take uncompressed at 16 bits a value. kl_se: standard error of kl over windows, None of one
-    window. kl_windows: kl of each window, in order. kl_median to positions: as of `Spread`. smaller: 16-bit bytes of
-    full precision over those of this cache (packed blocks, windows at 16 bits, run-time statistics).
+    window. kl_windows: kl of each window, in order. nll_windows: likewise the negative log-likelihood of the text, mean
+    nats; perplexity is exp of their mean. kl_median to positions: as of `Spread`. smaller: 16-bit bytes of full
+    precision over those of this cache (packed blocks, windows at 16 bits, run-time statistics).
     """
 
     name: str
@@ -60,6 +61,7 @@ class Row:
     bytes_at_16_bit: int
     kl_se: float | None
     kl_windows: list[float]
+    nll_windows: list[float]
     kl_median: float
     kl_p99: float
     kl_max: float
@@ -120,6 +122,7 @@ class _Sums:
     nats: float = 0.0
     kl: float = 0.0
     kl_windows: list[float] = field(default_factory=list)  # summed over the tokens of each
+    nll_windows: list[float] = field(default_factory=list)  # likewise
     tokens: int = 0
     packed: int = 0
     packed_values: int = 0
@@ -135,6 +138,7 @@ class _Sums:
         self.nats += other.nats
         self.kl += other.kl
         self.kl_windows += other.kl_windows
+        self.nll_windows += other.nll_windows
         self.tokens += other.tokens
         self.packed += other.packed
         self.packed_values += other.packed_values
@@ -288,7 +292,7 @@ class _Batch:
 
     def __init__(self, name: str, ids: Tensor) -> None:
         self._name, self._ids = name, ids
-        self._nats = 0.0
+        self._nats = torch.zeros(len(ids), dtype=torch.float64)  # of each window
         self._kl: list[Tensor] = []
         self._same: list[Tensor] = []
 
@@ -300,8 +304,8 @@ class _Batch:
         if not count:
             return
         target = self._ids[:, first + 1 : first + 1 + count]
-        nats = -log_probabilities.gather(-1, target[..., None]).double().sum().item()
-        if not math.isfinite(nats):
+        nats = -log_probabilities.gather(-1, target[..., None]).double().sum((1, 2)).cpu()
+        if not nats.isfinite().all():
             raise NonFiniteError(
                 f"{self._name}: logits hold a NaN or infinity; check the model's dtype (--dtype float32)"
             )
@@ -312,7 +316,8 @@ class _Batch:
 
     def into(self, total: _Sums) -> None:
         """Add the batch, which is complete, to the sums of the windows before it."""
-        total.nats += self._nats
+        total.nats += self._nats.sum().item()
+        total.nll_windows += self._nats.tolist()
         total.tokens += self._ids.numel() - len(self._ids)
         if not self._kl:
             total.kl_windows += [0.0] * len(self._ids)
@@ -364,7 +369,9 @@ def _row(name: str, total: _Sums, model: CausalLM, ids: Tensor, full: _Sums) -> 
     values = 2 * shape.num_hidden_layers * shape.num_key_value_heads * dim * ids.shape[1]
     bits = total.packed * 8 / total.packed_values if total.packed_values else None
     counted = {one for one, _ in total.paper}
-    by_window = [nats * len(total.kl_windows) / total.tokens for nats in total.kl_windows]
+    by_window, nll = (
+        [nats * windows / total.tokens for nats in sums] for sums in (total.kl_windows, total.nll_windows)
+    )
     paper = bits if not counted else counted.pop() if len(counted) == 1 else _mean(total.paper)
     return Row(
         name=name,
@@ -379,6 +386,7 @@ def _row(name: str, total: _Sums, model: CausalLM, ids: Tensor, full: _Sums) -> 
         bytes_at_16_bit=values * 2,
         kl_se=standard_error(by_window) if len(by_window) > 1 else None,
         kl_windows=by_window,
+        nll_windows=nll,
         smaller=full.at_16_bit / total.at_16_bit,
         **vars(spread),
     )

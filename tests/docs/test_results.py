@@ -100,3 +100,10 @@ def test_every_row_and_claim_of_the_recipe_can_be_read() -> None:
         for side in ("better", "worse"):
             name = claim[side]
             assert not isinstance(name, str) or name in names or labels.count(name) == 1
+
+
+def test_the_page_of_results_is_what_the_rows_say() -> None:
+    results, folder = script("results"), ROOT / "docs" / "benchmarks"
+    files = [json.loads(path.read_text()) for path in sorted((folder / "results").glob("*.json"))]
+    assert len(files) >= 2
+    assert (folder / "results.md").read_text() == results.tables(results.read_recipe(), files)
