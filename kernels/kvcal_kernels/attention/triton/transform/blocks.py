@@ -11,6 +11,12 @@ from .probabilities import both_columns, weighed, weighed_by_assembly
 from .ring import fetch_blocks
 
 
+@triton.constexpr_function
+def turns_of(slots):
+    """Return how many turns of a loop are written out: with two slots both, so that where blocks lie is constant."""
+    return 2 if slots == 2 else 1
+
+
 @triton.jit
 def _offsets(p_pages, page_stride, i_head, i_batch, b_block, b_live, capacity, PAGED: tl.constexpr):
     """Return which blocks, and norms, are read without a ring: bytes from the first page on, or numbers of blocks."""
@@ -86,11 +92,10 @@ def packed_blocks(
     ASM: tl.constexpr,
 ):
     """Attend to the blocks from start to stop: return maxima, sums and outputs of each warp. middle: up to where every
-    row sees all of a block. pages: with PAGED of the blocks SLOTS - 1 turns behind the first. Two turns of two slots
-    are written out, so that the places of their blocks are constants.
+    row sees all of a block. pages: with PAGED of the blocks SLOTS - 1 turns behind the first.
     """
     SLOT: tl.constexpr = KEYS.slot + VALUES.slot
-    EACH: tl.constexpr = 2 if SLOTS == 2 else 1
+    EACH: tl.constexpr = turns_of(SLOTS)
     last, o_next = tl.maximum(stop, 1) - 1, 0
     middle = start + tl.maximum(middle - start, 0) // (EACH * NW) * (EACH * NW)
     for even in tl.range(start, middle, EACH * NW, num_stages=1):

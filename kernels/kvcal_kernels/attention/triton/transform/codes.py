@@ -25,7 +25,9 @@ def _lanes():
     """Return assembly that declares registers which look-ups know by name. $1: where a warp's blocks lie in the ring."""
     parts = ("k32", "k24", "k24b", "k16", "k8", "v32", "v24", "v24b", "v16", "v8", "norm", "first")
     shifts = ("t", "g", "ks4", "ks6", "ks2", "up15", "up7", "vs4", "vs6", "vs2", "vs1")
-    text = f".reg .pred kvcal_upper; .reg .b32 {', '.join(['kvcal_' + name for name in (*parts, *shifts)])};"
+    halves = tuple(f"{side}{name}" for side in "kv" for name in ("h", "f0", "f1", "f2", "f3"))
+    names = ", ".join([f"kvcal_{name}" for name in (*parts, *shifts, *halves)])
+    text = f".reg .pred kvcal_upper; .reg .b32 {names};"
     text += """ mov.u32 kvcal_t, %laneid; shl.b32 kvcal_k32, kvcal_t, 4; shr.u32 kvcal_v32, kvcal_t, 1;
     xor.b32 kvcal_v32, kvcal_v32, kvcal_t; and.b32 kvcal_v32, kvcal_v32, 4; shl.b32 kvcal_v32, kvcal_v32, 2;
     and.b32 kvcal_g, kvcal_t, 7; mad.lo.u32 kvcal_v32, kvcal_g, 32, kvcal_v32;
@@ -45,6 +47,10 @@ def _lanes():
     and.b32 kvcal_vs4, kvcal_t, 2; shl.b32 kvcal_vs4, kvcal_vs4, 1; add.s32 kvcal_vs6, kvcal_vs4, -2;
     and.b32 kvcal_vs6, kvcal_vs6, 31; shl.b32 kvcal_vs2, kvcal_t, 1; sub.u32 kvcal_vs1, 6, kvcal_vs2;
     shl.b32 kvcal_norm, kvcal_g, 2; mov.b32 kvcal_first, 0; """
+    for side in "kv":  # of codes of 4 bits: a byte's half, and by what a look-up multiplies it
+        text += f"mov.b32 kvcal_{side}h, 0x0F0F0F0F; shl.b32 kvcal_{side}h, kvcal_{side}h, kvcal_{side}s4; "
+        text += f"mov.b32 kvcal_{side}f0, {REPLICA_BYTES.value}; shr.u32 kvcal_{side}f0, kvcal_{side}f0, kvcal_{side}s4; "
+        text += " ".join([f"shl.b32 kvcal_{side}f{i}, kvcal_{side}f0, {8 * i};" for i in (1, 2, 3)]) + " "
     return text + " ".join([f"add.u32 kvcal_{part}, kvcal_{part}, $1;" for part in parts]) + " mov.b32 $0, 0;"
 
 
@@ -82,11 +88,14 @@ def _address(into, lane_part, lane, stride, base, count, all_lanes):
 
 
 @triton.constexpr_function
-def _look_up(into, word, byte, first):
+def _look_up(into, word, byte, first, factors=""):
     """Return assembly that looks up the code that is a byte of a word. first: entry at which the tier's points begin.
-    A product of bytes is one instruction for shift, mask and sum, and does not run where shifts and masks do.
+    factors: what registers are called by which bytes are multiplied where lanes differ in it, as codes lie in either
+    half of a byte. A product of bytes is one instruction for shift, mask and sum, and does not run where shifts and
+    masks do.
     """
-    at = f"dp4a.u32.u32 at, {word}, {REPLICA_BYTES.value << 8 * byte}, kvcal_bank;"
+    factor = f"{factors}{byte}" if factors else REPLICA_BYTES.value << 8 * byte
+    at = f"dp4a.u32.u32 at, {word}, {factor}, kvcal_bank;"
     return f"{at} ld.shared.b32 {into}, [at + {first * REPLICA_BYTES.value}];"
 
 
@@ -120,14 +129,15 @@ def _key_run(run, targets, base, word, tables, all_lanes):
         return text
     if bits == 2:
         text = _address("a", "kvcal_k16", "kvcal_t", 16, base, count, all_lanes)
-        text += [f"ld.shared.b32 x, [a + {at}]; shr.u32 x, x, kvcal_ks4; and.b32 x, x, 0x0F0F0F0F;"]
+        text += [f"ld.shared.b32 x, [a + {at}]; and.b32 x, x, kvcal_kh;"]
     else:
         text = _address("a", "kvcal_k24", "kvcal_t", 24, base, count, all_lanes)
         text += [f"ld.shared.b32 x, [a + {at}]; shf.r.wrap.b32 x, x, x, kvcal_ks6;"]
         text += _address("a", "kvcal_k24b", "kvcal_t", 24, base, count, all_lanes)
         text += [f"ld.shared.b32 y, [a + {at}]; shr.u32 y, y, kvcal_ks2; {_joined('x', 'y')}"]
     order = (even, even16, odd, odd16)
-    return [*text, *(_look_up(into, "x", i, first) for i, into in enumerate(order))]
+    factors = "kvcal_kf" if bits == 2 else ""
+    return [*text, *(_look_up(into, "x", i, first, factors) for i, into in enumerate(order))]
 
 
 @triton.constexpr_function
@@ -198,8 +208,7 @@ def _value_run(run, byte, row, base, words, tables, all_lanes):
         return text
     if bits == 2:
         text = _address("a", "kvcal_v16", "kvcal_g", 16, base, count, all_lanes)
-        text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}]; shr.u32 x, x, kvcal_vs4; shr.u32 y, y, kvcal_vs4;"]
-        text += ["and.b32 x, x, 0x0F0F0F0F; and.b32 y, y, 0x0F0F0F0F;"]
+        text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}]; and.b32 x, x, kvcal_vh; and.b32 y, y, kvcal_vh;"]
     else:
         text = _address("a", "kvcal_v24", "kvcal_g", 24, base, count, all_lanes)
         text += [f"ld.shared.v2.b32 {{x, y}}, [a + {at}];"]
@@ -207,7 +216,9 @@ def _value_run(run, byte, row, base, words, tables, all_lanes):
         text += _address("a", "kvcal_v24b", "kvcal_g", 24, base, count, all_lanes)
         text += [f"ld.shared.v2.b32 {{a, z}}, [a + {at}]; shr.u32 a, a, kvcal_vs2; shr.u32 z, z, kvcal_vs2;"]
         text += [_joined("x", "a"), _joined("y", "z")]
-    return [*text, *(_look_up(targets[h, e, late], "xy"[late], 2 * e + h, first) for h, e, late in tokens)]
+    factors = "kvcal_vf" if bits == 2 else ""
+    look = (_look_up(targets[h, e, late], "xy"[late], 2 * e + h, first, factors) for h, e, late in tokens)
+    return [*text, *look]
 
 
 @triton.constexpr_function
