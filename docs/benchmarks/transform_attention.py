@@ -406,7 +406,9 @@ def count(options: argparse.Namespace) -> None:
             bits = ",".join(map(str, options.bits))
             rows: list[dict[str, Any]] = []
             for name in names:
-                made = part(["--count", "--variants", name, "--bits", bits], environment(VARIANTS[name][0], Path(folder)))
+                made = part(
+                    ["--count", "--variants", name, "--bits", bits], environment(VARIANTS[name][0], Path(folder))
+                )
                 rows += made or [{"variant": name, "failed": True}]
         text = json.dumps({"triton": triton.__version__, "counted, not timed": rows}, indent=1)
         write_atomically(Path(options.out, "transform_attention-counted.json"), text.encode())

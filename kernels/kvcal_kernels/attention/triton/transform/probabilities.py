@@ -15,6 +15,12 @@ from .codes import token_norms
 
 
 @triton.constexpr_function
+def _two_norms(byte):
+    """Return assembly for the norms of a lane's two rows. byte: from z on."""
+    return f"ld.shared.b32 w, [z + {byte}]; mov.b32 {{h, k}}, w; cvt.f32.f16 u, h; cvt.f32.f16 v, k;"
+
+
+@triton.constexpr_function
 def _weighed(count, key_norms, value_norms, slack, headroom):
     """Return assembly for one product's numbers of a lane, as `softmax._rising`. Operands: maximum, sums, and `count`
     outputs, which are changed; two halves' probabilities, each as two operands (`softmax.by_parity`); scores of both
@@ -23,13 +29,8 @@ def _weighed(count, key_norms, value_norms, slack, headroom):
     text = ["{ .reg .pred p; .reg .b16 h, k; .reg .b32 w, z; .reg .f32 a, b, c, d, u, v, f;"]
     given = [f"${4 * (2 + count) + 8 + i}" for i in range(0, 16, 2)]  # scores, unit, slot: every other one
     text += [f"add.u32 z, kvcal_norm, {given[6]};"]
-
-    def norms(byte: int) -> list[str]:
-        load = f"ld.shared.b32 w, [z + {byte}]; mov.b32 {{h, k}}, w; cvt.f32.f16 u, h; cvt.f32.f16 v, k;"
-        return [load]
-
-    text += norms(key_norms) + [f"mul.f32 a, {given[0]}, u; mul.f32 b, {given[1]}, v;"]
-    text += norms(key_norms + 32) + [f"mul.f32 c, {given[2]}, u; mul.f32 d, {given[3]}, v;"]
+    text += [_two_norms(key_norms), f"mul.f32 a, {given[0]}, u; mul.f32 b, {given[1]}, v;"]
+    text += [_two_norms(key_norms + 32), f"mul.f32 c, {given[2]}, u; mul.f32 d, {given[3]}, v;"]
     unit = given[4]
     text += ["max.f32 u, a, b; max.f32 v, c, d; max.f32 u, u, v;"]
     text += [f"neg.f32 f, $0; fma.rn.f32 v, u, {unit}, f; setp.gt.f32 p, v, {slack};"]
@@ -43,7 +44,7 @@ def _weighed(count, key_norms, value_norms, slack, headroom):
     text += [f"fma.rn.f32 {x}, {x}, {unit}, f; ex2.approx.ftz.f32 {x}, {x};" for x in "abcd"]
     text += ["add.f32 u, a, c; add.f32 $4, u, $4; add.f32 v, b, d; add.f32 $6, v, $6;"]
     for half in range(2):
-        text += norms(value_norms + 32 * half)
+        text += [_two_norms(value_norms + 32 * half)]
         for i in range(2):  # rows g, g + 8
             x, to = "abcd"[2 * half + i], 4 * (2 + count) + 4 * half + 2 * i
             text += [f"mul.f32 {x}, {x}, {'uv'[i]}; cvt.rn.f16x2.f32 w, {x}, {x};"]
@@ -71,7 +72,8 @@ def both_columns(b_m, b_l, ASM: tl.constexpr):
         b_m, b_l = tl.inline_asm_elementwise(
             "mov.f32 $0, $8; mov.f32 $1, $8; mov.f32 $2, $8; mov.f32 $3, $8; "
             "mov.f32 $4, $12; mov.f32 $5, $12; mov.f32 $6, $14; mov.f32 $7, $14;",
-            "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f", [b_m, b_l], dtype=(tl.float32, tl.float32), is_pure=False, pack=4,
+            "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f", [b_m, b_l], dtype=(tl.float32, tl.float32),
+            is_pure=False, pack=4,
         )
     return b_m, b_l
 
@@ -80,8 +82,7 @@ def both_columns(b_m, b_l, ASM: tl.constexpr):
 def weighed_by_assembly(
     b_0, b_1, b_m, b_l, unit, acc, o_slot, KEYS: tl.constexpr, VALUES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):
-    """Return what `weighed` does where all tokens count, in assembly: maxima and sums are whole after `both_columns`.
-    """
+    """Return what `weighed` does where all tokens count: maxima and sums are whole after `both_columns`."""
     COUNT: tl.constexpr = len(acc)
     SLACK: tl.constexpr = _slack(VALUES)
     TEXT: tl.constexpr = _weighed(COUNT, KEYS.norm_at, KEYS.slot + VALUES.norm_at, SLACK[0], SLACK[1])
