@@ -22,7 +22,7 @@ SIGNS, MINUS_ONE = 0x80008000, 0xBC00BC00
 
 @triton.constexpr_function
 def _lanes():
-    """Return assembly that declares registers which look-ups know by name. $1: where a warp's blocks lie in the ring."""
+    """Return assembly that declares registers which look-ups know by name. $1: where a warp's slots begin."""
     parts = ("k32", "k24", "k24b", "k16", "k8", "v32", "v24", "v24b", "v16", "v8", "norm", "first")
     shifts = ("t", "g", "ks4", "ks6", "ks2", "up15", "up7", "vs4", "vs6", "vs2", "vs1")
     halves = tuple(f"{side}{name}" for side in "kv" for name in ("h", "f0", "f1", "f2", "f3"))
@@ -49,16 +49,17 @@ def _lanes():
     shl.b32 kvcal_norm, kvcal_g, 2; mov.b32 kvcal_first, 0; """
     for side in "kv":  # of codes of 4 bits: a byte's half, and by what a look-up multiplies it
         text += f"mov.b32 kvcal_{side}h, 0x0F0F0F0F; shl.b32 kvcal_{side}h, kvcal_{side}h, kvcal_{side}s4; "
-        text += f"mov.b32 kvcal_{side}f0, {REPLICA_BYTES.value}; shr.u32 kvcal_{side}f0, kvcal_{side}f0, kvcal_{side}s4; "
-        text += " ".join([f"shl.b32 kvcal_{side}f{i}, kvcal_{side}f0, {8 * i};" for i in (1, 2, 3)]) + " "
+        factor = f"kvcal_{side}f"
+        text += f"mov.b32 {factor}0, {REPLICA_BYTES.value}; shr.u32 {factor}0, {factor}0, kvcal_{side}s4; "
+        text += " ".join([f"shl.b32 {factor}{i}, {factor}0, {8 * i};" for i in (1, 2, 3)]) + " "
     return text + " ".join([f"add.u32 kvcal_{part}, kvcal_{part}, $1;" for part in parts]) + " mov.b32 $0, 0;"
 
 
 @triton.jit
 def declare_lanes(to):
     """Declare registers that look-ups know by name: where a lane's codes and norms lie in a warp's first slot, of a run
-    of pairs, by bytes of a pair, and by how much they are shifted; for signs of keys powers of two that do so. to: where
-    a warp's slots begin, [32 NW].
+    of pairs, by bytes of a pair, and by how much they are shifted; for signs of keys powers of two that do so. to:
+    where a warp's slots begin, [32 NW].
     """
     tl.inline_asm_elementwise(_lanes(), "=r,r", [to], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -343,7 +344,8 @@ def value_numbers(pointers, o_block, b_live, o_slot, p_table, STEP: tl.constexpr
 def _norms(byte):
     """Return assembly for the norms of a lane's two rows, which are neighbours."""
     return f"""{{ .reg .b16 a, b; .reg .b32 kvcal_norms;
-    add.u32 kvcal_norms, kvcal_norm, $4; ld.shared.b32 kvcal_norms, [kvcal_norms + {byte}]; mov.b32 {{a, b}}, kvcal_norms;
+    add.u32 kvcal_norms, kvcal_norm, $4; ld.shared.b32 kvcal_norms, [kvcal_norms + {byte}];
+    mov.b32 {{a, b}}, kvcal_norms;
     cvt.f32.f16 $0, a; mov.b32 $1, $0; cvt.f32.f16 $2, b; mov.b32 $3, $2; }}"""
 
 

@@ -278,11 +278,11 @@ def planned(groups: int, capacity: int, windows: tuple[int, int], launch: Launch
     programs of their own where all programs run at once. Else those would begin when others end, and hold a place
     while they wait for memory: programs of packed tokens carry them (docs/benchmarks/reasons.md).
     """
-    made = plan(groups, capacity, windows, launch.warps, slots, True, launch)
-    late = made.tail_cost == ALONE and made.tail > 0 and groups * made.splits > slots
+    chosen = plan(groups, capacity, windows, launch.warps, slots, True, launch)
+    late = chosen.tail_cost == ALONE and chosen.tail > 0 and groups * chosen.splits > slots
     if late and launch.tail_cost is None:
-        made = plan(groups, capacity, windows, launch.warps, slots, True, replace(launch, tail_cost=CARRIED))
-    return made
+        chosen = plan(groups, capacity, windows, launch.warps, slots, True, replace(launch, tail_cost=CARRIED))
+    return chosen
 
 
 def reserve(

@@ -1,4 +1,4 @@
-"""From scores to probabilities, as products with values take them.
+"""Probabilities of scores, as products with values take them.
 
 A query row has two columns, which are alike until values of even coordinates meet one and those of odd ones the other.
 Where all tokens of a block count, assembly computes one of the two: a lane's first and third number of a product.
@@ -27,11 +27,11 @@ def _weighed(count, key_norms, value_norms, slack, headroom):
     halves without norms, unit, and where the slot begins. Of numbers that are alike the first is read and written.
     """
     text = ["{ .reg .pred p; .reg .b16 h, k; .reg .b32 w, z; .reg .f32 a, b, c, d, u, v, f;"]
-    given = [f"${4 * (2 + count) + 8 + i}" for i in range(0, 16, 2)]  # scores, unit, slot: every other one
-    text += [f"add.u32 z, kvcal_norm, {given[6]};"]
-    text += [_two_norms(key_norms), f"mul.f32 a, {given[0]}, u; mul.f32 b, {given[1]}, v;"]
-    text += [_two_norms(key_norms + 32), f"mul.f32 c, {given[2]}, u; mul.f32 d, {given[3]}, v;"]
-    unit = given[4]
+    inputs = [f"${4 * (2 + count) + 8 + i}" for i in range(0, 16, 2)]  # scores, unit, slot: every other one
+    text += [f"add.u32 z, kvcal_norm, {inputs[6]};"]
+    text += [_two_norms(key_norms), f"mul.f32 a, {inputs[0]}, u; mul.f32 b, {inputs[1]}, v;"]
+    text += [_two_norms(key_norms + 32), f"mul.f32 c, {inputs[2]}, u; mul.f32 d, {inputs[3]}, v;"]
+    unit = inputs[4]
     text += ["max.f32 u, a, b; max.f32 v, c, d; max.f32 u, u, v;"]
     text += [f"neg.f32 f, $0; fma.rn.f32 v, u, {unit}, f; setp.gt.f32 p, v, {slack};"]
     text += ["vote.sync.any.pred p, p, 0xffffffff; @!p bra KVCAL_LOW;"]
@@ -87,14 +87,14 @@ def weighed_by_assembly(
     SLACK: tl.constexpr = _slack(VALUES)
     TEXT: tl.constexpr = _weighed(COUNT, KEYS.norm_at, KEYS.slot + VALUES.norm_at, SLACK[0], SLACK[1])
     at = tl.zeros([NW, 16, N], tl.int32) + o_slot
-    made = tl.inline_asm_elementwise(
+    changed = tl.inline_asm_elementwise(
         TEXT, _weighed_constraints(COUNT), (b_0, b_1, unit, at, b_m, b_l) + acc, dtype=_weighed_types(COUNT),
         is_pure=False, pack=4,
     )
     operands = ()
     for i in tl.static_range(4):
-        operands = operands + (_second(made[2 + COUNT + i], NW, N),)
-    return made[0], made[1], made[2 : 2 + COUNT], operands
+        operands = operands + (_second(changed[2 + COUNT + i], NW, N),)
+    return changed[0], changed[1], changed[2 : 2 + COUNT], operands
 
 
 @triton.jit

@@ -193,8 +193,8 @@ def open_ring(
     origins, p_pages, page_stride, lane, zero, start, last, KEYS: tl.constexpr, VALUES: tl.constexpr,
     SLOTS: tl.constexpr, PAGED: tl.constexpr, NW: tl.constexpr,
 ):
-    """Return where a warp's slots begin, [32 NW]; all of them except for one begin to fill. PAGED: p_pages names a row's
-    pages.
+    """Return where a warp's slots begin, [32 NW]; all of them except for one begin to fill. PAGED: p_pages names a
+    row's pages.
     """
     SLOT: tl.constexpr = KEYS.slot + VALUES.slot
     base = tl.inline_asm_elementwise(
