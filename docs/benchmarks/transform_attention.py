@@ -2,8 +2,9 @@
 head_dim 128), one new token, random data of 2.0, 2.5, 3.0 and 4.0 bits in unequal tiers; and variants of its kernel.
 
     PYTHONPATH=.:kernels:artifacts python docs/benchmarks/transform_attention.py [--out DIR] [--bits 2.0,...]
-        [--shapes BxN,...] [--variants A,B]
-    PYTHONPATH=... python docs/benchmarks/transform_attention.py --count [--bits ...] [--variants A,B]
+        [--shapes BxN,...] [--variants A;B]
+    PYTHONPATH=... python docs/benchmarks/transform_attention.py --old TREE [--bits ...] [--shapes ...] [--variants A;B]
+    PYTHONPATH=... python docs/benchmarks/transform_attention.py --count [--bits ...] [--variants A;B]
     PYTHONPATH=... python docs/benchmarks/transform_attention.py --dry-run
 
 Kernels are compiled and compared with the float32 reference first, each in a process of its own; nothing is timed that
@@ -11,8 +12,11 @@ does not agree. Times are CUDA events, the L2 flushed, medians of passes in turn
 bandwidth of a copy (bytes read plus bytes written) in the same process. Variants that change a kernel (CHANGES) run in a
 process of their own each, with a Triton cache of their own.
 
---count needs no GPU: it compiles for sm_90 and counts the instructions of a warp's loop over one block, by the unit that
-runs them. --dry-run takes all steps in Triton's interpreter, with tiny sizes; what it prints are no times of a GPU.
+--old: another checkout, whose own copy of this script runs the same cells in turns with this one's, each turn in a
+process of its own: as many times of either, on one GPU.
+
+--count needs no GPU: it compiles for sm_90 and counts the instructions of a warp's loop, for each block, by the unit
+that runs them. --dry-run takes all steps in Triton's interpreter, with tiny sizes; what it prints are no times of a GPU.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from kvcal.bench.timing import Clock
 from kvcal_artifacts.files import write_atomically
 from kvcal_kernels.attention import reference, transform
 from kvcal_kernels.attention import triton as fused
+from kvcal_kernels.attention.plan import ALONE
 from kvcal_kernels.attention.triton.transform import codes, ring
 from kvcal_kernels.layout import BLOCK, Basis, TransformBlocks, TransformForm
 from kvcal_kernels.layout.transform import PAIR_BYTES
@@ -47,6 +52,7 @@ HEADS, RATIO, DIM = 8, 4, 128
 SHAPES = "32x32768,8x32768,1x32768"
 DRY_SHAPES = "1x224"  # two blocks beside sink and window
 PASSES = 3
+TURNS = 2  # of each checkout
 GOAL = 0.75  # of copy bandwidth at 32 x 32768
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
 FAMILIES = {  # units of a multiprocessor's quarter that run instructions; a warp takes ALU and IMAD two cycles
@@ -59,9 +65,17 @@ FAMILIES = {  # units of a multiprocessor's quarter that run instructions; a war
 }
 
 
+_product_of_bytes = codes._look_up  # before it is changed
+
+
 @triton.constexpr_function
-def _shifted(into: str, word: str, byte: int, first: int) -> str:
-    """`codes._look_up` by shift, mask and sum: two instructions where a product of bytes is one."""
+def _shifted(into: str, word: str, byte: int, first: int, factors: str = "") -> str:
+    """`codes._look_up` by shift, mask and sum: two instructions where a product of bytes is one. Codes of 4 bits, whose
+    place in a byte is a lane's, keep the product.
+    """
+    if factors:
+        text: str = _product_of_bytes(into, word, byte, first, factors)
+        return text
     shift = 8 * byte - 7
     move = f"shr.u32 at, {word}, {shift};" if shift > 0 else f"shl.b32 at, {word}, {-shift};"
     text = "{ .reg .b32 own, table; and.b32 own, kvcal_bank, 127; mov.u32 table, kvcal_table;"
@@ -93,12 +107,16 @@ VARIANTS: dict[str, tuple[str, fused.Launch | None]] = {  # change of a kernel, 
     "product": ("", None),
     "4 warps, 128 registers": ("", fused.Launch(warps=4, registers=128, slots=2)),
     "4 warps, 168 registers": ("", fused.Launch(warps=4, registers=168, slots=2)),
+    "4 warps, 255 registers": ("", fused.Launch(warps=4, registers=255, slots=2)),
     "8 warps, 128 registers": ("", fused.Launch(warps=8, registers=128, slots=2)),
     "shifts": ("shifts", None),
     "pieces": ("pieces", None),
     "shifts, pieces, 128 registers": ("shifts, pieces", fused.Launch(warps=4, registers=128, slots=2)),
-    # last, as it is compiled by then: exact tokens in programs of packed ones, which have 16 blocks fewer for them
+    # last, as they are compiled by then: exact tokens in programs of packed ones, which have 16 blocks fewer for them,
+    # whatever the plan says, or in programs of their own
     "exact tokens carried": ("", fused.Launch(warps=4, registers=168, slots=2, tail_cost=16)),
+    "exact tokens carried, 255 registers": ("", fused.Launch(warps=4, registers=255, slots=2, tail_cost=16)),
+    "exact tokens apart": ("", fused.Launch(warps=4, registers=168, slots=2, tail_cost=ALONE)),
 }
 
 
@@ -185,6 +203,7 @@ def is_product(name: str, bits: float) -> bool:
 
 def counted(name: str, bits: float) -> dict[str, Any]:
     """What a variant compiles to for sm_90, its loop by units. Without a GPU `None` stands for the launch of an H100."""
+    from kvcal_kernels.attention.triton.transform.blocks import turns_of
     from tests.kernels.attention.test_transform import built
     from tests.support.compiled import loops, resources
 
@@ -193,12 +212,13 @@ def counted(name: str, bits: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         registers, spilled = resources(own, Path(folder))
         found = [one for one in loops(own, Path(folder)) if one["HMMA"] > 16]
-    loop = max(found, key=Counter.total)
-    families = {family: sum(loop[one] for one in names.split()) for family, names in FAMILIES.items()}
+    loop, turns = max(found, key=Counter.total), turns_of(launch.slots)
+    each = {unit: number / turns for unit, number in loop.most_common()}
+    families = {family: sum(each.get(one, 0) for one in names.split()) for family, names in FAMILIES.items()}
     return {"bits": bits, "variant": name, "warps": launch.warps, "registers": registers, "spilled_bytes": spilled,
-            "shared_of_triton": own.metadata.shared, "instructions": loop.total(),
-            "for_each_number": loop.total() / (2 * BLOCK * DIM / 32), "units": families,
-            "names": dict(loop.most_common())}  # fmt: skip
+            "shared_of_triton": own.metadata.shared, "instructions": loop.total() / turns,
+            "for_each_number": loop.total() / turns / (2 * BLOCK * DIM / 32), "units": families,
+            "names": each}  # fmt: skip
 
 
 def on_an_h100(bits: float) -> fused.Launch:
@@ -213,13 +233,59 @@ def environment(change: str, folder: Path) -> dict[str, str]:
     return {**os.environ, "TRITON_CACHE_DIR": str(Path(own, change.replace(", ", "_") or "product"))}
 
 
-def part(arguments: list[str], change: str, folder: Path) -> Any:
-    """What this script prints as JSON with these arguments, in a process of its own; None where it failed."""
+def of_tree(tree: Path, folder: Path) -> dict[str, str]:
+    """What Python imports in a process of another checkout, or of this one, and its Triton cache."""
+    roots = [str(tree / part) for part in (".", "kernels", "artifacts", "serving")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "TRITON_CACHE_DIR": str(folder)}
+
+
+def part(arguments: list[str], given: dict[str, str], script: Path = Path(__file__)) -> Any:
+    """What a script prints as JSON with these arguments, in a process of its own; None where it failed."""
     done = subprocess.run(
-        [sys.executable, __file__, *arguments], env=environment(change, folder), stdout=subprocess.PIPE, text=True,
-        check=False,
-    )  # fmt: skip
+        [sys.executable, str(script), *arguments], env=given, stdout=subprocess.PIPE, text=True, check=False
+    )
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+
+
+def old_and_new(options: argparse.Namespace) -> bool:
+    """Time the same cells by this checkout and by options.old, in turns: print and write medians and their ratio. False
+    where something failed or does not agree with the reference.
+    """
+    trees = {"old": Path(options.old).resolve(), "new": Path(__file__).resolve().parents[2]}
+    scripts = {name: tree / "docs" / "benchmarks" / "transform_attention.py" for name, tree in trees.items()}
+    shapes = ",".join(f"{batch}x{length}" for batch, length in options.shapes)
+    bits, dry = ",".join(map(str, options.bits)), ["--dry-run"] if options.dry_run else []
+    wanted = [(name, one, variant) for name in trees for one in options.bits for variant in options.variants]
+    passes: dict[str, dict[str, list[float]]] = {}
+    result: dict[str, Any] = {"trees": {name: str(tree) for name, tree in trees.items()}, "cells": {}}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1)) as pool:
+        given = {name: of_tree(tree, Path(folder, name)) for name, tree in trees.items()}
+        checks = [
+            pool.submit(part, ["--check", variant, "--bits", str(one), *dry], given[name], scripts[name])
+            for name, one, variant in wanted
+        ]
+        errors = {one: check.result() for one, check in zip(wanted, checks, strict=True)}
+        result["failed"] = [", ".join(map(str, one)) for one, both in errors.items() if not within(both)]
+        for name in ["old", "new"] * TURNS:
+            asked = ["--time", ";".join(options.variants), "--shapes", shapes, "--seconds", str(options.seconds)]
+            measured = part([*asked, "--bits", bits, *dry], given[name], scripts[name])
+            if measured is None:
+                result["failed"].append(f"times of {name}")
+                continue
+            result["device"] = measured["device"]
+            for row in measured["rows"]:
+                cell_name = f"{row['bits']} bits, {row['batch']} x {row['length']}, {row['variant']}"
+                of_cell = passes.setdefault(cell_name, {"old": [], "new": [], "old_copy": [], "new_copy": []})
+                of_cell[name] += row["passes"]
+                of_cell[f"{name}_copy"].append(row["fraction_of_copy"])
+    for cell_name, times in passes.items():
+        old, new, *fractions = (statistics.median(times[key]) if times[key] else 0.0 for key in times)
+        ratio = new / old if old else 0.0
+        result["cells"][cell_name] = {"old": old, "new": new, "ratio": ratio, "fractions": fractions, "all": times}
+        print(f"{cell_name}: {old:.1f} us, now {new:.1f}, {ratio:.3f}; of copy {fractions[0]:.3f}, {fractions[1]:.3f}")
+    write_atomically(Path(options.out, "transform_attention-old.json"), json.dumps(result, indent=1).encode())
+    print("failed:", result["failed"])
+    return not result["failed"]
 
 
 def take(options: argparse.Namespace) -> dict[str, Any]:
@@ -233,7 +299,7 @@ def take(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         cache = Path(folder)
         checks = [
-            pool.submit(part, ["--check", name, "--bits", str(bits), *dry], VARIANTS[name][0], cache)
+            pool.submit(part, ["--check", name, "--bits", str(bits), *dry], environment(VARIANTS[name][0], cache))
             for name, bits in wanted
         ]
         errors = {one: check.result() for one, check in zip(wanted, checks, strict=True)}
@@ -246,7 +312,7 @@ def take(options: argparse.Namespace) -> dict[str, Any]:
             if not right:
                 continue
             asked = ["--time", ";".join(right), "--shapes", shapes, "--seconds", str(options.seconds)]
-            measured = part([*asked, "--bits", ",".join(map(str, options.bits)), *dry], change, cache)
+            measured = part([*asked, "--bits", ",".join(map(str, options.bits)), *dry], environment(change, cache))
             if measured is None:
                 result["failed"] += [f"times of {name}" for name in right]
                 continue
@@ -298,12 +364,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.25, help="of a cell's pass, at most")
     parser.add_argument("--bits", type=bits_of, default=list(MIXES), help="which, with commas between")
     parser.add_argument("--shapes", type=shapes_of, default=SHAPES, help="BATCHxTOKENS, with commas between")
-    parser.add_argument("--variants", type=variants_of, default=list(VARIANTS), help="which, with semicolons between")
+    parser.add_argument("--variants", type=variants_of, help="which, with semicolons between: all, with --old product")
+    parser.add_argument("--old", help="another checkout, whose kernel is timed in turns with this one's")
     parser.add_argument("--dry-run", action="store_true", help="all steps in the interpreter, tiny sizes, no GPU")
     parser.add_argument("--count", action="store_true", help="count instructions of sm_90 instead, without a GPU")
     parser.add_argument("--check", type=variants_of, help="a variant: compare with the reference, print errors, end")
     parser.add_argument("--time", type=variants_of, help="variants of one change: time them, print times, end")
     options = parser.parse_args()
+    options.variants = options.variants or (["product"] if options.old else list(VARIANTS))
     Path(options.out).mkdir(parents=True, exist_ok=True)
     if options.dry_run and not interpreted():
         sys.exit(subprocess.run([sys.executable, *sys.argv], env={**os.environ, "TRITON_INTERPRET": "1"}).returncode)
@@ -321,6 +389,8 @@ def main() -> None:
         print(json.dumps(measure(options.time, options.bits, options.shapes, options.seconds)))
     elif options.count:
         count(options)
+    elif options.old:
+        sys.exit(not old_and_new(options))
     else:
         result = take(options)
         summary(result, options)
@@ -336,7 +406,9 @@ def count(options: argparse.Namespace) -> None:
             bits = ",".join(map(str, options.bits))
             rows: list[dict[str, Any]] = []
             for name in names:
-                made = part(["--count", "--variants", name, "--bits", bits], VARIANTS[name][0], Path(folder))
+                made = part(
+                    ["--count", "--variants", name, "--bits", bits], environment(VARIANTS[name][0], Path(folder))
+                )
                 rows += made or [{"variant": name, "failed": True}]
         text = json.dumps({"triton": triton.__version__, "counted, not timed": rows}, indent=1)
         write_atomically(Path(options.out, "transform_attention-counted.json"), text.encode())

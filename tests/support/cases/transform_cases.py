@@ -39,6 +39,8 @@ class Case:
     gain: str = "debiased"
     peaked: bool = False
     warps: int = 0  # of a program; 0: as the device has it
+    slots: int = 0  # of a warp's ring, where `warps` is not 0
+    splits: int = 0  # programs of a row, likewise
 
 
 def normal(*size: int, seed: int) -> Tensor:
@@ -74,7 +76,9 @@ def made(case: Case, seed: int = 0) -> tuple[Any, ...]:
 
 
 def small() -> list[Case]:
-    """Every tier alone and beside others, runs of pairs that are not whole, all numbers of columns, rings."""
+    """Every tier alone and beside others, runs of pairs that are not whole, all numbers of columns, rings; two slots, whose
+    turns are written out, with none, one and both of them behind.
+    """
     bf = torch.bfloat16
     return [
         Case(),
@@ -82,6 +86,20 @@ def small() -> list[Case]:
         Case((32, 0, 0, 0), (1, 1, 1, 1), ratio=1, dtype=bf, ring=True, blocks=(6,), sink=(4,), recent=(40,)),
         Case((0, 0, 7, 3), (0, 30, 0, 0), ratio=4, queries=3, blocks=(4, 1), sink=(4, 0), recent=(33, 7), ring=True),
         Case((0, 0, 0, 32), (0, 0, 0, 1), ratio=2, queries=16, blocks=(2,), sink=(0,), recent=(31,), gain="mse"),
+        Case(blocks=(25, 3, 12), sink=(4, 0, 1), warps=4, slots=2, splits=1),
+        Case(
+            (8, 14, 20, 14),
+            (8, 14, 21, 13),
+            128,
+            heads=1,
+            ratio=4,
+            blocks=(17,),
+            sink=(4,),
+            recent=(33,),
+            warps=2,
+            slots=2,
+            splits=2,
+        ),
         Case((1, 0, 0, 0), (0, 0, 32, 0), ratio=16, blocks=(1,), sink=(3,), recent=(1,), heads=1, peaked=True),
     ]
 
@@ -93,7 +111,7 @@ def wrong(case: Case, seed: int = 0) -> str | None:
     from kvcal_kernels.attention import transform
 
     arguments = made(case, seed)
-    launch = Launch(warps=case.warps, registers=128) if case.warps else None
+    launch = Launch(case.warps, registers=168, slots=case.slots, splits=case.splits) if case.warps else None
     out = transform().attend(*arguments, launch, ring=case.ring)
     attend: Any = reference.attend
     exact = attend(arguments[0].float(), *arguments[1:], ring=case.ring)

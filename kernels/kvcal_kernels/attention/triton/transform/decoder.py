@@ -14,9 +14,8 @@ import triton.language as tl
 from ..merge import over_warps
 from ..numbers import zeros
 from ..rotation import value_channels
-from ..softmax import by_parity
 from ..tiles import lane_zeros
-from .codes import key_numbers, token_norms, value_numbers
+from .codes import key_numbers, value_numbers
 
 
 @triton.jit
@@ -123,36 +122,30 @@ def query_of(
 
 @triton.jit
 def scores_of(
-    pointers, p_norm, o_block, o_norm, b_live, ring, q, p_table, KEYS: tl.constexpr, TABLES: tl.constexpr,
+    pointers, o_block, b_live, o_slot, q, p_table, KEYS: tl.constexpr, TABLES: tl.constexpr,
     PAGED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Return scores of both halves of NW blocks, tokens in the order of `codes.key_numbers`."""
+    """Return scores of both halves of NW blocks, tokens in the order of `codes.key_numbers`; they lack keys' norms."""
     STEPS: tl.constexpr = KEYS.steps
     b_0 = tl.zeros([NW, 16, N], tl.float32)
     b_1 = b_0
     for i in tl.static_range(STEPS):
-        first, second = key_numbers(pointers, o_block, b_live, ring, p_table, i, KEYS, TABLES, PAGED, NW, ASM)
+        first, second = key_numbers(pointers, o_block, b_live, o_slot, p_table, i, KEYS, TABLES, PAGED, NW, ASM)
         b_0 = tl.dot(first, q[i], b_0)
         b_1 = tl.dot(second, q[i], b_1)
-    b_0 = b_0 * token_norms(p_norm, o_norm, b_live, ring, KEYS.norm_at, 0, NW, N, ASM)
-    b_1 = b_1 * token_norms(p_norm, o_norm, b_live, ring, KEYS.norm_at, 1, NW, N, ASM)
     return b_0, b_1
 
 
 @triton.jit
 def add_values(
-    pointers, p_norm, o_block, o_norm, b_live, ring, b_0, b_1, acc, p_table, VALUES: tl.constexpr, BYTE: tl.constexpr,
-    TABLES: tl.constexpr, PAGED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    pointers, o_block, b_live, o_slot, probabilities, acc, p_table, VALUES: tl.constexpr, BYTE: tl.constexpr,
+    TABLES: tl.constexpr, PAGED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Return acc plus probabilities b_0, b_1 (float32, tokens in the order of keys) times values in coordinates."""
+    """Return acc plus probabilities, four operands of 8 tokens, times values in coordinates."""
     STEPS: tl.constexpr = VALUES.steps
-    NORMS: tl.constexpr = BYTE + VALUES.norm_at
-    b_0 = (b_0 * token_norms(p_norm, o_norm, b_live, ring, NORMS, 0, NW, N, ASM)).to(tl.float16)
-    b_1 = (b_1 * token_norms(p_norm, o_norm, b_live, ring, NORMS, 1, NW, N, ASM)).to(tl.float16)
-    probabilities = by_parity(b_0, ASM, NW, N) + by_parity(b_1, ASM, NW, N)
     outputs = ()
     for i in tl.static_range(STEPS):
-        parts = value_numbers(pointers, o_block, b_live, ring, p_table, i, BYTE, VALUES, TABLES, PAGED, NW, ASM)
+        parts = value_numbers(pointers, o_block, b_live, o_slot, p_table, i, BYTE, VALUES, TABLES, PAGED, NW, ASM)
         b_acc = acc[i]
         for j in tl.static_range(4):
             b_acc = tl.dot(parts[j], probabilities[j], b_acc)

@@ -5,6 +5,7 @@ arguments, compiled kernels.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ SCRATCH = 10 << 10  # bytes that Triton takes for four warps to meet, with produ
 # programs of four warps that a multiprocessor runs, and registers of a thread; with 128 there, products wait for their
 # own look-ups (docs/benchmarks/reasons.md)
 TRIED = ((3, 168), (2, 255))
+CARRIED = 16  # blocks that a program with exact tokens, 64 as a rule, has fewer (timed in docs/runs/gpu-tests.md)
 
 
 def launch_of(keys: TransformForm, values: TransformForm, rows: int, device: torch.device) -> Launch:
@@ -268,7 +270,19 @@ def _plan(
     device: torch.device,
 ) -> Plan:
     groups = batch * constants["HEADS"] * constants["CHUNKS"]
-    return plan(groups, capacity, windows, launch.warps, at_once * common._processors(device), True, launch)
+    return planned(groups, capacity, windows, launch, at_once * common._processors(device))
+
+
+def planned(groups: int, capacity: int, windows: tuple[int, int], launch: Launch, slots: int) -> Plan:
+    """Return the plan for `groups` of query rows on a GPU that runs `slots` programs at a time. Exact tokens have
+    programs of their own where all programs run at once. Else those would begin when others end, and hold a place
+    while they wait for memory: programs of packed tokens carry them (docs/benchmarks/reasons.md).
+    """
+    chosen = plan(groups, capacity, windows, launch.warps, slots, True, launch)
+    late = chosen.tail_cost == ALONE and chosen.tail > 0 and groups * chosen.splits > slots
+    if late and launch.tail_cost is None:
+        chosen = plan(groups, capacity, windows, launch.warps, slots, True, replace(launch, tail_cost=CARRIED))
+    return chosen
 
 
 def reserve(

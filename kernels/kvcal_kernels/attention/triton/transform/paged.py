@@ -11,12 +11,12 @@ import triton.language as tl
 from ..merge import blocks_of_split, merge_splits, store_split
 from ..numbers import LOW, zeros
 from ..queries import powers
-from ..ring import pages_of, wait_for_blocks
+from ..ring import pages_of
 from ..softmax import declare_parities
+from .blocks import packed_blocks
 from .codes import declare_lanes
 from .decoder import load_points, output_of, query_of
-from .kernel import _step
-from .ring import fetch_blocks, open_ring, origins_of
+from .ring import open_ring, origins_of
 
 
 @triton.jit(
@@ -40,7 +40,6 @@ def paged_kernel(
     SLICES: tl.constexpr = D // 16
     WIDE: tl.constexpr = D // 32
     QUERY_ROWS: tl.constexpr = N // 2
-    SLOT: tl.constexpr = KEYS.slot + VALUES.slot
     KEY_STEPS: tl.constexpr = KEYS.steps
     VALUE_STEPS: tl.constexpr = VALUES.steps
     i_split, i_batch = tl.program_id(2), tl.program_id(0)
@@ -64,15 +63,12 @@ def paged_kernel(
     lane, last = tl.arange(0, 32 * NW) % 32, stop - 1
 
     # blocks are on their way while the query is rotated
-    origins, o_slot = (), 0
-    b_ring = tl.zeros([NW, 1], tl.int32)
+    origins = ()
     to = tl.zeros([32 * NW], tl.int32)
     pages = to
     if ASM:
         origins = origins_of(key_pointers, p_kn, value_pointers, p_vn, o_head, i_batch, 0, lane, KEYS, VALUES, True)
-        base = open_ring(origins, p_row, page_stride, lane, i_split * 0, start, last, KEYS, VALUES, SLOTS, True, NW)
-        b_ring += (base + tl.arange(0, NW) * (SLOT * SLOTS))[:, None]
-        to = base + tl.arange(0, 32 * NW) // 32 * (SLOT * SLOTS)
+        to += open_ring(origins, p_row, page_stride, lane, i_split * 0, start, last, KEYS, VALUES, SLOTS, True, NW)
         pages = pages_of(p_row, start + (SLOTS - 1) * NW, stop, NW)
     b_down, b_up = powers(p_q, o_q, b_row, KEYS, SLICES, 16.0, 51 << 23, False, N)
     q, b_up, b_mean = query_of(
@@ -82,39 +78,17 @@ def paged_kernel(
     unit = b_up * factor
     if ASM:
         declare_parities()
-        declare_lanes()
+        declare_lanes(to)
         load_points(p_points, i_split * 0, ENTRIES)
     b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
     b_l = tl.zeros([NW, 16, N], tl.float32)
     acc = zeros(VALUE_STEPS, NW, N)
     whole = tl.maximum(length - count + 1, 0) // 32  # blocks all of whose tokens every query sees
-    middle = start + tl.maximum(tl.minimum(stop, whole) - start, 0) // NW * NW
-    for first in tl.range(start, middle, NW, num_stages=1):
-        if ASM:
-            wait_for_blocks(SLOTS - 2, True, NW)
-            behind = to + tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
-            fetch_blocks(origins, pages, page_stride, first, last, behind, lane, KEYS, VALUES, True, NW)
-            pages = pages_of(p_row, first + SLOTS * NW, stop, NW)
-        b_m, b_l, acc = _step(
-            key_pointers, p_kn, value_pointers, p_vn, p_row, page_stride, p_points, o_head, i_batch, first, stop, limit,
-            b_ring + o_slot, q, unit, b_m, b_l, acc, 0, KEYS, VALUES, TABLES, True, NW, N, ASM, False,
-        )
-        if ASM:
-            o_slot = tl.where(o_slot == SLOT * (SLOTS - 1), 0, o_slot + SLOT)
-    for first in tl.range(middle, stop, NW, num_stages=1):
-        if ASM:
-            wait_for_blocks(SLOTS - 2, True, NW)
-            behind = to + tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
-            fetch_blocks(origins, pages, page_stride, first, last, behind, lane, KEYS, VALUES, True, NW)
-            pages = pages_of(p_row, first + SLOTS * NW, stop, NW)
-        b_m, b_l, acc = _step(
-            key_pointers, p_kn, value_pointers, p_vn, p_row, page_stride, p_points, o_head, i_batch, first, stop, limit,
-            b_ring + o_slot, q, unit, b_m, b_l, acc, 0, KEYS, VALUES, TABLES, True, NW, N, ASM, True,
-        )
-        if ASM:
-            o_slot = tl.where(o_slot == SLOT * (SLOTS - 1), 0, o_slot + SLOT)
-    if ASM:
-        wait_for_blocks(0, True, NW)
+    b_m, b_l, acc = packed_blocks(
+        key_pointers, p_kn, value_pointers, p_vn, p_row, page_stride, p_points, o_head, i_batch, start,
+        tl.minimum(stop, whole), stop, limit, origins, pages, to, lane, q, unit, b_m, b_l, acc, 0, KEYS, VALUES, TABLES,
+        SLOTS, True, NW, N, ASM,
+    )
     out, b_m, b_l = output_of(
         acc, b_m, b_l, b_mean, factor, p_value_basis + i_kv * (WIDE * VALUE_STEPS * 1024),
         p_factor + KEY_STEPS * 16, p_mean + (HEADS + i_kv) * D, VALUES, WIDE, NW, N, ASM,

@@ -193,7 +193,9 @@ def open_ring(
     origins, p_pages, page_stride, lane, zero, start, last, KEYS: tl.constexpr, VALUES: tl.constexpr,
     SLOTS: tl.constexpr, PAGED: tl.constexpr, NW: tl.constexpr,
 ):
-    """Return where the ring lies; all of its slots except for one begin to fill. PAGED: p_pages names a row's pages."""
+    """Return where a warp's slots begin, [32 NW]; all of them except for one begin to fill. PAGED: p_pages names a
+    row's pages.
+    """
     SLOT: tl.constexpr = KEYS.slot + VALUES.slot
     base = tl.inline_asm_elementwise(
         ring_address(SLOT * SLOTS * NW, True), "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1
@@ -203,4 +205,4 @@ def open_ring(
         first = start + ahead * NW
         pages = pages_of(p_pages, first, last + 1, NW) if PAGED else p_pages
         fetch_blocks(origins, pages, page_stride, first, last, to + ahead * SLOT, lane, KEYS, VALUES, PAGED, NW)
-    return base
+    return to
