@@ -68,13 +68,13 @@ def test_import_kvcal_and_a_plan_import_no_torch() -> None:
     )
     first, second, third = python(script).splitlines()
     assert (first, second) == ("[]", "False 32768 fp16")
-    assert third == "True True ['cache', 'evaluate', 'fit', 'plan', 'register']"
+    assert third == "True True ['cache', 'check_codec', 'evaluate', 'fit', 'plan', 'register']"
 
 
 def test_no_function_takes_options_by_the_way() -> None:
     from kvcal.commands import api
 
-    for function in (api.cache, api.fit, api.evaluate, api.plan, api.register, load_cache):
+    for function in (api.cache, api.fit, api.evaluate, api.plan, api.register, api.check_codec, load_cache):
         kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
         assert kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
         assert function.__doc__
@@ -246,6 +246,16 @@ def test_an_installed_package_brings_codecs_presets_and_methods(base: Path, inst
     assert python(script, PYTHONPATH=path).split() == ["acme-float8", "AcmeKV", "acme", "acme-8"]
     with pytest.raises(KVCalError, match="codec 'acme-float8': this version knows"):  # it is not installed here
         load_bundle(bundle)
+
+
+def test_an_installed_codec_is_checked_by_name(installed: Path) -> None:
+    """By the name that bundles have, and by that of --keys; two of the page's commands."""
+    path = os.pathsep.join([str(installed), *sys.path])
+    for name in ("acme-float8", "acme-8"):
+        script = f"import sys\nfrom kvcal.cli import main\nsys.argv = ['kvcal', 'check-codec', {name!r}]\nmain()\n"
+        lines = python(script, PYTHONPATH=path).splitlines()
+        assert {line.split()[0] for line in lines[:-1]} == {"good"} and len(lines) == 15
+        assert lines[-1] == f"{name}: keeps the contract"
 
 
 def test_a_package_that_fails_is_named(installed: Path, tmp_path: Path) -> None:
