@@ -12,8 +12,10 @@ from torch import Tensor
 import kvcal
 from kvcal.evaluate.codec_contract import CHECKS, Make, Outcome, Subject, checks
 from kvcal.evaluate.codec_contract.report import CONSTRUCTED
-from kvcal_artifacts.codecs import CODECS, Codec, Context, Packed, Role, Shape
+from kvcal.evaluate.codec_contract.subject import under_predictor
+from kvcal_artifacts.codecs import CODECS, Codec, Context, Packed, Role, Shape, state_of
 from kvcal_artifacts.codecs.base import EMPTY, Specs, on_device
+from kvcal_artifacts.codecs.origins import origins_of
 from kvcal_artifacts.codecs.refusals import to_half
 from kvcal_artifacts.errors import KVCalError, UsageError
 from tests.support.models_fixture import kvcal as command
@@ -248,3 +250,12 @@ def test_names_that_cannot_be_checked() -> None:
         kvcal.check_codec("squat")
     with pytest.raises(UsageError, match="codec 'kivi-22' is not known; did you mean kivi-2"):
         kvcal.check_codec("kivi-22")
+
+
+def test_a_bundle_names_the_module_of_a_codec_without_a_package(listed: Callable[[type[Codec]], None]) -> None:
+    listed(Halves)
+    shape = Shape(2, 16, 8)
+    inside = under_predictor(Halves)(shape, "key")
+    assert origins_of([state_of(Halves(shape, "key"))]) == {"halves": {"package": "tests", "version": None}}
+    assert origins_of([state_of(inside)]).keys() == {"halves"}, "codecs inside others, too"
+    assert origins_of([state_of(CODECS["exact"](shape, "key"))]) == {}  # type: ignore[call-arg]
