@@ -32,8 +32,8 @@ PAPER_DEVICE = "jetson-xavier-nx"
 OURS_ON = "jetson-orin-nano"  # the smallest that Triton has code for
 FP16_BITS = 16.0
 PLANNED = (
-    f"attention takes {speed.ATTENTION * 1e6:.0f} µs a call, {speed.FULL_READ:.3f} of the data sheet's bandwidth and the "
-    "instructions that it took on one H200, as `kvcal plan` has it"
+    f"attention takes {speed.ATTENTION * 1e6:.0f} µs a call, {speed.FULL_READ:.3f} of the data sheet's bandwidth and "
+    "the instructions that it took on one H200, as `kvcal plan` has it"
 )
 ASSUMED = (
     f"bandwidth efficiency and launch time are those of the paper's FP16 kernels at lengths "

@@ -43,8 +43,8 @@ def plan(o: PlanOptions, typed: Typed) -> None:
 
 COLUMNS = ["scheme", "× smaller", "fits", "longest", "batch", "prompt", "tokens/s", "KL"]
 WIDE = [
-    "scheme", "bits/value", "× smaller", "fits", "longest", "longest, prompt whole", "batch", "prompt", "tokens/s", "KL",
-    "KL class", "KL of", "cache GiB", "decode peak GiB", "prefill peak GiB", "step", "next",
+    "scheme", "bits/value", "× smaller", "fits", "longest", "longest, prompt whole", "batch", "prompt", "tokens/s",
+    "KL", "KL class", "KL of", "cache GiB", "decode peak GiB", "prefill peak GiB", "step", "next",
 ]  # fmt: skip
 
 
@@ -103,7 +103,8 @@ def _prompt_line(assumed: Result) -> str:
     """What the time of a prompt rests on."""
     return (
         f"prompt: seconds to prefill, its operations at {assumed['prompt_products_at']:.0%} of the card's sheet, as "
-        f"measured on {assumed['prompt_measured_on']}; {assumed['packed_prompt_times']:.2f} times as long where packed, "
+        f"measured on {assumed['prompt_measured_on']}; "
+        f"{assumed['packed_prompt_times']:.2f} times as long where packed, "
         f"{assumed['prompt_in_chunks_times']:.1f} times in chunks"
     )
 

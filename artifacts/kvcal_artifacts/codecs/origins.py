@@ -1,4 +1,4 @@
-"""Which package a codec comes from that is none of kvcal's: a bundle names it, so that its reader knows what to install."""
+"""Which package a codec comes from that is none of kvcal's: a bundle names it, and its reader knows what to install."""
 
 from __future__ import annotations
 
@@ -75,16 +75,16 @@ def require_codecs(origins: Mapping[str, Origin]) -> None:
 
 
 def _absent(name: str, origin: Origin) -> str:
-    package, made_with = origin["package"], origin["version"]
-    if made_with is None:
+    package, recorded = origin["package"], origin["version"]
+    if recorded is None:
         return (
             f"codec {shown(name)} is of module {package}, which was in no package: call "
             "kvcal_artifacts.codecs.register_codec with its class first"
         )
-    install = f"if you trust it, pip install {package}=={made_with}"
+    install = f"if you trust it, pip install {package}=={recorded}"
     importlib.invalidate_caches()
     try:
         installed = version(package)
     except PackageNotFoundError:
-        return f"codec {shown(name)} is of package {package} {made_with}, which is not installed: {install}"
-    return f"codec {shown(name)} is of package {package} {made_with}, and {installed} has no such codec: {install}"
+        return f"codec {shown(name)} is of package {package} {recorded}, which is not installed: {install}"
+    return f"codec {shown(name)} is of package {package} {recorded}, and {installed} has no such codec: {install}"

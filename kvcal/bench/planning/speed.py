@@ -1,8 +1,9 @@
 """Seconds of a decode step of a whole model: weights and cache over measured rates. Nothing here imports torch.
 
-All rates but a prompt's were measured on one H200 (docs/benchmarks/generation-2708de7.json, decode_attention-2708de7.json,
-aqua_tokens-2246769.json), bfloat16, steps under a CUDA graph; a test computes each again from these files. Other cards
-are taken to reach the same part of their data sheet's bandwidth, instructions and matrix products.
+All rates but a prompt's were measured on one H200 (docs/benchmarks/generation-2708de7.json,
+decode_attention-2708de7.json, aqua_tokens-2246769.json), bfloat16, steps under a CUDA graph; a test computes each again
+from these files. Other cards are taken to reach the same part of their data sheet's bandwidth, instructions and matrix
+products.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ LAYER = 97e-6  # seconds a layer, whatever it reads: norms, RoPE, products' and 
 ATTENTION = 10e-6  # seconds of a decode attention over few tokens
 FULL_READ = 0.967  # of the sheet's bandwidth: FP16 decode attention by cuDNN over 32 rows of 32768 tokens
 PRODUCTS = 0.807  # of the sheet's rate of dense 16-bit matrix products: torch's own, 799 of 989 TFLOP/s
-# A prompt of 32768 tokens of Llama-3.1-8B on one H100 (docs/benchmarks/plan-3ee60f8.json, seconds): FP16 in one forward
-# did its operations at this part of the sheet's rate; kivi-4, which is packed, took so many times as long, and in chunks
-# of 2048 tokens so many.
+# A prompt of 32768 tokens of Llama-3.1-8B on one H100 (docs/benchmarks/plan-3ee60f8.json, seconds): in one forward FP16
+# did its operations at this part of the sheet's rate. kivi-4, which is packed, took so many times as long; in chunks of
+# 2048 tokens, so many.
 PROMPT, PACKED_PROMPT, CHUNKED_PROMPT = 0.512, 1.108, 2.444
 EAGER = 1.16e-3  # seconds a layer of a step that Python launches kernel by kernel, blocks decoded
 DECODING = 192.0  # thread-instructions a key or value that is decoded: HIGGS over the token, 32768 tokens of 8B
