@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 
+from kvcal.report.quantities import significant
 from tests.docs.test_figures import BENCHMARKS, shows
 from tests.support.fork_server import forking
 from tests.support.pages import NEEDS, ROOT, bash_blocks, run_page, sources
@@ -80,6 +81,21 @@ def test_the_server_of_the_guide_answers(tmp_path: Path) -> None:
     long, short = answers
     assert long["text"] and long["cache_bytes"] > 0 and long["unpacked"] is None
     assert "nothing is packed yet" in short["unpacked"]
+
+
+def test_the_researchers_table_is_that_of_its_rows() -> None:
+    """The guide's table, of the rows that its picture was drawn from; of the six schemes that its commands name."""
+    page = (DOCS / "guides" / "researcher.md").read_text("utf-8")
+    rows = {row["name"]: row for row in json.loads((DOCS / "assets" / "six-on-tiny.json").read_text())["rows"]}
+    table = page.partition("```\n                bits/")[2].partition("*:")[0]
+    lines = {words[0]: words for line in table.splitlines() if len(words := line.strip("* ").split()) > 6}
+    schemes = {"higgs-2", "turboquant-2", "aqua-kv", "innerq", "squat", "kivi-2"}
+    assert lines.keys() == schemes | {"fp16", "name"} and schemes == rows.keys()
+    for name in schemes:
+        row, words = rows[name], lines[name]
+        wanted = [f"{row['bits_per_value']:.2f}", significant(row["kl"])]
+        wanted += [significant(100 * row["same_top"]), "%", f"{row['perplexity']:.2f}"]
+        assert set(wanted) <= set(words), (name, wanted, words)
 
 
 def test_every_page_with_commands_is_run() -> None:
