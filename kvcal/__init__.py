@@ -17,7 +17,7 @@ from typing import Any
 from . import evaluate
 from .report.version import __version__
 
-__all__ = ["__version__", "cache", "evaluate", "fit", "plan", "register"]
+__all__ = ["__version__", "cache", "check_codec", "evaluate", "fit", "plan", "register"]
 
 
 def __getattr__(name: str) -> Any:

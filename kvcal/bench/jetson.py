@@ -22,6 +22,7 @@ from . import paper, roofline
 from .devices import DEVICES, Device
 from .fused import refuses_anywhere
 from .layer import Case
+from .planning import cards, schemes, speed
 from .roofline import Machine
 from .rows import Row
 from .schemes import Benched, named
@@ -30,6 +31,10 @@ PAPER_MODEL = "llama-3.1-8b"
 PAPER_DEVICE = "jetson-xavier-nx"
 OURS_ON = "jetson-orin-nano"  # the smallest that Triton has code for
 FP16_BITS = 16.0
+PLANNED = (
+    f"attention takes {speed.ATTENTION * 1e6:.0f} µs a call, {speed.FULL_READ:.3f} of the data sheet's bandwidth and "
+    "the instructions that it took on one H200, as `kvcal plan` has it"
+)
 ASSUMED = (
     f"bandwidth efficiency and launch time are those of the paper's FP16 kernels at lengths "
     f"{' and '.join(map(str, paper.FIT_LENGTHS))} on the Xavier NX, and nothing else was fitted"
@@ -118,19 +123,19 @@ def _row_of_table_4(machine: Machine, geometry: Geometry, scheme: str, part: str
 
 
 def projected(
-    device: Device, schemes: Sequence[Benched], geometry: Geometry, model: str, batch: int, length: int
+    device: Device, benched: Sequence[Benched], geometry: Geometry, model: str, batch: int, length: int
 ) -> list[Row]:
     """Fused decode attention of one layer on that device, FP16 first; rows say why where Triton has no code for it, the
     fused kernel does not take the scheme, or the layer's own bytes do not fit its memory.
 
-    Efficiency and launch time are the Xavier NX's of `fitted`: another board's may differ.
+    Times are those of `kvcal plan` (planning/speed.py), whose rates one H200 reached: another card may reach others.
     """
-    fit = fitted()
-    machine = Machine(device, fit.efficiency, fit.launch)
+    card = cards.of_profile(device)
+    machine = Machine(device, speed.FULL_READ, speed.ATTENTION * 1e6)
     values = batch * geometry.kv_heads * geometry.head_dim
     size = 2.0 * values * length * 2
     beyond = _beyond(device, size)
-    full = None if beyond else machine.time(size, 2 * values * length, roofline.FP16_LOOP)
+    full = None if beyond else speed.attention_seconds(size, 2 * values * length, None, card) * 1e6
 
     def row(
         scheme: str,
@@ -167,14 +172,14 @@ def projected(
             more=more or {},
         )
 
-    bound = None if beyond else _bound(machine, size, 2 * values * length, roofline.FP16_LOOP)
-    more: dict[str, Json] = {"bound": bound, **_note(None if beyond else roofline.of_another(geometry.head_dim))}
+    more: dict[str, Json] = {"bound": None if beyond else "bytes"}
     newer = device.needs_triton(triton_version())
     rows = [row("fp16", FP16_BITS, size, full, "projected: roofline", refused=beyond, more=more)]
-    for one in schemes:
+    for one in benched:
         size = _size(one, values, length)
         case = Case(one, geometry, batch, length, torch.device("meta"), torch.float16)
-        instructions = device.why_no_triton or refuses_anywhere(case) or _beyond(device, size) or _instructions(case)
+        refused = device.why_no_triton or refuses_anywhere(case) or _beyond(device, size)
+        instructions, note = (refused, None) if refused else _instructions(case)
         if isinstance(instructions, str):
             rows.append(
                 row(one.name, one.stored_bits, size, None, "projected", refused=instructions, windows=one.windows)
@@ -185,9 +190,9 @@ def projected(
         more = {
             "bound": bound,
             "instructions_per_element": instructions,
-            **_note(roofline.counted_at(*_counted_of(case)), newer),
+            **_note(note, newer),
         }
-        time = machine.time(size, elements, instructions)
+        time = speed.attention_seconds(size, elements, instructions, card) * 1e6
         path = "projected: roofline of the fused kernel"
         rows.append(row(one.name, one.stored_bits, size, time, path, more=more, windows=one.windows))
     return rows
@@ -200,11 +205,18 @@ def _beyond(device: Device, size: float) -> str | None:
     return f"keys and values of one layer take {size / 2**30:.1f} GiB, the device has {device.memory:g}"
 
 
-def _instructions(case: Case) -> float | str:
-    """An element, of a scheme that the fused kernel takes; else why they are not known."""
+def _instructions(case: Case) -> tuple[float | str, str | None]:
+    """Thread-instructions an element of a scheme that the fused kernel takes, as timed where it was, else as counted,
+    and the shape that they are of where it is another; or why they are not known.
+    """
+    planned = schemes.SCHEMES.get(case.scheme.name)
+    alike = planned is not None and (planned.frame, planned.block) == (case.scheme.frame, case.scheme.windows.block)
+    if alike and planned is not None and planned.timed is not None:
+        return speed.SLOTS[planned.timed], roofline.timed_at(case.geometry.head_dim, case.group)
     if codebook.both(case.scheme.codecs):
-        return "instructions of the compiled kernels are not counted for vector codes"
-    return roofline.counted(*_counted_of(case))
+        return "instructions of the compiled kernels are not counted for vector codes", None
+    of = _counted_of(case)
+    return roofline.counted(*of), roofline.counted_at(*of)
 
 
 def _counted_of(case: Case) -> tuple[Form, Form, bool, int]:

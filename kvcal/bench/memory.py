@@ -1,4 +1,4 @@
-"""How far a memory goes, by the arithmetic of planning/memory.py: of decode steps from filled caches, without a prompt.
+"""How far a memory goes, by the arithmetic of planning/memory.py, as `kvcal plan` has it: prompts fed in chunks.
 
 Always marked projected. Where no kernel attends to a scheme's blocks, one layer's keys and values as they are decoded
 count too. No row is longer than the model's own context.
@@ -6,6 +6,7 @@ count too. No row is longer than the model's own context.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,8 +38,8 @@ class Footprint:
     settings: Settings
 
     def used(self, batch: int, length: int) -> float:
-        """Bytes in use in a decode step of `batch` rows of so many tokens."""
-        return self.load.decode(batch, length).total
+        """Bytes that `batch` rows of so many tokens need: of a decode step, or of their prompts in chunks."""
+        return self.load.peak(batch, length, planning.CHUNK)
 
     @property
     def fixed(self) -> float:
@@ -125,7 +126,7 @@ def _row(
         fp16_backend=None,
         projected=True,
         device=device,
-        path=f"projected: weights, cache{layer}, constants, a step's activations, runtime",
+        path=f"projected: weights, cache{layer}, constants, activations, runtime",
         refused=why,
         **one.settings,
         more={"memory_gib": gib, "fixed_bytes": round(one.fixed), **more},
@@ -139,7 +140,7 @@ def vqkv_reference(model: str, name: str, gib: float, width: int) -> dict[str, J
     """The paper's figure, where the run is like the paper's: Llama-3.1-8B in float32 on 40 GB. width: bytes of a
     weight.
     """
-    if (model, gib, width) != ("llama-3.1-8b", PAPER_GIB, 4):
+    if (model, math.ceil(gib), width) != ("llama-3.1-8b", PAPER_GIB, 4):  # of 40 GiB CUDA reports 39.5
         return {}
     kind = "vqkv" if name.startswith("vqkv") else "full" if name == "fp32" else None
     return {} if kind is None else {"paper_longest": paper.VQKV_LONGEST[kind]}

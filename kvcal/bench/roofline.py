@@ -14,7 +14,6 @@ from kvcal_kernels.layout import Form
 
 from .devices import Device
 
-FP16_LOOP = 1.38  # of a decode kernel over FP16 keys and values, SASS for sm_90, tiles of 128 tokens of head_dim 128
 LONG, BEFORE = " G=128", " before RoPE"
 
 # Of the fused decode kernel as it is compiled and launched (triton 3.7.1, head_dim 128, four query heads a kv head), by
@@ -115,6 +114,12 @@ def counted_at(keys: Form, values: Form, pre_rope: bool = False, ratio: int = 4)
     used = (first,) if plain == other else (first, plain, other)
     heads = {8 if ratio > 4 and name in (*COUNTED_OF_8, *ALIKE_OF_8) else 4 for name in used}
     return of_another(keys.dim, None if ratio <= min(heads) else " or ".join(map(str, sorted(heads))))
+
+
+def timed_at(dim: int, ratio: int) -> str | None:
+    """A remark where a model has another head_dim, or more query heads a kv head, than what was timed on an H200."""
+    remark = of_another(dim, "4" if ratio > 4 else None)
+    return None if remark is None else remark.replace("counted", "timed")
 
 
 def of_another(dim: int, heads: str | None = None) -> str | None:

@@ -28,14 +28,10 @@ def _print_bench(result: dict[str, Any], wide: bool) -> None:
     from kvcal.report.bench import rates, tables
 
     if result.get("why_projected"):
-        note("projected: " + "; ".join(filter(None, (result[k] for k in ("why_projected", "assumed", "paper_device")))))
+        note("projected: " + "; ".join(filter(None, (result[k] for k in ("why_projected", "paper_device")))))
     with on_stdout():
         if result.get("assumed"):
-            wrapped(
-                f"projected with bandwidth efficiency {result['efficiency']:.3f} and launch "
-                f"{result['launch_microseconds']:.2f} µs, fitted on InnerQ's FP16 totals at 1024 and 16384 tokens only",
-                wide=wide,
-            )
+            wrapped(f"projected: {result['assumed']}", wide=wide)
         for rate in rates(result):
             wrapped(rate, wide=wide)
         for table in tables(result, wide):

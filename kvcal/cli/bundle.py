@@ -73,11 +73,18 @@ def _facts(inspected: dict[str, Any], wide: bool) -> None:
         "bits_per_value": inspected["bits_per_value"],
         "bits_are": "expected: blocks differ in size" if inspected["bits_are"] == "expected" else None,
         "resident_bytes": inspected["resident_bytes"],
+        "codecs_of": _packages(inspected["packages"]),
         "held-out": {name: value for name, value in metrics.fields.items() if isinstance(value, float)},
     }
     if inspected["head_errors"] is None and (fault := head_errors_fault(inspected["metrics"])) is not None:
         facts["errors_by_head"] = fault
     print_facts(facts, wide=wide)
+
+
+def _packages(origins: dict[str, Any]) -> str | None:
+    """Codecs of other packages, as "acme-float8 (kvcal-acme 1)"; None where there are none."""
+    each = (f"{name} ({origin['package']} {origin['version'] or 'not installed'})" for name, origin in origins.items())
+    return ", ".join(each) or None
 
 
 def _listed(fields: Any, wide: bool) -> str:

@@ -49,6 +49,7 @@ GROUPS: dict[str, dict[str, str]] = {  # heading -> command -> what it does, on 
         "push": "Publish a bundle and its card on the hub",
         "pull": "Fetch a bundle from the hub and check its hashes",
         "build": "Build the bundles of a recipe and hold their gates",
+        "check-codec": "Hold a codec of a package of yours to the contract",
     },
 }
 OTHER = "Other"  # commands that no group names
@@ -89,6 +90,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
         "train-codebooks -m llama-3.1-8b --layerwise --spill cpu",
     ),
     "probe": ("probe -m llama-3.2-1b --plot probe.png", "probe -m llama-3.2-1b --probe v=v1,k0 --csv probe.csv"),
+    "check-codec": ("check-codec kivi-2", "check-codec kivi-2 --json"),
     "build": ("build bundles.toml", "build bundles.toml --jobs 2 --junit gates.xml"),
     "inspect": (f"inspect {BUNDLE}", f"inspect {BUNDLE} -m llama-3.2-1b --plot heads.png"),
     "verify": (f"verify {BUNDLE}", f"verify {BUNDLE} -m llama-3.2-1b"),

@@ -41,10 +41,10 @@ def plan(o: PlanOptions, typed: Typed) -> None:
         line(f"recommended: {_nothing(result) if best is None else best['next']}")
 
 
-COLUMNS = ["scheme", "× smaller", "fits", "longest", "batch", "tokens/s", "KL"]
+COLUMNS = ["scheme", "× smaller", "fits", "longest", "batch", "prompt", "tokens/s", "KL"]
 WIDE = [
-    "scheme", "bits/value", "× smaller", "fits", "longest", "longest, prompt whole", "batch", "tokens/s", "KL",
-    "KL, nats", "KL of", "cache GiB", "decode peak GiB", "prefill peak GiB", "step", "next",
+    "scheme", "bits/value", "× smaller", "fits", "longest", "longest, prompt whole", "batch", "prompt", "tokens/s",
+    "KL", "KL class", "KL of", "cache GiB", "decode peak GiB", "prefill peak GiB", "step", "next",
 ]  # fmt: skip
 
 
@@ -56,23 +56,18 @@ def _cells(row: Result) -> list[Any]:
         row["fits"],
         f"{row['longest_context']:,}",
         f"{row['largest_batch']:,}",
+        None if row["prefill_seconds"] is None else f"{significant(row['prefill_seconds'])} s",
         None if speed is None else significant(speed),
-        "not measured" if row["kl_class"] is None else row["kl_class"],
+        "not measured" if row["kl"] is None else significant(row["kl"]),
     ]
-
-
-def _of_another(rows: list[Result]) -> list[Result]:
-    """Rows whose KL was measured on other architectures alone, where that of others was on the model's own."""
-    mixed = any(row["kl_same_architecture"] and row["kl_models"] for row in rows)
-    return [row for row in rows if mixed and row["kl_same_architecture"] is False]
 
 
 def _wide(row: Result) -> list[Any]:
     cells = _cells(row)
     peaks = [f"{row[name] / 2**30:.2f}" for name in ("cache_bytes", "decode_peak_bytes", "prefill_peak_bytes")]
-    kl = None if row["kl"] is None else significant(row["kl"])
     whole = f"{row['longest_context_whole_prompt']:,}"
-    first, rest = [cells[0], f"{row['bits']:.2f}", *cells[1:4], whole], [kl, ", ".join(row["kl_models"]), *peaks]
+    first = [cells[0], f"{row['bits']:.2f}", *cells[1:4], whole]
+    rest = [row["kl_class"], row["kl_model"], *peaks]
     return [*first, *cells[4:], *rest, row["step"], row["next"]]
 
 
@@ -91,6 +86,8 @@ def _head(result: Result) -> list[str]:
 def _foot(result: Result) -> list[str]:
     rows, chunk = result["rows"], result["assumed"]["chunk_tokens"]
     lines = ["", f"in chunks: prompts fed {chunk:,} tokens at a time; longest and batch are so too", *_kl_lines(rows)]
+    if any(row["prefill_seconds"] is not None for row in rows):
+        lines.insert(2, _prompt_line(result["assumed"]))
     if result["gpu"]["bytes_per_second"] is None:
         lines.append("tokens/s: give --bandwidth, as 1008GB/s")
     elif slow := [row["scheme"] for row in rows if row["fits"] != "no" and row["tokens_per_second"] is None]:
@@ -102,17 +99,27 @@ def _foot(result: Result) -> list[str]:
     return lines
 
 
+def _prompt_line(assumed: Result) -> str:
+    """What the time of a prompt rests on."""
+    return (
+        f"prompt: seconds to prefill, its operations at {assumed['prompt_products_at']:.0%} of the card's sheet, as "
+        f"measured on {assumed['prompt_measured_on']}; "
+        f"{assumed['packed_prompt_times']:.2f} times as long where packed, "
+        f"{assumed['prompt_in_chunks_times']:.1f} times in chunks"
+    )
+
+
 def _kl_lines(rows: list[Result]) -> Iterator[str]:
-    """Lines that name the models on which the KL was measured."""
-    others = _of_another(rows)
-    alike = dict.fromkeys(name for row in rows if row["kl_same_architecture"] for name in row["kl_models"])
+    """Lines that name the models on which the KL was measured, and of which architecture they are."""
+    alike = dict.fromkeys(row["kl_model"] for row in rows if row["kl_same_architecture"] and row["kl_model"])
     if alike:
-        yield f"KL: nats per token on {', '.join(alike)}, of the same architecture"
-    for row in others:
-        yield f"KL of {row['scheme']}: the worst of other architectures, {', '.join(row['kl_models'])}"
-    if not alike and (models := max((row["kl_models"] for row in rows), key=len)):
-        yield "KL: nats per token, the worst of these models, none of the same architecture:"
-        yield f"    {', '.join(models)}"
+        yield f"KL: nats per token as measured on {', '.join(alike)}, of the same architecture; yours: kvcal eval"
+    others: dict[str, list[str]] = {}
+    for row in rows:
+        if row["kl_same_architecture"] is False:
+            others.setdefault(row["kl_model"], []).append(row["scheme"])
+    for model, schemes in others.items():
+        yield f"KL of {', '.join(schemes)}: as measured on {model}, the worst of other architectures"
 
 
 def _nothing(result: Result) -> str:

@@ -1,4 +1,4 @@
-"""What `import kvcal` offers to Python: cache, fit, evaluate, plan and register. Each imports what it needs."""
+"""What `import kvcal` offers to Python. Each function imports what it needs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvcal_artifacts.codecs import Codec
     from kvcal_artifacts.scheme import Scheme
 
+    from ..evaluate.codec_contract import Outcome
     from ..evaluate.perplexity import Row
     from ..methods.base import Method
     from ..methods.data_free import DataFree
@@ -300,6 +301,22 @@ def register(
         for name, preset in presets.items():
             asdict(preset)  # a frozen dataclass, whose fields a bundle records
             _add("preset", PRESETS, {name: preset})
+
+
+def check_codec(codec: str | type[Codec] | CodecMaker) -> list[Outcome]:
+    """Hold a codec to the contract that kvcal's codecs keep, as `kvcal check-codec` does: an outcome per check.
+
+    codec: a name, a class that shape and role alone make, or a function of shape and role as in `register`. An outcome
+    has check, passed, tried (at how many shapes and roles), failure (a line or None) and holds. Raises UsageError for
+    an unknown name, and for one of a codec around another; what the codec does wrong is an outcome.
+    """
+    from ..evaluate.codec_contract import check_codec as check
+
+    if isinstance(codec, str):
+        from .check_codec import maker_of
+
+        codec = maker_of(codec)
+    return check(codec)
 
 
 def _add(kind: str, table: dict[str, Any], more: Mapping[str, Any]) -> None:

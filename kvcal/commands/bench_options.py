@@ -116,8 +116,8 @@ def check_taken(o: BenchOptions, where: Target, operations: Sequence[str], typed
 
 
 def memory_gib(o: BenchOptions, where: Target) -> float | None:
-    """GiB that bytes alone are counted for."""
-    return o.memory or (where.profile.memory if where.profile else None)
+    """GiB that bytes alone are counted for: as given, or what CUDA reports of the device, as `kvcal plan` takes it."""
+    return o.memory or (where.profile.usable or where.profile.memory if where.profile else None)
 
 
 def check_memory(o: BenchOptions, where: Target, operations: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..bench import devices, jetson, memory, paper
+from ..bench.planning import speed
 from ..bench.rows import Row
 from ..bench.schemes import Benched
 from ..bench.target import Target
@@ -52,12 +53,15 @@ def projected(o: BenchOptions, where: Target, model: str, operations: list[str])
 
 def assumptions(rows: list[Row], table_4: bool) -> dict[str, Any]:
     """What projected times rest on, and how far they are from the paper's FP16."""
-    xavier, timed = jetson.fitted(), any(row.projected and row.microseconds is not None for row in rows)
+    xavier, timed = jetson.fitted(), [row for row in rows if row.projected and row.microseconds is not None]
+    planned = any(not row.operation.startswith(TABLE_4) for row in timed)
+    assumed = [jetson.PLANNED] if planned else []
+    assumed += [jetson.ASSUMED] if len(timed) and table_4 else []
     unable_there = devices.device(jetson.PAPER_DEVICE).why_no_triton
     return {
-        "assumed": jetson.ASSUMED if timed else None,
-        "efficiency": xavier.efficiency,
-        "launch_microseconds": xavier.launch,
+        "assumed": "; ".join(assumed) or None,
+        "efficiency": speed.FULL_READ if planned else xavier.efficiency,
+        "launch_microseconds": speed.ATTENTION * 1e6 if planned else xavier.launch,
         "paper_device": f"the Xavier NX cannot run our kernels: {unable_there}" if table_4 else None,
         "largest_miss": jetson.largest_miss(rows) if table_4 else None,
     }

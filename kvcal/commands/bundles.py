@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcal_artifacts.bundle import Bundle
+from kvcal_artifacts.codecs import state_of
+from kvcal_artifacts.codecs.origins import origins_of
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_bytes, write_atomically
 
@@ -66,6 +68,7 @@ def run_inspect(o: InspectOptions, say: Say, typed: Collection[str] = ()) -> dic
         "provenance": bundle.provenance,
         "metrics": bundle.metrics,
         "layers": rows,
+        "packages": origins_of([state_of(codec) for pair in scheme.layers if pair for codec in (pair.key, pair.value)]),
         "head_errors": errors,
         "plot": None if o.plot is None else str(o.plot),
     }

@@ -52,6 +52,13 @@ class NamesOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckCodecOptions(Options):
+    """The options of `kvcal check-codec`."""
+
+    name: str = required(str, "A codec by the name that bundles or --keys and --values give it.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanOptions(ModelOptions):
     """The options of `kvcal plan`. gpu, memory, bandwidth: on what; the card that is here where none is given. context:
     the model's own where it is not given. preset: the usual ones where none is given.

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvcal.bench import devices, jetson, schemes
+from kvcal.models.catalogue import CATALOGUE
 from tests.support.pages import ROOT
 
 DOCS = ROOT / "docs"
@@ -619,9 +621,18 @@ def test_what_is_projected_beside_what_was_measured() -> None:
     names += ",KIVI 2/2 before RoPE"
     plain = rows["uniform 4/4"]["microseconds"] * rows["uniform 4/4"]["ratio_to_fp16"]
     wanted = [plain, *(rows[name]["microseconds"] for name in names.split(","))]
-    projected, measured, times = (row[1:] for row in cells(MODELS, "| FP16 | uniform 4/4 | InnerQ Small"))
+    projected, measured = (row[1:] for row in cells(MODELS, "| FP16 | uniform 4/4 | InnerQ Small"))
     assert all(holds(cell, own) for cell, own in zip(measured, wanted, strict=True))
-    assert all(holds(cell, own / float(bound)) for cell, own, bound in zip(times, wanted, projected, strict=True))
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
+    benched = [
+        schemes.named(name, geometry)
+        for name in (
+            "inner-4", "innerq-small", "inner-2", "kivi-2", "kivi-2-g128", "mixkvq-16-16", "higgs-2", "higgs-3",
+            "turboquant-4-3", "squat-pre-2",
+        )
+    ]  # fmt: skip
+    computed = [row.microseconds for row in jetson.projected(devices.device("h200"), benched, geometry, "m", 32, 32768)]
+    assert all(holds(cell, float(own or 0)) for cell, own in zip(projected, computed, strict=True))
 
 
 def test_quantised_caches_of_transformers() -> None:

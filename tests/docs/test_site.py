@@ -16,12 +16,13 @@ from types import ModuleType
 
 import pytest
 
+from kvcal.report.quantities import significant
 from tests.docs.test_figures import BENCHMARKS, shows
 from tests.support.fork_server import forking
 from tests.support.pages import NEEDS, ROOT, bash_blocks, run_page, sources
 
 DOCS = ROOT / "docs"
-GUIDES = ["engineer", "researcher", "recommend", "pipeline", "server"]
+GUIDES = ["engineer", "researcher", "recommend", "pipeline", "server", "vllm"]
 QUICK = ["index", *(f"guides/{name}" for name in GUIDES), "reference/python"]
 METHODS = sorted(f"methods/{page.stem}" for page in (DOCS / "methods").glob("*.md") if page.stem != "index")
 HELD = ["benchmarks/index"]  # `kvcal bench` and doctor: by tests/kvcal/bench
@@ -29,6 +30,7 @@ BOTH = ("bash", "python")
 WRITES = {  # what a walk ends with
     "guides/engineer": ["tiny-kivi-4.kvcal.safetensors"],
     "guides/researcher": ["six.json", "six.png", "aqua-kv.kvcal.safetensors", "kivi-2.json"],
+    "guides/server": ["tiny-kivi-4.kvcal.safetensors", "serve.py"],
     "guides/pipeline": ["bundles/tiny-aqua.kvcal.safetensors", "gates.xml", "gates.md", "card/README.md"],
 }
 
@@ -51,6 +53,49 @@ def test_commands_of_a_page_run(page: str, tmp_path: Path, tools: Path) -> None:
     if page == "guides/researcher":
         rows = json.loads((tmp_path / "six.json").read_text())["rows"]
         assert len({row["name"] for row in rows} - {"fp32"}) >= 6, rows
+
+
+def test_the_server_of_the_guide_answers(tmp_path: Path) -> None:
+    """The page's own commands: bundle and server are written, started in one shell and asked from another."""
+    page = DOCS / "guides" / "server.md"
+    run_page(page, tmp_path, ["2. Make the bundle, once", "3. Write the server"])
+    start, question = re.findall(r"^(?:python serve|curl) ?.*$", page.read_text("utf-8"), re.M)
+    assert "8000" in start and "8000" in question
+    server = subprocess.Popen(
+        ["bash", "-c", f"exec {start.replace('8000', '0')}"],
+        cwd=tmp_path, env=sources(tmp_path), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        port = line.removeprefix("serving on port ").strip()
+        assert port.isdecimal(), line
+        answers = []
+        for tokens in ("100", "20"):
+            words = question.replace("8000", port).replace('"tokens": 100', f'"tokens": {tokens}')
+            done = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=100, check=True)
+            answers.append(json.loads(done.stdout))
+    finally:
+        server.kill()
+        server.wait()
+    long, short = answers
+    assert long["text"] and long["cache_bytes"] > 0 and long["unpacked"] is None
+    assert "nothing is packed yet" in short["unpacked"]
+
+
+def test_the_researchers_table_is_that_of_its_rows() -> None:
+    """The guide's table, of the rows that its picture was drawn from; of the six schemes that its commands name."""
+    page = (DOCS / "guides" / "researcher.md").read_text("utf-8")
+    rows = {row["name"]: row for row in json.loads((DOCS / "assets" / "six-on-tiny.json").read_text())["rows"]}
+    table = page.partition("```\n                bits/")[2].partition("*:")[0]
+    lines = {words[0]: words for line in table.splitlines() if len(words := line.strip("* ").split()) > 6}
+    schemes = {"higgs-2", "turboquant-2", "aqua-kv", "innerq", "squat", "kivi-2"}
+    assert lines.keys() == schemes | {"fp16", "name"} and schemes == rows.keys()
+    for name in schemes:
+        row, words = rows[name], lines[name]
+        wanted = [f"{row['bits_per_value']:.2f}", significant(row["kl"])]
+        wanted += [significant(100 * row["same_top"]), "%", f"{row['perplexity']:.2f}"]
+        assert set(wanted) <= set(words), (name, wanted, words)
 
 
 def test_every_page_with_commands_is_run() -> None:

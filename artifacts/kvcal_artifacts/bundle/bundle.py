@@ -13,6 +13,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from ..codecs import state_of
+from ..codecs.origins import origins_of
 from ..errors import IncompatibleBundle, KVCalError
 from ..files import write_atomically
 from ..scheme import LayerCodecs, Scheme
@@ -53,7 +54,7 @@ class Bundle:
             {"skipped": self.scheme.skipped[index]} if pair is None else stored.entries(index, pair)
             for index, pair in enumerate(self.scheme.layers)
         ]
-        header = {
+        header: dict[str, object] = {
             "format": FORMAT,
             "version": version_with(self.scheme.selection is not None),
             "model": self.fingerprint.entry(),
@@ -62,6 +63,8 @@ class Bundle:
             "metrics": self.metrics,
             "tensors": stored.listed,
         }
+        if origins := origins_of(layers):
+            header["codecs"] = origins
         text = canonical(header)
         try:
             described(HEADER.read(json.loads(text), "header"), stored.tensors)

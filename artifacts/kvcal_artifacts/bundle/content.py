@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..checked import shown
 from ..codecs import Codec, Role, Shape, build
+from ..codecs.origins import is_ours, names_in, require_codecs
 from ..errors import KVCalError
 from ..scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 from .fingerprint import Fingerprint
@@ -14,6 +16,7 @@ from .settings import Settings
 
 def described(header: Header, tensors: dict[str, Tensor]) -> tuple[Fingerprint, Scheme]:
     """What a header and the tensors of its file describe. Raises KVCalError where they do not fit together."""
+    _check_origins(header)
     windows, fingerprint = Windows(**header["scheme"]["windows"]), _fingerprint(header["model"])
     layers: list[LayerCodecs | None] = []
     skipped: dict[int, str] = {}
@@ -33,6 +36,19 @@ def described(header: Header, tensors: dict[str, Tensor]) -> tuple[Fingerprint, 
     if len(layers) != fingerprint.layers:
         raise KVCalError(f"codecs for {len(layers)} layers, made for a model of {fingerprint.layers}")
     return fingerprint, Scheme(windows, header["scheme"]["frame"], tuple(layers), skipped, _selection(header))
+
+
+def _check_origins(header: Header) -> None:
+    """Raises IncompatibleBundle for a codec of a package that is not here, KVCalError for an entry of no such codec."""
+    if "codecs" not in header:
+        return
+    names = set(names_in(header["scheme"]["layers"]))
+    if not header["codecs"]:
+        raise KVCalError("header, codecs is empty: must be absent")
+    for name in header["codecs"]:
+        if name not in names or is_ours(name):
+            raise KVCalError(f"header, codecs: {shown(name)} is no codec of another package in this bundle")
+    require_codecs(header["codecs"])
 
 
 def _fingerprint(model: ModelEntry) -> Fingerprint:

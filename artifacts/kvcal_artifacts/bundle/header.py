@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import NotRequired, TypedDict, final
 
 from .. import checked
-from ..checked import Choice, Free, Hash, Json, Listed, Named, Number, OrNull, Schema, State, Table, Text, Whole
+from ..checked import Choice, Free, Hash, Json, Listed, Named, Number, OrNull, Schema, State, Table, Text, Whole, shown
 from ..codecs import Role
+from ..codecs.origins import Origin
+from ..errors import KVCalError
 from ..scheme import FRAMES, Frame
 from .settings import FIELDS, VERSION
 
@@ -102,6 +106,7 @@ class Header(TypedDict):
     format: str
     version: int
     model: ModelEntry
+    codecs: NotRequired[dict[str, Origin]]
     scheme: SchemeEntry
     provenance: dict[str, Json]
     metrics: dict[str, Json]
@@ -187,14 +192,33 @@ _TENSOR = Table(
         "sha256": Hash(),
     }
 )
+PACKAGE = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,98}[A-Za-z0-9_])?")  # as a distribution or a module is called
+RELEASE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.!+_-]{0,98}[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A text of a pattern: it stands in a command that a message shows."""
+
+    pattern: re.Pattern[str]
+    called: str
+
+    def check(self, value: object, what: str) -> None:
+        if type(value) is not str or self.pattern.fullmatch(value) is None:
+            raise KVCalError(f"{what} {shown(value)}: must be {self.called} of letters, digits and -._")
+
+
+_ORIGIN = Table({"package": _Written(PACKAGE, "a name"), "version": OrNull(_Written(RELEASE, "a version"))})
 HEADER = Schema[Header](
     {
         "format": Choice((FORMAT,)),
         "version": Whole(min(VERSIONS), max(VERSIONS)),
         "model": _MODEL,
+        "codecs": Named(_ORIGIN),
         "scheme": _SCHEME,
         "provenance": Free(),
         "metrics": Free(),
         "tensors": Named(_TENSOR),
-    }
+    },
+    optional=frozenset({"codecs"}),
 )

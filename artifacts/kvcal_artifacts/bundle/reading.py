@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from ..errors import CorruptBundle, KVCalError
+from ..errors import CorruptBundle, IncompatibleBundle, KVCalError
 from ..files import no_bundle_at
 from .bundle import Bundle
 from .canonical import dtype_name, tensor_bytes
@@ -57,6 +57,8 @@ def _parse(path: Path, data: bytes, stated: dict[str, object]) -> Bundle:
         return Bundle(fingerprint, scheme, dict(header["provenance"]), dict(header["metrics"]))
     except CorruptBundle:
         raise
+    except IncompatibleBundle as error:
+        raise IncompatibleBundle(f"{path}: {error}") from error
     except KVCalError as error:
         raise CorruptBundle(f"{path}: {error}") from error
     except ODD_HEADER as error:

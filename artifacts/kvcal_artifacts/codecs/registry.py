@@ -19,6 +19,7 @@ from .base import Codec, Role, Shape
 
 CODECS: dict[str, type[Codec]] = {}
 GROUP = "kvcal"  # of entry points
+BROUGHT: dict[str, str] = {}  # codecs that an entry point registered -> its package
 
 
 @cache
@@ -30,6 +31,7 @@ def load_plugins() -> tuple[str, ...]:
     names = []
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         package = "?" if entry.dist is None else entry.dist.name
+        before = set(CODECS)
         try:
             entry.load()()
         except Exception as error:
@@ -38,6 +40,7 @@ def load_plugins() -> tuple[str, ...]:
                 f"package {package}: its entry point {GROUP}:{entry.name} fails ({reason}); mend or uninstall it"
             ) from error
         names.append(f"{package}: {entry.name}")
+        BROUGHT.update(dict.fromkeys(CODECS.keys() - before, package))
     return tuple(names)
 
 

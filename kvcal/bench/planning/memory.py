@@ -64,6 +64,19 @@ class Model:
         table = 0 if geometry.tied else geometry.vocab * geometry.hidden * self.width
         return self.weights - table
 
+    def prompt_operations(self, length: int) -> float:
+        """Multiplications and additions of a row's prompt of so many tokens: every token through all weights but the
+        head, which the last one alone takes, and causal attention over its half of the square, or over the window.
+        """
+        geometry = self.geometry
+        head = geometry.vocab * geometry.hidden
+        body = self.read_bytes / self.width - head
+        window = min(length, geometry.sliding_window or length)
+        full_pairs, sliding_pairs = length * (length + 1) / 2, window * (length - (window - 1) / 2)
+        full_layers = geometry.layers - geometry.sliding_layers
+        pairs = full_layers * full_pairs + geometry.sliding_layers * sliding_pairs
+        return 2 * (body * length + head) + 4 * geometry.heads * geometry.head_dim * pairs
+
 
 @dataclass(frozen=True)
 class Windows:

@@ -75,12 +75,15 @@ class Row(TypedDict):
     longest_context_whole_prompt: int
     largest_batch: int
     tokens_per_second: float | None
+    prefill_seconds: float | None
     step: str
     kl: float | None
     kl_upper: float | None
     kl_upper_anywhere: float | None
     kl_class: str | None
     kl_models: list[str]
+    kl_model: str | None
+    kl_se: float | None
     kl_same_architecture: bool | None
     within_budget: bool | None
     bytes: dict[str, int]
@@ -104,6 +107,7 @@ def _row(goal: Goal, one: Candidate, card: Card, full_size: float) -> Row:
     cache = load.cache_bytes(length)
     decode, prefill = load.decode(batch, length), load.prefill(batch, length)
     chunked = load.prefill(batch, length, CHUNK)
+    fits = _fits(load, batch, length, card.memory)
     kl = Quality(0.0, 0.0, 0.0, (), True) if one.scheme is None else _quality(one.name, goal)
     step = step_of(goal, one)
     taken = None if step is None else speed.seconds(step, card)
@@ -112,17 +116,20 @@ def _row(goal: Goal, one: Candidate, card: Card, full_size: float) -> Row:
         "bits": one.bits,
         "cache_bytes": round(cache),
         "times_smaller": full_size / cache,
-        "fits": _fits(load, batch, length, card.memory),
+        "fits": fits,
         "longest_context": largest(lambda n: load.peak(batch, n, CHUNK) <= card.memory, goal.longest),
         "longest_context_whole_prompt": largest(lambda n: load.peak(batch, n) <= card.memory, goal.longest),
         "largest_batch": largest(lambda n: load.peak(n, length, CHUNK) <= card.memory, MOST_ROWS),
         "tokens_per_second": None if taken is None else batch / taken,
+        "prefill_seconds": _prefill(goal, one, card, fits),
         "step": _how(one, card),
         "kl": None if kl is None else kl.kl,
         "kl_upper": None if kl is None else kl.upper,
         "kl_upper_anywhere": None if kl is None else kl.anywhere,
         "kl_class": None if kl is None else "0" if one.scheme is None else kl.kl_class,
         "kl_models": [] if kl is None else list(kl.models),
+        "kl_model": None if kl is None else kl.model,
+        "kl_se": None if kl is None else kl.se,
         "kl_same_architecture": None if kl is None else kl.alike,
         "within_budget": None if goal.budget is None else kl is not None and kl.upper <= goal.budget,
         "bytes": {name: round(size) for name, size in vars(decode).items()},
@@ -131,6 +138,15 @@ def _row(goal: Goal, one: Candidate, card: Card, full_size: float) -> Row:
         "prefill_in_chunks_peak_bytes": round(chunked.total),
         "next": _next(one, goal.name),
     }
+
+
+def _prefill(goal: Goal, one: Candidate, card: Card, fits: str) -> float | None:
+    """Seconds of the prompts of all rows, fed as they fit; None where they do not, or what they take is not known."""
+    model = goal.model
+    if fits == NO or not goal.read or model.width != 2:  # the card's rate is that of 16-bit products
+        return None
+    operations = goal.batch * model.prompt_operations(goal.context)
+    return speed.prompt_seconds(operations, model.read_bytes, card, one.scheme is not None, fits == CHUNKS)
 
 
 def _fits(load: Load, batch: int, length: int, memory: float) -> str:

@@ -18,7 +18,8 @@ class Quality:
     upper: kl and two standard errors over windows, by which it is judged; kl itself where it is of one window. It is a
     margin to one side of a limit and no test between schemes, so that Student's t has no part in it. models: on which
     it was measured; where more than one, kl and upper are the largest. alike: whether the model is of the same
-    architecture. anywhere: the largest upper of all measured models, of other architectures, too.
+    architecture. anywhere: the largest upper of all measured models, of other architectures, too. model: the one of
+    which kl is, None for full precision. se: its standard error over windows, None of one window.
     """
 
     kl: float
@@ -26,6 +27,8 @@ class Quality:
     anywhere: float
     models: tuple[str, ...]
     alike: bool
+    model: str | None = None
+    se: float | None = None
 
     @property
     def kl_class(self) -> str:
@@ -84,12 +87,15 @@ def expected(scheme: str, model_type: str) -> Quality | None:
     alike = [name for name in by_model if models()[name]["model_type"] == model_type]
     chosen = alike[:1] or list(by_model)
     upper = {name: row["kl"] + 2 * (row["kl_se"] or 0.0) for name, row in by_model.items()}
+    worst = max(chosen, key=lambda name: by_model[name]["kl"])
     return Quality(
-        max(by_model[name]["kl"] for name in chosen),
+        by_model[worst]["kl"],
         max(upper[name] for name in chosen),
         max(upper.values()),
         tuple(chosen),
         bool(alike),
+        worst,
+        by_model[worst]["kl_se"],
     )
 
 

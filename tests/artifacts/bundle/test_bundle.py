@@ -317,6 +317,19 @@ def skip_first_layer(header: dict[str, Any], tensors: dict[str, Tensor]) -> None
 
 
 LAYER = ("scheme", "layers", 1, "key")
+
+
+def from_package(name: str, package: str, version: str | None = "1", used: bool = True) -> Change:
+    """A codec of that name, said to be of a package. used: whether a layer has it."""
+
+    def change(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        header["codecs"] = {name: {"package": package, "version": version}}
+        if used:
+            set_in(*LAYER, "codec", to=name)(header, tensors)
+
+    return change
+
+
 FORGERIES: dict[str, tuple[Change, bool, type[KVCalError], list[str]]] = {
     "future version": (set_in("version", to=3), True, IncompatibleBundle, ["version 3", "versions 1 and 2"]),
     "other format": (set_in("format", to="kvcal-x"), True, IncompatibleBundle, ["'kvcal-x'", "'kvcal'"]),
@@ -335,6 +348,23 @@ FORGERIES: dict[str, tuple[Change, bool, type[KVCalError], list[str]]] = {
     "NaN": (poison(float("nan")), True, CorruptBundle, ["layers.1.key.predictor.weight", "NaN or infinity"]),
     "infinity": (poison(float("-inf")), True, CorruptBundle, ["NaN or infinity"]),
     "unknown codec": (set_in(*LAYER, "codec", to="antigravity.Codec"), True, CorruptBundle, ["antigravity", "higgs"]),
+    "codec of a package": (
+        from_package("x.Codec", "antigravity"),
+        True,
+        IncompatibleBundle,
+        ["codec 'x.Codec' is of package antigravity 1, which is not installed", "pip install antigravity==1"],
+    ),
+    "codec of a module": (
+        from_package("x.Codec", "antigravity", None),
+        True,
+        IncompatibleBundle,
+        ["'x.Codec' is of module antigravity", "register_codec"],
+    ),
+    "package of no codec": (from_package("x", "acme", used=False), True, CorruptBundle, ["'x' is no codec of another"]),
+    "package of our codec": (from_package("higgs", "acme", used=False), True, CorruptBundle, ["'higgs' is no codec"]),
+    "no packages": (set_in("codecs", to={}), True, CorruptBundle, ["codecs is empty: must be absent"]),
+    "package as an option": (from_package("x", "--index-url=x"), True, CorruptBundle, ["must be a name of letters"]),
+    "version as a command": (from_package("x", "acme", "1; rm x"), True, CorruptBundle, ["must be a version of"]),
     "unknown inner codec": (
         set_in(*LAYER, "config", "inner", "codec", to="this"),
         True,

@@ -1,5 +1,6 @@
 """The contract every codec keeps: walks CODECS.
 
+The checks are those of `kvcal check-codec` (kvcal/evaluate/codec_contract), here with bounds of each codec's own theory.
 A codec is tried in the configurations listed for it below, one without any as it is made from shape and role alone, by
 itself and inside `predicted`. BOUNDS and STORED_BITS hold it to what its own theory promises; without an entry an error
 of half its stored bits is allowed, and its bits are those that it declares.
@@ -7,11 +8,9 @@ of half its stored bits is allowed, and its bits are those that it declares.
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvcal.evaluate.codec_contract import Make, Subject, checks, numbers
+from kvcal.evaluate.codec_contract.numbers import TINIEST, coded, half_of_bits, slack_of
+from kvcal.evaluate.codec_contract.subject import INPUTS, linear_predictor, nbytes, normal, statistics
 from kvcal_artifacts.codecs import (
     CODECS,
     PREDICTORS,
@@ -42,35 +44,25 @@ from kvcal_artifacts.codecs import (
     Uniform,
     build,
     ragged,
-    state_of,
 )
 from kvcal_artifacts.codecs.exact import DTYPES
 from kvcal_artifacts.codecs.float8 import FORMATS
 from kvcal_artifacts.codecs.higgs_grids import gaussian_grid
-from kvcal_artifacts.codecs.predictors import MLP, Bias, Linear, QuantisedLinear, ReducedRank
+from kvcal_artifacts.codecs.predictors import MLP, Bias, QuantisedLinear, ReducedRank
 from kvcal_artifacts.codecs.refusals import check_finite, to_half
 from kvcal_artifacts.codecs.transform import GRID_OF, MSE, ONE_BIT
 from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import KVCalError, NonFiniteError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
-from kvcal_artifacts.storage import block_store
-from kvcal_artifacts.storage.plan import Plan
 from kvcal_kernels.packing import unpack
 
-Make = Callable[[Shape, Role], Codec]
 ROLES: tuple[Role, ...] = ("key", "value")
 SHAPES = [Shape(2, 16, 8), Shape(1, 64, 32), Shape(3, 96, 32), Shape(2, 80, 16)]
-INPUTS: dict[Role, tuple[str, ...]] = {"key": ("k1",), "value": ("v1", "k0")}
 GRID_ERROR = {  # MSE a coordinate, N(0, 1)
     (2, 16): 0.1074, (2, 64): 0.0297, (2, 256): 0.0078, (4, 256): 0.0965,
     (1, 4): 0.1175, (1, 8): 0.0345, (1, 16): 0.0095,
 }  # fmt: skip
 HALF = 2.0**-11  # relative rounding of float16
-TINIEST = 2.0**-25  # half a step of float16's smallest numbers
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def predictor(kind: str, inputs: int, outputs: int) -> Predictor:
@@ -83,7 +75,7 @@ def predictor(kind: str, inputs: int, outputs: int) -> Predictor:
     if kind == "bias":
         return Bias({"bias": bias})
     if kind == "linear":
-        return Linear({"weight": weight(inputs, outputs), "bias": bias})
+        return linear_predictor(inputs, outputs)
     if kind == "reduced-rank":
         return ReducedRank({"down": weight(inputs, 8), "up": weight(8, outputs), "bias": bias})
     if kind == "linear-4bit":
@@ -303,46 +295,11 @@ def takes(make: Make, shape: Shape, role: Role) -> bool:
     return True
 
 
-def stats_of(codec: Codec, batch: int, blocks: int) -> dict[str, Tensor]:
-    """What a cache would tell it of a row's queries, other ones for every block: (batch, heads, blocks, ...)."""
-    found, shape = {}, codec.shape
-    for name in codec.stats:
-        kind, _, argument = name.partition(":")
-        if kind == "query_abs":
-            seed = 21 if argument else 20
-            found[name] = normal(batch, shape.heads, max(8, blocks), shape.dim, seed=seed)[:, :, :blocks].abs()
-        elif kind == "key_scale":  # one for all blocks of a row; rows alike, as they change places here
-            found[name] = (normal(1, shape.heads, 1, shape.dim, seed=22) / 2).exp().expand(batch, -1, -1, -1)
-        else:
-            rank = int(argument.split(":")[0])
-            found[name] = normal(batch, shape.heads, blocks, rank, shape.dim, seed=20) * 9
-    return found
-
-
-@dataclass(frozen=True)
-class Case:
-    make: Make
-    shape: Shape
-    role: Role
-
-    def codec(self) -> Codec:
-        return self.make(self.shape, self.role)
-
-    def context(self, batch: int, tokens: int) -> Context:
-        sizes = batch, self.shape.heads, tokens, self.shape.dim
-        k0 = {"k0": normal(*sizes, seed=15)} if self.role == "value" else {}
-        old = {name: normal(*sizes, seed=10 + i) for i, name in enumerate(("k1", "v1", "k2", "v2"))}
-        return Context(1, **old, **k0, stats=stats_of(self.codec(), batch, tokens // self.shape.block))
-
-    def noise(self, batch: int, blocks: int, seed: int = 1) -> Tensor:
-        return normal(batch, self.shape.heads, blocks * self.shape.block, self.shape.dim, seed=seed)
-
-
 def cases(shapes: list[Shape]) -> list[Any]:
     """Where there are several, keys and values take turns at the shapes, and the other half is slow."""
     return [
         pytest.param(
-            Case(make, s, role),
+            Subject(make, s, role),
             id=f"{name}-{label}-{role}-{s.heads}x{s.dim}x{s.block}",
             marks=pytest.mark.slow if len(shapes) > 1 and (turn + (role == "value")) % 2 else (),
         )
@@ -356,21 +313,6 @@ def cases(shapes: list[Shape]) -> list[Any]:
 
 every_case = pytest.mark.parametrize("case", cases(SHAPES))
 every_configuration = pytest.mark.parametrize("case", cases([Shape(2, 64, 16)]))
-
-
-def offset(codec: Codec, context: Context, like: Tensor) -> Tensor:
-    """What a predictor adds; zero for codecs without one."""
-    if isinstance(codec, Predicted):
-        return codec.predict(context, codec.predictor.working())
-    return torch.zeros_like(like)
-
-
-def round_trip(codec: Codec, residual: Tensor, context: Context) -> tuple[Tensor, Packed, Tensor]:
-    """Encodes `residual` on top of whatever the codec predicts: residual as it arrives, packed, residual as decoded."""
-    base = offset(codec, context, residual)
-    x = base + residual
-    packed = codec.encode(x, context)
-    return x - base, packed, codec.decode(packed, context) - base
 
 
 # What the theory of each codec promises of `made` against x; slack: absolute float32 noise of adding a prediction.
@@ -453,7 +395,7 @@ def check_float8(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: f
 def check_scaled(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: float, factor: float) -> None:
     """What is inside, on x / f."""
     assert isinstance(codec, Scaled)
-    f = stats_of(codec, 1, 1)["key_scale"][0] if codec.factor is None else codec.factor.float()[:, None]
+    f = statistics(codec, 1, 1)["key_scale"][0] if codec.factor is None else codec.factor.float()[:, None]
     inside = slack / float(f.min()) + (2.0**-20 * float((x / f).abs().max()) if slack else 0.0)
     wider = 1.15 * factor  # x / f is not Gaussian within a rotation of 16
     bound(codec.inner, x / f, packed, made / f, inside, wider)
@@ -499,7 +441,7 @@ def items(stored: Any) -> Tensor:
 def check_squat(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: float, factor: float) -> None:
     """The codec inside, on keys that a direct solve corrected: the definition in float64, from what was really decoded."""
     assert isinstance(codec, Squat)
-    bases = [t.double() for t in stats_of(codec, len(x), x.shape[2] // codec.shape.block).values()]
+    bases = [t.double() for t in statistics(codec, len(x), x.shape[2] // codec.shape.block).values()]
     if codec.subspace != "prompt":
         assert codec.calibrated is not None
         bases.append(codec.calibrated.double()[:, None])
@@ -591,17 +533,13 @@ def bound(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: float, f
 
 
 def check_unlisted(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: float, factor: float) -> None:
-    """Half of the stored bits do what the best bits could, 6 dB each, and at least it is better than storing zeros."""
-    share = min(0.9, 4 * 2.0 ** -codec.bits_per_value())
-    error, energy = (float(t.double().square().sum()) for t in (made - x, x))
-    assert error <= factor * share * energy + slack**2 * x.numel() + x.numel() * TINIEST**2
+    half_of_bits(codec, x, made, slack, factor)
 
 
 def check(codec: Codec, x: Tensor, packed: Packed, made: Tensor, factor: float = 1.03) -> None:
     """factor: how far above the grid's error on the Gaussian HIGGS may be."""
-    slack = 2.0**-20 * float(x.abs().max()) + 1e-5 if isinstance(codec, Predicted) else 0.0
     assert bool(torch.isfinite(made).all())
-    bound(codec, x, packed, made, slack, factor)
+    bound(codec, x, packed, made, slack_of(codec, x), factor)
 
 
 def higgs_bits(codec: Higgs) -> float:
@@ -638,48 +576,6 @@ def mixkvq_bits(codec: MixKVQ, full: float, four: float, two: float) -> float:
     return (full * raw + (4 * four + 2 * two) + (four + two) * 32 / codec.group + (dim * 8 + counts) / block) / dim
 
 
-def plain(packed: Packed) -> dict[str, Tensor]:
-    """Every tensor of it, those of pools by two names."""
-    parts = {name: block_store.tensors_of(held) for name, held in packed.items()}
-    return {f"{name}.{i}": t for name, tensors in parts.items() for i, t in enumerate(tensors)}
-
-
-def nbytes(packed: Packed) -> int:
-    return sum(t.numel() * t.element_size() for t in plain(packed).values())
-
-
-def joined(parts: list[Packed]) -> Packed:
-    """Blocks one behind the other, as a cache appends them."""
-    whole = parts[0]
-    for more in parts[1:]:
-        grown = {}
-        for name, held in whole.items():
-            plan = Plan(0, 1, 0, 0, more[name].shape[2], held.shape[2] + more[name].shape[2])
-            grown[name] = block_store.append(held, more[name], plan)
-        whole = grown
-    return whole
-
-
-def rows_of(packed: Packed, first: int) -> Packed:
-    """Batch rows from `first` on."""
-    return {name: block_store.select(held, torch.arange(first, held.shape[0])) for name, held in packed.items()}
-
-
-def part_of(context: Context, block: int, start: int, stop: int) -> Context:
-    """Of blocks start to stop."""
-    cut = context.part(start * block, stop * block)
-    one = {name: t for name, t in context.stats.items() if t.shape[2] == 1}  # the same for all blocks
-    return replace(cut, stats={name: t[:, :, start:stop] for name, t in context.stats.items()} | one)
-
-
-def assert_same(left: Packed, right: Packed, what: str = "") -> None:
-    ours, theirs = plain(left), plain(right)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert tensor.dtype == theirs[name].dtype
-        assert torch.equal(tensor, theirs[name]), f"{what}: {name} differs"
-
-
 @pytest.mark.parametrize("name", CODECS)
 def test_every_codec_is_under_contract(name: str) -> None:
     """By itself and inside `predicted`, for some shape and role."""
@@ -709,59 +605,36 @@ def test_every_predictor_is_under_contract() -> None:
 
 
 @every_case
-def test_round_trip(case: Case) -> None:
-    codec = case.codec()
-    blocks = -(-10_000 // case.shape.values)
-    noise = case.noise(2, min(blocks, 8) if case.codec().stats else blocks)
-    x, packed, made = round_trip(codec, noise, case.context(2, noise.shape[2]))
-    assert (made.shape, made.dtype) == (x.shape, torch.float32)
-    check(codec, x, packed, made)
+def test_round_trip(case: Subject) -> None:
+    numbers.round_trip(case, check, 1.03)
 
 
 @every_case
-def test_stored_as_declared(case: Case) -> None:
+def test_stored_as_declared(case: Subject) -> None:
+    checks.stored_bits(case)
     codec, blocks = case.codec(), 3
-    packed = codec.encode(case.noise(2, blocks), case.context(2, blocks * case.shape.block))
-    specs, empty = codec.tensor_specs(), codec.empty(2, torch.device("cpu"))
-    assert packed.keys() == empty.keys() >= specs.keys()
     inner = codec.inner if isinstance(codec, Predicted) else codec
     parts = {part.shape.heads for part in inner.parts} if isinstance(inner, ByHead) else set()
-    for name, (spec, dtype) in specs.items():
-        first, *rest = spec
-        assert first in {1, case.shape.heads} | parts
-        assert (packed[name].shape, packed[name].dtype) == ((2, first, blocks, *rest), dtype), name
-    assert_same(joined([empty, packed]), packed, "appended to nothing")
-    stored = nbytes(packed)
+    assert {spec[0] for spec, _ in codec.tensor_specs().values()} <= {1, case.shape.heads} | parts
     if codec.ragged:
-        ragged = codec.inner if isinstance(codec, Predicted) else codec
-        assert isinstance(ragged, MixKVQ)
+        assert isinstance(inner, MixKVQ)
+        packed = codec.encode(case.noise(2, blocks), case.context(2, blocks * case.shape.block))
         shares = [items(packed[name]).double().mean().item() for name in ("raw", "four_codes", "two_codes")]
-        assert stored * 8 / (case.shape.values * 2 * blocks) == pytest.approx(mixkvq_bits(ragged, *shares))
+        stored = nbytes(packed) * 8 / (case.shape.values * 2 * blocks)
+        assert stored == pytest.approx(mixkvq_bits(inner, *shares))
         assert codec.bits_per_value() == pytest.approx(stored_bits(codec), rel=0.01)
         return
-    assert packed.keys() == specs.keys()
-    assert stored == codec.block_bytes() * 2 * blocks
-    assert codec.bits_per_value() == pytest.approx(stored * 8 / (case.shape.values * 2 * blocks))
     assert codec.bits_per_value() == pytest.approx(stored_bits(codec))
 
 
 @every_case
-def test_bytes_depend_on_the_block_alone(case: Case) -> None:
-    """Neither on how many blocks come in one call, nor on other rows, nor on how the tensor lies in memory."""
-    codec, blocks, b = case.codec(), 3, case.shape.block
-    x, context = case.noise(2, blocks), case.context(2, blocks * b)
-    whole = codec.encode(x, context)
-    for cuts in ([0, 1, 2, 3], [0, 2, 3]):
-        edges = itertools.pairwise(cuts)
-        parts = [codec.encode(x[:, :, i * b : j * b], part_of(context, b, i, j)) for i, j in edges]
-        assert_same(joined(parts), whole, f"cut at {cuts}")
-    alone = codec.encode(x[1:], context.rows(1, 2))
-    assert_same(alone, rows_of(whole, 1), "a row alone")
-    shared = Context(1, **{n: t[1:].expand(3, -1, -1, -1) for n, t in vars(context).items() if isinstance(t, Tensor)})
-    shared.stats = {n: t[1:].expand(3, *t.shape[1:]) for n, t in context.stats.items()}
-    moved = codec.encode(torch.cat([300 * x, x[1:]]), shared)
-    assert_same(rows_of(moved, 2), alone, "other companions, another place")
-    assert_same(codec.encode(x.transpose(1, 2).contiguous().transpose(1, 2), context), whole, "strided")
+def test_bytes_depend_on_the_block_alone(case: Subject) -> None:
+    checks.chunking(case)
+
+
+@every_case
+def test_cropped_blocks_decode_as_before(case: Subject) -> None:
+    checks.truncation(case)
 
 
 @pytest.mark.parametrize("shape", [Shape(2, 32, 1), Shape(8, 128, 32)], ids=["C64-block1", "C1024-block32"])
@@ -787,121 +660,75 @@ def test_bytes_of_a_layer_coded_against_a_predicted_one(shape: Shape) -> None:
 
 
 @every_configuration
-def test_reads_only(case: Case) -> None:
-    """Neither encode nor decode changes what it is given, and decoding again gives the same."""
-    codec, x, context = case.codec(), case.noise(2, 2), case.context(2, 2 * case.shape.block)
-    before = x.clone()
-    packed = codec.encode(x, context)
-    assert torch.equal(x, before)
-    kept = {name: block_store.select(held, torch.arange(2)) for name, held in packed.items()}
-    made = codec.decode(packed, context)
-    assert_same(packed, kept, "after decode")
-    assert torch.equal(codec.decode(packed, context), made)
+def test_the_same_again(case: Subject) -> None:
+    checks.deterministic(case)
 
 
 @every_case
-def test_state_builds_the_same_codec(case: Case) -> None:
-    codec, x, context = case.codec(), case.noise(2, 2), case.context(2, 2 * case.shape.block)
-    state = json.loads(json.dumps(state_of(codec)))
-    again = build(case.shape, case.role, state, {name: t.clone() for name, t in codec.tensors().items()})
-    assert type(again) is type(codec)
-    assert (again.config(), again.needs, again.tensor_specs()) == (codec.config(), codec.needs, codec.tensor_specs())
-    packed = codec.encode(x, context)
-    assert_same(again.encode(x, context), packed)
-    assert torch.equal(again.decode(packed, context), codec.decode(packed, context))
-    assert codec.to(torch.device("cpu")) is codec
-    assert_same(codec.encode(x, context), packed)
-    assert codec.resident_bytes() == sum(t.numel() * t.element_size() for t in codec.tensors().values())
-    assert codec.name in codec.describe() or isinstance(codec, Predicted)
-    assert "\n" not in codec.describe()
+def test_state_builds_the_same_codec(case: Subject) -> None:
+    checks.state(case)
+
+
+@every_configuration
+def test_a_bundle_holds_the_codec(case: Subject) -> None:
+    checks.registered(case)
+    checks.in_bundle(case)
+
+
+@every_configuration
+def test_constants_move_to_a_device(case: Subject) -> None:
+    checks.devices(case)
 
 
 @every_case
 @pytest.mark.parametrize("value", [0.7, -300.0])
-def test_constant(case: Case, value: float) -> None:
-    codec = case.codec()
-    x, packed, made = round_trip(codec, torch.full_like(case.noise(1, 2), value), case.context(1, 2 * case.shape.block))
-    check(codec, x, packed, made, factor=2.0)  # one vector of few coordinates is not an average
+def test_constant(case: Subject, value: float) -> None:
+    numbers.constant(case, value, check)
 
 
 @every_configuration
-def test_zero_and_tiny(case: Case) -> None:
-    codec, context = case.codec(), case.context(1, 2 * case.shape.block)
-    for size in (0.0, 1e-12, 1e-9):
-        x, _, made = round_trip(codec, case.noise(1, 2) * size, context)
-        noise = 2.0**-20 if isinstance(codec, Predicted) else 0.0
-        assert bool(((made - x).abs() <= 2 * TINIEST + noise + x.abs()).all())
+def test_zero_and_tiny(case: Subject) -> None:
+    numbers.tiny(case)
 
 
 @every_configuration
 @pytest.mark.parametrize("outlier", [50.0, 3000.0])
-def test_one_outlier(case: Case, outlier: float) -> None:
-    codec, residual = case.codec(), case.noise(1, 2)
-    residual[:, :, 3, 5] = outlier
-    residual[:, :, case.shape.block + 1, 2] = -outlier
-    x, packed, made = round_trip(codec, residual, case.context(1, 2 * case.shape.block))
-    check(codec, x, packed, made, factor=1.5)
+def test_one_outlier(case: Subject, outlier: float) -> None:
+    numbers.outlier(case, outlier, check)
 
 
 @every_configuration
-def test_large_values_fit(case: Case) -> None:
-    codec = case.codec()
-    noise = case.noise(1, 8)
-    x, packed, made = round_trip(codec, 1e4 * noise.tanh(), case.context(1, 8 * case.shape.block))
-    check(codec, x, packed, made, factor=1.1)
+def test_large_values_fit(case: Subject) -> None:
+    numbers.large(case, check)
 
 
 @every_configuration
 @pytest.mark.parametrize("size", [1e5, 1e30, 3e38])
-def test_too_large_is_refused_or_right(case: Case, size: float) -> None:
-    codec, context = case.codec(), case.context(1, 2 * case.shape.block)
-    x = case.noise(1, 2).sign() * size
-    try:
-        packed = codec.encode(x, context)
-    except KVCalError:
-        return
-    made = codec.decode(packed, context)
-    assert bool(torch.isfinite(made).all()), "infinity or NaN without a word"
-    base = offset(codec, context, x)
-    check(codec, x - base, packed, made - base)
+def test_too_large_is_refused_or_right(case: Subject, size: float) -> None:
+    numbers.too_large(case, size, check)
 
 
 @every_configuration
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_narrow_input(case: Case, dtype: torch.dtype) -> None:
-    codec, x, context = case.codec(), case.noise(2, 2).to(dtype), case.context(2, 2 * case.shape.block)
-    assert_same(codec.encode(x, context), codec.encode(x.float(), context))
+def test_narrow_input(case: Subject) -> None:
+    checks.dtypes(case)
 
 
 @every_configuration
-def test_no_blocks(case: Case) -> None:
-    codec, context = case.codec(), case.context(2, 0)
-    packed = codec.encode(case.noise(2, 0), context)
-    for name, (spec, dtype) in codec.tensor_specs().items():
-        assert (packed[name].shape, packed[name].dtype) == ((2, spec[0], 0, *spec[1:]), dtype)
-    assert codec.decode(packed, context).shape == (2, case.shape.heads, 0, case.shape.dim)
+def test_no_blocks(case: Subject) -> None:
+    checks.no_blocks(case)
 
 
 @every_configuration
-def test_input_of_another_shape(case: Case) -> None:
-    codec, s = case.codec(), case.shape
-    for heads, tokens, dim in (
-        (s.heads + 1, s.block, s.dim),
-        (s.heads, s.block + 1, s.dim),
-        (s.heads, s.block, s.dim // 2),
-    ):
-        context = Context(1, **{name: torch.zeros(1, s.heads, tokens, s.dim) for name in codec.needs})
-        with pytest.raises(KVCalError, match="codec got") as raised:
-            codec.encode(torch.zeros(1, heads, tokens, dim), context)
-        assert "\n" not in str(raised.value)
+def test_input_of_another_shape(case: Subject) -> None:
+    checks.other_shapes(case)
 
 
 @pytest.mark.parametrize("make", [uniform(3, 5), uniform(1, 5), higgs(n=64), higgs()])
 @pytest.mark.parametrize("role", ROLES)
 def test_sizes_that_do_not_fill_words(make: Make, role: Role) -> None:
-    case = Case(make, Shape(1, 10, 3), role)
+    case = Subject(make, Shape(1, 10, 3), role)
     codec, context = case.codec(), case.context(2, 0)
-    x, packed, made = round_trip(codec, case.noise(2, 300), context)
+    x, packed, made = coded(codec, case.noise(2, 300), context)
     check(codec, x, packed, made)
     assert sum(t.numel() * t.element_size() for t in packed.values()) == codec.block_bytes() * 600
     assert stored_bits(codec) < codec.bits_per_value() < stored_bits(codec) + 3
@@ -1103,13 +930,15 @@ def test_by_head_is_each_codec_on_its_heads(role: Role) -> None:
     first, others = squat(uniform(2, 8, "token")), higgs()
     whole = by_head(first, others)(Shape(3, 16, 8), role)
     assert isinstance(whole, ByHead)
-    x, stats = normal(2, 3, 16, 16), stats_of(whole, 2, 2)
+    x, stats = normal(2, 3, 16, 16), statistics(whole, 2, 2)
     packed = whole.encode(x, Context(stats=stats))
     made = whole.decode(packed, Context(stats=stats))
     for number, (part, heads) in enumerate(zip(whole.parts, (slice(0, 1), slice(1, 3)), strict=True)):
         context = Context(stats={name: t[:, heads] for name, t in stats.items()})
         own = part.encode(x[:, heads], context)
-        assert_same({n.removeprefix(f"{number}."): t for n, t in packed.items() if n[0] == str(number)}, own)
+        checks.require_same(
+            {n.removeprefix(f"{number}."): t for n, t in packed.items() if n[0] == str(number)}, own, "by head"
+        )
         assert torch.equal(made[:, heads], part.decode(own, context))
     assert whole.paper_bits() == pytest.approx(sum(p.paper_bits() * p.shape.heads for p in whole.parts) / 3)
     assert isinstance(whole.fused(), str) and whole.stats == whole.parts[0].stats
@@ -1312,7 +1141,7 @@ def test_scaled_codes_the_quotient() -> None:
     codec = Scaled(Uniform(S, "key", 3, 16, mode="symmetric"), factor)
     x, query = normal(1, 2, 8, 16) * factor.float()[:, None], normal(1, 2, 1, 16, seed=4)
     packed = codec.encode(x)
-    assert_same(packed, codec.inner.encode(x / factor.float()[:, None]))
+    checks.require_same(packed, codec.inner.encode(x / factor.float()[:, None]), "scaled")
     keys = codec.inner.decode(packed)
     assert torch.allclose((query * factor.float()[:, None]) @ keys.mT, query @ codec.decode(packed).mT, atol=1e-4)
     plain = codec.inner.decode(codec.inner.encode(x))
@@ -1323,7 +1152,7 @@ def test_scaled_codes_the_quotient() -> None:
 def test_predicted_stores_the_residual_and_adds_the_same_guess() -> None:
     codec = predicted(exact("float32"))(S, "value")
     assert isinstance(codec, Predicted)
-    x, context = normal(2, 2, 16, 16), Case(predicted(higgs()), S, "value").context(2, 16)
+    x, context = normal(2, 2, 16, 16), Subject(predicted(higgs()), S, "value").context(2, 16)
     weights = codec.predictor.working()
     assert context.v1 is not None and context.k0 is not None
     inputs = torch.cat([t.transpose(1, 2).flatten(2) for t in (context.v1, context.k0)], -1)  # heads within inputs
@@ -1334,18 +1163,12 @@ def test_predicted_stores_the_residual_and_adds_the_same_guess() -> None:
 
 
 @every_configuration
-def test_some_heads_alone(case: Case) -> None:
+def test_some_heads_alone(case: Subject) -> None:
     """What is stored of them is what the codec of all heads stores; one that refuses makes heads depend on others."""
-    codec, tokens = case.codec(), 2 * case.shape.block
-    x, context, one = case.noise(2, 2), case.context(2, tokens), slice(1, 2)
-    whole, alone = codec.encode_decode(x, context)[1], codec.of_heads(one)
-    if isinstance(alone, str):
+    checks.heads_alone(case)
+    codec, x = case.codec(), case.noise(2, 2)
+    context, one = case.context(2, 2 * case.shape.block), slice(1, 2)
+    if isinstance(reason := codec.of_heads(one), str):
         other = torch.cat([x[:, :1] * 3, x[:, 1:]], 1)
-        apart = codec.encode_decode(other, context)[1]
-        assert isinstance(codec, Predicted | MixKVQ) or not torch.equal(apart[:, one], whole[:, one]), alone
-        return
-    stats = {name: values[:, one] for name, values in context.stats.items()}
-    found = alone.encode_decode(x[:, one], Context(context.layer, stats=stats))[1]
-    torch.testing.assert_close(found, whole[:, one], rtol=1e-5, atol=1e-5)
-    parts = [codec.of_heads(slice(head, head + 1)) for head in range(2)]
-    assert sum(part.block_bytes() for part in parts) == codec.block_bytes() or alone.ragged  # type: ignore[union-attr]
+        whole, apart = (codec.encode_decode(each, context)[1][:, one] for each in (x, other))
+        assert isinstance(codec, Predicted | MixKVQ) or not torch.equal(apart, whole), reason

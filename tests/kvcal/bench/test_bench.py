@@ -199,23 +199,25 @@ def test_ours_are_projected_on_the_orin_nano_and_refused_on_the_xavier() -> None
 
 
 def test_grids_of_two_bits_are_projected_faster_than_of_four() -> None:
-    """Bytes limit both on the Orin Nano: 1.67 and 2.35 instructions an element take less time."""
+    """Bytes limit both on the Orin Nano: the instructions that they were timed to take less time there."""
     geometry = CATALOGUE["llama-3.1-8b"].geometry
     own = [schemes.named(f"higgs-{bits}", geometry) for bits in (2, 4)]
     board = devices.device("jetson-orin-nano")
     _, two, four = jetson.projected(board, own, geometry, "m", 1, 32768)
-    for row, count in ((two, 1.67), (four, 2.35)):
+    for row, count in ((two, 3.44), (four, 4.36)):
         issuing = 2 * 32768 * 8 * 128 * count / (8 * 128 * 625e6) * 1e6
-        reading = row.bytes / (0.971 * 68e9) * 1e6  # type: ignore[operator]
-        assert row.more["bound"] == "bytes" and issuing < reading
-        assert row.microseconds == pytest.approx(2.73 + reading, rel=1e-3)
+        reading = row.bytes / (0.967 * 68e9) * 1e6  # type: ignore[operator]
+        bound = max(issuing, reading)
+        assert row.more["bound"] == ("bytes" if reading > issuing else "instructions")
+        assert row.microseconds == pytest.approx(10 + bound, rel=1e-3)
+    assert two.microseconds < four.microseconds  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("model", "instructions"), [("llama-3.1-8b", 1.33), ("qwen2.5-7b", 1.89)])
+@pytest.mark.parametrize(("model", "instructions"), [("llama-3.1-8b", 1.59), ("qwen2.5-7b", 2.21)])
 def test_instructions_are_those_of_the_models_heads(model: str, instructions: float) -> None:
-    """Seven query heads a kv head in the second."""
+    """Of a scheme that was counted and not timed; seven query heads a kv head in the second."""
     geometry = CATALOGUE[model].geometry
-    own = [schemes.named("inner-4", geometry)]
+    own = [replace(schemes.named("inner-3", geometry), name="mine")]
     _, row = jetson.projected(devices.device("jetson-orin-nano"), own, geometry, model, 1, 4096)
     assert row.more["instructions_per_element"] == instructions
 
@@ -228,13 +230,15 @@ AT_128, AT_4, AT_8 = "head_dim 128", "4 query heads a kv head", "8 query heads a
     [
         (32, 128, "inner-4", []),
         (32, 64, "inner-4", [AT_128]),
-        (64, 128, "inner-4", []),
-        (56, 128, "inner-4", []),
-        (128, 128, "inner-4", [AT_8]),
-        (128, 64, "inner-4", [AT_128, AT_8]),
+        (64, 128, "inner-4", [AT_4]),
+        (64, 128, "inner-4 counted", []),
+        (56, 128, "inner-4 counted", []),
+        (128, 128, "inner-4 counted", [AT_8]),
+        (128, 64, "inner-4 counted", [AT_128, AT_8]),
         (8, 128, "inner-4", []),
         (64, 128, "higgs-2", [AT_4]),
-        (64, 128, "kivi-2", []),
+        (64, 128, "kivi-2", [AT_4]),
+        (64, 128, "kivi-2 counted", []),
         (64, 128, "squat-pre-2", [AT_4]),
     ],
 )
@@ -242,11 +246,12 @@ def test_projections_say_of_which_shape_instructions_were_counted(
     heads: int, dim: int, name: str, said: list[str]
 ) -> None:
     geometry = replace(CATALOGUE["llama-3.1-8b"].geometry, heads=heads, kv_heads=8, head_dim=dim)
-    own = [schemes.named(name, geometry)]
+    how = "counted" if name.endswith("counted") else "timed"
+    own = [replace(schemes.named(name.removesuffix(" counted"), geometry), name=name)]
     full, row = jetson.projected(devices.device("jetson-orin-nano"), own, geometry, "m", 1, 4096)
-    note = f"instructions counted at {' and '.join(said)}" if said else None
+    note = f"instructions {how} at {' and '.join(said)}" if said else None
     assert row.microseconds is not None and row.more.get("note") == note
-    assert full.more.get("note") == (None if dim == 128 else f"instructions counted at {AT_128}")
+    assert full.more.get("note") is None
     [table] = report.tables({"rows": [full.as_dict(), row.as_dict()]}, wide=True)
     assert (note or "limit: ") in table.rows[1][-1]
 

@@ -29,6 +29,7 @@ from kvcal.bench.planning import cards, formats, projection, quality, schemes, s
 from kvcal.bench.planning import memory as planning
 from kvcal.bench.planning.memory import Load, Model, Windows
 from kvcal.cli.plan import _cells
+from kvcal.commands.api import plan
 from kvcal.commands.plan import PlanOptions, run_plan
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.registry import CODEC_MAKERS, codec_maker
@@ -43,6 +44,7 @@ from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, UnsupportedModel, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from tests.support import architectures
+from tests.support.models_fixture import kvcal as program
 
 pytestmark = pytest.mark.transformers
 ROOT = Path(__file__).resolve().parent
@@ -379,6 +381,86 @@ def test_eager_steps_are_those_of_the_recorded_run() -> None:
     number, wall = first["caches"].index("aqua-kv-2"), aqua["columns"].index("wall")
     steps = [step[wall] for step in first["steps"] if step[aqua["columns"].index("cache")] == number]
     assert pytest.approx(statistics.median(steps) * 1e-6 / LLAMA_8B.layers, rel=0.02) == speed.EAGER
+
+
+def test_the_rate_of_a_prompt_is_that_of_the_recorded_run() -> None:
+    """One H100: 32768 tokens of Llama-3.1-8B, FP16 in one forward, kivi-4 in one and in chunks."""
+    recorded = json.loads((RECORDED / "plan-3ee60f8.json").read_text())["rows"]
+    taken = {(row["what"], row["scheme"]): row["seconds"] for row in recorded if row["what"].startswith("prefill")}
+    h100 = cards.of_profile(devices.DEVICES["h100"])
+    assert h100.flops is not None
+    whole, packed = taken["prefill", "fp16"], taken["prefill", "kivi-4"]
+    operations = model_of(LLAMA_8B).prompt_operations(32768)
+    assert operations / whole / h100.flops == pytest.approx(speed.PROMPT, rel=0.01)
+    assert packed / whole == pytest.approx(speed.PACKED_PROMPT, rel=0.01)
+    assert taken["prefill-chunks", "kivi-4"] / whole == pytest.approx(speed.CHUNKED_PROMPT, rel=0.01)
+    rows = plan("llama-3.1-8b", gpu="h100", context="32k", presets=["kivi-4"])["rows"]
+    assert [row["prefill_seconds"] for row in rows] == pytest.approx([whole, packed], rel=0.02)
+
+
+def test_operations_of_a_prompt_are_those_of_its_products() -> None:
+    """Counted one matrix after the other; queries attend to themselves and what came before, in a window if there is
+    one.
+    """
+    geometry, length = replace(LLAMA_8B, layers=3, sliding_layers=1, sliding_window=5), 12
+    projections = geometry.hidden * geometry.head_dim * (2 * geometry.heads + 2 * geometry.kv_heads)
+    weights = geometry.layers * (projections + 3 * geometry.hidden * geometry.intermediate)
+    pairs = sum(2 * (at + 1) + min(at + 1, 5) for at in range(length))
+    expected = (
+        2 * (weights * length + geometry.hidden * geometry.vocab) + 4 * geometry.heads * geometry.head_dim * pairs
+    )
+    assert model_of(geometry).prompt_operations(length) == pytest.approx(expected, rel=0.001)  # norms are weights, too
+
+
+def test_a_prompt_that_cannot_be_timed_has_no_time() -> None:
+    def times(**options: Any) -> list[float | None]:
+        return [row["prefill_seconds"] for row in plan("llama-3.1-8b", presets=["kivi-4"], **options)["rows"]]
+
+    assert times(memory="80GB", bandwidth="3TB/s", context="4k") == [None, None]  # no rate of products
+    assert times(gpu="h100", context="4k", dtype="float32") == [None, None]  # the sheet's rate is of 16 bits
+    assert times(gpu="jetson-orin-nano", context="4k") == [None, None]  # nothing fits
+    short = times(gpu="h100", context="1")
+    assert short[0] == pytest.approx(model_of(LLAMA_8B).read_bytes / (speed.READ * 3350e9))  # reading the weights
+
+
+AGREE = ("kivi-2", "kivi-4", "inner-4", "innerq-base", "innerq-small", "higgs-2", "higgs-3", "turboquant-4-3", "fp8")
+
+
+@pytest.mark.parametrize("gpu", ["rtx-4090", "l4", "a100-40gb", "h200", "jetson-agx-orin"])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.2-1b"])
+def test_bench_projects_as_the_plan_does(gpu: str, model: str) -> None:
+    """Rows and tokens in memory, and the time of attention: the plan's step is the weights and bench's layers."""
+    words = [word for name in AGREE for word in ("-p", name)]
+    done = program(
+        "bench", "--device", gpu, "--model", model, *words, "--length", "8k", "--json",
+        "-o", "fused-attention", "-o", "largest-batch", "-o", "longest-generation",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    benched = {(row["operation"].replace("decode", "fused"), row["scheme"]): row for row in done.json["rows"]}
+    geometry, card = CATALOGUE[model].geometry, cards.of_profile(devices.DEVICES[gpu])
+    windows = {name: bench_schemes.named(name, geometry).windows for name in AGREE}
+    planned = [
+        replace(schemes.planned(name), sink=windows[name].sink, recent=windows[name].recent, block=windows[name].block)
+        for name in AGREE
+    ]
+    goal = projection.Goal(model, model_of(geometry), 8192, geometry.context, 1)
+    timed = 0
+    for row in projection.rows(goal, planned, card):
+        name = row["scheme"]
+        assert benched["largest-batch", name]["batch"] == row["largest_batch"], name
+        longest = benched["longest-generation", name]["longest_length"]
+        assert longest == pytest.approx(row["longest_context"], rel=1e-4), name  # a grid of 1 KiB is counted there
+        attention = benched["fused-attention", name]["microseconds"]
+        one = projection.full(goal.model) if name == "fp16" else None
+        one = one or projection.candidate(next(p for p in planned if p.name == name), goal.model, card)
+        step = projection.step_of(goal, one)
+        if attention is None or step is None:
+            assert name == "fp8", name
+            continue
+        timed += 1
+        layers = speed.weights_seconds(step, card) + step.layers * (speed.LAYER + attention * 1e-6)
+        assert speed.device_seconds(step, card) == pytest.approx(layers, rel=1e-6), name
+    assert timed == len(AGREE)
 
 
 def test_seconds_a_layer_are_what_a_fp16_step_has_left() -> None:

@@ -29,6 +29,7 @@ RUN = {  # in this order, in one folder
     "names of operations": "names operation",
     "models": "models",
     "doctor": "doctor",
+    "check-codec": "check-codec uniform-1",
     "plan": "plan --model llama-3.1-8b --gpu rtx-4090",
     "preset": "preset kivi-2 --model model --no-check -o k2.kvcal.safetensors",
     "fit-predictors": f"fit-predictors {FIT} -o aq.kvcal.safetensors",
@@ -47,7 +48,7 @@ RUN = {  # in this order, in one folder
     "bench of a paper's table": "bench --device jetson-xavier-nx --operation innerq-table-4",
     "report": "report aq.kvcal.safetensors -o page.html",
 }
-ENDS = {"diff": 7}
+ENDS = {"diff": 7, "check-codec": 1}
 NOT_HERE = {"generate": "prints the text of a model, whatever it is"}
 
 FULL = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +20,7 @@ from kvcal.evaluate.perplexity import Row
 from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal_artifacts import load_cache
-from kvcal_artifacts.bundle import load_bundle
+from kvcal_artifacts.bundle import load_bundle, read_header
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import IncompatibleBundle, KVCalError, UsageError
 from tests.support.models_fixture import ROOT, SUFFIX, write_model, write_text
@@ -68,13 +70,13 @@ def test_import_kvcal_and_a_plan_import_no_torch() -> None:
     )
     first, second, third = python(script).splitlines()
     assert (first, second) == ("[]", "False 32768 fp16")
-    assert third == "True True ['cache', 'evaluate', 'fit', 'plan', 'register']"
+    assert third == "True True ['cache', 'check_codec', 'evaluate', 'fit', 'plan', 'register']"
 
 
 def test_no_function_takes_options_by_the_way() -> None:
     from kvcal.commands import api
 
-    for function in (api.cache, api.fit, api.evaluate, api.plan, api.register, load_cache):
+    for function in (api.cache, api.fit, api.evaluate, api.plan, api.register, api.check_codec, load_cache):
         kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
         assert kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
         assert function.__doc__
@@ -244,8 +246,58 @@ def test_an_installed_package_brings_codecs_presets_and_methods(base: Path, inst
         "print(*(row['name'] for row in run_names(None, 'llama-3.1-8b') if row['name'].startswith('acme')))\n"
     )
     assert python(script, PYTHONPATH=path).split() == ["acme-float8", "AcmeKV", "acme", "acme-8"]
-    with pytest.raises(KVCalError, match="codec 'acme-float8': this version knows"):  # it is not installed here
+    header = read_header(bundle, bundle.read_bytes())
+    assert header["codecs"] == {"acme-float8": {"package": "kvcal-acme", "version": "1"}}
+    told = re.escape(
+        f"{bundle}: codec 'acme-float8' is of package kvcal-acme 1, which is not installed: if you trust it, pip install "
+        "kvcal-acme==1"
+    )
+    with pytest.raises(IncompatibleBundle, match=f"^{told}$"):
         load_bundle(bundle)
+    done = command("verify", bundle)
+    assert done.code == 4 and done.err.count("\n") == 1 and "pip install kvcal-acme==1" in done.err
+
+
+def test_a_bundle_of_a_package_of_another_version(base: Path, installed: Path, tmp_path: Path) -> None:
+    """One that no longer has the codec, and one that has it: the bundle opens, and a new one names the new version."""
+    path = os.pathsep.join([str(installed), *sys.path])
+    bundle = tmp_path / f"acme{SUFFIX}"
+    script = (
+        "import sys\nfrom kvcal.cli import main\n"
+        f"sys.argv = ['kvcal', 'preset', 'acme', '--model', {str(base / 'model')!r}, '--no-check', '--json',\n"
+        f"            '--output', {str(bundle)!r}]\nmain()\n"
+    )
+    python(script, PYTHONPATH=path)
+    newer = tmp_path / "newer"
+    shutil.copytree(installed, newer)
+    [record] = newer.glob("kvcal_acme-1*.dist-info")
+    metadata = (record / "METADATA").read_text().replace("Version: 1", "Version: 2")
+    (record / "METADATA").write_text(metadata)
+    record.rename(record.with_name("kvcal_acme-2.dist-info"))
+    path = os.pathsep.join([str(newer), *sys.path])
+    script = (
+        f"from kvcal_artifacts.bundle import load_bundle, read_header\nbundle = load_bundle({str(bundle)!r})\n"
+        f"print(read_header(bundle.path, bundle.to_bytes())['codecs']['acme-float8'])\n"
+    )
+    assert python(script, PYTHONPATH=path) == "{'package': 'kvcal-acme', 'version': '2'}"
+    (newer / "kvcal_acme.py").write_text("def register():\n    pass\n")
+    script = (
+        f"from kvcal_artifacts import load_bundle\ntry:\n    load_bundle({str(bundle)!r})\n"
+        "except Exception as error:\n    print(error)\n"
+    )
+    assert python(script, PYTHONPATH=path).endswith(
+        "codec 'acme-float8' is of package kvcal-acme 1, and 2 has no such codec: if you trust it, pip install kvcal-acme==1"
+    )
+
+
+def test_an_installed_codec_is_checked_by_name(installed: Path) -> None:
+    """By the name that bundles have, and by that of --keys; two of the page's commands."""
+    path = os.pathsep.join([str(installed), *sys.path])
+    for name in ("acme-float8", "acme-8"):
+        script = f"import sys\nfrom kvcal.cli import main\nsys.argv = ['kvcal', 'check-codec', {name!r}]\nmain()\n"
+        lines = python(script, PYTHONPATH=path).splitlines()
+        assert {line.split()[0] for line in lines[:-1]} == {"good"} and len(lines) == 15
+        assert lines[-1] == f"{name}: keeps the contract"
 
 
 def test_a_package_that_fails_is_named(installed: Path, tmp_path: Path) -> None:
