@@ -17,7 +17,7 @@ tokens into text. `batches` are the same for all formats, and the largest batch 
 
 vLLM 0.24 gives TurboQuant FlashAttention 2 for prompts and for the four layers that it leaves exact. On an H100 that has
 to be compiled from PTX for minutes, so rows of TurboQuant take FlashAttention 3, which is faster; `turboquant_4bit_nc+fa2`
-is as vLLM has it (start `--prewarm-fa2` minutes before). Four layers exact is what vLLM does, and counts in its capacity.
+is as vLLM has it (`--prewarm-fa2` first, alone). Four layers exact is what vLLM does, and counts in its capacity.
 """
 
 from __future__ import annotations
