@@ -229,9 +229,8 @@ def fill(caches: list[torch.Tensor], pages: int, stored: int) -> int:
     """
     empty = 0
     for cache in caches:
-        dim = max(range(cache.ndim), key=lambda d: cache.shape[d])
+        dim = next(d for d, size in enumerate(cache.shape) if size % pages == 0)
         blocks = cache.movedim(dim, 0)
-        assert len(blocks) % pages == 0, f"a cache of shape {tuple(cache.shape)} for {pages} pages"
         count, first = stored * (len(blocks) // pages), len(blocks) // pages
         template = blocks[first : first + count].clone(memory_format=torch.contiguous_format)
         empty += not bool(template.view(torch.uint8).any())
