@@ -45,7 +45,8 @@ class KVCalGPUBackend(AttentionBackend):
     @classmethod
     def get_impl_cls(cls) -> Any:
         try:
-            cls._served = plan_of(get_current_vllm_config(), gpu=True)
+            with torch.device("cpu"):
+                cls._served = plan_of(get_current_vllm_config(), gpu=True)
         except KVCalError as error:
             log_refusal(error)
             raise
