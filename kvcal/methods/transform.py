@@ -10,12 +10,19 @@ head's group; for values the rows of the output projection), the expected square
 error's second moment. In coordinates U' W^1/2 (x - mean), U the eigenvectors of W^1/2 S W^1/2, it is the sum of the
 coordinates' errors, each its variance times the grid's MSE. Bits go where they lower the sum most; a bit more lowers an
 MSE by less and less, so the greedy choice is best.
+
+A coordinate has 4 bits at most, and a grid ends at about 3.4 deviations. So the error of the greatest coordinates would
+not fall with more bits, and their outliers would be cut. The n coordinates of 4 bits are therefore mixed by a rotation,
+divided by the fourth root of their variance before: of all divisors f, whose error is the sum of f^2 times the mean of
+variance / f^2, these are best (Cauchy-Schwarz): (sum of deviations)^2 / n in place of the sum of variances. No grid's
+end is then met by one coordinate alone. Those of fewer bits are of nearly one variance, and stay as they are.
 """
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,6 +31,7 @@ from kvcal_artifacts.codecs import Shape, Transform
 from kvcal_artifacts.codecs.base import Role
 from kvcal_artifacts.codecs.transform import MSE
 
+from .hashing import hashed_normal
 from .statistics import Moments, TrainingData
 
 FLOOR = 1e-5  # of the mean: the smallest metric and variance of a direction, so that all have an inverse in float16
@@ -54,8 +62,29 @@ def fit_transform(
     value, vector = torch.linalg.eigh(root @ spread.cpu() @ root)
     value, vector = value.flip(-1), vector.flip(-1)  # largest first
     value = value.clamp_min(FLOOR * value.mean(-1, keepdim=True)).clamp_min(1e-6)
-    decoder = value.sqrt()[..., None] * (vector.mT @ inverse)
-    return Transform(shape, role, allocate(value.sum(0), bits), decoder.half(), mean.cpu().half(), gain)
+    bits_of = allocate(value.sum(0), bits)
+    decoder = _mixed(value.sqrt(), vector.mT @ inverse, bits_of)
+    return Transform(shape, role, bits_of, decoder.half(), mean.cpu().half(), gain)
+
+
+def _mixed(deviation: Tensor, direction: Tensor, bits_of: list[int]) -> Tensor:
+    """Rows of the decoder (H, D, D): directions (H, D, D) of coordinates of these deviations (H, D), those of most bits
+    mixed so that they have unit variance on average.
+    """
+    rows, count = deviation[..., None] * direction, bits_of.count(max(MSE))
+    if count:
+        part = deviation[:, :count]
+        scale = (part * part.mean(-1, keepdim=True)).sqrt()
+        rows[:, :count] = _rotation(count).to(rows) @ (scale[..., None] * direction[:, :count])
+    return rows
+
+
+@cache
+def _rotation(size: int) -> Tensor:
+    """A rotation (size, size) float64 without zeros, drawn at random from a constant seed."""
+    factor, upper = torch.linalg.qr(hashed_normal(size, size, f"transform:{size}").double())
+    rotation: Tensor = factor * upper.diagonal().sign()
+    return rotation
 
 
 def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:

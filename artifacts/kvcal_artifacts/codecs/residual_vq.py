@@ -25,7 +25,7 @@ from kvcal_kernels.residual_vq.nearest import backend, residual_codes, residual_
 from ..checked import HEAD_DIM, Listed, Schema, Whole, shown
 from ..errors import KVCalError, NonFiniteError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs, on_device
-from .constants import Constant, constants, extremes, once
+from .constants import Constant, constants, once
 
 LARGEST = 65504.0  # of float16: no sum of a few codewords reaches what is far beyond
 STAGES, CODEWORDS = 1024, 65536  # at most, of a band and of a stage
@@ -104,14 +104,18 @@ class ResidualVQ(Codec):
             raise KVCalError("residual-vq scale: must be positive in every channel")
 
     def check_range(self) -> None:
-        """Raises KVCalError where a sum of codewords can lie beyond float16, where no model has keys or values."""
-        unit = 1.0 if self.scale is None else extremes(self.scale)[1]
-        for number, book in enumerate(self.codebooks):
+        """Raises KVCalError where a sum of codewords, times its channel's scale, can lie beyond float16: it is decoded
+        to that in caches of float16.
+        """
+        for number, (band, book) in enumerate(zip(self.bands, self.codebooks, strict=True)):
             reach = once(book, "reach", partial(_reach, book))
-            if reach * unit >= LARGEST:
+            if self.scale is not None:
+                reach = reach * self.scale.amax(0).double()[list(band)].to(reach.device)
+            if float(reach.max()) >= LARGEST:
                 raise KVCalError(
-                    f"residual-vq codec, codebooks.{number}: codewords add up to {reach * unit:.3g}, must stay below "
-                    f"{LARGEST:g}"
+                    f"residual-vq codec, codebooks.{number}: codewords add up to {float(reach.max()):.3g} in channel "
+                    f"{band[int(reach.argmax())]}, must stay below {LARGEST:g}; divide the vectors by other units "
+                    "(--scale), or keep this layer with another codec"
                 )
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
@@ -241,9 +245,9 @@ class ResidualVQ(Codec):
         )
 
 
-def _reach(book: Tensor) -> float:
-    """The largest magnitude that a sum of one codeword per stage can have."""
-    return float(book.abs().amax((1, 2)).double().sum())
+def _reach(book: Tensor) -> Tensor:
+    """The largest magnitude that a sum of one codeword per stage can have in each channel: float64 (d,)."""
+    return book.abs().amax(1).double().sum(0)
 
 
 def is_vector(codec: Codec) -> TypeGuard[ResidualVQ]:

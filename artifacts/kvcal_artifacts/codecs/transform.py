@@ -52,9 +52,9 @@ ROUNDING = 2.0**-21
 class Transform(Codec):
     """Coordinates of a fitted basis, each in the bits that calibration gives it.
 
-    bits: of each basis direction, not rising, in equal pairs. decoder: B, (H, D, D) float16, row j the direction of
-    coordinate j at unit variance. encoder: the columns of its inverse for coded coordinates, float32. mean: (H, D)
-    float16. gain: see Higgs. Without them channels are coded as they are, in 2 bits.
+    bits: of each basis direction, not rising, in equal pairs. decoder: B, (H, D, D) float16, row j what a unit of
+    coordinate j adds, coordinates being of about unit variance. encoder: the columns of its inverse for coded
+    coordinates, float32. mean: (H, D) float16. gain: see Higgs. Without them channels are coded as they are, in 2 bits.
     """
 
     name = "transform"

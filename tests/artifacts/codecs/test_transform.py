@@ -39,6 +39,12 @@ def drawn(spread: Tensor, mean: Tensor, tokens: int, seed: int = 3) -> Tensor:
     return (gaussian(len(spread), tokens, spread.shape[1], seed=seed) @ factor.mT + mean[:, None])[None].float()
 
 
+def weighted_errors(codec: Transform, x: Tensor, metric: Tensor) -> Tensor:
+    """e' W e of each token's error, summed over heads: float64 (tokens,) of x (1, H, tokens, D)."""
+    error = (codec.decode(codec.encode(x)) - x)[0].double()
+    return ((error @ metric) * error).sum(-1).sum(0)
+
+
 @pytest.mark.parametrize("bits", [0.5, 1, 1.5, 2, 3])
 def test_the_greedy_choice_is_the_best_there_is(bits: float) -> None:
     pairs = torch.tensor([9.0, 3.0, 1.1, 0.2, 0.05])
@@ -55,7 +61,9 @@ def test_the_greedy_choice_is_the_best_there_is(bits: float) -> None:
 
 @pytest.mark.parametrize("bits", [1.5, 2, 3])
 def test_weighted_error_is_what_the_formula_says(bits: float) -> None:
-    """Sum over directions of energy times the grid's MSE, up to the token's norm, which is of finite length."""
+    """Sum over directions of energy times the grid's MSE, that of 4 bits balanced, up to the token's norm, which is of
+    finite length.
+    """
     spread, metric, mean = mixed(2, 16, 0.7), mixed(2, 16, 0.8, seed=1), gaussian(2, 16, seed=2)
     codec = fit_transform(SHAPE, "key", spread, metric, mean, bits, "mse")
     x = drawn(spread, mean, 8192)
@@ -63,12 +71,57 @@ def test_weighted_error_is_what_the_formula_says(bits: float) -> None:
     seen = sum(float(((e @ w) * e).sum(-1).mean()) for e, w in zip(error, metric, strict=True))
     roots = [torch.linalg.cholesky(w) for w in metric]
     energies = torch.stack([torch.linalg.eigvalsh(r.mT @ s @ r).flip(0) for r, s in zip(roots, spread, strict=True)])
-    expected = float((energies * torch.tensor([MSE[b] for b in codec.bits])).sum())
+    most = codec.bits.count(4)
+    expected = float((energies * torch.tensor([MSE[b] for b in codec.bits]))[:, most:].sum())
+    expected += MSE[4] * float((energies[:, :most].sqrt().sum(-1).square() / max(1, most)).sum())
     assert seen == pytest.approx(expected, rel=0.15)
     rotated = codec_maker("higgs-2-wide")(SHAPE, "key")
     off = (rotated.decode(rotated.encode(x)) - x)[0].double()
     if bits <= 2:  # fewer bits than HIGGS, a fraction of its error
         assert seen < 0.7 * sum(float(((e @ w) * e).sum(-1).mean()) for e, w in zip(off, metric, strict=True))
+
+
+def keys_like_gemmas(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Covariance, metric and mean, each of one head of 256, and keys (1, 1, tokens, 256) float32.
+
+    Layers 5, 11 and 17 of Gemma-3-270M: a channel of root mean square 75 among others of 1, one direction with a third
+    of the energy that queries see, and tokens that lie far out in it, which a softmax does see.
+    """
+    energies = 1.0 / torch.arange(1, 257, dtype=torch.float64) ** 2
+    energies[0] = 0.5 * energies[1:].sum()
+    basis = torch.linalg.qr(gaussian(256, 256, seed=5)).Q
+    coordinates = gaussian(tokens, 256, seed=6)
+    coordinates[::64, 0] = 5.0
+    coordinates[:, 0] /= coordinates[:, 0].square().mean().sqrt()
+    channel = torch.ones(256, dtype=torch.float64)
+    channel[70] = 75.0
+    mean = 0.1 * gaussian(256, seed=7) * channel
+    mean[70] = 70.0
+    x = (coordinates * energies.sqrt()) @ basis.mT * channel
+    spread = x.mT @ x / tokens - x.mean(0)[:, None] * x.mean(0)
+    return spread[None], torch.diag(channel**-2)[None], (x.mean(0) + mean)[None], (x + mean)[None, None].float()
+
+
+def test_more_bits_lower_the_error_of_a_direction_with_most_of_the_energy() -> None:
+    """4 bits, the most that a coordinate has, are no floor: it stood at MSE[4] of all energy from 2 bits on."""
+    spread, metric, mean, x = keys_like_gemmas(2048)
+    energy = float(torch.einsum("hij,hji->", spread, metric))
+    errors = {
+        bits: weighted_errors(fit_transform(Shape(1, 256, 8), "key", spread, metric, mean, bits, "mse"), x, metric)
+        for bits in (2, 3, 3.9)
+    }
+    means = {bits: float(error.mean()) / energy for bits, error in errors.items()}
+    assert means[3.9] < 0.25 * MSE[4] and means[3.9] < 0.6 * means[3] < 0.36 * means[2]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 3.9])
+def test_tokens_far_out_in_one_direction_are_not_cut(bits: float) -> None:
+    """A grid of 4 bits ends at 3.4 deviations: at 5 the rest of the strongest direction was lost, 5 times the bound."""
+    spread, metric, mean, x = keys_like_gemmas(2048)
+    codec = fit_transform(Shape(1, 256, 8), "key", spread, metric, mean, bits, "mse")
+    centred = (x - mean[:, None])[0].double()[0, ::64]
+    energy = float(((centred @ metric[0]) * centred).sum(-1).mean())
+    assert float(weighted_errors(codec, x, metric)[::64].mean()) < MSE[4] * energy
 
 
 def test_scaling_keys_up_and_queries_down_changes_nothing() -> None:

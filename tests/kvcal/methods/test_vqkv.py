@@ -39,8 +39,8 @@ from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import ResidualVQ
-from kvcal_artifacts.errors import NonFiniteError, UsageError
+from kvcal_artifacts.codecs import ResidualVQ, Shape
+from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_kernels.residual_vq.nearest import nearest
 from tests.support.models_fixture import ROOT, SUFFIX, Done, killed_at, kvcal, write_model, write_text
 
@@ -275,6 +275,32 @@ def test_scales() -> None:
     assert query[0].tolist() == [1.0, 0.5, 2.0, 1.0]
     assert bool((channel > 0).all()) and float(query[1, 1]) > 100
     assert torch.equal(head_scale("query", square, None), head)  # type: ignore[arg-type]
+
+
+def test_an_outlier_channel_and_one_that_queries_hardly_see_are_told_apart() -> None:
+    """As in Gemma-3-270M: the largest codeword of one channel times the scale of another is no key that there is."""
+    keys, queries = normal(4096, 16, seed=1), torch.ones(1, 16, dtype=torch.float64)
+    keys[:, 3] = 75 + 5 * keys[:, 3]
+    queries[0, 3], queries[0, 9] = 26.0**2, 1e-6
+    scale = head_scale("query", keys.double().square().mean(0, keepdim=True), queries)
+    assert scale is not None
+    x, rest, books = TrainingVectors.of(keys / scale.float()), keys[:512] / scale.float(), []
+    for stage in range(3):
+        book, _ = train_stage(x, rest, 1.0, stage, 64, f"gemma:{stage}", Training(most=5))
+        x.subtract(book)
+        subtract(rest, book)
+        books.append(book)
+    largest = float(torch.stack(books).abs().amax((1, 2)).sum() * scale.max())
+    assert largest > 65504  # what was refused
+    shape = Shape(1, 16, 8)
+    codec = ResidualVQ(shape, "key", [range(16)], [torch.stack(books)], scale)
+    again = ResidualVQ.from_state(shape, "key", codec.config(), codec.tensors())
+    made = again.decode(again.encode(keys[None, None]))
+    assert float((made - keys).square().sum()) < 0.01 * float(keys.square().sum())
+    too_large = codec.tensors() | {"scale": scale.clone()}
+    too_large["scale"][0, 3] = 100.0
+    with pytest.raises(KVCalError, match=r"codebooks.0: codewords add up to \S+ in channel 3, must stay below 65504"):
+        ResidualVQ.from_state(shape, "key", codec.config(), too_large)
 
 
 def test_presets_are_the_papers() -> None:
