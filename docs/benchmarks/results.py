@@ -423,10 +423,15 @@ def why_not(row: Row, result: Row | None) -> tuple[str, str] | None:
 def cells(result: Row) -> list[str]:
     stored, paper = significant(result["bits_per_value"]), result["paper_bits"]
     counted = stored if paper is None or significant(paper) == stored else f"{stored} ({significant(paper)})"
-    kl, median, p99, most = (significant(result[name]) for name in ("kl", "kl_median", "kl_p99", "kl_max"))
-    error = f" ± {significant(result['kl_se'], 2)}" if result["kl_se"] is not None else ""
-    same, perplexity = f"{result['same_top'] * 100:.1f} %", significant(result["perplexity"], 4)
+    kl, median, p99, most = (small(result[name]) for name in ("kl", "kl_median", "kl_p99", "kl_max"))
+    error = f" ± {significant(result['kl_se'], 2)}" if result["kl_se"] and not kl.startswith("<") else ""
+    same = "> 99.9 %" if 0.9995 <= result["same_top"] < 1 else f"{result['same_top'] * 100:.1f} %"
+    perplexity = significant(result["perplexity"], 4)
     return [counted, f"{kl}{error}", median, p99, most, same, perplexity]
+
+
+def small(value: float) -> str:
+    return significant(value) if value >= 1e-4 or value == 0 else "< 0.0001"
 
 
 def within(row: Row, result: Row) -> bool:
