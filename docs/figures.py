@@ -4,7 +4,7 @@
     python docs/figures.py --check    # exit code 1 where the numbers behind a picture are not those of figures.json
 
 Memory and speed: lines are projected by the arithmetic of `kvcal plan`, points are measured (docs/benchmarks). KL
-against bits: rows of docs/ablations that were measured on pretrained models.
+against bits: rows of docs/benchmarks/results, which docs/benchmarks/results.md shows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS / "ablations"))
 
-import method_pages  # noqa: E402
+import verdicts  # noqa: E402
 
 from kvcal.bench.devices import DEVICES  # noqa: E402
 from kvcal.commands.plan import PlanOptions, run_plan  # noqa: E402
@@ -33,32 +33,34 @@ MODEL, CARD = "llama-3.1-8b", "h200"
 LIMIT_GB = DEVICES["rtx-4090"].usable * 2**30 / 1e9  # what a card sold with 24 GB leaves to programs
 CONTEXTS = [4096, *(16384 * n for n in range(1, 9))]
 SCHEMES = ("fp16", "kivi-4", "inner-4", "innerq-small", "kivi-2-g128")
-QUALITY = {  # model -> picture, when and where its rows were measured
+QUALITY = {  # model -> its picture, and its rows in docs/benchmarks/results
     "SmolLM2-135M": "smollm2-135m",
     "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0.5b",
 }
-MEASURED = "WikiText-2, 8 windows of 2,048 tokens; exact tokens differ, see the pages; one H100, 2026-11-25"
-SHOWN = {  # label of methods.toml -> name in the picture
-    "HIGGS at 2": "HIGGS 2",
-    "HIGGS at 3": "HIGGS 3",
-    "HIGGS at 4": "HIGGS 4",
-    "AQUA-KV, published HIGGS at 2": "AQUA-KV on HIGGS",
-    "AQUA-KV 2": "AQUA-KV, default",
-    "AQUA-KV x transform, 2 bits": "AQUA-KV x transform",
-    "transform alone, 2 bits": "transform alone",
-    "VQKV at 2": "VQKV 2",
-    "VQKV at 3": "VQKV 3",
-    "VQKV at 4": "VQKV 4",
+MEASURED = "2026-11-26"
+SHOWN = {  # label of results.toml -> name in the picture
+    "2 bits.HIGGS": "HIGGS 2",
+    "3 bits.HIGGS": "HIGGS 3",
+    "4 bits.HIGGS": "HIGGS 4",
+    "2 bits.AQUA-KV, published HIGGS": "AQUA-KV on HIGGS",
+    "2.25 bits.AQUA-KV": "AQUA-KV, default",
+    "4 bits.AQUA-KV": "AQUA-KV 4",
+    "2 bits.AQUA-KV x transform": "AQUA-KV x transform",
+    "3 bits.AQUA-KV x transform": "AQUA-KV x transform 3",
+    "2 bits.transform": "transform alone",
+    "2 bits.VQKV": "VQKV 2",
+    "3 bits.VQKV": "VQKV 3",
+    "4 bits.VQKV": "VQKV 4",
     "KIVI 2": "KIVI 2",
     "KIVI 2, sink 32, recent 96": "KIVI 2 with sinks",
     "KIVI K4 V2": "KIVI K4 V2",
     "KIVI 4": "KIVI 4",
     "SQuat-pre 2": "SQuat-pre 2",
     "InnerQ K3 V2 symmetric": "InnerQ K3 V2",
-    "MixKVQ at 3": "MixKVQ 3",
-    "MixKVQ at 4": "MixKVQ 4",
-    "KVTuner-like at 3": "KVTuner 3",
-    "KVTuner-like at 4": "KVTuner 4",
+    "3 bits.MixKVQ": "MixKVQ 3",
+    "4 bits.MixKVQ": "MixKVQ 4",
+    "3 bits.KVTuner-like": "KVTuner 3",
+    "4 bits.KVTuner-like": "KVTuner 4",
     "TurboQuant 4/3": "TurboQuant 4/3",
     "Quanto-like 4": "Quanto-like 4",
 }
@@ -72,7 +74,7 @@ def main() -> None:
     draw_memory_and_speed(numbers["memory_and_speed"])
     for name, rows in numbers["quality"].items():
         for suffix in (".svg", ".png"):
-            plot_quality(rows, f"{name}, {MEASURED}", ASSETS / f"kl-{QUALITY[name]}{suffix}")
+            plot_quality(rows, title(name), ASSETS / f"kl-{QUALITY[name]}{suffix}")
 
 
 def memory_and_speed() -> dict[str, Any]:
@@ -102,15 +104,30 @@ def counts(row: dict[str, Any], scheme: str) -> bool:
 
 def quality(model: str) -> list[dict[str, Any]]:
     """Rows as `plot_quality` takes them, by stored bits; those on the front of bits and KL are marked."""
-    rows = method_pages.measured()[model]
+    rows = verdicts.rows_by_label(verdicts.results_recipe(), results(model))
     points = [
-        {"name": name, "bits_per_value": round(rows[label]["bits_per_value"], 3), "kl": round(rows[label]["kl"], 5)}
+        {
+            "name": name,
+            "bits_per_value": round(rows[label]["bits_per_value"], 3),
+            "kl": round(rows[label]["kl"], 5),
+            "kl_se": round(rows[label]["kl_se"], 5),
+        }
         for label, name in SHOWN.items()
-        if label in rows
     ]
     return sorted(
         (point | {"front": best(point, points)} for point in points), key=lambda point: point["bits_per_value"]
     )
+
+
+def results(model: str) -> dict[str, Any]:
+    """The settings and rows of a model in docs/benchmarks/results."""
+    found: dict[str, Any] = json.loads(verdicts.RESULTS[model].read_text("utf-8"))
+    return found
+
+
+def title(model: str) -> str:
+    o = results(model)["settings"]
+    return f"{model}, WikiText-2, {o['windows']} windows of {o['length']:,} tokens; one H100, {MEASURED}"
 
 
 def best(point: dict[str, Any], points: list[dict[str, Any]]) -> bool:

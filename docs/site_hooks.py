@@ -23,6 +23,7 @@ TOKEN = re.compile(
     r"|\]\((?P<target>[^)\s]+)\)",
     flags=re.DOTALL | re.MULTILINE,
 )
+FIGURE = re.compile(r"(<pre.*?</pre>)|(?<=\d) (?=[%±])|(?<=±) (?=\d)", flags=re.DOTALL)
 OPTION = re.compile(r"--[\w-]+")
 CODE = re.compile(r'<code>[^<]*</code>|<div class="language-bash.*?</pre>', flags=re.DOTALL)
 LOGS = ("ablations/", "benchmarks/", "lab/", "runs/")  # found in a search below the pages for readers
@@ -45,7 +46,8 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
 
 
 def on_page_content(html: str, page: Page, config: Any, files: Files) -> str:
-    """Options in one piece: a browser would break a line between their dashes."""
+    """Options, and a figure with its error or %, in one piece: a browser would break a line within them."""
+    html = FIGURE.sub(lambda found: found[1] or "\u00a0", html)
     return CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
 
 

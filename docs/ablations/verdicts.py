@@ -10,12 +10,16 @@ so. Where docs/benchmarks/results/ has both rows of a claim, they are taken from
 
 from __future__ import annotations
 
+import math
 import sys
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import run
+
+from kvcal.evaluate.spread import Difference
 
 FOLDER = Path(__file__).resolve().parent
 PAGE = FOLDER.parent / "lab" / "methods.md"
@@ -99,32 +103,70 @@ def rows_by_label(recipe: dict[str, Any], found: dict[str, Any]) -> dict[str, di
     return rows
 
 
-def verdict(claim: dict[str, Any], recipe: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
-    by = claim.get("by", "kl")
-    worse = claim["worse"]
+@dataclass(frozen=True)
+class Verdict:
+    """One claim on one model. first, second: the figure of both rows; bits: stored bits per value of both; other: label of
+    the second row where it is the best of many.
+    """
+
+    word: str
+    by: str
+    first: float
+    second: float
+    bits: tuple[float, float]
+    spread: Difference | None
+    other: str
+
+    @property
+    def bits_differ(self) -> bool:
+        return abs(self.bits[0] / self.bits[1] - 1) >= 0.01
+
+
+def judged(claim: dict[str, Any], recipe: dict[str, Any], rows: Rows) -> Verdict | None:
+    """None where one of both rows has no such figure."""
+    by, worse, other = claim.get("by", "kl"), claim["worse"], ""
     if not isinstance(worse, str):
         worse = run.best_of(worse, by, recipe, rows)
+        other = worse.split(".", 1)[-1] if worse.startswith("One window") else worse
     first, second = rows.get(claim["better"], {}), rows.get(worse, {})
     if by not in first or by not in second:
-        return "not measured"
-    a, b = first[by], second[by]
+        return None
     word = "no spread by window"
-    figures = f"{run.COLUMNS[by][0]} {a:.3g}, {b:.3g} ({a / b - 1:+.0%})"
     spread = run.difference(first, second, by)
     if spread is not None:
-        of = " of its logarithm" if by == "perplexity" else ""
-        figures += f", difference{of} {spread.mean:+.2g} ± {spread.error:.2g}, {spread.windows} windows"
-        figures += f", ratio {spread.ratio:.3g}"
         word = "open" if not spread.apart else "**holds**" if spread.mean < 0 else "**does not hold**"
     elif by == "logit_error" and "attention" in first:
         count, tokens = first["attention"]
         word = f"{'one window' if count == 1 else f'{count} windows'} of {tokens:,} tokens, no spread"
-    bits = first["bits_per_value"], second["bits_per_value"]
-    if abs(bits[0] / bits[1] - 1) >= 0.01:
-        figures += f", {bits[0]:.3g} and {bits[1]:.3g} bits"
-    if not isinstance(claim["worse"], str):
-        figures += f" (the other: {worse.split('.', 1)[-1] if worse.startswith('One window') else worse})"
-    return f"{word}: {figures}"
+    return Verdict(word, by, first[by], second[by], (first["bits_per_value"], second["bits_per_value"]), spread, other)
+
+
+def verdict(claim: dict[str, Any], recipe: dict[str, Any], rows: Rows) -> str:
+    """The words and figures of one claim in one cell."""
+    of = judged(claim, recipe, rows)
+    if of is None:
+        return "not measured"
+    figures = f"{run.COLUMNS[of.by][0]} {of.first:.3g}, {of.second:.3g} ({change(of.first, of.second)})"
+    if of.spread is not None:
+        logarithm = " of its logarithm" if of.by == "perplexity" else ""
+        figures += f", difference{logarithm} {with_error(of.spread.mean, of.spread.error)}"
+        figures += f", {of.spread.windows} windows, ratio {of.spread.ratio:.3g}"
+    if of.bits_differ:
+        figures += f", {of.bits[0]:.3g} and {of.bits[1]:.3g} bits"
+    if of.other:
+        figures += f" (the other: {of.other})"
+    return f"{of.word}: {figures}"
+
+
+def change(first: float, second: float) -> str:
+    """By how much the first is more or less than the second: +7 %, −81 %."""
+    return f"{first / second - 1:+.0%}".replace("%", " %").replace("-", "−")
+
+
+def with_error(mean: float, error: float) -> str:
+    """A signed difference to the digits that two of its error have: −0.066 ± 0.0055, −2.00 ± 0.21."""
+    decimals = max(0, 1 - math.floor(math.log10(error))) if error > 0 else 2
+    return f"{mean:+.{decimals}f} ± {error:.{decimals}f}".replace("-", "−")
 
 
 if __name__ == "__main__":

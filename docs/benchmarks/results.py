@@ -11,8 +11,9 @@ on a GPU most of a row's time is Python's. `--bundles FOLDER` keeps the fitted b
 `--rows 'AQUA|2 bits'` takes rows whose TABLE.LABEL has the regular expression; `--budget-seconds` begins no row later,
 a like share of it for each model.
 
-`tables` prints Markdown: for each model and table KL (mean, standard error over windows, median, 99 %, maximum), share of
-tokens whose likeliest next token is full precision's, perplexity; then each claim with a column for each model. A
+`tables` prints Markdown: each claim's verdict with a column for each model; then for each model the claims' figures, and
+for each table KL (mean, standard error over windows, median, 99 %, maximum), share of tokens whose likeliest next token is
+full precision's, and perplexity. A
 verdict needs a difference over the same windows that Student's t tells from none at 95 %: 2.13 standard errors of 16
 windows. A figure that rows do not have by window has no verdict.
 
@@ -35,6 +36,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +49,8 @@ sys.path.insert(0, str(FOLDER.parent / "ablations"))
 
 import run  # noqa: E402
 import verdicts  # noqa: E402
+
+from kvcal.report.quantities import significant  # noqa: E402
 
 STEP = 32
 LOGIT_TOKENS = 320  # first ones of each window, of which rows have attention errors that a claim asks for
@@ -332,67 +336,102 @@ def settings_here() -> dict[str, Any]:
 # The report.
 
 ABOUT = (
-    "Every method at 2, 2.25, 3 and 4 stored bits and at its paper's setting, and each paper's claim with its verdict. "
-    "`python docs/benchmarks/results.py tables docs/benchmarks/results/*.json` prints this page from the rows beside it "
-    "([how they are measured](../evaluation.md#results-on-pretrained-models)).",
+    "Every method at 2, 2.25, 3 and 4 stored bits and at its paper's setting, and a verdict on each paper's claim.",
     "",
-    "The weights were dequantised once from GGUF files of 4 to 8 bits: full precision is that of these weights. A table "
-    "of bits has no figures for a scheme that stores more than 0.15 bits above them. ± is the standard error over "
-    "windows. Bits count packed tokens; codebooks, predictors and bases are resident beside them.",
+    "- **KL** is in nats per token, to full precision of the same weights. They came from GGUF files of 4 to 8 bits and "
+    "were dequantised once.",
+    "- **±** is the standard error over windows. Median, 99 % and max are over tokens.",
+    "- **Stored bits** count packed tokens. Codebooks, predictors and bases stay in memory beside them. In brackets: "
+    "bits as the paper counts them, where that differs.",
+    "- **Same top** is the share of tokens after which the likeliest next token is full precision's.",
+    "- A table of bits leaves out what stores more than 0.15 bits above them.",
+    "",
+    "`wiki.txt` is [WikiText-2's test text](../texts.md#texts-of-these-pages). The page is what "
+    "`python docs/benchmarks/results.py tables docs/benchmarks/results/*.json` prints from the recorded rows "
+    "([how they are measured](../evaluation.md#results-on-pretrained-models)).",
 )
-COLUMNS = (
-    ("bits_per_value", "stored bits", "{:.3f}"),
-    ("paper_bits", "paper's count", "{:.3f}"),
-    ("kl", "KL", "{:.5f}"),
-    ("kl_se", "±", "{:.5f}"),
-    ("kl_median", "median", "{:.5f}"),
-    ("kl_p99", "99 %", "{:.4f}"),
-    ("kl_max", "max", "{:.3f}"),
-    ("same_top", "same top", "{:.2%}"),
-    ("perplexity", "perplexity", "{:.4f}"),
+ABOUT_CLAIMS = (
+    "A verdict compares two rows window by window. A claim holds, or does not hold, where Student's t tells the "
+    "difference from none at 95 %: with 16 windows, where it is at least 2.13 times its standard error. Otherwise it is "
+    "open. Figures: {places}."
 )
+COLUMNS = ("stored bits", "KL", "median", "99 %", "max", "same top", "perplexity")
+NAMES = {  # folder of a model -> its name on the hub
+    "smollm2-135m": "SmolLM2-135M-Instruct",
+    "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct",
+}
 
 
 def tables(recipe: dict[str, Any], files: list[dict[str, Any]]) -> str:
-    """Tables of each model and the verdicts, in Markdown."""
-    lines = ["# Results on pretrained models", "", *ABOUT, ""]
+    """The verdicts, and tables of each model, in Markdown."""
+    lines = ["# Results on pretrained models", "", *ABOUT, "", *verdict_table(recipe, files)]
     for one in files:
-        lines += [*heading(one), *of_tables(recipe, one["rows"])]
-    return "\n".join([*lines, *verdict_table(recipe, files)]) + "\n"
+        lines += ["", *heading(one), *claim_figures(recipe, one), *of_tables(recipe, one["rows"])]
+    return "\n".join(lines) + "\n"
+
+
+def name_of(one: dict[str, Any]) -> str:
+    model = str(one["settings"]["model"])
+    return NAMES.get(model, model)
 
 
 def heading(one: dict[str, Any]) -> list[str]:
     o = one["settings"]
     measured_rows = [row for row in one["rows"].values() if "refused" not in row]
-    full = f"; full precision: perplexity {measured_rows[0]['full_perplexity']:.4f}" if measured_rows else ""
+    full = f"perplexity {significant(measured_rows[0]['full_perplexity'], 4)}; " if measured_rows else ""
     return [
-        f"## {o['model']}",
+        f"## {name_of(one)}",
         "",
-        f"{o['windows']} windows of {o['length']} tokens of `{o['text']}` in steps of {o['step']}, {o['dtype']}, "
-        f"{o['device']}{full}. Fitted on {o['fit_windows']} windows of {o['fit_length']} tokens of "
-        f"`{o['calibration']}`, seed {o['seed']}. KL in nats per token, to full precision of the same weights "
-        f"(`{o['revision'][:23]}`).",
+        f"{o['windows']} windows of {o['length']:,} tokens of `{o['text'].removeprefix('file:')}`, fed {o['step']} at a "
+        f"time. Full precision: {full}{o['dtype']}, {o['device']}. Fitted on {o['fit_windows']} windows of "
+        f"{o['fit_length']:,} tokens of `{o['calibration']}`, seed {o['seed']}. Weights: `{o['revision'][:23]}`.",
     ]
 
 
 def of_tables(recipe: dict[str, Any], rows: dict[str, Row]) -> list[str]:
     lines = []
     for table in recipe["table"]:
-        lines += ["", f"### {table['name']}", "", "| method | " + " | ".join(name for _, name, _ in COLUMNS) + " |"]
-        lines.append("|---" * (1 + len(COLUMNS)) + "|")
+        shown, left_out = [], {}
         for row in run.rows_of(table):
-            lines.append(f"| {row['label']} | " + " | ".join(cells(row, rows.get(run.key_of(row)))) + " |")
-    return [*lines, ""]
+            result = rows.get(run.key_of(row))
+            if (reason := why_not(row, result)) is None:
+                shown.append(f"| {row['label']} | " + " | ".join(cells(result)) + " |")
+            else:
+                kind, about = reason
+                left_out.setdefault(kind, []).append(f"{row['label']}{about}")
+        lines += ["", f"### {table['name']}"]
+        if shown:
+            lines += ["", f"| method | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|", *shown]
+        for kind, labels in left_out.items():
+            lines += ["", f"{kind}: {'; '.join(labels)}."]
+    return lines
 
 
-def cells(row: Row, result: Row | None) -> list[str]:
-    if result is None or "refused" in result:
-        reason = "not measured" if result is None else result["refused"].replace("|", "/")
-        return [reason, *[""] * (len(COLUMNS) - 1)]
+def why_not(row: Row, result: Row | None) -> tuple[str, str] | None:
+    """Why a row has no figures, and what to say of it; None for a row that has some."""
+    if result is None:
+        return "Not measured", ""
+    if "refused" in result:
+        return "Refused", f" ({result['refused'].replace('|', '/')})"
     if result["bits_per_value"] is None:
-        return ["–", "all tokens exact at this length", *[""] * (len(COLUMNS) - 2)]
-    shown = [form.format(result[name]) if result[name] is not None else "–" for name, _, form in COLUMNS]
-    return shown if within(row, result) else [shown[0], "more bits than the table's", *[""] * (len(COLUMNS) - 2)]
+        return "All tokens exact at this length", ""
+    if not within(row, result):
+        return "More bits than the table's", f" ({significant(result['bits_per_value'])})"
+    return None
+
+
+def cells(result: Row) -> list[str]:
+    stored, paper = significant(result["bits_per_value"]), result["paper_bits"]
+    counted = stored if paper is None or significant(paper) == stored else f"{stored} ({significant(paper)})"
+    kl, median, p99, most = (small(result[name]) for name in ("kl", "kl_median", "kl_p99", "kl_max"))
+    error = f" ± {significant(result['kl_se'], 2)}" if result["kl_se"] and not kl.startswith("<") else ""
+    same = "> 99.9 %" if 0.9995 <= result["same_top"] < 1 else f"{result['same_top'] * 100:.1f} %"
+    perplexity = significant(result["perplexity"], 4)
+    return [counted, f"{kl}{error}", median, p99, most, same, perplexity]
+
+
+def small(value: float) -> str:
+    return significant(value) if value >= 1e-4 or value == 0 else "< 0.0001"
 
 
 def within(row: Row, result: Row) -> bool:
@@ -402,27 +441,58 @@ def within(row: Row, result: Row) -> bool:
 
 
 def verdict_table(recipe: dict[str, Any], files: list[dict[str, Any]]) -> list[str]:
-    """Each claim, with a column for each model."""
-    lines = ["## Claims", "", "| claim | " + " | ".join(one["settings"]["model"] for one in files) + " |"]
-    lines.append("|---" * (1 + len(files)) + "|")
+    """Each claim's verdict, with a column for each model."""
+    places = ", ".join(f"[{name_of(one)}](#{name_of(one).lower().replace('.', '')})" for one in files)
+    lines = ["## Claims", "", ABOUT_CLAIMS.format(places=places), ""]
+    lines += ["| claim | " + " | ".join(map(name_of, files)) + " |", "|---" * (1 + len(files)) + "|"]
     for claim in recipe["claim"]:
-        told = [verdict(claim, recipe, one["rows"]) for one in files]
-        lines.append(f"| {claim['text']} | " + " | ".join(told) + " |")
+        of = [judged(claim, recipe, one["rows"]) for one in files]
+        lines.append(f"| {claim['text']} | " + " | ".join(one.word if one else "not measured" for one in of) + " |")
     return lines
 
 
-def verdict(claim: dict[str, Any], recipe: dict[str, Any], rows: dict[str, Row]) -> str:
-    """The words and figures of one claim on one model."""
-    by_label, other = verdicts.rows_by_label(recipe, {"rows": rows}), ""
-    if not isinstance(worse := claim["worse"], str):
-        if (best := best_of(worse, recipe, by_label)) is None:
-            return "not measured"
-        other = f" (the other: {next(row['label'] for name, row in labelled(recipe) if name == best)})"
-        claim = claim | {"worse": best}
-    told = verdicts.verdict(claim, recipe, by_label)
-    if told == "not measured":
-        return told
-    return told + other
+def claim_figures(recipe: dict[str, Any], one: dict[str, Any]) -> list[str]:
+    """The figures behind one model's verdicts."""
+    columns = "claim", "verdict", "first", "second", "change", "difference ± error", "ratio"
+    lines = [
+        "",
+        "### Figures of the claims",
+        "",
+        "KL of the row that a claim names first and of the other, unless a cell says otherwise; the change from the other "
+        "to the first. Ratio: the difference over its error.",
+        "",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
+    ]
+    for claim in recipe["claim"]:
+        if (of := judged(claim, recipe, one["rows"])) is not None:
+            lines.append(f"| {claim['text']} | {' | '.join(claim_cells(of))} |")
+    return lines
+
+
+def claim_cells(of: verdicts.Verdict) -> list[str]:
+    kind = "" if of.by == "kl" else f"{run.COLUMNS[of.by][0]} "
+    bits = [f", {significant(one)} bits" if of.bits_differ else "" for one in of.bits]
+    first, second = f"{kind}{significant(of.first)}{bits[0]}", f"{kind}{significant(of.second)}{bits[1]}"
+    spread, ratio = "–", "–"
+    if of.spread is not None:
+        spread = verdicts.with_error(of.spread.mean, of.spread.error)
+        spread += " of its logarithm" if of.by == "perplexity" else ""
+        ratio = significant(of.spread.ratio)
+    other = f" ({of.other})" if of.other else ""
+    return [of.word, first, f"{second}{other}", verdicts.change(of.first, of.second), spread, ratio]
+
+
+def judged(claim: dict[str, Any], recipe: dict[str, Any], rows: dict[str, Row]) -> verdicts.Verdict | None:
+    """One claim on one model; None where a row is not measured."""
+    by_label = verdicts.rows_by_label(recipe, {"rows": rows})
+    if isinstance(worse := claim["worse"], str):
+        return verdicts.judged(claim, recipe, by_label)
+    if (best := best_of(worse, recipe, by_label)) is None:
+        return None
+    of = verdicts.judged(claim | {"worse": best}, recipe, by_label)
+    label = next(row["label"] for name, row in labelled(recipe) if name == best)
+    return None if of is None else replace(of, other=label)
 
 
 def best_of(which: dict[str, Any], recipe: dict[str, Any], by_label: dict[str, Row]) -> str | None:

@@ -26,8 +26,13 @@ def names(o: NamesOptions, typed: Typed) -> None:
         if number:
             line()
         _print_kind(name, list(group), o.wide)
+    kinds = {row["kind"] for row in rows}
+    if "device" in kinds:
+        note("devices: measured on the machine itself, projected elsewhere")
+    if "scheme" in kinds:
+        note("schemes: of `kvcal bench` alone")
     if any(row["key_bits"] is not None for row in rows):
-        if any(row["kind"] == "preset" for row in rows):
+        if "preset" in kinds:
             note(f"Python alone, chosen by the model's keys: {', '.join(AUTO_BITS)} (kvcal.cache, load_cache)")
         note(f"bits/value of {o.model}'s geometry; of another: --model")
 

@@ -41,10 +41,10 @@ AT_SHAPE = {"generate", "generate-compiled", "generate-call"}  # a whole model a
 
 
 GENERATION = {  # of whole models, and what they are
-    "generate": "decode steps of a whole model: tokens a second, peak memory",
+    "generate": "decode steps of a whole model: tokens per second, peak memory",
     "generate-compiled": "the same with a compiled forward under a CUDA graph, a minute or so a scheme to compile",
     "generate-call": "the same by model.generate() itself, as a caller gets them",
-    "largest-batch": "rows of --length tokens that a memory holds, and their tokens a second, also by model.generate()",
+    "largest-batch": "rows of --length tokens that a memory holds, their tokens per second, also by model.generate()",
     "longest-generation": "tokens that one row may have on a memory (VQKV Table 3)",
 }
 

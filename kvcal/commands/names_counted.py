@@ -47,7 +47,7 @@ def _rows(geometry: Geometry) -> Iterator[NameRow]:
     for name in MEASURED:
         yield _row("device", name, JETSON if name == "jetson" else "measured here")
     for name, device in DEVICES.items():
-        yield _row("device", name, f"{device.title}: measured, or projected where it is not here")
+        yield _row("device", name, device.title)
 
 
 def _scheme(name: str, geometry: Geometry) -> NameRow:
@@ -59,7 +59,6 @@ def _scheme(name: str, geometry: Geometry) -> NameRow:
     preset = PRESETS.get(name)
     windows = scheme.windows if preset is None else preset
     text = f"{scheme.frame}, sink {windows.sink}, recent {windows.recent}"
-    text += "; of `kvcal bench` alone" if preset is None else ""
     text += f", {scheme.placeholder}" if scheme.placeholder else ""
     return _row(kind, name, text, scheme.codecs.key.bits_per_value(), scheme.codecs.value.bits_per_value())
 

@@ -83,7 +83,7 @@ def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
         )
     has_bars = _draw_spread(axis, drawn)
     if len(front) > 1 or has_bars:
-        axis.legend(frameon=False)
+        figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     if points:
         axis.scatter(
             [x for x, _ in points], [y for _, y in points], s=26, c=[colour(row["name"]) for row in drawn], zorder=3

@@ -72,12 +72,16 @@ def test_rows_go_on_and_become_tables(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "tiny.json: was measured with {'length': 224}" in str(measure("--length", "192")[0])
     results.STATE.clear()
     text = results.tables(results.read_recipe(tmp_path / "recipe.toml"), [second])
-    assert "| wide | 4.500 | more bits than the table's |" in text
-    assert "(the other: two) |" in text
+    # a row without figures is no row of a table
+    assert "\nMore bits than the table's: wide (4.50).\n" in text
+    assert "\nRefused: wrong (" in text and "| wrong |" not in text
+    claims = [line.split(" | ") for line in text.splitlines() if line.startswith("| four over the best |")]
+    assert [len(one) for one in claims] == [2, 7]  # the verdict, then its figures
+    assert claims[1][3].endswith(" (two)")
     # logit errors of each window of the row, paired: the claim has a spread
     assert len(second["rows"][key]["logit_error_windows"]) == 2
-    [claim] = [line for line in text.splitlines() if "logit error" in line]
-    assert " ± " in claim and ", ratio " in claim
+    [claim] = [line.split(" | ") for line in text.splitlines() if "logit error" in line]
+    assert " ± " in claim[5] and float(claim[6].strip(" |")) >= 0
 
 
 def test_every_row_and_claim_of_the_recipe_can_be_read() -> None:

@@ -192,19 +192,34 @@ def test_which_scheme_is_of_the_measured_rows(page: str) -> None:
 
 
 GUARD_FILES = ("smollm2-135m.json", "qwen2.5-coder-0.5b.json")
-RESULTS = {  # first cell of README's table of results -> labels of methods.toml
-    "AQUA-KV over published HIGGS, and that HIGGS alone, 2.1 bits: KL": ["AQUA-KV, published HIGGS at 2", "HIGGS at 2"],
-    "bits per layer (KVTuner), 4 bits: KL": ["KVTuner-like at 4"],
-    "MixKVQ, 4 bits: KL": ["MixKVQ at 4"],
-    "KIVI, 3 bits, with sinks: KL": ["KIVI 2, sink 32, recent 96"],
+RESULTS = {  # bits and scheme of a row of README's table of results -> label of results.toml
+    ("2.0", "AQUA-KV over the transform"): "2 bits.AQUA-KV x transform, 2.0 bits or fewer",
+    ("2.2", "AQUA-KV by default"): "2.25 bits.AQUA-KV",
+    ("3.0", "KIVI of 2 bits with sinks, no text needed"): "KIVI 2, sink (InnerQ)",
+    ("3.0", "AQUA-KV over the transform"): "3 bits.AQUA-KV x transform",
+    ("4.0", "bits per layer (KVTuner)"): "4 bits.KVTuner-like",
+    ("4.1", "AQUA-KV over HIGGS of 4 bits"): "4 bits.AQUA-KV",
 }
 
 
 def test_results_of_the_readme_are_those_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KL and its error to the digits that stand there."""
     monkeypatch.syspath_prepend(str(DOCS / "ablations"))
-    models = importlib.import_module("method_pages").measured().values()
-    wanted = {name: [[rows[label]["kl"] for label in labels] for rows in models] for name, labels in RESULTS.items()}
-    shows(ROOT / "README.md", "| SmolLM2-135M-Instruct", wanted)
+    verdicts = importlib.import_module("verdicts")
+    models = [
+        verdicts.rows_by_label(verdicts.results_recipe(), json.loads(path.read_text("utf-8")))
+        for path in verdicts.RESULTS.values()
+    ]
+    part = (ROOT / "README.md").read_text("utf-8").partition("## Results on public models")[2].partition("\n## ")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if "±" in line[:120]]
+    shown = {(row[0], row[1]): row[2:] for row in cells if len(row) == 4}
+    assert shown.keys() == RESULTS.keys()
+    for key, label in RESULTS.items():
+        for text, rows in zip(shown[key], models, strict=True):
+            row = rows[label]
+            for figure, name in zip(text.split(" ± "), ("kl", "kl_se"), strict=True):
+                assert figure == f"{row[name]:.{len(figure.partition('.')[2])}f}", (label, name)
+            assert abs(row["bits_per_value"] - float(key[0])) < 0.06, label
 
 
 @pytest.fixture
