@@ -14,19 +14,21 @@ from torch.utils._device import _device_constructors
 from tests.support.house import SOURCE_ROOTS, modules
 
 CONSTRUCTORS = frozenset(function.__name__ for function in _device_constructors())
-OF_THE_DEFAULT_DTYPE = frozenset({"empty", "empty_strided", "eye", "linspace", "logspace", "ones", "rand", "randn", "zeros"})
+OF_THE_DEFAULT_DTYPE = frozenset(
+    {"empty", "empty_strided", "eye", "linspace", "logspace", "ones", "rand", "randn", "zeros"}
+)
 OF_THEIR_NUMBERS = frozenset({"as_tensor", "asarray", "full", "scalar_tensor", "tensor"})
 CALLED_ELSEWHERE = {"kvcal_kernels.quantise.reference": 1, "kvcal_kernels.quantise.triton.launch": 1}  # of blocks_for
 
 
 def unnamed(source: str) -> Iterator[str]:
     """Calls of torch's constructors that leave device or dtype to torch, a line each; and constructors not called."""
-    tree = ast.parse(source)
-    called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(source))) if "torch" in source else []
+    called = {id(node.func): node for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module == "torch":
             yield from (f"{node.lineno}: {one.name} imported" for one in node.names if one.name in CONSTRUCTORS)
-        if not (isinstance(node, ast.Attribute) and node.attr in CONSTRUCTORS and ast.unparse(node.value) == "torch"):
+        if not (isinstance(node, ast.Attribute) and node.attr in CONSTRUCTORS and is_torch(node.value)):
             continue
         call = called.get(id(node))
         if call is None:
@@ -39,6 +41,10 @@ def unnamed(source: str) -> Iterator[str]:
             node.attr in OF_THE_DEFAULT_DTYPE or (node.attr in OF_THEIR_NUMBERS and any(map(has_float, call.args)))
         ):
             yield f"{node.lineno}: {node.attr} without a dtype"
+
+
+def is_torch(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id == "torch"
 
 
 def has_float(argument: ast.expr) -> bool:

@@ -328,9 +328,8 @@ class MixKVQ(Codec):
         if isinstance(self._form, Form):
             return layout.decode(self.as_blocks(packed))
         perm = packed["perm"].long()
-        out = torch.zeros(
-            perm.numel(), self.shape.block, device=perm.device, dtype=torch.float32
-        )  # slots of no block have no rows
+        size = perm.numel(), self.shape.block
+        out = torch.zeros(size, device=perm.device, dtype=torch.float32)  # slots of no block have no rows
         begin = torch.zeros_like(perm[..., 0])
         for tier, name in enumerate(("raw", "four_codes", "two_codes")):
             counts = self._count(packed[name])

@@ -71,11 +71,8 @@ class Transform(Codec):
     ) -> None:
         super().__init__(shape, role)
         bits = [2] * shape.dim if bits is None else bits
-        decoder = (
-            torch.eye(shape.dim, dtype=torch.float32, device="cpu").expand(shape.heads, -1, -1)
-            if decoder is None
-            else decoder
-        )
+        if decoder is None:
+            decoder = torch.eye(shape.dim, dtype=torch.float32, device="cpu").expand(shape.heads, -1, -1)
         mean = torch.zeros(shape.heads, shape.dim, dtype=torch.float32, device="cpu") if mean is None else mean
         if len(bits) != shape.dim or any(type(b) is not int or b not in MSE for b in bits):
             raise KVCalError(f"transform codec, bits {bits}: needs {shape.dim} of 0 to 4")

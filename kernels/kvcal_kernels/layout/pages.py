@@ -183,9 +183,8 @@ def _scale_places(form: AnyForm, count: int) -> Tensor:
         order = torch.arange(BLOCK, device="cpu")[:, None]
         first = form.norm_at
     else:
-        names = torch.arange(BLOCK * count, dtype=torch.int16, device="cpu").view(
-            torch.float16
-        )  # copied, never computed with
+        names = torch.arange(BLOCK * count, dtype=torch.int16, device="cpu")
+        names = names.view(torch.float16)  # copied, never computed with
         codes = torch.zeros(1, 1, BLOCK, form.dim // max(form.vector, 1), dtype=torch.int32, device="cpu")
         grid, zero = None, None
         scale = names.view(1, 1, BLOCK, count)

@@ -85,7 +85,10 @@ def predictor(kind: str, inputs: int, outputs: int) -> Predictor:
     names = {"in_weight": weight(inputs, wide), "in_bias": normal(wide).half()}
     names |= {"out_weight": weight(wide, outputs), "out_bias": bias}
     if kind == "mlp+norm":
-        names |= {"norm_weight": torch.ones(inputs, dtype=torch.float16, device="cpu"), "norm_bias": normal(inputs).half()}
+        names |= {
+            "norm_weight": torch.ones(inputs, dtype=torch.float16, device="cpu"),
+            "norm_bias": normal(inputs).half(),
+        }
     return MLP(names)
 
 
@@ -136,7 +139,8 @@ def residual_vq(*stages_and_bits: tuple[int, int], scaled: bool = False) -> Make
         bands = [list(range(i, shape.dim, len(stages_and_bits))) for i in range(len(stages_and_bits))]
         books = []
         for i, (stages, bits) in enumerate(stages_and_bits):
-            book = normal(stages, 1 << bits, len(bands[i]), seed=i) * 0.7 ** torch.arange(stages, device="cpu").float()[:, None, None]
+            finer = 0.7 ** torch.arange(stages, dtype=torch.float32, device="cpu")
+            book = normal(stages, 1 << bits, len(bands[i]), seed=i) * finer[:, None, None]
             book[:, 0] = 0
             books.append(book.half())
         scale = (normal(shape.heads, shape.dim, seed=5) / 4).exp().half() if scaled else None
@@ -154,7 +158,7 @@ def transform(shares: tuple[float, ...], gain: str = "mse") -> Make:
         bits = [b for b, n in zip((4, 3, 2, 1), counts, strict=True) for _ in range(2 * n)][: shape.dim]
         basis = torch.linalg.qr(normal(shape.heads, shape.dim, shape.dim, seed=4)).Q
         size = 0.97 ** torch.arange(shape.dim, device="cpu").float()
-        mean = torch.zeros(shape.heads, shape.dim, dtype=torch.float32, device="cpu")  # others in test_transform.py: here zero comes back as zero
+        mean = torch.zeros_like(basis[:, 0])  # others in test_transform.py: here zero comes back as zero
         return Transform(shape, role, bits + [0] * (shape.dim - len(bits)), basis * size[:, None], mean, gain)
 
     return make

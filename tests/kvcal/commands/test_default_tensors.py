@@ -1,5 +1,5 @@
-"""Fits, caches, evaluations, kernels' references and the plug-in give the same numbers whatever torch makes tensors on,
-and of, by default. The model is loaded before, as Transformers' own constructors heed the default.
+"""Models, fits, caches, evaluations, kernels' references and the plug-in give the same numbers whatever torch makes
+tensors on, and of, by default. `load_model` loads under the default, too; Transformers' own from_pretrained refuses meta.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 import kvcal
+from kvcal.commands.evaluation import prompt_ids
 from kvcal.methods.aqua_kv import AquaKV
+from kvcal.models import load_model, resolve
 from kvcal_artifacts import load_cache
 from kvcal_artifacts.bundle import load_bundle
 from kvcal_artifacts.cache import KVCalCache
@@ -137,3 +139,25 @@ def test_the_plug_in_has_the_same_constants_and_pages(
     with making(default):
         actual = serve(model.config)
     require_same(actual, expected, f"by default {default}")
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> dict[str, Tensor]:
+    return load(folder)
+
+
+def load(folder: Path) -> dict[str, Tensor]:
+    """Weights and buffers of the embedded model, of a folder's, and of random ones, and ids of a prompt."""
+    tensors: dict[str, Tensor] = {}
+    for name, random in (("tiny", False), (str(folder / "model"), False), (str(folder / "model"), True)):
+        loaded = load_model(resolve(name), dtype="float32", device="cpu", random_weights=random)
+        parts = [*loaded.model.named_parameters(), *loaded.model.named_buffers()]
+        tensors |= {f"{name} {random} {part}": tensor for part, tensor in parts}
+        tensors |= {f"{name} {random} ids": prompt_ids(loaded.tokenizer, "What is", False, name)}
+    return tensors
+
+
+@DEFAULTS
+def test_loaded_models_are_the_same(default: str, folder: Path, loaded: dict[str, Tensor]) -> None:
+    with making(default):
+        require_same(load(folder), loaded, f"by default {default}")

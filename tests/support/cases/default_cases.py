@@ -42,7 +42,9 @@ def forget() -> None:
 def caches() -> list[Any]:
     modules = [module for name, module in sys.modules.items() if name.startswith("kvcal")]
     named = [value for module in modules for value in vars(module).values()]
-    in_classes = [getattr(one, "__func__", one) for each in named if isinstance(each, type) for one in vars(each).values()]
+    in_classes = [
+        getattr(one, "__func__", one) for each in named if isinstance(each, type) for one in vars(each).values()
+    ]
     return [value for value in named + in_classes if isinstance(getattr(value, "cache_clear", None), Callable)]  # type: ignore[arg-type]
 
 

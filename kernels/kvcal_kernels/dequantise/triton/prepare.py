@@ -132,7 +132,9 @@ def prepare(
     matrix = (_matrix if coded.factor == 1 else _dense_matrix)(coded, order, channels)
     if weight is not None:
         weight = (weight[:, order] if rotary_dim else weight).to(dtype).contiguous()
-        bias = (torch.zeros(weight.shape[1], device=device, dtype=torch.float32) if bias is None else bias[order].float()).contiguous()
+        width = weight.shape[1]
+        bias = torch.zeros(width, device=device, dtype=torch.float32) if bias is None else bias[order].float()
+        bias = bias.contiguous()
     words = grid if d == 1 else grid.view(torch.int32)
     factors = None if coded.factors is None else coded.factors[order].float().contiguous()
     return Prepared(words, matrix, weight, None if weight is None else bias, rotary_dim, factors)
