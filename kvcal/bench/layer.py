@@ -250,7 +250,7 @@ def rope(tokens: int, dim: int, device: torch.device) -> Rotation:
 
 def angles(positions: Tensor, dim: int) -> Tensor:
     """Angles by which RoPE rotates pairs of `dim` channels at positions (...): (..., dim / 2)."""
-    speed = ROPE_BASE ** -(torch.arange(dim // 2, device=positions.device) / (dim // 2))
+    speed = ROPE_BASE ** -(torch.arange(dim // 2, dtype=torch.float32, device=positions.device) / (dim // 2))
     return positions[..., None] * speed
 
 

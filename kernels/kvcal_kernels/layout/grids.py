@@ -189,7 +189,7 @@ def rounding_factor(points: Tensor) -> float:
         1 << 16, points.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
     )
     count = torch.bincount(nearest(numbers, points.float()).long(), minlength=len(points))
-    weight = (count / len(numbers))[:, None].double()
+    weight = (count.float() / len(numbers))[:, None].double()
     cost = (error * weight).sum(1).square().sum(-1) + (error.square() * weight).sum((1, 2)) / (1 << 16)
     return float(steps[int(cost.argmin()), 0, 0])
 
