@@ -16,6 +16,7 @@ from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.codecs import CODECS, Shape, build, higgs, state_of
 from kvcal_artifacts.errors import KVCalError
 from kvcal_kernels.hadamard import paley, paley_order, reference, rotate, unrotate
+from kvcal_kernels.layout import grids
 from tests.artifacts.codecs.test_codecs import cases
 from tests.support.architectures import TINY, initialise
 from tests.support.cases.default_cases import DEFAULTS, caches, making, require_same
@@ -86,6 +87,22 @@ def test_rotations_are_the_same_bytes(width: int, factor: int, mix: Any, default
     expected = rotated()
     with making(default):
         require_same(rotated(), expected, f"by default {default}")
+
+
+@DEFAULTS
+def test_searches_find_the_same_points(default: str) -> None:
+    """Tables that kernels read: points rounded to a step, and the factor with which float16 rounds them best."""
+
+    def tables() -> dict[str, Tensor]:
+        points = higgs.gaussian_grid(2, 16)
+        table, factor = grids.table_of(points, 2)
+        numbers = [factor, grids.rounding_factor(points.double())]
+        exact = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        return {"table": table, "numbers": exact, "bytes": grids.in_bytes(points)}
+
+    expected = tables()
+    with making(default):
+        require_same(tables(), expected, f"by default {default}")
 
 
 def test_a_tensor_without_a_device_or_dtype_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
