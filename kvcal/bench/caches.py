@@ -303,7 +303,7 @@ def _witness(cache: KVCalCache) -> list[Tensor]:
     the tokens alone.
     """
     cache.settle()
-    parts = [torch.tensor([cache.ledger.columns]), cache.ledger.blocks.clone()]
+    parts = [torch.tensor([cache.ledger.columns], device="cpu"), cache.ledger.blocks.clone()]
     for packed in cache.compressed_layers[0].packed:
         parts += [x[:, :, -1].cpu() for x in packed.values() if isinstance(x, Tensor) and x.shape[2]]
     return parts

@@ -59,7 +59,7 @@ def fill_cache(cache: KVCalCache, geometry: Geometry, one: Benched, batch: int, 
     if one.frame == "pre_rope":
         places = torch.arange(length, dtype=torch.int32, device=model.device)
         cache.ledger.positions = places[None].repeat(batch, 1)
-        cache.full_ledger.starts = torch.zeros(batch, dtype=torch.long)
+        cache.full_ledger.starts = torch.zeros(batch, dtype=torch.long, device="cpu")
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, KVCalLayer):
             codecs = cache.scheme.layers[index]

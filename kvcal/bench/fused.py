@@ -56,7 +56,7 @@ def _rotary(one: Benched) -> int:
 
 def rope_of(case: Case, sink: int, blocks: int, recent: int) -> Rope:
     """RoPE of rows that begin at position 0, with capacity for so many tokens and blocks."""
-    first = turning.first_positions(torch.zeros(1, device=case.device), sink, blocks, recent)
+    first = turning.first_positions(torch.zeros(1, device=case.device, dtype=torch.float32), sink, blocks, recent)
     near, far = (angles(x, case.geometry.head_dim) for x in (torch.arange(turning.RUN, device=case.device), first))
     return Rope(torch.stack([far.cos(), far.sin()], -2), turning.near(near.cos(), near.sin()))
 

@@ -151,7 +151,7 @@ def nearest(case: Case) -> Prepared:
     k, d = book.shape
     n = case.batch * case.length
     generator = torch.Generator(case.device).manual_seed(case.seed)
-    vectors = torch.randn(n, d, generator=generator, device=case.device)
+    vectors = torch.randn(n, d, generator=generator, device=case.device, dtype=torch.float32)
 
     def run() -> Tensor:
         codes: Tensor = residual_vq.nearest.nearest(vectors, book)
@@ -194,8 +194,13 @@ def looked_at(n: int) -> Tensor:
     """
     edge = min(CHECKED, n)
     middle = (n - edge) // 2
-    over = torch.linspace(0, n - 1, edge, dtype=torch.float64).long()
-    parts = (torch.arange(edge), torch.arange(middle, middle + edge), torch.arange(n - edge, n), over)
+    over = torch.linspace(0, n - 1, edge, dtype=torch.float64, device="cpu").long()
+    parts = (
+        torch.arange(edge, device="cpu"),
+        torch.arange(middle, middle + edge, device="cpu"),
+        torch.arange(n - edge, n, device="cpu"),
+        over,
+    )
     every: Tensor = torch.cat(parts).unique()
     return every
 
@@ -211,4 +216,6 @@ def _codebook(case: Case) -> Tensor:
         if isinstance(codec, ResidualVQ):
             return max(codec.codebooks, key=lambda book: book.shape[2])[0].to(case.device)
     generator = torch.Generator(case.device).manual_seed(case.seed + 1)
-    return torch.randn(CODEWORDS, case.geometry.head_dim, generator=generator, device=case.device).half()
+    return torch.randn(
+        CODEWORDS, case.geometry.head_dim, generator=generator, device=case.device, dtype=torch.float32
+    ).half()

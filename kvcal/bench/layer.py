@@ -56,7 +56,7 @@ class Case:
         """(rows or batch, heads, tokens, head_dim) standard normal numbers in the model's dtype."""
         generator = torch.Generator(self.device).manual_seed(self.seed * 1000 + salt)
         size = (self.batch if rows is None else rows, heads, tokens, self.geometry.head_dim)
-        return torch.randn(size, generator=generator, device=self.device).to(self.dtype)
+        return torch.randn(size, generator=generator, device=self.device, dtype=torch.float32).to(self.dtype)
 
     def queries(self, count: int | None = None) -> Tensor:
         """(B, heads, count, D), by default of the new tokens."""
@@ -70,7 +70,7 @@ def some_rows(batch: int, seed: int = 0) -> list[int]:
     """Choose at most SOME rows of a batch, for checks that cannot look at all of them: the first, the last, and others
     between them by that seed.
     """
-    order = torch.randperm(max(0, batch - 2), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(max(0, batch - 2), generator=torch.Generator().manual_seed(seed), device="cpu")
     return sorted({0, batch - 1, *(1 + int(row) for row in order[: SOME - 2])})
 
 
@@ -250,7 +250,7 @@ def rope(tokens: int, dim: int, device: torch.device) -> Rotation:
 
 def angles(positions: Tensor, dim: int) -> Tensor:
     """Angles by which RoPE rotates pairs of `dim` channels at positions (...): (..., dim / 2)."""
-    speed = ROPE_BASE ** -(torch.arange(dim // 2, device=positions.device) / (dim // 2))
+    speed = ROPE_BASE ** -(torch.arange(dim // 2, dtype=torch.float32, device=positions.device) / (dim // 2))
     return positions[..., None] * speed
 
 

@@ -157,7 +157,7 @@ def pointed(queries: Tensor, keys: Tensor, sink: int, recent: int) -> list[Tenso
     chosen = places(tokens, sink, recent, count)
     at = torch.tensor([chosen[i % len(chosen)] for i in range(count)], device=keys.device)
     those = keys[:, :, at].cpu().double().view(batch, kv_heads, -1, each, dim)  # small; no solver's workspace on a GPU
-    scores = torch.full((*those.shape[:-1], 1), (math.log(tokens) + 4) * dim**0.5, dtype=torch.float64)
+    scores = torch.full((*those.shape[:-1], 1), (math.log(tokens) + 4) * dim**0.5, dtype=torch.float64, device="cpu")
     solution = torch.linalg.lstsq(
         those, scores, driver="gelsd"
     ).solution  # the shortest: of least weight on other tokens

@@ -72,7 +72,7 @@ def encoders(case: Case, codecs: LayerCodecs) -> tuple[LayerCodecs, str]:
 def encodes(codec: Codec, device: torch.device) -> str:
     """Which code encodes: of SQuat's corrections and MixKVQ's choice of channels torch packs the rest."""
     if isinstance(codec, ResidualVQ):  # its codebooks may lie elsewhere yet
-        like = torch.empty(0, device=device)
+        like = torch.empty(0, device=device, dtype=torch.float32)
         compiled = all(residual_vq.nearest.backend(like, book) == "triton" for book in codec.codebooks)
         return "triton: nearest codeword, stage by stage" if compiled else "reference"
     return f"triton: {KERNELS.get(codec.name, 'encode')}" if codec.encodes_by_kernel else "reference"
@@ -167,7 +167,12 @@ def append_by_kernel(case: Case, rules: tuple[AnyRule, AnyRule]) -> Prepared:
         subspace = new.encoding.stats.get(key.statistic)
         moves = Digits.of(key.step_moves(None if subspace is None else subspace[:, :, 0]))
         scratch = torch.empty(
-            case.batch, case.geometry.kv_heads, windows.block, case.geometry.head_dim, device=case.device
+            case.batch,
+            case.geometry.kv_heads,
+            windows.block,
+            case.geometry.head_dim,
+            device=case.device,
+            dtype=torch.float32,
         )
         path = f"{'triton: correct' if key.encodes_by_kernel else 'torch: correct'}, {path}"
 

@@ -86,7 +86,7 @@ def _mixkvq(group: int, tier: int | None = None) -> Maker:
 
 
 def _numbers(seed: int, *size: int) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
 
 
 def _aqua(shape: Shape) -> LayerCodecs:
@@ -95,7 +95,7 @@ def _aqua(shape: Shape) -> LayerCodecs:
 
     def linear(inputs: int, seed: int) -> Linear:
         weight = _numbers(seed, inputs * width, width) / (inputs * width) ** 0.5
-        return Linear({"weight": weight.half(), "bias": torch.zeros(width, dtype=torch.float16)})
+        return Linear({"weight": weight.half(), "bias": torch.zeros(width, dtype=torch.float16, device="cpu")})
 
     return LayerCodecs(Predicted(plain.key, linear(1, 1), ("k1",)), Predicted(plain.value, linear(2, 2), ("v1", "k0")))
 
@@ -108,7 +108,7 @@ def _vqkv(size: int, stages: tuple[int, int, int]) -> Maker:
         dims = list(range(shape.dim))
         bands = [dims[: shape.dim - high], dims[shape.dim - high :]]
         books = [
-            (_numbers(i, count, size, len(band)) * 2.0 ** -torch.arange(count).view(-1, 1, 1)).half()
+            (_numbers(i, count, size, len(band)) * 2.0 ** -torch.arange(count, device="cpu").view(-1, 1, 1)).half()
             for i, (count, band) in enumerate(zip(stages, [dims, *bands], strict=True))
         ]
         return LayerCodecs(ResidualVQ(shape, "key", bands, books[1:]), ResidualVQ(shape, "value", [dims], books[:1]))

@@ -77,7 +77,13 @@ def hybrid_share(percent: int) -> Callable[[Case], Prepared]:
         packed["scale"] = _with_share(values, packed, percent, generator)
         tokens = packed_blocks(case) * case.scheme.windows.block
         weights = torch.rand(
-            case.batch, case.geometry.kv_heads, case.group, tokens, generator=generator, device=case.device
+            case.batch,
+            case.geometry.kv_heads,
+            case.group,
+            tokens,
+            generator=generator,
+            device=case.device,
+            dtype=torch.float32,
         ).to(case.dtype)
 
         def run() -> Tensor:
@@ -106,7 +112,7 @@ def _with_share(values: Uniform, packed: Packed, percent: int, generator: torch.
     if fused:
         blocks = values.as_blocks(packed)
         scale = unpack_scales(blocks.scale, blocks.form)[0]
-    shifted = torch.rand(scale.shape, generator=generator, device=scale.device) * 100 >= percent
+    shifted = torch.rand(scale.shape, generator=generator, device=scale.device, dtype=torch.float32) * 100 >= percent
     if not fused:
         return torch.where(shifted, -scale, scale)
     lowest = -(2.0 ** (values.bits - 1)) * scale
@@ -164,11 +170,13 @@ def mlp(case: Case) -> Prepared:
     generator = torch.Generator(case.device).manual_seed(case.seed)
 
     def weight(rows: int, columns: int) -> Tensor:
-        wide: Tensor = torch.randn(rows, columns, generator=generator, device=case.device) / columns**0.5
+        wide: Tensor = (
+            torch.randn(rows, columns, generator=generator, device=case.device, dtype=torch.float32) / columns**0.5
+        )
         return wide.to(case.dtype)
 
     gate, up, down = weight(wide, hidden), weight(wide, hidden), weight(hidden, wide)
-    x = torch.randn(case.batch, hidden, generator=generator, device=case.device).to(case.dtype)
+    x = torch.randn(case.batch, hidden, generator=generator, device=case.device, dtype=torch.float32).to(case.dtype)
 
     def forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         out: Tensor = torch.nn.functional.silu(x @ gate.T)

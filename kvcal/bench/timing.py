@@ -115,7 +115,7 @@ class Clock:
         """Bytes a second of summing one large float32 buffer; measured once."""
         if "read" not in self._ceilings:
             size = COPY_BYTES[self.device.type]
-            one = torch.ones(size // 4, device=self.device)
+            one = torch.ones(size // 4, device=self.device, dtype=torch.float32)
             self._ceilings["read"] = size / self.time(one.sum).microseconds * 1e6
         return self._ceilings["read"]
 
@@ -127,7 +127,7 @@ class Clock:
         if again or "matmul" not in self._ceilings:
             size = MATMUL_SIZE[self.device.type]
             dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
-            one = torch.randn(size, size, device=self.device).to(dtype)
+            one = torch.randn(size, size, device=self.device, dtype=torch.float32).to(dtype)
             timed = self.time(lambda: one @ one)
             rate = 2 * size**3 / (timed.low if again else timed.microseconds) * 1e6
             self._ceilings["matmul"] = max(rate, self._ceilings.get("matmul", 0.0))

@@ -148,7 +148,7 @@ def _change(x: Tensor, y: Tensor) -> Difference:
         "tensor": _kind(x),
         "differing": int(off.sum()),
         "of": x.numel(),
-        "at": [int(i) for i in torch.unravel_index(torch.tensor(place), x.shape)],
+        "at": [int(i) for i in torch.unravel_index(torch.tensor(place, device="cpu"), x.shape)],
         "a": x.flatten()[place].item(),
         "b": y.flatten()[place].item(),
         "largest": float(error.abs().max()),

@@ -253,7 +253,13 @@ class Run:
         dim = keys.dim
         high = self.method.high_dims(dim)
         if not high:
-            return band_split(torch.zeros(dim), torch.zeros(dim), 0, 0, self.method.split)
+            return band_split(
+                torch.zeros(dim, dtype=torch.float32, device="cpu"),
+                torch.zeros(dim, dtype=torch.float32, device="cpu"),
+                0,
+                0,
+                self.method.split,
+            )
         error, energy = (t.cpu() for t in reconstruction_errors(keys, holdout, label, self.method.training))
         bands = band_split(error, energy, high, self.vectors.rotary, self.method.split)
         share = [round(float(e / a), 6) if a else 0.0 for e, a in zip(error, energy, strict=True)]

@@ -80,7 +80,7 @@ class Collection:
         before = self.rotary
         sample = LayerSample(self.method, taps, self.train, self.heads, self.layers, self.holdout).gather()
         if sample.rotary and not before:
-            none = torch.zeros(taps.site.head_dim)
+            none = torch.zeros(taps.site.head_dim, dtype=torch.float32, device="cpu")
             # Refuses what does not fit its pairs.
             band_split(none, none, self.method.high, sample.rotary, self.method.split)
         sample.probe = taps.probe
@@ -231,7 +231,7 @@ class LayerSample:
 
     def _pick(self, keys: Tensor, values: Tensor, places: Tensor, rows: slice) -> Picked:
         unit = self.heads * self.tokens
-        low, high = torch.searchsorted(places, torch.tensor([rows.start * unit, rows.stop * unit]))
+        low, high = torch.searchsorted(places, torch.tensor([rows.start * unit, rows.stop * unit], device="cpu"))
         here = (places[low:high] - rows.start * unit).to(keys.device)
         window, head, token = here // unit, here // self.tokens % self.heads, here % self.tokens + self.method.sink
         return Picked(keys[window, head, token], values[window, head, token], head)

@@ -90,7 +90,7 @@ class SpillStore:
         """Give memory and disk space back."""
         if self._link is not None:
             self._link.close()
-        self._rows = torch.empty(0, dtype=self.dtype)
+        self._rows = torch.empty(0, dtype=self.dtype, device="cpu")
 
     def __enter__(self) -> SpillStore:
         return self
@@ -116,7 +116,7 @@ def _allocate(
     """Storage, and what moves its rows to the device where the storage is not directly readable there."""
     if where == "device":
         return torch.empty(shape, dtype=dtype, device=device), None
-    rows = _mapped(shape, dtype, spill_dir, label) if where == "disk" else torch.empty(shape, dtype=dtype)
+    rows = _mapped(shape, dtype, spill_dir, label) if where == "disk" else torch.empty(shape, dtype=dtype, device="cpu")
     return rows, None if device.type == "cpu" else _link(rows, where, device)
 
 
@@ -204,7 +204,7 @@ class StagedLink:
         return lambda: upload.result()()
 
     def write(self, rows: Tensor, x: Tensor) -> None:
-        staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True, device="cpu")
         done = _download(x, staged, self._stream)
         self._writes.append(self._worker.submit(_store, rows, staged, done))
         while len(self._writes) > WRITES_IN_FLIGHT:
@@ -215,7 +215,7 @@ class StagedLink:
         self._writes.clear()
 
     def _load(self, rows: Tensor) -> Pending:
-        staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)
+        staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True, device="cpu").copy_(rows)
         return _upload(staged, self._stream)
 
 

@@ -381,7 +381,7 @@ def prompt_ids(tokenizer: Any, prompt: str, chat: bool, label: str) -> torch.Ten
             )
         except Exception as error:  # a template raises what it likes
             raise UsageError(f"--chat: the chat template of {label} refuses the prompt ({one_line(error)})") from error
-    ids: torch.Tensor = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).input_ids
+    ids = torch.tensor([tokenizer(prompt, add_special_tokens=not chat).input_ids], dtype=torch.int64, device="cpu")
     if not ids.numel():
         raise UsageError("--prompt makes no tokens: give some text to go on from")
     return ids

@@ -39,7 +39,8 @@ class LayerError:
     logits: float = 0.0
     output_error: float = 0.0
     outputs: float = 0.0
-    by_head: Tensor = field(default_factory=lambda: torch.zeros(()))  # the same four sums of each kv head, (4, H)
+    # The same four sums of each kv head, (4, H).
+    by_head: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float32, device="cpu"))
 
     def add(self, exact: tuple[Tensor, Tensor], decoded: tuple[Tensor, Tensor]) -> None:
         self.logit_error += float((decoded[0] - exact[0]).square().sum(dtype=torch.float64))

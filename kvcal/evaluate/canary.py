@@ -323,7 +323,7 @@ def _with_other(blocks: Packed, other: Packed, block: int) -> Packed | None:
     count, there = (int(next(iter(packed.values())).shape[2]) for packed in (blocks, other))
     sources = [count + min(block, there - 1)] * (there > 0) + [i for i in range(count) if i != block]
     for source in sources:
-        order = torch.arange(count)
+        order = torch.arange(count, device="cpu")
         order[block] = source
         mixed = {
             name: block_store.arrange(tensors, other[name], order[None].to(tensors.device))
@@ -356,7 +356,7 @@ def _others(layer: KVCalLayer, other: KVCalLayer) -> list[Packed]:
             {name: block_store.first_blocks(tensors, count) for name, tensors in packed.items()}
             for packed in other.packed
         ]
-    order = torch.arange(count).flip(0)[None]
+    order = torch.arange(count, device="cpu").flip(0)[None]
     return [
         {name: block_store.arrange(tensors, None, order.to(tensors.device)) for name, tensors in packed.items()}
         for packed in layer.packed

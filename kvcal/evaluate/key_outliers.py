@@ -33,7 +33,7 @@ def key_outliers(model: LayerSource | nn.Module, ids: Tensor, device: torch.devi
     rows: list[KeyOutlier] = []
     with Capture(model, ids, device=device) as capture:
         for taps in tracked(capture, "Key outliers, layers", len(capture)):
-            square, count = torch.zeros(()), 0
+            square, count = torch.zeros((), dtype=torch.float32, device="cpu"), 0
             for batch in taps.batches({"k"}, "post_rope"):
                 assert batch.k is not None
                 square = square.to(batch.k.device) + batch.k.double().square().sum((0, 2))

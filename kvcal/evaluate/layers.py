@@ -65,7 +65,8 @@ class LayerErrors:
     def of(cls, state: State) -> LayerErrors:
         errors = cls(0)
         errors.sums = [
-            [None if one is None else torch.tensor(one, dtype=torch.float64) for one in pair] for pair in state["sums"]
+            [None if one is None else torch.tensor(one, dtype=torch.float64, device="cpu") for one in pair]
+            for pair in state["sums"]
         ]
         errors.blocks_read = list(state["blocks_read"])
         return errors

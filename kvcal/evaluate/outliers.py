@@ -52,11 +52,13 @@ def _factors(model: nn.Module, scale: float, share: float, seed: int) -> dict[in
     decoder = hf.decoder_of(model)
     for site in (hf.attention_site(decoder, index) for index in range(len(decoder.layers))):
         partners = hf.rope_partners(site, width)
-        channels = torch.arange(site.head_dim)
+        channels = torch.arange(site.head_dim, device="cpu")
         first = channels[channels <= partners]  # one of each pair, and channels that are not rotated
-        factor = torch.ones(site.kv_heads, site.head_dim, dtype=torch.float64)
+        factor = torch.ones(site.kv_heads, site.head_dim, dtype=torch.float64, device="cpu")
         for row in factor:
-            chosen = first[torch.randperm(len(first), generator=generator)[: max(1, round(share * len(first)))]]
+            chosen = first[
+                torch.randperm(len(first), generator=generator, device="cpu")[: max(1, round(share * len(first)))]
+            ]
             row[chosen] = row[partners[chosen]] = 1 / scale
         factors[site.index] = factor
     return factors

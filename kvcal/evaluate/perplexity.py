@@ -292,7 +292,7 @@ class _Batch:
 
     def __init__(self, name: str, ids: Tensor) -> None:
         self._name, self._ids = name, ids
-        self._nats = torch.zeros(len(ids), dtype=torch.float64)  # of each window
+        self._nats = torch.zeros(len(ids), dtype=torch.float64, device="cpu")  # of each window
         self._kl: list[Tensor] = []
         self._same: list[Tensor] = []
 

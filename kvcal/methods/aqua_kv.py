@@ -212,7 +212,11 @@ class _LayerRun:
                 inner = codec.inner if isinstance(codec, Predicted) else codec
                 assert isinstance(inner, MixKVQ)
                 sums.part.sizes.add(
-                    inner, {name: block_store.select(tensors, torch.arange(train)) for name, tensors in packed.items()}
+                    inner,
+                    {
+                        name: block_store.select(tensors, torch.arange(train, device="cpu"))
+                        for name, tensors in packed.items()
+                    },
                 )
             # held-out windows always as a cache has them, or the stated error would be of inputs that it never sees
             reconstruction = (

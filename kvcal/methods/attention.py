@@ -126,7 +126,11 @@ def probe(
             f"{windows.recent}: "
             f"nothing would be packed; use --length {first + 1} or more"
         )
-    at = torch.linspace(first, length - 1, min(QUERIES, length - first), dtype=torch.float64).round().long()
+    at = (
+        torch.linspace(first, length - 1, min(QUERIES, length - first), dtype=torch.float64, device="cpu")
+        .round()
+        .long()
+    )
     at = at.to(batch.q.device)
     scaling = float(getattr(site.module, "scaling", shape.dim**-0.5))
     statistics = _statistics(batch, shape, windows, stats, count)

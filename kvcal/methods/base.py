@@ -141,6 +141,11 @@ def flat(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2).flatten(0, 1).float()
 
 
+def summed(total: Tensor | float) -> Tensor:
+    """Return a sum as it is, or one that nothing was added to, a number, as a float64 tensor () on the CPU."""
+    return total if isinstance(total, Tensor) else torch.tensor(total, dtype=torch.float64, device="cpu")
+
+
 @dataclass
 class HoldoutError:
     """Sums over held-out tokens that say how well a predictor and its codec do."""
@@ -178,8 +183,8 @@ class HoldoutError:
         """
         if not self.count:
             return {}
-        square, total = torch.as_tensor(self.square), torch.as_tensor(self.total)
-        error, whole = torch.as_tensor(self.error), square.sum().clamp_min(1e-30)
+        square, total, error, residual = map(summed, (self.square, self.total, self.error, self.residual))
+        whole = square.sum().clamp_min(1e-30)
         out = {f"{role}_relative_error": float(error.sum() / whole)}
         by_head = error.view(heads, -1).sum(1) / square.view(heads, -1).sum(1).clamp_min(1e-30)
         if role == "key":
@@ -187,7 +192,6 @@ class HoldoutError:
             size = square.sqrt()
             out["key_channel_error"] = float((error / spread).mean())
             out["key_channel_ratio"] = float(size.max() / size.median().clamp_min(1e-30))
-        residual = torch.as_tensor(self.residual)
         if residual.ndim:
             variance = (square - total.square() / self.count).clamp_min(1e-30)
             out[f"{role}_explained_variance"] = float((1 - residual / variance).mean())

@@ -93,7 +93,7 @@ def sampled(data: TrainingData, count: int, label: str) -> tuple[Tensor, Tensor]
     sums = ShardSums(lambda: _Sampled(Moments(shape, data.taps.device)))
     for stored, batch in data.batches({"q"} if data.role == "key" else (), sums):
         unit = shape.heads * tokens
-        edges = torch.tensor([batch.rows.start * unit, batch.rows.stop * unit])
+        edges = torch.tensor([batch.rows.start * unit, batch.rows.stop * unit], device="cpu")
         low, high = torch.searchsorted(places, edges).tolist()
         here = (places[low:high] - batch.rows.start * unit).to(stored.device)
         sums.part.vectors.append(stored.flatten(0, 2)[here])

@@ -124,7 +124,7 @@ def first_map(moment: Tensor, size: int) -> Tensor:
 
 
 def _bits(k: int) -> float:
-    return float(torch.tensor(float(k)).log2())
+    return float(torch.tensor(float(k), dtype=torch.float32, device="cpu").log2())
 
 
 class KMeans:
@@ -213,7 +213,8 @@ class Adam:
             missed = ((self._missed(x, part),) for part in x.picked(rows))
             [gradient] = x.added(missed, (self.w.detach(),))
             self.w.grad = gradient * (2 * (1 + self.training.beta) / batch)
-            self.optimiser.step()
+            with torch.device("cpu"):  # where Adam counts its steps
+                self.optimiser.step()
         return self._book(self.scale)
 
     def _missed(self, x: TrainingVectors, part: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ LEVELS = 1 << 16
 
 def hashed_normal(rows: int, columns: int, label: str) -> Tensor:
     """float32 (rows, columns) of N(0, 1), made of 65536 equally likely values: the quantiles of (i + 1/2) / 65536."""
-    raw = torch.empty(rows * columns)
+    raw = torch.empty(rows * columns, dtype=torch.float32, device="cpu")
     fill_hashed(raw, _keys(label), LEVELS / 2)
     level = raw.floor_().add_(LEVELS / 2).clamp_(0, LEVELS - 1)
     return _quantiles()[level.int()].view(rows, columns)
@@ -26,7 +26,7 @@ def hashed_normal(rows: int, columns: int, label: str) -> Tensor:
 
 @cache
 def _quantiles() -> Tensor:
-    middle = (torch.arange(LEVELS, dtype=torch.float64) + 0.5) / LEVELS
+    middle = (torch.arange(LEVELS, dtype=torch.float64, device="cpu") + 0.5) / LEVELS
     # float16 has 11 bits: a last bit of another machine's double-precision logarithm does not show
     quantiles: Tensor = torch.special.ndtri(middle)
     return quantiles.half().float()
@@ -40,7 +40,7 @@ def spread(population: int, count: int, label: str) -> Tensor:
     step = round(population * (math.sqrt(5) - 1) / 2)
     while math.gcd(step, population) != 1:
         step += 1
-    return (torch.arange(count, dtype=torch.int64) * step + first) % max(1, population)
+    return (torch.arange(count, dtype=torch.int64, device="cpu") * step + first) % max(1, population)
 
 
 def _keys(label: str) -> list[int]:

@@ -122,7 +122,11 @@ class MixKVQ:
                 train = carry.training_rows(batch.rows)
                 packed = key.encode(layer_probe.k[:, :, layer_probe.packed], layer_probe.context())
                 sums.part.sizes.add(
-                    key, {name: block_store.select(tensors, torch.arange(train)) for name, tensors in packed.items()}
+                    key,
+                    {
+                        name: block_store.select(tensors, torch.arange(train, device="cpu"))
+                        for name, tensors in packed.items()
+                    },
                 )
                 if train < len(layer_probe.k):
                     rest, decoded = layer_probe.rows(train), key.decode(packed, layer_probe.context())[train:]

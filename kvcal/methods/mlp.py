@@ -51,12 +51,13 @@ def fit_mlp(pairs: Pairs, gram: Gram, tokens: int, settings: MLPSettings, ranks:
     generator = torch.Generator().manual_seed(settings.seed)
     for _ in range(settings.epochs):
         for x, y in pairs():
-            order = torch.randperm(len(x), generator=generator).to(device)
+            order = torch.randperm(len(x), generator=generator, device="cpu").to(device)
             for part in order.split(settings.batch):
                 scaled = x[part] if settings.norm else (x[part] - mean_x) / std_x
                 _set_gradients(weights, scaled, (y[part] - mean_y) / std_y, ranks)
                 optimizer.param_groups[0]["lr"] = settings.rate * 0.5 * (1 + math.cos(math.pi * tokens_done / total))
-                optimizer.step()
+                with torch.device("cpu"):  # where Adam counts its steps
+                    optimizer.step()
                 tokens_done += len(part)
     return MLP(_fold(weights, settings.norm, mean_x, std_x, mean_y, std_y))
 
@@ -70,7 +71,7 @@ def _set_gradients(weights: dict[str, Tensor], x: Tensor, y: Tensor, ranks: Rank
         loss = functional.mse_loss(_forward(inputs[part], weights), targets[part]) * (len(inputs[part]) / len(x))
         return torch.cat([one.flatten() for one in torch.autograd.grad(loss, list(weights.values()))])
 
-    like = torch.empty(sum(w.numel() for w in weights.values()), device=x.device)
+    like = torch.empty(sum(w.numel() for w in weights.values()), device=x.device, dtype=torch.float32)
     flat = tree_sum(ranks, len(inputs), gradient, like)
     for weight, grad in zip(weights.values(), flat.split([w.numel() for w in weights.values()]), strict=True):
         weight.grad = grad.view_as(weight)
@@ -81,17 +82,20 @@ def _start(inputs: int, outputs: int, settings: MLPSettings, device: torch.devic
     hidden = 2 * outputs
 
     def normal(rows: int, columns: int) -> Tensor:
-        start: Tensor = torch.randn(rows, columns, generator=generator) * rows**-0.5
+        start: Tensor = torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu") * rows**-0.5
         return start.to(device)
 
     weights = {
         "in_weight": normal(inputs, hidden),
-        "in_bias": torch.zeros(hidden, device=device),
+        "in_bias": torch.zeros(hidden, device=device, dtype=torch.float32),
         "out_weight": normal(hidden, outputs),
-        "out_bias": torch.zeros(outputs, device=device),
+        "out_bias": torch.zeros(outputs, device=device, dtype=torch.float32),
     }
     if settings.norm:
-        weights |= {"norm_weight": torch.ones(inputs, device=device), "norm_bias": torch.zeros(inputs, device=device)}
+        weights |= {
+            "norm_weight": torch.ones(inputs, device=device, dtype=torch.float32),
+            "norm_bias": torch.zeros(inputs, device=device, dtype=torch.float32),
+        }
     return {name: w.requires_grad_() for name, w in weights.items()}
 
 

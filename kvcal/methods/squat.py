@@ -27,7 +27,7 @@ from kvcal_artifacts.storage.ledger import Ledger
 
 from ..capture.scan import LayerTaps
 from ..capture.shards import ShardSums
-from .base import Carry, HoldoutError, LayerFit, flat
+from .base import Carry, HoldoutError, LayerFit, flat, summed
 from .registry import divisor
 
 DEVIATION_RANKS = (1, 2, 5, 10, 20, 30, 40, 60, 80, 100, 120)
@@ -149,7 +149,7 @@ class Squat:
 class QuerySum:
     """Q'Q of a kv head's queries over text: gram (H, D, D) float64, count of query vectors a head."""
 
-    gram: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    gram: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64, device="cpu"))
     count: int = 0
 
     def add(self, q: Tensor) -> None:
@@ -189,7 +189,7 @@ class Deviation:
         self.count += other.count
 
     def metrics(self, source: str) -> dict[str, float]:
-        means = (torch.as_tensor(self.total) / self.count).tolist()
+        means = (summed(self.total) / self.count).tolist()
         return {f"deviation_{source}_r{r}": round(means[r - 1], 6) for r in DEVIATION_RANKS if r <= len(means)}
 
 
@@ -384,7 +384,7 @@ def logit_squares(q: Tensor, errors: list[Tensor], windows: Windows) -> tuple[li
     q (B, H, group, T, D), e (B, H, packed tokens, D), both as attention multiplies them. Sums over queries come from
     their Gram matrix, grown from the end of the window: no (T, T) scores.
     """
-    gram, last, count, totals = torch.zeros(()), q.shape[3], 0, [0.0] * len(errors)
+    gram, last, count, totals = torch.zeros((), dtype=torch.float32, device="cpu"), q.shape[3], 0, [0.0] * len(errors)
     for number in reversed(range(errors[0].shape[2] // windows.block)):
         due = due_tokens(windows, number)
         late = q[:, :, :, due:last].flatten(2, 3).double()

@@ -62,7 +62,7 @@ def whole_window(x: Tensor, windows: Windows) -> Prefixes:
     """All blocks of windows (B, heads, T, D) that came in one piece."""
     rows, length = x.shape[0], x.shape[2]
     blocks = (length - windows.sink) // windows.block
-    none = torch.zeros(rows, dtype=torch.long)
+    none = torch.zeros(rows, dtype=torch.long, device="cpu")
     return Prefixes(Plan(0, length, 0, 0, blocks, blocks, lengths=none, packed=none), windows, x.device)
 
 
@@ -151,7 +151,9 @@ def at_distances(site: AttentionSite, queries: Tensor, rope: tuple[Tensor, Tenso
     if rope is None:
         return queries
     length = queries.shape[2]
-    drawn = torch.rand(length, generator=torch.Generator().manual_seed(0)) * torch.arange(1, length + 1)
+    drawn = torch.rand(
+        length, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    ) * torch.arange(1, length + 1, device="cpu")
     at = drawn.long().to(queries.device)
     cos, sin = (t[:, at] for t in rope)
     return site.rotate(queries, cos, sin)

@@ -135,7 +135,7 @@ class TrainingVectors:
         size = len(book)
         parts = (sums(x, self.nearest(x, book), size) for _, x in self.parts())
         counts = torch.empty(size, dtype=torch.int64, device=self.device)
-        count, total = self.added(parts, (counts, torch.empty(size, self.dim, device=self.device)))
+        count, total = self.added(parts, (counts, torch.empty(size, self.dim, device=self.device, dtype=torch.float32)))
         return count, total
 
     def added(self, parts: Iterator[tuple[Tensor, ...]], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -106,7 +106,7 @@ class Origins:
         """
 
         def meta(name: str) -> Tensor:
-            return torch.empty(shapes[name][1], device="meta")
+            return torch.empty(shapes[name][1], device="meta", dtype=torch.float32)
 
         expected: dict[str, Tensor] = self._model.state_dict()
         converted: dict[str, Tensor] = {}

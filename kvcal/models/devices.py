@@ -37,7 +37,7 @@ def to_device(device: torch.device | str) -> torch.device:
     if target.type == "meta":
         raise UsageError(f"device {device}: holds no numbers; {allowed}")
     try:
-        torch.empty(0, device=target)
+        torch.empty(0, device=target, dtype=torch.float32)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"device {device}: not usable here ({one_line(error, 120)}); {allowed}") from error
     return target

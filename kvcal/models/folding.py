@@ -82,7 +82,7 @@ def row_factors(site: hf.AttentionSite, factor: Tensor, partners: Tensor) -> lis
     # Kv head j serves query heads j*g to j*g+g-1.
     up = factor.double().repeat_interleave(wide // down.numel(), 0).flatten()
     if site.key_slice is not None and site.query_slice is not None:
-        rows = torch.ones(_rows(site.key_source), dtype=torch.float64)
+        rows = torch.ones(_rows(site.key_source), dtype=torch.float64, device="cpu")
         rows[site.query_slice], rows[site.key_slice] = up, down
         return [(site.key_source, rows)]
     for what, source, rows in (("query", site.query_source, up), ("key", site.key_source, down)):

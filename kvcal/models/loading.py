@@ -142,6 +142,8 @@ def _from_folder(
     device: torch.device,
     spread: Spread,
 ) -> CausalLM:
+    import torch
+
     from . import structure
 
     where: dict[str, Any] = {} if spread.tp_plan is None else tensor_parallel()
@@ -151,7 +153,7 @@ def _from_folder(
             device_map = tied_together(structure.empty_model(config, dtype), device_map)
         where = {"device_map": device_map}
     try:
-        with _silent_loading():
+        with _silent_loading(), torch.device("cpu"):  # else where torch's default is, whatever `device` says
             loaded: Any = structure.model_class(config).from_pretrained(
                 folder,
                 config=config,

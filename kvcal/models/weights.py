@@ -214,7 +214,8 @@ def fill(
 def place_rotary(module: nn.Module, device: torch.device) -> None:
     """Rebuild rotary modules: their frequencies come from the config, no checkpoint holds them."""
     for child in [child for child in module.modules() if any(name.endswith("inv_freq") for name in child._buffers)]:
-        fresh = type(child)(config=child.config).to(device)
+        with torch.device("cpu"):  # whose sines and cosines are those of every machine; the class names no device
+            fresh = type(child)(config=child.config).to(device)
         for key, buffer in fresh.named_buffers():
             child.register_buffer(key, buffer, persistent=False)
 
@@ -231,7 +232,7 @@ def place_buffers(module: nn.Module, device: torch.device, model: nn.Module) -> 
             continue
         for name, one in waiting.items():
             child._buffers[name] = torch.full_like(one, UNSET if one.is_floating_point() else 0, device=device)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
             start(child)
         for name, one in waiting.items():
             buffer = child._buffers[name]

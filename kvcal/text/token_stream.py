@@ -73,7 +73,7 @@ class TokenReader:
             verbose=False,
         )
         for ids in encoded["input_ids"]:
-            self._chunks.append(torch.tensor(ids, dtype=torch.int32))
+            self._chunks.append(torch.tensor(ids, dtype=torch.int32, device="cpu"))
             self.count += len(ids)
         if self._progress is not None:
             self._progress(self.count if slots is None else min(self.count, slots), slots or self.count)
@@ -82,14 +82,14 @@ class TokenReader:
         """All tokens read as (slots, body), the rest cut off."""
         import torch
 
-        stream = torch.cat(self._chunks) if self._chunks else torch.empty(0, dtype=torch.int32)
+        stream = torch.cat(self._chunks) if self._chunks else torch.empty(0, dtype=torch.int32, device="cpu")
         count = len(stream) // body
         return stream[: count * body].view(count, body)
 
     def with_bos(self, slots: Tensor) -> Tensor:
         import torch
 
-        bos = torch.tensor(self.bos, dtype=torch.int64).expand(len(slots), len(self.bos))
+        bos = torch.tensor(self.bos, dtype=torch.int64, device="cpu").expand(len(slots), len(self.bos))
         return torch.cat([bos, slots.long()], dim=1)
 
     def text_hash(self) -> str:

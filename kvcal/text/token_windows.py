@@ -136,7 +136,7 @@ def random_windows(vocab: int, *, windows: int, length: int, holdout: int = 0, s
 
     _check_counts(windows, length, holdout)
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(vocab, (windows, length), generator=generator)
+    ids = torch.randint(vocab, (windows, length), generator=generator, device="cpu")
     train, heldout = ids[: windows - holdout], ids[windows - holdout :]
     label = f"random-tokens:{seed}"
     digest = hashlib.sha256(f"{label}:{vocab}".encode()).hexdigest()
@@ -173,8 +173,8 @@ def _choose(slots: int, train: int, holdout: int, seed: int) -> tuple[Tensor, Te
     generator = torch.Generator().manual_seed(seed)
     tail = max(holdout, slots * holdout // (train + holdout))
     tail = min(tail, slots - train)
-    chosen = torch.randperm(slots - tail, generator=generator)[:train]
-    heldout = slots - tail + torch.randperm(tail, generator=generator)[:holdout]
+    chosen = torch.randperm(slots - tail, generator=generator, device="cpu")[:train]
+    heldout = slots - tail + torch.randperm(tail, generator=generator, device="cpu")[:holdout]
     return chosen, heldout
 
 

@@ -57,7 +57,7 @@ def attend(
 
     exact: the step's own keys and values, (T, H, D) each, which then take the place of the packed ones.
     """
-    out = torch.zeros(query.shape)
+    out = torch.zeros(query.shape, dtype=torch.float32, device="cpu")
     counts = [-(-length // BLOCK) for _, length in step.requests]
     for (tokens, length), k, v in zip(step.requests, *_load(layer, pages, step, counts), strict=True):
         key, value = _by_token(k, length), _by_token(v, length)
@@ -83,7 +83,7 @@ def attend_tails(
     exact: the step's own keys and values, (T, H, D) each. Tokens of the blocks that were finished before the step
     are packed. deterministic: those of the blocks that it finishes are so, too, for queries behind their block.
     """
-    out = torch.zeros(query.shape)
+    out = torch.zeros(query.shape, dtype=torch.float32, device="cpu")
     begins = [before // BLOCK * BLOCK for _, before, _ in step.spans]
     ends = [(length - 1) // BLOCK * BLOCK for _, length in step.requests] if deterministic else begins
     packed = _load(layer, pages, step, [end // BLOCK for end in ends])
@@ -124,7 +124,7 @@ def _by_token(blocks: Tensor, length: int) -> Tensor:
 def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Causal attention of the last tokens: query (Hq, T, D), key and value (H, L, D) -> (Hq, T, D)."""
     new, length = query.shape[1], key.shape[1]
-    mask = torch.ones(new, length, dtype=torch.bool).tril(length - new)
+    mask = torch.ones(new, length, dtype=torch.bool, device="cpu").tril(length - new)
     out: Tensor = torch.nn.functional.scaled_dot_product_attention(
         query[None], key[None], value[None], attn_mask=mask, scale=scale, enable_gqa=True
     )

@@ -54,9 +54,12 @@ class PagedLayer:
         written, number = torch.unique(slots // BLOCK, return_inverse=True)
         if not len(written):
             return
-        fresh = torch.zeros(len(written), BLOCK, dtype=torch.bool)
+        fresh = torch.zeros(len(written), BLOCK, dtype=torch.bool, device="cpu")
         fresh[number, slots % BLOCK] = True
-        blocks = [torch.zeros(len(written), *x.shape[1:2], BLOCK, x.shape[2], dtype=x.dtype) for x in (key, value)]
+        blocks = [
+            torch.zeros(len(written), *x.shape[1:2], BLOCK, x.shape[2], dtype=x.dtype, device="cpu")
+            for x in (key, value)
+        ]
         for block, tokens in zip(blocks, (key, value), strict=True):
             block[number, :, slots % BLOCK] = tokens
         if self.tailed:

@@ -43,10 +43,12 @@ class FormSide:
     def __init__(self, codec: Codec, form: AnyForm) -> None:
         shape = codec.shape
         self.codec, self.form, self.bytes = codec, form, block_bytes(form)
-        blocks = codec.as_blocks(codec.encode(torch.zeros(1, shape.heads, BLOCK, shape.dim)))
+        blocks = codec.as_blocks(
+            codec.encode(torch.zeros(1, shape.heads, BLOCK, shape.dim, dtype=torch.float32, device="cpu"))
+        )
         self.constants = blocks.basis if isinstance(blocks, TransformBlocks) else blocks.grid
         places = token_places(form)
-        masks = torch.zeros(BLOCK, self.bytes, dtype=torch.int32)
+        masks = torch.zeros(BLOCK, self.bytes, dtype=torch.int32, device="cpu")
         self.masks = masks.scatter_add_(1, places // 8, (1 << places % 8).int()).to(torch.uint8)  # bits lie apart
 
     def pack(self, x: Tensor) -> Tensor:
@@ -96,7 +98,7 @@ class CodesSide(BlockSide):
 
     def __init__(self, codec: ResidualVQ) -> None:
         super().__init__(codec)
-        one, parts = torch.eye(BLOCK, dtype=torch.int32), []
+        one, parts = torch.eye(BLOCK, dtype=torch.int32, device="cpu"), []
         for book, bits in zip(codec.codebooks, codec.code_bits, strict=True):
             parts.append(pack(one * ((1 << bits) - 1), bits).repeat(1, book.shape[0]))
         masks = torch.cat(parts, 1)

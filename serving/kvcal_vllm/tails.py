@@ -109,8 +109,8 @@ class LayerTails:
         ones, bool (P, b), and keep them all.
         """
         slots = self.table.slots(pages)
-        tailed = torch.tensor([slot >= 0 for slot in slots])
-        index = torch.tensor([slot for slot in slots if slot >= 0])
+        tailed = torch.tensor([slot >= 0 for slot in slots], device="cpu")
+        index = torch.tensor([slot for slot in slots if slot >= 0], device="cpu")
         if not len(index):
             return
         self._reserve(int(index.max()) + 1, blocks)
@@ -129,7 +129,7 @@ class LayerTails:
         if count <= size_before:
             return
         size = min(max(count, 2 * size_before), self.table.capacity)
-        grown = [torch.zeros(size, *x.shape[1:], dtype=x.dtype) for x in like]
+        grown = [torch.zeros(size, *x.shape[1:], dtype=x.dtype, device="cpu") for x in like]
         for new, old in zip(grown, self._stored, strict=False):
             new[:size_before] = old
         self._stored = grown

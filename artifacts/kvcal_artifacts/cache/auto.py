@@ -87,7 +87,7 @@ def probe_keys(name: str, model: nn.Module) -> dict[int, Tensor]:
     """
     decoder: Any = hf.decoder_of(model)  # of a class of Transformers, called
     embedding = decoder.get_input_embeddings()
-    ids = (START + STEP * torch.arange(TOKENS)) % embedding.num_embeddings
+    ids = (START + STEP * torch.arange(TOKENS, device="cpu")) % embedding.num_embeddings
     cache: Any = DynamicCache(config=decoder.config)  # its layers share no class that has keys
     with _evaluating(model):
         decoder(input_ids=ids[None].to(embedding.weight.device), past_key_values=cache, use_cache=True)

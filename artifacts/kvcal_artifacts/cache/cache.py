@@ -332,7 +332,7 @@ class KVCalCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.settle()
         self.record.check_returned()
-        rows = torch.arange(self.ledger.batch).repeat_interleave(repeats)
+        rows = torch.arange(self.ledger.batch, device="cpu").repeat_interleave(repeats)
         self._select(rows, lambda layer: layer.batch_repeat_interleave(repeats))
 
     def _select(self, rows: Tensor, plain: Callable[[AnyLayer], None]) -> None:

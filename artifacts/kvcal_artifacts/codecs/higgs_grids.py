@@ -71,5 +71,5 @@ def check_values(grid: Tensor, sign: Tensor, seed: int) -> None:
 @cache
 def grid_table(points: tuple[float, ...], d: int, bits: int, in_bytes: bool) -> tuple[Tensor, float]:
     """A grid's table for the fused kernel and its unit: one tensor for all codecs with these points."""
-    grid = torch.tensor(points).view(-1, d)
+    grid = torch.tensor(points, dtype=torch.float32, device="cpu").view(-1, d)
     return grids.byte_table(grid, bits) if in_bytes else grids.table_of(grid, bits)

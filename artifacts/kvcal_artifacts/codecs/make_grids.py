@@ -22,7 +22,7 @@ SIZES = ((2, 16), (2, 64), (2, 256), (4, 256), (1, 4), (1, 8), (1, 16))
 
 def samples(count: int, d: int, seed: int, device: str) -> Tensor:
     """Normal numbers (count, d) float32, the same on every device."""
-    x = torch.randn(count, d, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(count, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
     return x.to(device)
 
 
@@ -42,7 +42,7 @@ def lloyd(x: Tensor, n: int, seed: int, steps: int) -> Tensor:
     moves.
     """
     generator = torch.Generator().manual_seed(seed)
-    grid = x[torch.randperm(len(x), generator=generator)[:n].to(x.device)].clone()
+    grid = x[torch.randperm(len(x), generator=generator, device="cpu")[:n].to(x.device)].clone()
     for _ in range(steps):
         index, error = assign(x, grid)
         count = torch.bincount(index, minlength=n)
@@ -56,8 +56,8 @@ def lloyd(x: Tensor, n: int, seed: int, steps: int) -> Tensor:
 
 def lloyd_max(n: int, steps: int = 10_000) -> Tensor:
     """float32 (n, 1): each point the mean of the normal between the midpoints to its neighbours."""
-    grid = torch.linspace(-2, 2, n, dtype=torch.float64)
-    end = torch.tensor([math.inf], dtype=torch.float64)
+    grid = torch.linspace(-2, 2, n, dtype=torch.float64, device="cpu")
+    end = torch.tensor([math.inf], dtype=torch.float64, device="cpu")
     for _ in range(steps):
         edges = torch.cat([-end, (grid[1:] + grid[:-1]) / 2, end])
         density = torch.exp(-0.5 * edges.square()) / math.sqrt(2 * math.pi)

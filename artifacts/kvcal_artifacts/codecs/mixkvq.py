@@ -266,7 +266,7 @@ class MixKVQ(Codec):
 
     def example_stats(self, batch: int, blocks: int, generator: torch.Generator) -> dict[str, Tensor]:
         size = (batch, self.shape.heads, blocks, self.shape.dim)
-        return {name: torch.rand(size, generator=generator) for name in self.stats}
+        return {name: torch.rand(size, generator=generator, dtype=torch.float32, device="cpu") for name in self.stats}
 
     def chosen(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """The `tiers` of the salience of x (B, H, T, D)."""
@@ -328,7 +328,8 @@ class MixKVQ(Codec):
         if isinstance(self._form, Form):
             return layout.decode(self.as_blocks(packed))
         perm = packed["perm"].long()
-        out = torch.zeros(perm.numel(), self.shape.block, device=perm.device)  # slots of no block have no rows
+        size = perm.numel(), self.shape.block
+        out = torch.zeros(size, device=perm.device, dtype=torch.float32)  # slots of no block have no rows
         begin = torch.zeros_like(perm[..., 0])
         for tier, name in enumerate(("raw", "four_codes", "two_codes")):
             counts = self._count(packed[name])

@@ -74,9 +74,9 @@ class ResidualVQ(Codec):
         self.scale = scale
         self._check()
         self.code_bits = tuple((book.shape[1] - 1).bit_length() for book in self.codebooks)
-        order = torch.tensor([dim for band in self.bands for dim in band])
+        order = torch.tensor([dim for band in self.bands for dim in band], device="cpu")
         self._into_bands, self._back = order, order.argsort()
-        self._dims = tuple(torch.tensor(band, dtype=torch.int32) for band in self.bands)
+        self._dims = tuple(torch.tensor(band, dtype=torch.int32, device="cpu") for band in self.bands)
 
     def _check(self) -> None:
         dims = sorted(dim for band in self.bands for dim in band)

@@ -188,7 +188,7 @@ class Squat(Codec):
         if self.subspace == "calibrated":
             return {}
         size = (batch, self.shape.heads, blocks, self.rank, self.shape.dim)
-        return {self.statistic: torch.randn(size, generator=generator)}
+        return {self.statistic: torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")}
 
     def corrected(self, x: Tensor, context: Context) -> Tensor:
         """Keys as they are rounded in the end, (B, H, T, D) float32.

@@ -71,8 +71,9 @@ class Transform(Codec):
     ) -> None:
         super().__init__(shape, role)
         bits = [2] * shape.dim if bits is None else bits
-        decoder = torch.eye(shape.dim).expand(shape.heads, -1, -1) if decoder is None else decoder
-        mean = torch.zeros(shape.heads, shape.dim) if mean is None else mean
+        if decoder is None:
+            decoder = torch.eye(shape.dim, dtype=torch.float32, device="cpu").expand(shape.heads, -1, -1)
+        mean = torch.zeros(shape.heads, shape.dim, dtype=torch.float32, device="cpu") if mean is None else mean
         if len(bits) != shape.dim or any(type(b) is not int or b not in MSE for b in bits):
             raise KVCalError(f"transform codec, bits {bits}: needs {shape.dim} of 0 to 4")
         if sorted(bits, reverse=True) != bits or bits[::2] != bits[1::2] or not bits[0]:
@@ -196,7 +197,7 @@ class Transform(Codec):
     def basis(self) -> Basis:
         """What kernels decode by, made once."""
         if self._basis is None:
-            signs = torch.tensor([[-ONE_BIT], [ONE_BIT]], device=self.decoder.device)
+            signs = torch.tensor([[-ONE_BIT], [ONE_BIT]], dtype=torch.float32, device=self.decoder.device)
             points = {b: signs if b == 1 else self._grids[b] for b in self.tiers}
             self._basis = Basis(self.decoder, self.mean, points, {b: self._gain_at(b) for b in self.tiers})
         return self._basis

@@ -34,10 +34,10 @@ def _channels(make: Callable[[], nn.Module], kind: str) -> int | None:
     try:
         with torch.device("cpu"):
             rotary = make()
-            where = next(rotary.buffers(), torch.empty(0)).device
+            where = next(rotary.buffers(), torch.empty(0, dtype=torch.float32, device="cpu")).device
             first = torch.zeros(1, 1, dtype=torch.long, device=where)
             options = rotary_options(type(rotary), kind)
-            cos, sin = rotary.forward(torch.zeros(1, device=where), position_ids=first, **options)
+            cos, sin = rotary.forward(torch.zeros(1, device=where, dtype=torch.float32), position_ids=first, **options)
     except (TypeError, ValueError, AttributeError, RuntimeError, KeyError):
         return None
     return int(cos.shape[-1]) if isinstance(cos, Tensor) and cos.shape == sin.shape else None

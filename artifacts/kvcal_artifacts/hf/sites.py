@@ -245,8 +245,11 @@ def rope_partners(site: AttentionSite, width: int) -> Tensor:
     width: the result of rotary_width. Unit vectors are rotated a quarter, which shows any pairing that an architecture
     has.
     """
-    units = torch.eye(site.head_dim)[None, None]
-    quarter = torch.zeros(1, site.head_dim, width), torch.ones(1, site.head_dim, width)
+    units = torch.eye(site.head_dim, dtype=torch.float32, device="cpu")[None, None]
+    quarter = (
+        torch.zeros(1, site.head_dim, width, dtype=torch.float32, device="cpu"),
+        torch.ones(1, site.head_dim, width, dtype=torch.float32, device="cpu"),
+    )
     return site.rotate(units, *quarter)[0, 0].abs().argmax(-1)
 
 
@@ -284,6 +287,9 @@ def layer_probe(decoder: Decoder, index: int) -> tuple[float, ...]:
 
 def by_halves(site: AttentionSite, width: int) -> bool:
     """Whether RoPE rotates channels i and i + width / 2 together, as Rotation does, by rotated unit vectors."""
-    units = torch.eye(site.head_dim)[None, None]
-    quarter = torch.zeros(1, site.head_dim, width), torch.ones(1, site.head_dim, width)
+    units = torch.eye(site.head_dim, dtype=torch.float32, device="cpu")[None, None]
+    quarter = (
+        torch.zeros(1, site.head_dim, width, dtype=torch.float32, device="cpu"),
+        torch.ones(1, site.head_dim, width, dtype=torch.float32, device="cpu"),
+    )
     return width % 2 == 0 and torch.equal(site.rotate(units, *quarter), Rotation(*quarter)(units))

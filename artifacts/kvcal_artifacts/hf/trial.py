@@ -103,8 +103,8 @@ class _StandIn(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.out_features = width
-        self.weight = nn.Parameter(torch.empty(width, 0), requires_grad=False)
-        self.output = torch.randn(BATCH, TOKENS, width, generator=generator)
+        self.weight = nn.Parameter(torch.empty(width, 0, dtype=torch.float32, device="cpu"), requires_grad=False)
+        self.output = torch.randn(BATCH, TOKENS, width, generator=generator, dtype=torch.float32, device="cpu")
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         return self.output.clone()
@@ -191,10 +191,17 @@ def _run(module: nn.Module, config: ModelConfig, width: int, seed: int, name: st
     recorder, outputs = _Recorder(), dict[str, Tensor]()
     twin = _twin(module, recorder, outputs, name)
     generator = torch.Generator().manual_seed(seed)
-    angles = torch.rand(1, TOKENS, width, generator=generator) * 6
+    angles = torch.rand(1, TOKENS, width, generator=generator, dtype=torch.float32, device="cpu") * 6
     cos, sin = angles.cos(), angles.sin()
-    hidden = torch.randn(BATCH, TOKENS, int(config.hidden_size), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(TOKENS)[None]
+    hidden = torch.randn(
+        BATCH,
+        TOKENS,
+        int(config.hidden_size),
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.float32,
+        device="cpu",
+    )
+    positions = torch.arange(TOKENS, device="cpu")[None]
     arguments = {
         "position_embeddings": (cos, sin),
         "past_key_values": recorder,
@@ -251,7 +258,7 @@ def _child(module: nn.Module | None, seed: int) -> nn.Module | None:
         return _StandIn(width, seed)
     shells: dict[int, object] = {}  # deepcopy's memo: every tensor gets one of the same shape on the CPU
     for one in (*module.parameters(), *module.buffers()):
-        plain = torch.ones(one.shape, dtype=torch.float32 if one.is_floating_point() else one.dtype)
+        plain = torch.ones(one.shape, dtype=torch.float32 if one.is_floating_point() else one.dtype, device="cpu")
         shells[id(one)] = nn.Parameter(plain, requires_grad=False) if isinstance(one, nn.Parameter) else plain
     for inner in module.modules():
         for hooks in (inner._forward_hooks, inner._forward_pre_hooks):

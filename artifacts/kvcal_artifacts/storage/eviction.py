@@ -28,7 +28,7 @@ from .selection import EvictingPlan, Moves, Row
 
 
 def _counts() -> Tensor:
-    return torch.zeros(0, dtype=torch.long)
+    return torch.zeros(0, dtype=torch.long, device="cpu")
 
 
 class Selected(TypedDict):
@@ -53,8 +53,8 @@ class EvictingLedger:
     selection: HeavyHitters
     batch: int = 0
     columns: int = 0
-    tokens: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int32))
-    mass: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
+    tokens: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int32, device="cpu"))
+    mass: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64, device="cpu"))
     lengths: Tensor = field(default_factory=_counts)
     window: Tensor = field(default_factory=_counts)
     passed: Tensor = field(default_factory=_counts)
@@ -68,7 +68,7 @@ class EvictingLedger:
         check_batch(self.columns, self.batch, batch)
         if not self.columns:
             self._start(batch)
-        new = torch.arange(self.columns, self.columns + query).expand(batch, -1)
+        new = torch.arange(self.columns, self.columns + query, device="cpu").expand(batch, -1)
         if new_valid is not None and bool(new_valid.all()):
             new_valid = None
         if new_valid is not None:
@@ -106,8 +106,10 @@ class EvictingLedger:
         self.clear()
         self.batch = batch
         self.tokens, self.mass = self.tokens.new_zeros(batch, 0), self.mass.new_zeros(batch, 0)
-        self.lengths = self.window = self.passed = self.blocks = self.recents = torch.zeros(batch, dtype=torch.long)
-        self.newest_gone = torch.full((batch,), -1)
+        self.lengths = self.window = self.passed = self.blocks = self.recents = torch.zeros(
+            batch, dtype=torch.long, device="cpu"
+        )
+        self.newest_gone = torch.full((batch,), -1, device="cpu")
 
     def _count(self, lengths: Tensor) -> None:
         """Note that real tokens came or went at the end: all of them in the window, once the sink is full."""
@@ -229,7 +231,9 @@ class EvictingLedger:
     def _trim(self, before: int) -> None:
         """Drop slots that no row uses, at the end of the `before` blocks and of the exact part."""
         block, exact = self.windows.block, self._exact_width(self.tokens >= 0, before)
-        slots = torch.cat([torch.arange(self.widths[1] * block), torch.arange(exact) + before * block])
+        slots = torch.cat(
+            [torch.arange(self.widths[1] * block, device="cpu"), torch.arange(exact, device="cpu") + before * block]
+        )
         self._move(slots.expand(self.batch, -1))
 
     def _exact_width(self, occupied: Tensor, blocks: int) -> int:
@@ -289,7 +293,7 @@ class EvictingLedger:
 
 def _numbers(order: list[int], old: int) -> Tensor:
     """The numbers by which block_store.arrange counts blocks: the new ones behind the `old` ones."""
-    return torch.tensor([n if n >= 0 else old - 1 - n for n in order], dtype=torch.long)
+    return torch.tensor([n if n >= 0 else old - 1 - n for n in order], dtype=torch.long, device="cpu")
 
 
 def _padded(rows: list[Tensor]) -> Tensor:

@@ -26,10 +26,10 @@ class Ledger:
     windows: Windows
     batch: int = 0
     columns: int = 0
-    valid: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.bool))
-    sink: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    blocks: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    window: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    valid: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.bool, device="cpu"))
+    sink: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long, device="cpu"))
+    blocks: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long, device="cpu"))
+    window: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long, device="cpu"))
     positions: Tensor | None = None  # int32 (B, columns) on the device, only for keys stored before RoPE
     starts: Tensor | None = None  # int64 (B,), CPU: positions of rows' first tokens, as far as `follow` was told
     gapless: bool = True  # whether positions of all tokens follow those before them, as far as `follow` was told
@@ -48,13 +48,13 @@ class Ledger:
         check_batch(self.columns, self.batch, batch)
         if not self.columns:
             self.batch = batch
-            self.valid = torch.zeros(batch, 0, dtype=torch.bool)
+            self.valid = torch.zeros(batch, 0, dtype=torch.bool, device="cpu")
             self.starts, self.gapless = None, True
-            self.sink = self.blocks = self.window = torch.zeros(batch, dtype=torch.long)
+            self.sink = self.blocks = self.window = torch.zeros(batch, dtype=torch.long, device="cpu")
         lengths, packed = self.lengths, self.blocks
         uniform = (new_valid is None or bool(new_valid.all())) and not bool((lengths < self.columns).any())
         if new_valid is None:
-            new_valid = torch.ones(batch, query, dtype=torch.bool)
+            new_valid = torch.ones(batch, query, dtype=torch.bool, device="cpu")
         plan = self._uniform(query) if uniform else self._ragged(query, new_valid)
         plan = replace(plan, lengths=lengths, packed=packed, valid=None if uniform else new_valid)
         self.valid = torch.cat([self.valid, new_valid], 1)
@@ -64,7 +64,7 @@ class Ledger:
     def follow(self, plan: Plan, new: Tensor) -> None:
         """Note whether positions (B, query) of the columns that `plan` brought follow those of their row's tokens."""
         assert plan.lengths is not None
-        valid = torch.ones(new.shape, dtype=torch.bool) if plan.valid is None else plan.valid
+        valid = torch.ones(new.shape, dtype=torch.bool, device="cpu") if plan.valid is None else plan.valid
         # what each says of the position of the row's first token
         start = new.to("cpu").long() - (plan.lengths[:, None] + valid.long().cumsum(1) - 1)
         first = start.gather(1, valid.int().argmax(1, keepdim=True))[:, 0]
@@ -82,7 +82,7 @@ class Ledger:
     def _next(self, query: int) -> Tensor:
         """Positions of so many tokens that follow those of each row: (B, query) int64, CPU."""
         assert self.starts is not None
-        return (self.starts + self.lengths)[:, None] + torch.arange(query)
+        return (self.starts + self.lengths)[:, None] + torch.arange(query, device="cpu")
 
     def proceed(self, query: int) -> None:
         """Advance by columns of steps that the device did: all are real, at the positions that follow."""
@@ -99,7 +99,7 @@ class Ledger:
         return sink, flush, waiting - flush * self.windows.block
 
     def _uniform(self, query: int) -> Plan:
-        sink, flush, window = self._after(torch.full((self.batch,), query))
+        sink, flush, window = self._after(torch.full((self.batch,), query, device="cpu"))
         before = self.columns
         self.sink, self.blocks, self.window = sink, self.blocks + flush, window
         return Plan(before, query, int(sink[0]), int(window[0]), int(flush[0]), int(self.blocks[0]))
@@ -118,14 +118,14 @@ class Ledger:
             picked = slots_sink + slots_window + order.gather(1, new)
             return torch.where(rank < old[:, None], first_old + rank, picked)
 
-        ranks = torch.arange(max(width(sink), width(window) + wide, 1))[None].expand(self.batch, -1)
+        ranks = torch.arange(max(width(sink), width(window) + wide, 1), device="cpu")[None].expand(self.batch, -1)
         sink_index = fresh(ranks[:, : width(sink)], self.sink, 0, torch.zeros_like(taken))
         rest = fresh(ranks[:, : width(window) + wide], self.window, slots_sink, taken)
         flush_index = rest[:, :wide]
         later = (ranks[:, : width(window)] + flush[:, None] * self.windows.block).clamp_max(max(rest.shape[1] - 1, 0))
-        picks = torch.arange(int(flush.max()))[None].expand(self.batch, -1)
+        picks = torch.arange(int(flush.max()), device="cpu")[None].expand(self.batch, -1)
         really = picks < flush[:, None]
-        rows = torch.arange(self.batch)[:, None].expand_as(picks)[really]
+        rows = torch.arange(self.batch, device="cpu")[:, None].expand_as(picks)[really]
         slots = (self.blocks[:, None] + picks)[really]
         before = self.columns
         self.sink, self.blocks, self.window = sink, self.blocks + flush, window
@@ -154,7 +154,7 @@ class Ledger:
         index = None
         if bool(deep.any()):
             first = torch.where(deep, blocks * block, width(self.blocks) * block)
-            index = torch.arange(width(window))[None] + first[:, None]
+            index = torch.arange(width(window), device="cpu")[None] + first[:, None]
             index = index.clamp_max(width(self.blocks) * block + max(width(self.window), 1) - 1)
         return CropPlan(width(sink), width(blocks), width(window), bool(deep.any()), int(returned.sum()), index)
 
@@ -176,7 +176,7 @@ class Ledger:
     @property
     def occupied(self) -> Tensor:
         """Which slots of [sink | window] hold a token: (B, S + W) bool."""
-        return torch.cat([torch.arange(width(n)) < n[:, None] for n in (self.sink, self.window)], 1)
+        return torch.cat([torch.arange(width(n), device="cpu") < n[:, None] for n in (self.sink, self.window)], 1)
 
     @property
     def untouched(self) -> Tensor:

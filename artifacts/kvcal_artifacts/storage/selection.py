@@ -26,8 +26,8 @@ class EvictingPlan(Plan):
     """
 
     first: bool = True
-    alive: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.bool))
-    flushed: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    alive: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.bool, device="cpu"))
+    flushed: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long, device="cpu"))
 
     def to(self, device: torch.device) -> EvictingPlan:
         """The plan with alive and flushed on `device`; the rest stays on the CPU, for run-time statistics."""
@@ -99,7 +99,7 @@ class Row:
 
     def _slots(self, blocks: int) -> Tensor:
         """The slots of the first blocks: (blocks, block)."""
-        return torch.arange(blocks * self.block).view(blocks, self.block)
+        return torch.arange(blocks * self.block, device="cpu").view(blocks, self.block)
 
     def _oldest_first(self, slots: Tensor) -> Tensor:
         """The slots among these that hold tokens, by the age of their tokens."""

@@ -70,7 +70,7 @@ class Steps:
 
 def host_bool(device: torch.device) -> Tensor:
     """A bool, 0-d, False, where the device can write to it without anyone waiting."""
-    return torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
+    return torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda", device="cpu")
 
 
 @dataclass

@@ -39,7 +39,7 @@ def largest_power_of_two(n: int) -> int:
 def signs(width: int, seed: int) -> Tensor:
     """Return int8 (width,) of +1 and -1, the same on every machine: they come from a CPU generator of their own."""
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randint(0, 2, (width,), generator=generator) * 2 - 1).to(torch.int8)
+    return (torch.randint(0, 2, (width,), generator=generator, device="cpu") * 2 - 1).to(torch.int8)
 
 
 def hadamard(x: Tensor, width: int) -> Tensor:
@@ -155,19 +155,21 @@ def paley(order: int, device: torch.device) -> Tensor:
     `paley_order` returns.
     """
     prime = _prime_of(order)
-    places = torch.arange(prime)
-    residues = torch.full((prime,), -1.0).index_fill_(0, places * places % prime, 1.0)
+    places = torch.arange(prime, device="cpu")
+    residues = torch.full((prime,), -1.0, dtype=torch.float32, device="cpu").index_fill_(
+        0, places * places % prime, 1.0
+    )
     residues[0] = 0
-    conference = torch.ones(prime + 1, prime + 1)
+    conference = torch.ones(prime + 1, prime + 1, dtype=torch.float32, device="cpu")
     conference[1:, 1:] = residues[(places - places[:, None]) % prime]
     conference[0, 0] = 0
-    unit = torch.eye(prime + 1)
+    unit = torch.eye(prime + 1, dtype=torch.float32, device="cpu")
     if prime % 4 == 3:
         conference[1:, 0] = -1
         matrix = conference + unit
     else:
-        matrix = torch.kron(conference, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
-        matrix += torch.kron(unit, torch.tensor([[1.0, -1.0], [-1.0, -1.0]]))
+        matrix = torch.kron(conference, torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float32, device="cpu"))
+        matrix += torch.kron(unit, torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float32, device="cpu"))
     return matrix.to(device)
 
 

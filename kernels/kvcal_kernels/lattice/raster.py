@@ -45,7 +45,7 @@ def raster_of(points: Tensor) -> Raster | None:
 
 @functools.cache
 def _raster(numbers: tuple[float, ...], d: int) -> Raster | None:
-    points = torch.tensor(numbers, dtype=torch.float32).view(-1, d)
+    points = torch.tensor(numbers, dtype=torch.float32, device="cpu").view(-1, d)
     if d > 2:
         return None
     rasters = [raster for side in SIDES if (raster := _of_side(points, side)) is not None]
@@ -61,7 +61,7 @@ def _of_side(points: Tensor, side: int) -> Raster | None:
     most = int(count.max())
     if most > MOST:
         return None
-    centres = (torch.arange(side) - side // 2).double()
+    centres = (torch.arange(side, device="cpu") - side // 2).double()
     least = (centres.abs() - 0.5).clamp_min(0) * (2 * SPAN / side)  # magnitude in a cell
     inner = least if d == 1 else torch.minimum(least[:, None], least).flatten()
     few, reach = most, math.inf
@@ -71,7 +71,7 @@ def _of_side(points: Tensor, side: int) -> Raster | None:
     if few > 4:
         return None
     order = allowed.int().argsort(dim=-1, descending=True, stable=True)
-    place = torch.arange(4 if most <= 4 else 8).minimum(count[:, None] - 1)
+    place = torch.arange(4 if most <= 4 else 8, device="cpu").minimum(count[:, None] - 1)
     codes = order.gather(1, place).to(torch.uint8).unflatten(1, (-1, 4)).transpose(0, 1).contiguous()
     return Raster(side, few, most, reach, codes.view(torch.int32)[..., 0])
 
@@ -83,7 +83,7 @@ def _candidates(points: Tensor, side: int) -> Tensor | None:
     g = points.double()
     n, d = g.shape
     half = 0.5 * (points * points).sum(-1).double()  # rounded, as `nearest` has it
-    middle = (torch.arange(side) - side // 2).double()
+    middle = (torch.arange(side, device="cpu") - side // 2).double()
     low, high = ((middle + off) * (2 * SPAN / side) for off in (-0.5, 0.5))
     low[0], high[-1] = -math.inf, math.inf
     edges = torch.stack([low, high], -1)  # (side, 2)
@@ -94,7 +94,7 @@ def _candidates(points: Tensor, side: int) -> Tensor | None:
     )  # (side^d, d, 2)
     inside = cells.clamp(-SPAN, SPAN).mean(-1)
     first = (half - inside @ g.T).argmin(-1)  # (cells,)
-    allowed = ~_further(half, g, torch.arange(n)[None], first[:, None], cells[:, None])
+    allowed = ~_further(half, g, torch.arange(n, device="cpu")[None], first[:, None], cells[:, None])
     remaining = int(allowed.sum(-1).max())
     if remaining > 4 * MOST:
         return None

@@ -272,7 +272,9 @@ def decode(blocks: AnyBlocks) -> Tensor:
     if blocks.grid is not None:
         rotated = blocks.grid.points[codes].flatten(-2) * scale.float()
         return unrotate(rotated, blocks.grid.sign[:, None], grids.rotation_width(form.dim), form.factor, form.mix)
-    offset = torch.full((), -(2.0 ** (form.bits - 1)), device=codes.device) if zero is None else None
+    offset = (
+        torch.full((), -(2.0 ** (form.bits - 1)), dtype=torch.float32, device=codes.device) if zero is None else None
+    )
     if form.along_tokens:
         wide = [x.float().repeat_interleave(form.group, 2) for x in (scale, zero) if x is not None]
     else:

@@ -144,7 +144,7 @@ def byte_table(points: Tensor, bits: int) -> tuple[Tensor, float]:
         raise ValueError(
             f"points up to {float(points.abs().max()):g}: are not multiples of {LARGEST}ths of their largest"
         )
-    whole = torch.zeros(16, d, dtype=torch.int32)
+    whole = torch.zeros(16, d, dtype=torch.int32, device="cpu")
     whole[:n] = (points.cpu().double() / step).round().int()
     low, high = whole[:8], whole[8:]
     if n == 16:
@@ -162,9 +162,11 @@ def in_bytes(points: Tensor) -> Tensor:
     put the largest at LARGEST, it is the one by which points move least, weighed by how many numbers each stands for.
     """
     exact = points.cpu().double()
-    numbers = torch.randn(1 << 16, points.shape[1], generator=torch.Generator().manual_seed(0))
+    numbers = torch.randn(
+        1 << 16, points.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )
     weight = torch.bincount(nearest(numbers, points.float().cpu()).long(), minlength=len(points)).double()
-    steps = float(exact.abs().max()) * torch.linspace(0.96, 1.04, 801, dtype=torch.float64) / LARGEST
+    steps = float(exact.abs().max()) * torch.linspace(0.96, 1.04, 801, dtype=torch.float64, device="cpu") / LARGEST
     steps = (steps.float().view(torch.int32) & -256).view(torch.float32)  # of 16 bits: multiples are exact in float32
     steps = steps.double()[:, None, None]
     whole = (exact / steps).round()
@@ -179,13 +181,15 @@ def rounding_factor(points: Tensor) -> float:
     token, so that it does not average out: what counts is its mean over Gaussian numbers. Over 32000 tokens of one
     weight 64 points of 2 numbers as they are are off by 4.8e-3 of the output, times this factor by 2.4e-4.
     """
-    steps = 1 + torch.arange(1024, dtype=torch.float64)[:, None, None] / 1024
+    steps = 1 + torch.arange(1024, dtype=torch.float64, device="cpu")[:, None, None] / 1024
     error = (points * steps).half().double() / steps - points
     if not error[0].any():
         return 1.0
-    numbers = torch.randn(1 << 16, points.shape[1], generator=torch.Generator().manual_seed(0))
+    numbers = torch.randn(
+        1 << 16, points.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )
     count = torch.bincount(nearest(numbers, points.float()).long(), minlength=len(points))
-    weight = (count / len(numbers))[:, None].double()
+    weight = (count.float() / len(numbers))[:, None].double()
     cost = (error * weight).sum(1).square().sum(-1) + (error.square() * weight).sum((1, 2)) / (1 << 16)
     return float(steps[int(cost.argmin()), 0, 0])
 

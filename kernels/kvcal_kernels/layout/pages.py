@@ -142,14 +142,14 @@ def token_places(form: AnyForm) -> Tensor:
     """
     each = widths(form)
     count, scales = sum(each), token_scales(form)
-    names = torch.arange(BLOCK * count).view(BLOCK, count)
+    names = torch.arange(BLOCK * count, device="cpu").view(BLOCK, count)
     length = 8 * block_bytes(form)
-    name_at = torch.zeros(length, dtype=torch.int64)
+    name_at = torch.zeros(length, dtype=torch.int64, device="cpu")
     for k in range((BLOCK * count).bit_length()):
         name_at |= _bits(_probe(form, names >> k & 1, each)) << k
     used = _bits(_probe(form, torch.ones_like(names), each)) == 1
-    places = torch.empty(BLOCK * count, dtype=torch.int64)
-    places[name_at[used]] = torch.arange(length)[used]
+    places = torch.empty(BLOCK * count, dtype=torch.int64, device="cpu")
+    places[name_at[used]] = torch.arange(length, device="cpu")[used]
     return torch.cat([places.view(BLOCK, count), _scale_places(form, scales)], 1)
 
 
@@ -157,7 +157,7 @@ def _probe(form: AnyForm, bits: Tensor, each: list[int]) -> Tensor:
     """Return the bytes of a block of one head whose codes have these bits (32, sum of widths), its scales zero."""
     codes, first = [], 0
     for width in each:
-        shifts = torch.arange(width)
+        shifts = torch.arange(width, device="cpu")
         codes.append((bits[:, first : first + width] << shifts).sum(-1))
         first += width
     wide = torch.stack(codes, -1)
@@ -168,10 +168,10 @@ def _probe(form: AnyForm, bits: Tensor, each: list[int]) -> Tensor:
             parts += [packed, packed.new_zeros(-len(packed) % 16)]
             before += count
         return torch.cat([*parts, packed.new_zeros(2 * BLOCK)])
-    scale, zero, grid = torch.zeros(1, 1, BLOCK, form.scales // BLOCK, dtype=torch.float16), None, None
+    scale, zero, grid = torch.zeros(1, 1, BLOCK, form.scales // BLOCK, dtype=torch.float16, device="cpu"), None, None
     if form.vector:
-        points = torch.zeros(1 << form.bits * form.vector, form.vector)
-        grid = Grid(points, torch.ones(1, form.dim, dtype=torch.int8), points, 1.0)
+        points = torch.zeros(1 << form.bits * form.vector, form.vector, dtype=torch.float32, device="cpu")
+        grid = Grid(points, torch.ones(1, form.dim, dtype=torch.int8, device="cpu"), points, 1.0)
     elif not form.symmetric:
         scale, zero = scale.chunk(2, -1)
     return bytes_of(pack(wide[None, None], scale, zero, form, grid)).flatten()
@@ -180,23 +180,24 @@ def _probe(form: AnyForm, bits: Tensor, each: list[int]) -> Tensor:
 def _scale_places(form: AnyForm, count: int) -> Tensor:
     """Return the bits of a token's scales: int64 (32, 16 * count)."""
     if isinstance(form, TransformForm):
-        order = torch.arange(BLOCK)[:, None]
+        order = torch.arange(BLOCK, device="cpu")[:, None]
         first = form.norm_at
     else:
-        names = torch.arange(BLOCK * count, dtype=torch.int16).view(torch.float16)  # copied, never computed with
-        codes = torch.zeros(1, 1, BLOCK, form.dim // max(form.vector, 1), dtype=torch.int32)
+        names = torch.arange(BLOCK * count, dtype=torch.int16, device="cpu")
+        names = names.view(torch.float16)  # copied, never computed with
+        codes = torch.zeros(1, 1, BLOCK, form.dim // max(form.vector, 1), dtype=torch.int32, device="cpu")
         grid, zero = None, None
         scale = names.view(1, 1, BLOCK, count)
         if form.vector:
-            points = torch.zeros(1 << form.bits * form.vector, form.vector)
-            grid = Grid(points, torch.ones(1, form.dim, dtype=torch.int8), points, 1.0)
+            points = torch.zeros(1 << form.bits * form.vector, form.vector, dtype=torch.float32, device="cpu")
+            grid = Grid(points, torch.ones(1, form.dim, dtype=torch.int8, device="cpu"), points, 1.0)
         elif not form.symmetric:
             scale, zero = scale.chunk(2, -1)
         stored = pack(codes, scale, zero, form, grid).scale.flatten().view(torch.int16).long()
         order = torch.empty_like(stored)
-        order[stored] = torch.arange(len(stored))
+        order[stored] = torch.arange(len(stored), device="cpu")
         order, first = order.view(BLOCK, count), 2 * form.words
-    return (8 * (first + 2 * order)[..., None] + torch.arange(16)).flatten(1)
+    return (8 * (first + 2 * order)[..., None] + torch.arange(16, device="cpu")).flatten(1)
 
 
 def _bits(raw: Tensor) -> Tensor:

@@ -138,5 +138,8 @@ def first_positions(start: Tensor, sink: int, blocks: int, recent: int) -> Tenso
     """Return the first position of each run, (B, runs). start (B,): positions of rows' first tokens, which others
     follow.
     """
-    starts = torch.arange(0, sink, RUN), sink + RUN * torch.arange(blocks + -(-recent // RUN))
+    starts = (
+        torch.arange(0, sink, RUN, device="cpu"),
+        sink + RUN * torch.arange(blocks + -(-recent // RUN), device="cpu"),
+    )
     return start[:, None] + torch.cat(starts).to(start.device)

@@ -33,7 +33,7 @@ def select(x: Tensor, importance: Tensor | None, how: Tiers, block: int) -> tupl
     begin, int32 (B, H, N). x (B, H, T, D) floats, T whole blocks; importance float32 (B, H, N or 1, D), None: 1.
     """
     blocks = x.float().unflatten(2, (-1, block))
-    salience = (blocks.amax(3) - blocks.amin(3)) / torch.full((), STEPS, device=x.device)
+    salience = (blocks.amax(3) - blocks.amin(3)) / torch.full((), STEPS, dtype=torch.float32, device=x.device)
     salience = salience if importance is None else salience * importance
     dim = x.shape[3]
     if how.full is not None and how.four is not None:

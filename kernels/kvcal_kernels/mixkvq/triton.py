@@ -99,7 +99,7 @@ def select(x: Tensor, importance: Tensor | None, how: Tiers, block: int) -> tupl
             )
         salience_strides = importance.stride()
         strides = (salience_strides[0], salience_strides[1], salience_strides[2] if importance.shape[2] > 1 else 0)
-    salience = torch.empty(batch, heads, blocks, dim, device=x.device)
+    salience = torch.empty(batch, heads, blocks, dim, device=x.device, dtype=torch.float32)
     perm = torch.empty(batch, heads, blocks, dim, dtype=torch.uint8, device=x.device)
     first, second = (torch.empty(batch, heads, blocks, dtype=torch.int32, device=x.device) for _ in range(2))
     with on(x.device):

@@ -192,7 +192,7 @@ def _like(x: Tensor, number: float) -> Tensor:
     """Return a number as a tensor on x's device: CUDA divides by a number of the host by multiplying with its
     reciprocal, which gives another last bit.
     """
-    return torch.full((), number, device=x.device)
+    return torch.full((), number, dtype=torch.float32, device=x.device)
 
 
 def _error(decoded: Tensor, x: Tensor) -> Tensor:

@@ -154,7 +154,10 @@ def factor_bits(channels: int) -> int:
 
 def _error(part: Tensor, bits: int, group: int) -> Tensor:
     """Return the error of rounding keys (B, H, N, b, g) with quantise.reference's plain asymmetric scale."""
-    x, top = part.transpose(-1, -2).unflatten(-1, (-1, group)), torch.full((), 2.0**bits - 1, device=part.device)
+    x, top = (
+        part.transpose(-1, -2).unflatten(-1, (-1, group)),
+        torch.full((), 2.0**bits - 1, dtype=torch.float32, device=part.device),
+    )
     low = x.amin(-1, keepdim=True)
     scale = ((x.amax(-1, keepdim=True) - low) / top).clamp(2.0**-24, 65504.0).half().float()
     base = low.half().float()

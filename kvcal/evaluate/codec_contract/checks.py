@@ -232,10 +232,12 @@ def other_shapes(subject: Subject) -> None:
         (s.heads, s.block + 1, s.dim),
         (s.heads, s.block, s.dim // 2),
     ):
-        below: dict[str, Any] = {name: torch.zeros(1, s.heads, tokens, s.dim) for name in codec.needs}
+        below: dict[str, Any] = {
+            name: torch.zeros(1, s.heads, tokens, s.dim, dtype=torch.float32, device="cpu") for name in codec.needs
+        }
         context = Context(1, **below)
         try:
-            codec.encode(torch.zeros(1, heads, tokens, dim), context)
+            codec.encode(torch.zeros(1, heads, tokens, dim, dtype=torch.float32, device="cpu"), context)
         except KVCalError as error:
             require("\n" not in str(error), "the error has more than one line")
             require("codec got" in str(error), f"the error {str(error)!r} does not say what the codec got")

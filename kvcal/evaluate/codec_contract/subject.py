@@ -24,7 +24,7 @@ INPUTS: dict[Role, tuple[str, ...]] = {"key": ("k1",), "value": ("v1", "k0")}
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     """Standard normal numbers of this shape, float32, the same for the same seed."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
 
 
 def linear_predictor(inputs: int, outputs: int) -> Linear:
@@ -124,7 +124,10 @@ def joined(parts: list[Packed]) -> Packed:
 
 def rows_from(packed: Packed, first: int) -> Packed:
     """Batch rows from `first` on."""
-    return {name: block_store.select(stored, torch.arange(first, stored.shape[0])) for name, stored in packed.items()}
+    return {
+        name: block_store.select(stored, torch.arange(first, stored.shape[0], device="cpu"))
+        for name, stored in packed.items()
+    }
 
 
 def moved(packed: Packed, device: torch.device) -> Packed:

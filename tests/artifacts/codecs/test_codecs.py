@@ -79,13 +79,16 @@ def predictor(kind: str, inputs: int, outputs: int) -> Predictor:
     if kind == "reduced-rank":
         return ReducedRank({"down": weight(inputs, 8), "up": weight(8, outputs), "bias": bias})
     if kind == "linear-4bit":
-        codes = torch.randint(0, 16, (inputs, outputs), generator=torch.Generator().manual_seed(0))
-        scale = torch.full((outputs,), 0.2 * inputs**-0.5)
+        codes = torch.randint(0, 16, (inputs, outputs), generator=torch.Generator().manual_seed(0), device="cpu")
+        scale = torch.full((outputs,), 0.2 * inputs**-0.5, dtype=torch.float32, device="cpu")
         return QuantisedLinear.from_codes(codes, scale, -8 * scale, bias)
     names = {"in_weight": weight(inputs, wide), "in_bias": normal(wide).half()}
     names |= {"out_weight": weight(wide, outputs), "out_bias": bias}
     if kind == "mlp+norm":
-        names |= {"norm_weight": torch.ones(inputs).half(), "norm_bias": normal(inputs).half()}
+        names |= {
+            "norm_weight": torch.ones(inputs, dtype=torch.float16, device="cpu"),
+            "norm_bias": normal(inputs).half(),
+        }
     return MLP(names)
 
 
@@ -136,7 +139,8 @@ def residual_vq(*stages_and_bits: tuple[int, int], scaled: bool = False) -> Make
         bands = [list(range(i, shape.dim, len(stages_and_bits))) for i in range(len(stages_and_bits))]
         books = []
         for i, (stages, bits) in enumerate(stages_and_bits):
-            book = normal(stages, 1 << bits, len(bands[i]), seed=i) * 0.7 ** torch.arange(stages)[:, None, None]
+            finer = 0.7 ** torch.arange(stages, dtype=torch.float32, device="cpu")
+            book = normal(stages, 1 << bits, len(bands[i]), seed=i) * finer[:, None, None]
             book[:, 0] = 0
             books.append(book.half())
         scale = (normal(shape.heads, shape.dim, seed=5) / 4).exp().half() if scaled else None
@@ -153,8 +157,8 @@ def transform(shares: tuple[float, ...], gain: str = "mse") -> Make:
         counts = [round(share * pairs) for share in shares]
         bits = [b for b, n in zip((4, 3, 2, 1), counts, strict=True) for _ in range(2 * n)][: shape.dim]
         basis = torch.linalg.qr(normal(shape.heads, shape.dim, shape.dim, seed=4)).Q
-        size = 0.97 ** torch.arange(shape.dim)
-        mean = torch.zeros(shape.heads, shape.dim)  # others in test_transform.py: here zero comes back as zero
+        size = 0.97 ** torch.arange(shape.dim, device="cpu").float()
+        mean = torch.zeros_like(basis[:, 0])  # others in test_transform.py: here zero comes back as zero
         return Transform(shape, role, bits + [0] * (shape.dim - len(bits)), basis * size[:, None], mean, gain)
 
     return make

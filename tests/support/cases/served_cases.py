@@ -6,6 +6,7 @@ wrong, then how many cases there were.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ class References:
 
     class Workspace:
         def __init__(self, device: torch.device) -> None:
-            self.partial = torch.empty(0, device=device)
+            self.partial = torch.empty(0, dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True)
@@ -106,20 +107,21 @@ class Batch:
         self.case, self.layer, self.rows = case, layer_of(case.name), len(case.steps[0])
         g = torch.Generator().manual_seed(seed)
         width = -(-max(sum(counts) for counts in zip(*case.steps, strict=True)) // BLOCK) + case.shared + 1
-        order = torch.randperm(self.rows * width, generator=g)
+        order = torch.randperm(self.rows * width, generator=g, device=CPU)
         self.table = order.view(self.rows, width).int()
         self.table[:, : case.shared] = self.table[0, : case.shared]
         shape = self.rows * width, HEADS, BLOCK, self.layer.token_bytes
-        self.pages = torch.randint(0, 256, shape, dtype=torch.uint8, generator=g).view(torch.float16)
+        pages = torch.randint(0, 256, shape, dtype=torch.uint8, generator=g, device=CPU)
+        self.pages = pages.view(torch.float16)
         self.lengths = [case.shared * BLOCK] * self.rows
         self.kernels, self.scratch = GPULayer(self.layer, device), Scratch(device)
         self.generator = g
 
     def tokens(self, count: int, heads: int) -> Tensor:
-        return torch.randn(count, heads, DIM, generator=self.generator).half()
+        return torch.randn(count, heads, DIM, generator=self.generator, dtype=torch.float32, device=CPU).half()
 
     def slots(self, row: int, first: int, stop: int) -> Tensor:
-        at = torch.arange(first, stop)
+        at = torch.arange(first, stop, device=CPU)
         return self.table[row, at // BLOCK].long() * BLOCK + at % BLOCK
 
     def share(self) -> None:
@@ -137,7 +139,7 @@ class Batch:
         """Take a step with so many new tokens of each row; return what is wrong with it."""
         before, self.lengths = self.lengths, [a + b for a, b in zip(self.lengths, counts, strict=True)]
         spans = [self.slots(*one) for one in zip(range(self.rows), before, self.lengths, strict=True)]
-        slots = torch.cat([*spans, torch.full((PADDING,), -1)])
+        slots = torch.cat([*spans, torch.full((PADDING,), -1, device=CPU)])
         key, value, query = (self.tokens(len(slots), heads) for heads in (HEADS, HEADS, HEADS * RATIO))
         expected_pages = self.pages.clone()
         self.store(slots, key, value)
@@ -155,15 +157,15 @@ class Batch:
         return self.off(counts, (key, value), query, out)
 
     def device_step(self, counts: tuple[int, ...], tokens: int) -> Step:
-        starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
-        lengths, device_starts = (torch.tensor(x, dtype=torch.int32) for x in (self.lengths, starts))
+        starts = [0, *accumulate(counts)]
+        lengths, device_starts = (torch.tensor(x, dtype=torch.int32, device=CPU) for x in (self.lengths, starts))
         longest = max(self.lengths)
         device = (x.to(self.device) for x in (self.table, lengths, device_starts))
         return step_of(*device, starts, self.lengths, tokens, self.case.most, longest)
 
     def off(self, counts: tuple[int, ...], fresh: tuple[Tensor, Tensor], query: Tensor, out: Tensor) -> str | None:
         """Beside the backend of a CPU, in float32, over the same pages; chunks of the default mode with their exact tokens."""
-        starts = (0, *torch.tensor(counts).cumsum(0).tolist())
+        starts = (0, *accumulate(counts))
         host = HostStep(starts, tuple(self.lengths), self.table.long())
         packed = attend(self.layer, self.pages, host, query, DIM**-0.5)
         expected = packed

@@ -44,13 +44,14 @@ class Case:
 
 
 def normal(*size: int, seed: int) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
 
 
 def codec_of(role: Any, pairs: Pairs, dim: int, heads: int = 2, gain: str = "mse") -> Transform:
     """A basis whose directions differ 100 to 1 in size, and a mean."""
     bits = [b for b, count in zip((4, 3, 2, 1), pairs, strict=True) for _ in range(2 * count)]
-    basis = torch.linalg.qr(normal(heads, dim, dim, seed=len(role)))[0] * torch.logspace(0.5, -1.5, dim)[None, :, None]
+    sizes = torch.logspace(0.5, -1.5, dim, dtype=torch.float32, device="cpu")
+    basis = torch.linalg.qr(normal(heads, dim, dim, seed=len(role)))[0] * sizes[None, :, None]
     mean = normal(heads, dim, seed=9) / 2
     return Transform(Shape(heads, dim, BLOCK), role, bits + [0] * (dim - len(bits)), basis, mean, gain)
 

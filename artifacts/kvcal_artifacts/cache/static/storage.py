@@ -212,7 +212,9 @@ class StaticStorage:
         if memory.due is None:
             keys = memory.sink[0]
             size = torch.Size((*keys.shape[:2], layer.cache.scheme.windows.block, keys.shape[3]))
-            memory.due = layer.cache.steps[layer.device].due.setdefault(size, torch.zeros(size, device=keys.device))
+            memory.due = layer.cache.steps[layer.device].due.setdefault(
+                size, torch.zeros(size, device=keys.device, dtype=torch.float32)
+            )
 
     def _fits(self, like: Tensor) -> bool:
         """Whether the allocation is of like's rows, dtype and device."""

@@ -26,7 +26,7 @@ class Prefixes:
     def __init__(self, plan: Plan, windows: Windows, device: torch.device) -> None:
         assert plan.lengths is not None and plan.packed is not None
         self.flush = plan.flush
-        number = plan.packed[:, None] + torch.arange(plan.flush)
+        number = plan.packed[:, None] + torch.arange(plan.flush, device="cpu")
         tokens = windows.sink + (number + 1) * windows.block + windows.recent
         ends = (tokens - plan.lengths[:, None]).clamp(1, plan.query)
         self._valid = None if plan.valid is None or bool(plan.valid.all()) else plan.valid

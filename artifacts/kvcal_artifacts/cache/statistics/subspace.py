@@ -56,10 +56,10 @@ class QuerySubspace(Summed):
         if not self.state:
             wide = (batch, self.shape.heads)
             self.state["gram"] = torch.zeros(*wide, dim, dim, dtype=torch.int64, device=x.device)
-            self.state["fitted"] = torch.zeros(*wide, self.rank, dim, device=x.device)
+            self.state["fitted"] = torch.zeros(*wide, self.rank, dim, device=x.device, dtype=torch.float32)
         self.state.pop(STOOD, None)
-        counted, fits = torch.zeros(batch, dtype=torch.int64), [self.state["fitted"]]
-        use = torch.zeros(batch, at.flush, dtype=torch.int64)  # which of the fits each block's is
+        counted, fits = torch.zeros(batch, dtype=torch.int64, device="cpu"), [self.state["fitted"]]
+        use = torch.zeros(batch, at.flush, dtype=torch.int64, device="cpu")  # which of the fits each block's is
         for number in refits(at.windows, int((at.host_first + at.host_flushed).max()) - 1):
             slot = number - at.host_first
             due = (slot >= 0) & (slot < at.host_flushed)
@@ -68,7 +68,7 @@ class QuerySubspace(Summed):
                 until = torch.where(due, columns, counted)
                 self._count(x, at, counted, until)
                 self._refit(due, due_tokens(at.windows, number) * group)
-                use[due[:, None] & (torch.arange(at.flush) >= slot[:, None])] = len(fits)
+                use[due[:, None] & (torch.arange(at.flush, device="cpu") >= slot[:, None])] = len(fits)
                 fits.append(self.state["fitted"])
                 counted = until
         self._count(x, at, counted, torch.full_like(counted, x.shape[2]))
@@ -85,7 +85,7 @@ class QuerySubspace(Summed):
             end = min(begin + step, high)
             inside = None if at.valid is None else at.valid[:, begin:end]
             if int(start.max()) > begin or int(stop.min()) < end:
-                columns = torch.arange(begin, end)
+                columns = torch.arange(begin, end, device="cpu")
                 counts = ((columns >= start[:, None]) & (columns < stop[:, None])).to(x.device)
                 inside = counts if inside is None else counts & inside
             self.state["gram"] = self.state["gram"] + self._gram(x[:, :, begin:end], inside)

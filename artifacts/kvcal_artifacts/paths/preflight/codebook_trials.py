@@ -30,7 +30,15 @@ def codebook_trial(
     k, v = sides
     shape, has_blocks = keys.shape, blocks > 0
     for queries in VECTOR_CALLS:
-        q = torch.randn(len(BLOCKS), shape.heads * ratio, queries, shape.dim, generator=generator, device=device)
+        q = torch.randn(
+            len(BLOCKS),
+            shape.heads * ratio,
+            queries,
+            shape.dim,
+            generator=generator,
+            device=device,
+            dtype=torch.float32,
+        )
         asked = (q / float(residual_vq.attention.decode(k).std())).to(dtype)
         actual, log = residual_vq.attention.fast().attend(asked, k, v, blocks, shape.dim**-0.5)
         expected, sums = residual_vq.attention.attend(asked.float(), k, v, blocks, shape.dim**-0.5)
@@ -57,11 +65,11 @@ def codebook_append_trial(
     counts = quantise.Counts(3, windows, device)
     full = windows.recent + windows.block
     counts.data[4] = 4
-    counts.data[6] = torch.tensor([full - 2, full - 9, 0], dtype=torch.int32)
+    counts.data[6] = torch.tensor([full - 2, full - 9, 0], dtype=torch.int32, device="cpu")
 
     def random(tokens: int) -> tuple[Tensor, Tensor]:
         size = (3, shape.heads, tokens, shape.dim)
-        pair = [torch.randn(size, generator=generator, device=device).to(dtype) for _ in (0, 1)]
+        pair = [torch.randn(size, generator=generator, device=device, dtype=torch.float32).to(dtype) for _ in (0, 1)]
         return pair[0], pair[1]
 
     sink, ring, sides = random(windows.sink), random(windows.ring_capacity(16)), []

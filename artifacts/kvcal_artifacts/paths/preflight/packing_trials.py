@@ -24,7 +24,9 @@ def encode_trial(codec: Codec, dtype: torch.dtype, device: torch.device, blocks:
     device where a codec's bytes are the device's.
     """
     shape, generator = codec.shape, torch.Generator().manual_seed(0)
-    x = 3 * torch.randn(2, shape.heads, blocks * shape.block, shape.dim, generator=generator)
+    x = 3 * torch.randn(
+        2, shape.heads, blocks * shape.block, shape.dim, generator=generator, dtype=torch.float32, device="cpu"
+    )
     x[..., ::9] *= 20
     x[0, :, 3] = 0
     x, stats = x.to(dtype), codec.example_stats(2, blocks, generator)
@@ -62,11 +64,15 @@ def quantise_trial(
     tokens = 2 * BLOCK * max(key.form.scale_blocks, value.form.scale_blocks)
     inputs = []
     for dtype in dtypes:
-        x = 3 * torch.randn(2, heads, tokens, key.form.dim, generator=generator)
+        x = 3 * torch.randn(2, heads, tokens, key.form.dim, generator=generator, dtype=torch.float32, device="cpu")
         x[..., ::9] *= 20
         x[0, :, 3] = 0
         inputs.append(x.to(dtype))
-    factor = torch.rand(heads, 1, key.form.dim, generator=generator) + 0.5 if scaled else None
+    factor = (
+        torch.rand(heads, 1, key.form.dim, generator=generator, dtype=torch.float32, device="cpu") + 0.5
+        if scaled
+        else None
+    )
     pair = _rule_on(key, device), _rule_on(value, device)
     factor_on_device = None if factor is None else factor.to(device)
     *actual, flags = quantise.fast().quantise(*(x.to(device) for x in inputs), *pair, factor_on_device)
@@ -95,14 +101,26 @@ def append_trial(
     capacity = 4 * windows.block // BLOCK
     layers = [_empty(*pair, windows, dtype, where, capacity) for pair, where in zip(pairs, places, strict=True)]
     heads = len(layers[0][0].flags)
-    factor = None if channels else torch.rand(heads, 1, key.form.dim, generator=generator) + 0.5
+    factor = (
+        None
+        if channels
+        else torch.rand(heads, 1, key.form.dim, generator=generator, dtype=torch.float32, device="cpu") + 0.5
+    )
     moves = _random_moves(heads, key.form.dim, channels, generator) if channels else None
     states = [
-        (torch.zeros(3, heads, key.form.dim, device=where), torch.zeros(3, dtype=torch.bool, device=where))
+        (
+            torch.zeros(3, heads, key.form.dim, device=where, dtype=torch.float32),
+            torch.zeros(3, dtype=torch.bool, device=where),
+        )
         for where in places
     ]
     for new in calls:
-        fresh = [torch.randn(3, heads, max(new), key.form.dim, generator=generator).to(dtype) for _ in (0, 1)]
+        fresh = [
+            torch.randn(3, heads, max(new), key.form.dim, generator=generator, dtype=torch.float32, device="cpu").to(
+                dtype
+            )
+            for _ in (0, 1)
+        ]
         factors = []
         for (layer, counts), by, pair, state in zip(layers, (quantise, quantise.fast()), pairs, states, strict=True):
             where = counts.data.device
@@ -116,7 +134,7 @@ def append_trial(
             return "key factors differ"
     if why := _stored_apart(*layers):
         return why
-    q = torch.randn(3, 2 * heads, 1, key.form.dim, generator=generator).to(dtype)
+    q = torch.randn(3, 2 * heads, 1, key.form.dim, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
     outs = []
     for (layer, now), by, asked in zip(layers, (reference, attention.fast()), (q.float(), q.to(device)), strict=True):
         sink, ring = (*layer.sink, now.sink), (*layer.recent, now.seen)
@@ -128,7 +146,10 @@ def append_trial(
 def _random_moves(heads: int, dim: int, channels: int, generator: torch.Generator) -> Moves:
     """SQuat's corrections for three rows, so large that a wrong digit shows."""
     steps = range(channels, dim, channels)
-    responses = [torch.randn(3, heads, channels, dim - stop, generator=generator).double() / 8 for stop in steps]
+    responses = [
+        torch.randn(3, heads, channels, dim - stop, generator=generator, dtype=torch.float32, device="cpu").double() / 8
+        for stop in steps
+    ]
     return squat.moves(responses, channels)
 
 

@@ -35,7 +35,7 @@ class _Tokens:
 
     def random(self, heads: int, tokens: int) -> Tensor:
         size = (len(BLOCKS), heads, tokens, self.dim)
-        return torch.randn(size, generator=self.generator, device=self.device).to(self.dtype)
+        return torch.randn(size, generator=self.generator, device=self.device, dtype=torch.float32).to(self.dtype)
 
     def counts(self, numbers: tuple[int, ...]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=self.device)
@@ -66,7 +66,11 @@ def trial(
     rope = _rope(rotary, sink[0].shape[2], key_blocks.words.shape[2], recent[0].shape[2], device) if rotary else None
     for queries, ring in OF_TIERS if keys.tiered else CALLS:
         q, scaling = tokens.random(heads * ratio, queries), keys.dim**-0.5
-        packed_q = None if rotary else (q.float() * torch.linspace(0.5, 2, keys.dim, device=device)).to(dtype)
+        packed_q = (
+            None
+            if rotary
+            else (q.float() * torch.linspace(0.5, 2, keys.dim, device=device, dtype=torch.float32)).to(dtype)
+        )
         arguments = *pair, blocks, sink, recent, scaling
         expected = reference.attend(q.float(), *arguments, None if packed_q is None else packed_q.float(), ring, rope)
         for launch in attention.fast().launches(keys, values, ratio * queries, rotary > 0):
@@ -82,8 +86,11 @@ def transform_trial(
 ) -> str | None:
     """Try the transform codec's attention kernel as `trial` tries the others: None, or how far it is off."""
     generator = torch.Generator(device).manual_seed(0)
-    points = {b: torch.randn(1 << 2 * b, 2, generator=generator, device=device).half().float() for b in (4, 3, 2)}
-    points[1] = torch.tensor([[-0.75], [0.75]], device=device)
+    points = {
+        b: torch.randn(1 << 2 * b, 2, generator=generator, device=device, dtype=torch.float32).half().float()
+        for b in (4, 3, 2)
+    }
+    points[1] = torch.tensor([[-0.75], [0.75]], dtype=torch.float32, device=device)
     pair = (
         _coordinates(keys, heads, points, device, generator),
         _coordinates(values, heads, points, device, generator),
@@ -108,7 +115,7 @@ def _coordinates(
         return torch.randint(0, 256, size, generator=generator, device=device, dtype=torch.uint8)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device=device)
+        return torch.randn(size, generator=generator, device=device, dtype=torch.float32)
 
     rows = len(BLOCKS), heads, max(BLOCKS)
     codes = tuple(
@@ -117,13 +124,13 @@ def _coordinates(
     )
     decoder = (normal(heads, form.dim, form.dim) * form.dim**-0.5).half()
     basis = layout.Basis(decoder, (normal(heads, form.dim) / 2).half(), points, dict.fromkeys(points, 1.25))
-    norm = torch.rand(len(BLOCKS), 1, max(BLOCKS), BLOCK, generator=generator, device=device) + 0.5
+    norm = torch.rand(len(BLOCKS), 1, max(BLOCKS), BLOCK, generator=generator, device=device, dtype=torch.float32) + 0.5
     return TransformBlocks(form, codes, norm.half(), basis)
 
 
 def _rope(rotary: int, sink: int, blocks: int, recent: int, device: torch.device) -> layout.Rope:
     """RoPE of rows that begin at positions of their own."""
-    speed = 1e4 ** -(torch.arange(0, rotary, 2, device=device) / rotary)
+    speed = 1e4 ** -(torch.arange(0, rotary, 2, dtype=torch.float32, device=device) / rotary)
     start = torch.arange(len(BLOCKS), device=device) * 1000
     first = layout.rope.first_positions(start, sink, blocks, recent)[..., None] * speed
     close = torch.arange(BLOCK, device=device)[:, None] * speed
@@ -151,7 +158,7 @@ def _blocks(
         return torch.randint(0, high, size, generator=generator, device=device)
 
     def noise(*size: int) -> Tensor:
-        return torch.rand(len(BLOCKS), *size, generator=generator, device=device)
+        return torch.rand(len(BLOCKS), *size, generator=generator, device=device, dtype=torch.float32)
 
     if form.vector:
         grid = _grid(form, heads, twin, device, generator)
@@ -176,7 +183,7 @@ def _grid(
     Points of a grid in bytes are multiples of a step.
     """
     size = (1 << form.bits * form.vector, form.vector)
-    drawn = torch.randn(size, generator=generator, device=device).half().float()
+    drawn = torch.randn(size, generator=generator, device=device, dtype=torch.float32).half().float()
     if form.in_bytes:
         most = layout.grids.LARGEST
         drawn = (drawn / drawn.abs().max() * most).round() / 64
@@ -193,13 +200,18 @@ def dequantise_trial(
     kernel = Dequantiser(codec, dtype, rotary, by)
     for rows in sizes:
         size = (2, shape.heads, max(1, rows // (2 * shape.block)) * shape.block, shape.dim)
-        x, *inputs = (torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(6))
+        x, *inputs = (
+            torch.randn(size, generator=generator, device=device, dtype=torch.float32).to(dtype) for _ in range(6)
+        )
         k1, v1, k2, v2, k0 = (
             tensor if name in codec.needs else None for name, tensor in zip(CONTEXT_TENSORS, inputs, strict=True)
         )
         context = Context(1, k1, v1, k2, v2, k0)
         packed = codec.encode(x, context)
-        angle = torch.rand(2, size[2], rotary // 2, generator=generator, device=device).repeat(1, 1, 2) * 6.28
+        angle = (
+            torch.rand(2, size[2], rotary // 2, generator=generator, device=device, dtype=torch.float32).repeat(1, 1, 2)
+            * 6.28
+        )
         rotation = Rotation(angle.cos(), angle.sin()) if rotary else None
         (actual, rotated), exact = kernel(packed, context, rotation), codec.decode(packed, context)
         why = apart(actual, exact, dtype, f"{rows} tokens")

@@ -102,7 +102,7 @@ def refuses(
 
 def columns_of(heads: int, dim: int, rotary_dim: int) -> Tensor:
     """Return the channel of each column of the product, int64 (C,): pairs of RoPE are neighbours."""
-    every = torch.arange(heads * dim)
+    every = torch.arange(heads * dim, device="cpu")
     if not rotary_dim:
         return every
     half = every // 2 % (dim // 2)
@@ -132,7 +132,9 @@ def prepare(
     matrix = (_matrix if coded.factor == 1 else _dense_matrix)(coded, order, channels)
     if weight is not None:
         weight = (weight[:, order] if rotary_dim else weight).to(dtype).contiguous()
-        bias = (torch.zeros(weight.shape[1], device=device) if bias is None else bias[order].float()).contiguous()
+        width = weight.shape[1]
+        bias = torch.zeros(width, device=device, dtype=torch.float32) if bias is None else bias[order].float()
+        bias = bias.contiguous()
     words = grid if d == 1 else grid.view(torch.int32)
     factors = None if coded.factors is None else coded.factors[order].float().contiguous()
     return Prepared(words, matrix, weight, None if weight is None else bias, rotary_dim, factors)
@@ -149,7 +151,7 @@ def _wordwise(coded: Coded, channels: int) -> bool:
 
 def places(coded: Coded, channels: int) -> Tensor:
     """Return the channel of each of the columns of `points_of` within its program's, int64 (channels,)."""
-    every = torch.arange(channels)
+    every = torch.arange(channels, device="cpu")
     if not (coded.key and _wordwise(coded, channels)):
         return every
     d, per = coded.grid.shape[1], fields(coded.bits, coded.packed_count)
@@ -166,7 +168,7 @@ def _matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
     device, count = coded.grid.device, coded.sign.numel()
     tiles, width = -(-count // channels), min(coded.width, channels)
     matrix = torch.zeros(tiles, channels, channels, dtype=torch.float16, device=device)
-    rows = (hadamard(torch.eye(channels, device=device), width) * width**0.5).round()[
+    rows = (hadamard(torch.eye(channels, device=device, dtype=torch.float32), width) * width**0.5).round()[
         places(coded, channels).to(device)
     ]
     for tile in range(tiles):
@@ -181,10 +183,10 @@ def _dense_matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
     """
     device, count = coded.grid.device, coded.sign.numel()
     rows = unrotate(
-        torch.eye(count, dtype=torch.float64), coded.sign.cpu(), coded.width, coded.factor, coded.mix
+        torch.eye(count, dtype=torch.float64, device="cpu"), coded.sign.cpu(), coded.width, coded.factor, coded.mix
     )
     tiles, at = -(-count // channels), places(coded, channels)
-    matrix = torch.zeros(tiles * channels, tiles * channels, dtype=torch.float16)
+    matrix = torch.zeros(tiles * channels, tiles * channels, dtype=torch.float16, device="cpu")
     matrix[:count, :count] = (rows * _norm_width(coded) ** 0.5)[:, order.cpu()]
     wide = matrix.reshape(tiles, channels, tiles, channels).permute(2, 0, 1, 3)
     return wide[:, :, at].contiguous().to(device)

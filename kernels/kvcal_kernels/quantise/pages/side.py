@@ -65,7 +65,7 @@ def places(form: AnyForm) -> tuple[Tensor, int]:
     entries = [parts + [0] * (count - len(parts)) for row in rows for parts in row]
     scales = where[:, sum(each) :: 16] // 16
     assert scales.shape == (BLOCK, token_scales(form))
-    return torch.cat([torch.tensor(entries, dtype=torch.int32).flatten(), scales.int().flatten()]), count
+    return torch.cat([torch.tensor(entries, dtype=torch.int32, device="cpu").flatten(), scales.int().flatten()]), count
 
 
 def _parts(bits: list[int]) -> list[int]:
