@@ -74,6 +74,7 @@ def _bundle_of(model: nn.Module, scheme: SchemeLike) -> Bundle | str:
     """What load_cache takes: a bundle, or a preset of kvcal_artifacts.cache.auto."""
     from kvcal_artifacts.auto_names import AUTO_BITS
     from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint, load_bundle
+    from kvcal_artifacts.errors import UsageError
     from kvcal_artifacts.scheme import Scheme
 
     from ..methods.data_free import PRESETS, preset
@@ -88,7 +89,11 @@ def _bundle_of(model: nn.Module, scheme: SchemeLike) -> Bundle | str:
         ):
             return load_bundle(scheme)
         scheme = preset(scheme)
-    return Bundle(Fingerprint.of(model), scheme if isinstance(scheme, Scheme) else scheme.scheme(model))
+    if isinstance(scheme, Scheme):
+        return Bundle(Fingerprint.of(model), scheme)
+    if not hasattr(scheme, "scheme"):
+        raise UsageError(f"scheme={scheme!r}: must be a preset's name, a bundle, its path or a Scheme")
+    return Bundle(Fingerprint.of(model), scheme.scheme(model))
 
 
 def fit(
@@ -249,7 +254,7 @@ def plan(
     """What fits on a GPU under each scheme, without weights: the document that `kvcal plan --json` prints.
 
     model: a short name, a hub id or a folder. gpu: a profile, as rtx-4090; or memory, as 24GB, with a bandwidth, as
-    1008GB/s; without either the card of this machine. context: tokens per row, as 128k or 4096. budget_kl: nats per token.
+    1008GB/s; without either the card of this machine. context: tokens per row, 4096 or 128k. budget_kl: nats per token.
     presets: by default the usual ones. say: is called with what was assumed. Raises UsageError as the command does.
     """
     from kvcal_artifacts.errors import UsageError

@@ -85,6 +85,12 @@ def test_a_plan_of_a_number_of_tokens_and_of_no_rows() -> None:
             plan(batch=rows)
 
 
+def test_what_is_no_scheme_is_refused(model: Any) -> None:
+    none: Any = None
+    with pytest.raises(UsageError, match=r"^scheme=None: must be a preset's name, a bundle, its path or a Scheme$"):
+        kvcal.cache(model, none)
+
+
 def test_one_scheme_alone_is_no_list(model: Any, tokenizer: Any) -> None:
     with pytest.raises(UsageError, match=r"^schemes='kivi-4': one scheme alone; give a list of them, as \['kivi-4'\]$"):
         kvcal.evaluate(model, tokenizer, "words.txt", "kivi-4")
