@@ -65,6 +65,8 @@ def _foot(result: Result) -> Iterator[str]:
             scheme = "" if row is chosen else f"{row['scheme']}, "
             bits = significant(row["bits_per_value"])
             yield f"{name}: {scheme}KL {significant(row['kl'])}{error} at {bits} bits/value"
+    if result["holdout_windows"] < 2:
+        yield "one window was held out: its KL has no spread; give --holdout 2 or more"
     yield from _outliers(result["outliers"])
     yield from _worst(result["attention_errors"][result["chosen"]])
     for scheme, why in result["left_out"].items():

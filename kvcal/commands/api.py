@@ -74,6 +74,7 @@ def _bundle_of(model: nn.Module, scheme: SchemeLike) -> Bundle | str:
     """What load_cache takes: a bundle, or a preset of kvcal_artifacts.cache.auto."""
     from kvcal_artifacts.auto_names import AUTO_BITS
     from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint, load_bundle
+    from kvcal_artifacts.errors import UsageError
     from kvcal_artifacts.scheme import Scheme
 
     from ..methods.data_free import PRESETS, preset
@@ -88,7 +89,11 @@ def _bundle_of(model: nn.Module, scheme: SchemeLike) -> Bundle | str:
         ):
             return load_bundle(scheme)
         scheme = preset(scheme)
-    return Bundle(Fingerprint.of(model), scheme if isinstance(scheme, Scheme) else scheme.scheme(model))
+    if isinstance(scheme, Scheme):
+        return Bundle(Fingerprint.of(model), scheme)
+    if not hasattr(scheme, "scheme"):
+        raise UsageError(f"scheme={scheme!r}: must be a preset's name, a bundle, its path or a Scheme")
+    return Bundle(Fingerprint.of(model), scheme.scheme(model))
 
 
 def fit(
@@ -203,6 +208,8 @@ def evaluate(
     from ..models.weights import causal_lm
     from ..text import token_windows
 
+    if not isinstance(schemes, Mapping | Sequence) or isinstance(schemes, str):
+        raise UsageError(f"schemes={_name(schemes)!r}: one scheme alone; give a list of them, as [{_name(schemes)!r}]")
     named = schemes if isinstance(schemes, Mapping) else {_name(scheme): scheme for scheme in schemes}
     if len(named) < len(schemes) or "full" in named:
         raise UsageError("two rows would have one name, or one is called full: give a dict with names of your own")
@@ -236,7 +243,7 @@ def plan(
     gpu: str | None = None,
     memory: str | None = None,
     bandwidth: str | None = None,
-    context: str | None = None,
+    context: str | int | None = None,
     batch: int = 1,
     budget_kl: float | None = None,
     presets: Sequence[str] = (),
@@ -247,19 +254,23 @@ def plan(
     """What fits on a GPU under each scheme, without weights: the document that `kvcal plan --json` prints.
 
     model: a short name, a hub id or a folder. gpu: a profile, as rtx-4090; or memory, as 24GB, with a bandwidth, as
-    1008GB/s; without either the card of this machine. context: tokens per row, as 128k. budget_kl: nats per token.
+    1008GB/s; without either the card of this machine. context: tokens per row, 4096 or 128k. budget_kl: nats per token.
     presets: by default the usual ones. say: is called with what was assumed. Raises UsageError as the command does.
     """
-    from .options import PlanOptions
+    from kvcal_artifacts.errors import UsageError
+
+    from .options import MOST_ROWS, PlanOptions
     from .plan import run_plan
 
+    if not 1 <= batch <= MOST_ROWS:
+        raise UsageError(f"batch={batch}: rows at a time must be from 1 to {MOST_ROWS:,}")
     options = PlanOptions(
         model=model,
         revision=revision,
         gpu=gpu,
         memory=memory,
         bandwidth=bandwidth,
-        context=context,
+        context=None if context is None else str(context),
         batch=batch,
         budget_kl=budget_kl,
         preset=list(presets) or None,

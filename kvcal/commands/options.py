@@ -35,6 +35,8 @@ from kvcal.pipeline.spec import Options, argument, flag, option, required
 
 BUNDLE = "A bundle, NAME.kvcal.safetensors."
 
+MOST_ROWS = 65_536  # of a plan
+
 
 @dataclass(frozen=True, kw_only=True)
 class NamesOptions(Options):
@@ -84,7 +86,7 @@ class PlanOptions(ModelOptions):
         None, "With --memory: of the data sheet, as 1008GB/s, for tokens per second.", panel="Machine"
     )
     context: str | None = option(None, "Tokens a row, as 128k; k is 1024. Default and most: the model's own.")
-    batch: int = option(1, "Rows at a time.", at_least=1, at_most=65536)
+    batch: int = option(1, "Rows at a time.", at_least=1, at_most=MOST_ROWS)
     budget_kl: float | None = option(None, "Most KL, nats per token, for the recommendation, as 0.05.")
     preset: list[str] | None = option(
         None,

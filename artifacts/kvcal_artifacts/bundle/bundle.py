@@ -22,6 +22,7 @@ from .content import described
 from .fingerprint import Fingerprint
 from .header import FORMAT, HEADER, ROLES, SUFFIX, CodecEntry, TensorEntry, version_with
 
+NAMED = 3  # differences to another model that its refusal spells out
 COUNTED_BY_CODES = frozenset({"kvtuner"})  # methods whose papers count bits without scales: "KVTuner-C3.25"
 
 
@@ -80,12 +81,14 @@ class Bundle:
         return hashlib.sha256(data).hexdigest()
 
     def check(self, model: nn.Module, revision: str | None = None, probe: tuple[float, ...] | None = None) -> None:
-        """Refuse another model, naming both values.
+        """Refuse another model, naming both values of the first differences.
 
         probe: as Fingerprint.of takes it; empty: weights are not compared.
         """
         if differences := self.fingerprint.differences(Fingerprint.of(model, revision, probe)):
-            raise IncompatibleBundle(f"{self.name} was made for another model: {'; '.join(differences)}")
+            more = len(differences) - NAMED
+            named = [*differences[:NAMED], *([f"and {more} more"] if more > 0 else [])]
+            raise IncompatibleBundle(f"{self.name} was made for another model: {'; '.join(named)}")
 
 
 class _Stored:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import socket
 import stat
 import subprocess
@@ -509,6 +510,16 @@ def other_weights() -> Any:
     model = build("Llama")
     initialise(model, seed=99)
     return model
+
+
+@pytest.mark.transformers
+def test_a_refusal_names_three_differences_and_how_many_more(path: Path) -> None:
+    bundle, model = loaded(content(), path), TINY["llama"](num_hidden_layers=4, num_key_value_heads=4, head_dim=32)
+    with pytest.raises(IncompatibleBundle) as refused:
+        bundle.check(model)
+    named = str(refused.value).removeprefix("x was made for another model: ").split("; ")
+    assert [one.split(":")[0] for one in named[:3]] == ["layers", "kv_heads", "head_dim"]
+    assert len(named) == 4 and re.fullmatch(r"and [1-9]\d* more", named[3])
 
 
 @pytest.mark.transformers

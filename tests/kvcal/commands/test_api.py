@@ -73,6 +73,29 @@ def test_import_kvcal_and_a_plan_import_no_torch() -> None:
     assert third == "True True ['cache', 'check_codec', 'evaluate', 'fit', 'plan', 'register']"
 
 
+def test_a_plan_of_a_number_of_tokens_and_of_no_rows() -> None:
+    def plan(**options: Any) -> Any:
+        return kvcal.plan("llama-3.1-8b", gpu="rtx-4090", **options)
+
+    assert plan(context=4096)["rows"] == plan(context="4k")["rows"]
+    with pytest.raises(UsageError, match="--context '-1': not a whole number of tokens"):
+        plan(context=-1)
+    for rows in (0, -1, 65_537):
+        with pytest.raises(UsageError, match=f"^batch={rows}: rows at a time must be from 1 to 65,536$"):
+            plan(batch=rows)
+
+
+def test_what_is_no_scheme_is_refused(model: Any) -> None:
+    none: Any = None
+    with pytest.raises(UsageError, match=r"^scheme=None: must be a preset's name, a bundle, its path or a Scheme$"):
+        kvcal.cache(model, none)
+
+
+def test_one_scheme_alone_is_no_list(model: Any, tokenizer: Any) -> None:
+    with pytest.raises(UsageError, match=r"^schemes='kivi-4': one scheme alone; give a list of them, as \['kivi-4'\]$"):
+        kvcal.evaluate(model, tokenizer, "words.txt", "kivi-4")
+
+
 def test_no_function_takes_options_by_the_way() -> None:
     from kvcal.commands import api
 

@@ -76,6 +76,9 @@ def test_the_table_fits_80_columns(base: Path, tmp_path: Path, monkeypatch: pyte
     ] == []
     assert (tmp_path / f"model-recommended{SUFFIX}").is_file()
     assert [line for line in lines if line.startswith("measured in ") and line.endswith(" s on cpu")]
+    alone = "one window was held out: its KL has no spread; give --holdout 2 or more"
+    assert alone not in lines
+    assert alone in kvcal(*given(base, "--max-kl", "0.5", "--holdout", "1")).out.splitlines()
     steps = re.findall(r"^(step \d of 5)(?:, after [^:]+)?: ", done.err, re.MULTILINE)
     assert list(dict.fromkeys(steps)) == [f"step {number} of 5" for number in range(1, 6)]
     assert lines[-1] == f"next: kvcal eval model-recommended{SUFFIX} -m {base / 'model'}"
