@@ -97,7 +97,7 @@ GIVEN: dict[str, tuple[str, str, dict[str, Any]]] = {  # command -> its words, t
     "recommend": (
         "recommend", "kvcal.commands.recommend.run_recommend",
         {
-            "rows": [RUNG, RUNG | {"scheme": "kivi-4"}], "chosen": RUNG["scheme"], "runner_up": "kivi-4",
+            "rows": [RUNG, RUNG | {"scheme": "kivi-4"}], "chosen": RUNG["scheme"], "runner_up": "kivi-4", "holdout_windows": 2,
             "instead_of": None, "max_bits": None, "max_kl": 0.01, "left_out": {"mixkvq": "packs " + "too late " * 20},
             "outliers": [{"ratio": 12.3, "layer": 1, "head": 2}], "device": "cuda:0", "seconds": 312.4,
             "attention_errors": {RUNG["scheme"]: [{"layer": 3, "output_head_errors": [0.1, 0.2]}]},

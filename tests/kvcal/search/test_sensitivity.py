@@ -161,7 +161,8 @@ def test_codecs_under_predictors_are_searched_too(tmp_path: Path) -> None:
     assert bundle.provenance["method"] == "aqua-kv"
     costs = done.json["sensitivity"]
     assert len(costs) == 2 * len(bundle.scheme.layers)
-    assert all(0 < cost < 1e6 for row in costs.values() for cost in row.values())
+    assert all(0 <= cost < 1e6 for row in costs.values() for cost in row.values())  # 4 bits may round to none
+    assert all(row["transform-2"] > 0 for row in costs.values())
 
 
 @pytest.mark.parametrize(
