@@ -6,6 +6,7 @@ Cheap commands run on a small model; of those that measure or reach for the hub 
 from __future__ import annotations
 
 import os
+import importlib
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -163,7 +164,11 @@ def printed(folder: Path) -> dict[str, str]:
 
 
 def given(patch: pytest.MonkeyPatch, *options: str) -> dict[str, str]:
-    """What commands print of the results in GIVEN."""
+    """What commands print of the results in GIVEN. All modules are there before: one that is imported while another's
+    function is replaced would keep the replacement.
+    """
+    for _, function, _ in GIVEN.values():
+        importlib.import_module(function.rpartition(".")[0])
     for _, function, result in GIVEN.values():
         patch.setattr(function, lambda *_, _result=result, **__: dict(_result))
     return {name: out_of(" ".join([words, *options])) for name, (words, *_) in GIVEN.items()}
