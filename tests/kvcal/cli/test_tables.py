@@ -5,8 +5,8 @@ Cheap commands run on a small model; of those that measure or reach for the hub 
 
 from __future__ import annotations
 
-import os
 import importlib
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
