@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -81,7 +82,7 @@ def _facts(inspected: dict[str, Any], wide: bool) -> None:
     print_facts(facts, wide=wide)
 
 
-def _packages(origins: dict[str, Any]) -> str | None:
+def _packages(origins: Mapping[str, Mapping[str, str | None]]) -> str | None:
     """Codecs of other packages, as "acme-float8 (kvcal-acme 1)"; None where there are none."""
     each = (f"{name} ({origin['package']} {origin['version'] or 'not installed'})" for name, origin in origins.items())
     return ", ".join(each) or None

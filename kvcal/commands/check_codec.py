@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import cast
 
 from kvcal_artifacts.codecs import CODECS, Shape, load_plugins
 from kvcal_artifacts.errors import KVCalError, UsageError
@@ -23,7 +23,7 @@ def maker_of(name: str) -> Make:
     load_plugins()
     if name not in CODECS:
         return codec_maker(name)
-    kind: Any = CODECS[name]
+    kind = CODECS[name]
     if kind.__module__.startswith(OURS):
         try:
             kind(Shape(2, 64, 32), "key")
@@ -34,11 +34,10 @@ def maker_of(name: str) -> Make:
                 f"codec {name!r} is made of another codec or of data: give a whole one by the name that --keys takes, "
                 "as squat-2 (`kvcal names codec`)"
             ) from error
-    make: Make = kind
-    return make
+    return cast("Make", kind)
 
 
-def run_check_codec(name: str) -> dict[str, Any]:
+def run_check_codec(name: str) -> dict[str, object]:
     """The outcome of every check, and whether the codec passed all. Raises UsageError as `maker_of` does."""
     outcomes = check_codec(maker_of(name))
     return {

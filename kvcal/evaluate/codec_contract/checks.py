@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,18 @@ from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 
 from .numbers import Broken, any_codec, prediction, require
-from .subject import Subject, changed, first_blocks, joined, moved, nbytes, of_blocks, rows_from, tensors_by_name
+from .subject import (
+    Subject,
+    changed,
+    first_blocks,
+    joined,
+    moved,
+    nbytes,
+    of_blocks,
+    rows_from,
+    tensors_by_name,
+    with_below,
+)
 
 CLOSE = 1e-5  # relative and absolute: float32 sums in another order
 
@@ -232,10 +242,8 @@ def other_shapes(subject: Subject) -> None:
         (s.heads, s.block + 1, s.dim),
         (s.heads, s.block, s.dim // 2),
     ):
-        below: dict[str, Any] = {
-            name: torch.zeros(1, s.heads, tokens, s.dim, dtype=torch.float32, device="cpu") for name in codec.needs
-        }
-        context = Context(1, **below)
+        zeros = torch.zeros(1, s.heads, tokens, s.dim, dtype=torch.float32, device="cpu")
+        context = with_below(Context(1), dict.fromkeys(codec.needs, zeros))
         try:
             codec.encode(torch.zeros(1, heads, tokens, dim, dtype=torch.float32, device="cpu"), context)
         except KVCalError as error:

@@ -95,8 +95,14 @@ def of_blocks(context: Context, block: int, start: int, stop: int) -> Context:
 def changed(context: Context, change: Callable[[Tensor], Tensor]) -> Context:
     """The context with every tensor of layers below, and every statistic, changed."""
     layers = {name: getattr(context, name) for name in CONTEXT_TENSORS}
-    below: dict[str, Any] = {name: change(t) for name, t in layers.items() if t is not None}
-    return replace(context, stats={name: change(t) for name, t in context.stats.items()}, **below)
+    below = {name: change(t) for name, t in layers.items() if t is not None}
+    return replace(with_below(context, below), stats={name: change(t) for name, t in context.stats.items()})
+
+
+def with_below(context: Context, tensors: dict[str, Tensor]) -> Context:
+    """The context with these tensors of layers below, by their names."""
+    fields: dict[str, Any] = dict(tensors)
+    return replace(context, **fields)
 
 
 def tensors_by_name(packed: Packed) -> dict[str, Tensor]:
