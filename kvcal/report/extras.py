@@ -7,9 +7,13 @@ import importlib.util
 from kvcal_artifacts.errors import UsageError
 
 EXTRAS = {
-    "datasets": "data", "pyarrow": "data", "optuna": "tune", "matplotlib": "plot", "lm_eval": "tasks",
+    "datasets": "data",
+    "pyarrow": "data",
+    "optuna": "tune",
+    "matplotlib": "plot",
+    "lm_eval": "tasks",
     "accelerate": "spread",
-}  # fmt: skip
+}
 
 
 def require(module: str, what: str, instead: str = "") -> None:
