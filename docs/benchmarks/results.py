@@ -345,7 +345,7 @@ ABOUT = (
     "bits as the paper counts them, where that differs.",
     "- **Same top** is the share of tokens after which the likeliest next token is full precision's.",
     "- A table of bits leaves out what stores more than 0.15 bits above them.",
-    "- Rows of the transform are of 8cfb961a: since then calibration mixes its coordinates of 4 bits (92b188fa).",
+    "- Rows of the transform were measured at 8cfb961a, before 92b188fa changed how it is calibrated.",
     "",
     "`wiki.txt` is [WikiText-2's test text](../texts.md#texts-of-these-pages). The page is what "
     "`python docs/benchmarks/results.py tables docs/benchmarks/results/*.json` prints from the recorded rows "

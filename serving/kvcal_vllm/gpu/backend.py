@@ -45,7 +45,7 @@ class KVCalGPUBackend(AttentionBackend):
     @classmethod
     def get_impl_cls(cls) -> Any:
         try:
-            with torch.device("cpu"):
+            with torch.device("cpu"):  # vLLM builds a model with the GPU as torch's default device
                 cls._served = plan_of(get_current_vllm_config(), gpu=True)
         except KVCalError as error:
             log_refusal(error)
