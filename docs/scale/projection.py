@@ -3,7 +3,7 @@
     python docs/scale/projection.py [--measured FILE]      # prints the tables of docs/scale.md
     python docs/scale/projection.py --write                # and puts them there
 
---measured: the JSON of docs/runs/two_gpus.py; by default docs/runs/two_gpus-3ee60f8.json. From it come the seconds of each
+--measured: the JSON of docs/runs/two_gpus.py; by default docs/runs/two_gpus-bc2cf7a.json. From it come the seconds of each
 phase for Llama-3.2-3B geometry on one GPU ("fit-1", of two GPUs "fit-2") and, where it was run, for two layers of
 Llama-3.1-70B geometry ("70b-1"). The model, for 256 windows of 8192 tokens, two a batch, in bfloat16:
 
@@ -12,6 +12,8 @@ Llama-3.1-70B geometry ("70b-1"). The model, for 256 windows of 8192 tokens, two
   same, x kv width cubed
 - embed, spill: hidden size, for spill x layers
 - all of these except solve are divided by ranks: the rank with the most windows counts, and only 24 have any
+- import, text, guard: the same for all, on each rank; method: layers, on each rank; keep, write: layers with
+  predictors x kv width squared, by rank 0; weights (random ones are made there): left out, see load
 - load: bytes of weights once a node over `read`; exchange: bytes of all shards' sums over `link` or `network`, and
   `meeting` for each shard of each pass
 - memory: a layer's weights, hidden states, reconstructions, and activations scaled by hidden + intermediate size
@@ -37,12 +39,13 @@ NAMES = ("llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b")
 BASE, WIDE = NAMES[0], NAMES[2]
 MACHINES = ((1, 1), (1, 2), (1, 4), (1, 8), (4, 8))  # nodes, GPUs of each; one and two GPUs come first
 PAGE = Path(__file__).resolve().parents[1] / "scale.md"
-MEASURED = Path(__file__).resolve().parents[1] / "runs" / "two_gpus-3ee60f8.json"
+MEASURED = Path(__file__).resolve().parents[1] / "runs" / "two_gpus-bc2cf7a.json"
 SPILLED_PEAK = 3_972_776_960  # bytes, one H200, `--layerwise --spill cpu`: docs/runs/scale-llama-3.2-3b.md
 PAIRS = {"fit": f"fit of {BASE}", "books": f"codebooks of {BASE}", "70b": f"two layers of {WIDE}"}
 FASTER = 1.85  # wanted of two GPUs, for the fit of BASE
 MARK, END = "<!-- projection.py -->", "<!-- end -->"
 GOALS = {(1, 1): 60, (1, 8): 10}  # minutes, for 70B
+UNSHARED = ("import", "text", "guard", "method", "keep", "write", "solve", "weights")  # phases that ranks do not divide
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,13 @@ def seconds(geometry: Geometry, measured: Measured, nodes: int, gpus: int, assum
     hidden = geometry.hidden / base.hidden
     work = flops(geometry, geometry.layers, measured.passes) / flops(base, measured.layers, measured.passes)
     fitted = (geometry.layers - 1) / (measured.layers - 1)  # the first layer has no predictors
-    scale = {"forward": work, "gram": fitted * width**2, "embed": hidden, "spill": hidden * layers, "load": 0.0,
-             "exchange": 0.0}  # fmt: skip
-    phases = measured.phases
-    shared = sum(scale.get(name, layers * width) * each for name, each in phases.items() if name != "solve")
-    total = busiest(ranks) * shared + fitted * width**3 * phases.get("solve", 0.0)
-    total += weight_bytes(geometry) / assumed.read
+    bundle = fitted * width**2
+    scale = {"forward": work, "gram": bundle, "embed": hidden, "spill": hidden * layers, "load": 0.0, "exchange": 0.0,
+             "import": 1.0, "text": 1.0, "guard": 1.0, "method": layers, "keep": bundle, "write": bundle,
+             "solve": fitted * width**3, "weights": 0.0}  # fmt: skip
+    parts = {name: scale.get(name, layers * width) * each for name, each in measured.phases.items()}
+    unshared = sum(each for name, each in parts.items() if name in UNSHARED)
+    total = busiest(ranks) * (sum(parts.values()) - unshared) + unshared + weight_bytes(geometry) / assumed.read
     if ranks > 1:
         total += sums_bytes(geometry, geometry.layers) / (assumed.link if nodes == 1 else assumed.network)
         if nodes > 1 or not assumed.link_has_meetings:
@@ -212,18 +216,24 @@ def tables(path: Path, assumed: Assumed) -> list[str]:
 
 
 def _pairs(found: Mapping[str, Any]) -> list[str]:
-    """What two GPUs measured beside one; phases leave out the start of the program and the making of weights."""
+    """What two GPUs measured beside one, of the whole command and of the phases that ranks divide."""
     lines = []
     for part, what in PAIRS.items():
         one, two = found.get(f"{part}-1", {}), found.get(f"{part}-2", {})
         if one.get("ok") and two.get("ok"):
             faster = one["seconds"] / two["seconds"]
-            phases = sum(one["phases"].values()) / sum(two["phases"].values())
+            phases = _divided(one) / _divided(two)
             goal = f" Goal {FASTER}: {'met' if faster >= FASTER else 'missed'}." if part == "fit" else ""
             lines.append(
-                f"- Two GPUs beside one, {what}: measured {faster:.2f} times as fast, {phases:.2f} by phases.{goal}"
+                f"- Two GPUs beside one, {what}: measured {faster:.2f} times as fast; {phases:.2f} in phases that "
+                f"ranks divide.{goal}"
             )
     return lines
+
+
+def _divided(part: Mapping[str, Any]) -> float:
+    """Seconds of the phases that ranks divide, with what they wait for each other."""
+    return sum(float(each) for name, each in part["phases"].items() if name not in UNSHARED)
 
 
 def _memory_table(found: Mapping[str, Any], peak: float) -> list[str]:
