@@ -52,11 +52,16 @@ class TransformRule:
         return {bits: Rotated(self.points[bits], self.encoder.new_zeros(1)) for bits, _ in self.form.tiers if bits > 1}
 
     @functools.cached_property
+    def columns(self) -> Tensor:
+        """The encoder with zeros behind its columns, (H, D, a multiple of 16): rows begin where 64 bytes do."""
+        return torch.nn.functional.pad(self.encoder, (0, -self.form.coded % 16))
+
+    @functools.cached_property
     def table(self) -> Tensor:
-        """The numbers that the kernel reads, float32: encoder, mean, `Rotated.table` of 4, 3 and 2 bits. It is made
+        """The numbers that the kernel reads, float32: `columns`, mean, `Rotated.table` of 4, 3 and 2 bits. It is made
         once, as a CUDA graph must find it where it was.
         """
-        parts = [self.encoder.flatten(), self.mean.float().flatten()]
+        parts = [self.columns.flatten(), self.mean.float().flatten()]
         return torch.cat([*parts, *(self.hows[bits].table for bits in (4, 3, 2) if bits in self.hows)]).contiguous()
 
 

@@ -6,7 +6,8 @@ an atomic exclusive or. Nobody else writes these bits, so that reading them befo
 
 Numbers of integers and of grids are those of the reference, bit for bit. Coordinates of the transform codec come from a
 matrix product in three parts of TF32, whose last bits are its own; the norm spans all kv heads, so that a program of
-one head computes the coordinates of the others, too.
+one head computes the coordinates of the others, too. That takes most of its time: steps of the product follow one
+another over all heads in one loop, so that copies of the next ones are always on their way.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ TILE = 16  # tokens of a program
 MANY = 512  # tokens from which on a program takes all heads
 SHIFT_, FROM_, WIDTH_ = tl.constexpr(SHIFT), tl.constexpr(FROM), tl.constexpr(WIDTH)
 LARGEST = tl.constexpr(HALF_MAX)
+STAGES = tl.constexpr(3)  # steps of a product whose numbers are on their way together
 
 
 @triton.jit
@@ -66,13 +68,35 @@ def _coordinates(p_x, o_x, live, p_table, i_head, FIRST, inside, HEADS: tl.const
     """Return coordinates from number FIRST on of a head's tokens: float32 [16, WIDE], 0 where not `inside`."""
     k, column = tl.arange(0, 32), tl.arange(0, WIDE)
     y = tl.zeros([16, WIDE], tl.float32)
-    for i in range(D // 32):
-        channel = i * 32 + k
-        x = tl.load(p_x + o_x[:, None] + (i_head * D + channel)[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-        x = x - tl.load(p_table + SIDE.means + i_head * D + channel)[None, :]
-        at = (i_head * D + channel)[:, None] * SIDE.coded + (FIRST + column)[None, :]
-        y = tl.dot(x, tl.load(p_table + at, mask=inside[None, :], other=0.0), y, input_precision="tf32x3")
+    for i in tl.range(0, D // 32, num_stages=STAGES):
+        channel = i_head * D + i * 32 + k
+        y = _product(p_x, o_x, live, p_table, channel, FIRST + column, inside, y, SIDE)
     return y
+
+
+@triton.jit
+def _product(p_x, o_x, live, p_table, channel, column, inside, y, SIDE: tl.constexpr):
+    """Add to coordinates y [16, WIDE] what these 32 channels of tokens give."""
+    x = tl.load(p_x + o_x[:, None] + channel[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    x = x - tl.load(p_table + SIDE.means + channel)[None, :]
+    at = channel[:, None] * SIDE.stride + column[None, :]
+    return tl.dot(x, tl.load(p_table + at, mask=inside[None, :], other=0.0), y, input_precision="tf32x3")
+
+
+@triton.jit
+def _squares(p_x, o_x, live, p_table, HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr):
+    """Sum the squares of all coordinates of tokens: float32 [16]."""
+    STEPS: tl.constexpr = D // 32
+    k, column = tl.arange(0, 32), tl.arange(0, WIDE)
+    inside = column < SIDE.stride
+    y = tl.zeros([16, WIDE], tl.float32)
+    total = tl.zeros([16], tl.float32)
+    for i in tl.range(0, HEADS * STEPS, num_stages=STAGES):
+        y = _product(p_x, o_x, live, p_table, i * 32 + k, column, inside, y, SIDE)
+        if i % STEPS == STEPS - 1:  # of a head
+            total += tl.sum(y * y, 1)
+            y = tl.zeros([16, WIDE], tl.float32)
+    return total
 
 
 @triton.jit
@@ -120,13 +144,7 @@ def _store_transform(
     THREES: tl.constexpr = 2 * FOUR
     TWOS: tl.constexpr = FOUR + THREE
     ONES: tl.constexpr = FOUR + THREE + TWO
-    total = tl.zeros([16], tl.float32)
-    for i_head in range(HEADS):
-        y = _coordinates(
-            p_x, o_x, live, p_table, i_head, 0, tl.arange(0, WIDE) < SIDE.coded, HEADS, D, WIDE, SIDE
-        )
-        total += tl.sum(y * y, 1)
-    mean = total * (1.0 / (HEADS * SIDE.coded))
+    mean = _squares(p_x, o_x, live, p_table, HEADS, D, WIDE, SIDE) * (1.0 / (HEADS * SIDE.coded))
     norm = tl.minimum(tl.sqrt_rn(mean) if ASM else tl.sqrt(mean), LARGEST).to(tl.float16)
     size = tl.maximum(norm.to(tl.float32), LEAST)
     for i_head in range(first, first + EACH):
@@ -258,7 +276,7 @@ def side_of(rule: StoreRule, at: int) -> StoreSide:
     sizes = at, len(widths(form)), token_scales(form), parts
     none = (0, 0, 0, 0)
     if isinstance(rule, TransformRule):
-        means = rule.encoder.numel()
+        means, stride = rule.columns.numel(), rule.columns.shape[-1]
         first, tables, rasters = means + rule.mean.numel(), [], []
         for bits in (4, 3, 2):
             tables.append(first)
@@ -268,9 +286,10 @@ def side_of(rule: StoreRule, at: int) -> StoreSide:
                 raster = _raster(searched(rule.hows[bits]))
             rasters.append(raster)
         pairs = rule.form.pairs
-        return StoreSide(*sizes, 0, 2, rule.form.coded, pairs, means, (tables[0], tables[1], tables[2]), tuple(rasters))
+        begin = tables[0], tables[1], tables[2]
+        return StoreSide(*sizes, 0, 2, rule.form.coded, stride, pairs, means, begin, tuple(rasters))
     raster = _raster(searched(rule.how)) if isinstance(rule, GridRule) else _raster({"POINTS": 0, **NO_RASTER})
-    return StoreSide(*sizes, rule.form.bits, rule.form.vector, 0, none, 0, (0, 0, 0), (raster,))
+    return StoreSide(*sizes, rule.form.bits, rule.form.vector, 0, 0, none, 0, (0, 0, 0), (raster,))
 
 
 def _raster(constants: dict[str, int]) -> tuple[int, int, int, int]:
@@ -294,6 +313,11 @@ def settings(form: PageForm, keys: StoreRule, values: StoreRule, heads: int, tok
     }
 
 
+def warps(keys: StoreRule, values: StoreRule) -> int:
+    """Return how many warps a program has: twice as many for matrix products."""
+    return 8 if isinstance(keys, TransformRule) or isinstance(values, TransformRule) else 4
+
+
 _SETTINGS: dict[object, tuple[dict[str, Any], StoreRule, StoreRule]] = {}
 
 
@@ -315,5 +339,5 @@ def store(
     with on(k.device):
         store_kernel[(triton.cdiv(tokens, TILE), heads // constants["EACH"], 2)](
             k, v, pages, slots, *tables, tokens, k.stride(0), v.stride(0), pages.stride(0), pages.stride(1),
-            **constants, ASM=not interpreted(), num_warps=4, enable_fp_fusion=False,
+            **constants, ASM=not interpreted(), num_warps=warps(keys, values), enable_fp_fusion=False,
         )
