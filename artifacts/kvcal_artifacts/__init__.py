@@ -56,6 +56,8 @@ def load_cache(
 
     if keep is None and heavy is not None:
         raise UsageError(f"heavy={heavy:g} is a share of the tokens that keep=... keeps: give keep too")
+    if hasattr(bundle, "forward"):
+        raise UsageError(f"bundle is a {type(bundle).__name__}, a model: the order is load_cache(bundle, model)")
     check_supported(model)
     chosen: dict[str, object] | None = None
     if isinstance(bundle, str) and bundle in AUTO_BITS:

@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 PROBE_SECONDS = 4.0
 SAFETENSORS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
