@@ -174,10 +174,12 @@ def _check_tokenizer(tokenizer: object) -> None:
 
     if callable(tokenizer):
         return
-    given, name = f"a {type(tokenizer).__name__}", "NAME"
+    description, name = f"a {type(tokenizer).__name__}", "NAME"
     if isinstance(tokenizer, str):
-        given, name = f"the text {tokenizer!r}", repr(tokenizer)
-    raise UsageError(f"tokenizer is {given}, must be a loaded tokenizer: give AutoTokenizer.from_pretrained({name})")
+        description, name = f"the text {tokenizer!r}", repr(tokenizer)
+    raise UsageError(
+        f"tokenizer is {description}, must be a loaded tokenizer: give AutoTokenizer.from_pretrained({name})"
+    )
 
 
 def _method(name: str) -> Any:

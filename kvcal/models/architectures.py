@@ -263,7 +263,7 @@ def olmo2(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, 
 
 def gemma3_270m(eos: int | list[Json]) -> dict[str, Json]:
     """Five layers of a window of 512 tokens, then one that attends to everything, three times."""
-    layers: list[Json] = ["sliding_attention"] * 5 + ["full_attention"]
+    layers: list[Json] = [*(["sliding_attention"] * 5), "full_attention"]
     rope: dict[str, Json] = {"full_attention": _rope(1000000.0), "sliding_attention": _rope(10000.0)}
     return _decoder(
         "gemma3_text",

@@ -39,11 +39,11 @@ def check_module(model: object) -> None:
     """Raises UsageError for what is no module, such as a model's name where the loaded model belongs."""
     if isinstance(model, nn.Module):
         return
-    given, name = f"a {type(model).__name__}", "NAME"
+    description, name = f"a {type(model).__name__}", "NAME"
     if isinstance(model, str):
-        given, name = f"the text {model!r}", repr(model)
+        description, name = f"the text {model!r}", repr(model)
     raise UsageError(
-        f"model is {given}, must be a loaded model (a torch.nn.Module): "
+        f"model is {description}, must be a loaded model (a torch.nn.Module): "
         f"give AutoModelForCausalLM.from_pretrained({name})"
     )
 

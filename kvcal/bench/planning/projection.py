@@ -240,7 +240,7 @@ def recommended(planned_rows: Sequence[Row], budget: float | None) -> Choice | N
 
 
 def _holds(best: Row, limit: float, everywhere: bool) -> str:
-    """On which models the KL of the best row is within the limit."""
+    """Say on which models the KL of the best row is within the limit."""
     kl = best["kl_upper_anywhere"] if everywhere else best["kl_upper"]
     assert kl is not None
     on = "every measured model" if everywhere else "this architecture, though not on every measured model"
@@ -248,7 +248,7 @@ def _holds(best: Row, limit: float, everywhere: bool) -> str:
 
 
 def _leads(good: Sequence[Row], quick: Sequence[Row], timed: bool) -> str:
-    """What the best row has before the other good ones."""
+    """Say what the best row has before the other good ones."""
     if len(good) == 1:
         return "no other that fits is within it"
     if not timed:
