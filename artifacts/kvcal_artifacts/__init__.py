@@ -45,7 +45,8 @@ def load_cache(
     the tokens, of these the share `heavy` (0.5) by the attention they get (H2O, see scheme.HeavyHitters); None: as the
     bundle says. subspace: prompt, calibrated or both, for keys that SQuat stores; None: as the bundle says. The other
     options are those of KVCalCache. Raises errors.IncompatibleBundle, naming both values, if the bundle was made for
-    another model, and errors.UnsupportedModel for a model that cannot be compressed.
+    another model, errors.UnsupportedModel for a model that cannot be compressed, and errors.UsageError for what is no
+    loaded model, such as its name.
     """
     from .auto_names import AUTO_BITS
     from .bundle import Bundle
