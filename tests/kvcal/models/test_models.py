@@ -589,6 +589,18 @@ def test_a_cached_model_without_tokenizer(cache: Path) -> None:
         load_tokenizer(resolve("org/name"))
 
 
+def test_a_folder_that_a_short_name_hides_is_named(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "reachable", lambda: False)
+    with pytest.raises(ModelUnavailable, match="connect, pass a local folder, or use --random-weights"):
+        load_config(resolve("smollm2-135m"))
+    (tmp_path / "smollm2-135m").mkdir()
+    with pytest.raises(ModelUnavailable, match=r"connect, give \./smollm2-135m for the folder of that name, or use"):
+        load_config(resolve("smollm2-135m"))
+
+
 def test_a_revision_that_is_not_cached(cache: Path) -> None:
     cached_repo(cache)
     with pytest.raises(ModelUnavailable, match="org/name at revision v9 is not in the cache"):
