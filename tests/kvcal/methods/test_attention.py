@@ -16,6 +16,7 @@ from kvcal.methods.transform import CalibratedTransform, fit_transform
 from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Shape, Transform
 from kvcal_artifacts.scheme import Frame, Windows
+from tests.kvcal.methods.test_calibrated import coded, shown, usual
 from tests.support import schemes
 from tests.support.architectures import TINY
 
@@ -143,8 +144,6 @@ def test_a_fit_centres_keys_and_values_where_the_models_attention_is(frame: Fram
 
 
 def test_without_queries_the_centre_is_of_all_tokens_alike() -> None:
-    from tests.kvcal.methods.test_calibrated import coded, shown, usual
-
     k, q = usual()
     data = shown(k, q)
     data.taps.site = SimpleNamespace(odd="its keys are normed twice")  # type: ignore[assignment]
