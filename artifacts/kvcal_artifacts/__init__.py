@@ -45,7 +45,8 @@ def load_cache(
     the tokens, of these the share `heavy` (0.5) by the attention they get (H2O, see scheme.HeavyHitters); None: as the
     bundle says. subspace: prompt, calibrated or both, for keys that SQuat stores; None: as the bundle says. The other
     options are those of KVCalCache. Raises errors.IncompatibleBundle, naming both values, if the bundle was made for
-    another model, and errors.UnsupportedModel for a model that cannot be compressed.
+    another model, errors.UnsupportedModel for a model that cannot be compressed, and errors.UsageError for what is no
+    loaded model, such as its name.
     """
     from .auto_names import AUTO_BITS
     from .bundle import Bundle
@@ -56,6 +57,8 @@ def load_cache(
 
     if keep is None and heavy is not None:
         raise UsageError(f"heavy={heavy:g} is a share of the tokens that keep=... keeps: give keep too")
+    if hasattr(bundle, "forward"):
+        raise UsageError(f"bundle is a {type(bundle).__name__}, a model: the order is load_cache(bundle, model)")
     check_supported(model)
     chosen: dict[str, object] | None = None
     if isinstance(bundle, str) and bundle in AUTO_BITS:

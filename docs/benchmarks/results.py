@@ -148,12 +148,25 @@ def measured(key: str, with_logits: bool) -> Row:
     from kvcal_artifacts.errors import KVCalError
 
     try:
-        return figures(json.loads(key), key, with_logits)
+        return figures(at_width(json.loads(key)), key, with_logits)
     except KVCalError as error:
         return {"refused": str(error)}
     except Exception as error:  # memory, a fault of ours: the other rows are measured, and this one is tried again
         traceback.print_exc()
         return {"refused": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+
+
+def at_width(what: Row) -> Row:
+    """The row for this model's heads: VQKV's stages are those of a head of 64 channels, and a wider one takes as many
+    more of them for the same bits.
+    """
+    from kvcal_artifacts.hf import head_dim_of
+
+    wider = head_dim_of(STATE["loaded"].model.config.get_text_config()) // 64
+    if "stages" not in what.get("options", {}) or wider < 2:
+        return what
+    stages = ",".join(str(int(one) * wider) for one in what["options"]["stages"].split(","))
+    return what | {"options": what["options"] | {"stages": stages}}
 
 
 def figures(what: Row, key: str, with_logits: bool) -> Row:
@@ -360,6 +373,7 @@ COLUMNS = ("stored bits", "KL", "median", "99 %", "max", "same top", "perplexity
 NAMES = {  # folder of a model -> its name on the hub
     "smollm2-135m": "SmolLM2-135M-Instruct",
     "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct",
+    "gemma-3-270m": "Gemma-3-270M",
 }
 
 

@@ -27,58 +27,104 @@ TRITON_LEAST = (8, 0)
 OLDEST_TRITON = "3.6"  # what kvcal asks for anyway
 LANES = 128  # thread-instructions an SM issues in a clock: four schedulers, a warp of 32 each (Volta to Blackwell)
 
+# Memory, bandwidth and 16-bit rates are NVIDIA's own: data sheets, white papers, product pages. No page of NVIDIA's
+# opens from where this was written, so each figure was compared with a copy. A10, L4, L40S, A100, H100 and H200: with
+# NVIDIA's own tensorrt_llm/auto_parallel/cluster_info.py (TensorRT-LLM, commit 16d2467), which names these sheets.
+# GeForce and B200: with public transcriptions of the tables named here. SMs x clock x operations gives the same rates.
 XAVIER = "https://www.nvidia.com/en-us/autonomous-machines/embedded-systems/jetson-xavier-series/ (59.7 and 137 GB/s)"
 XAVIER_NX_SHEET = "NVIDIA Jetson Xavier NX data sheet DA-09366-001"
 AGX_XAVIER_QUERY = "https://gist.github.com/r7vme/7276929c7ddcce41eb0872d389634e4d (deviceQuery)"
 ORIN_NANO_SHEET = "NVIDIA Jetson Orin Nano series data sheet DS-11105-001"
-ORIN_NX_SHEET = "NVIDIA Jetson Orin NX series data sheet DS-10712-001"
+ORIN_NX_SHEET = (
+    "NVIDIA Jetson Orin NX series data sheet DS-10712-001, "
+    "https://developer.nvidia.com/downloads/jetson-orin-nx-series-data-sheet"
+)
 AGX_ORIN_SHEET = "NVIDIA Jetson AGX Orin series data sheet DS-10662-001"
 SUPER = "https://developer.nvidia.com/blog/nvidia-jetson-orin-nano-developer-kit-gets-a-super-boost/"
-THOR = "https://developer.ridgerun.com/wiki/index.php/NVIDIA_Jetson_AGX_Thor/Introduction/SoM_Overview"
+THOR = (
+    "NVIDIA Jetson Thor series modules data sheet DS-11945-001, https://developer.nvidia.com/downloads/assets/embedded/"
+    "secure/jetson/thor/docs/jetson-thor-series-modules-datasheet_ds-11945-001.pdf (128 GB, 273 GB/s)"
+)
+THOR_CLOCK = (
+    "https://developer.ridgerun.com/wiki/index.php/NVIDIA_Jetson_AGX_Thor/Introduction/SoM_Overview (1.575 GHz)"
+)
 THOR_QUERY = (
     "https://forums.developer.nvidia.com/t/clarification-on-cuda-core-and-tensor-core-counts-for-jetson-agx-thor/356355"
 )
-A100_SHEET = "https://huggingface.co/RajBhope/gpu-runtime-predictor/blob/main/gpu_catalog.json (1555 GB/s)"
-A100_QUERY = "https://gist.github.com/gengwg/3520df2ebf8872e5ee4818367e3a4122 (deviceQuery)"
-H200_FACTS = "https://www.saulelectric.com/nvidia-h200.html (132 SMs, 4.8 TB/s, 141 GB)"
-H200_USABLE = (
-    "what CUDA says of one (docs/benchmarks/generation-ffe395f.json, total_bytes): 139.8 GiB, all for programs"
+AMPERE = (
+    "NVIDIA Ampere GA102 white paper, https://www.nvidia.com/content/PDF/"
+    "nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf "
+    "(RTX 3090: 82 SMs, 1695 MHz, 24 GB, 936 GB/s, 71 TFLOPS with float32 sums)"
 )
-# NVIDIA's own sheets of the cards below could not be opened from where this was written: these pages repeat them.
-RTX_3090 = "https://holynerdvana.blogspot.com/2022/10/nvidia-geforce-rtx-3090-specifications.html (82 SMs, 936 GB/s)"
-RTX_4090 = "https://holynerdvana.blogspot.com/2022/10/nvidia-geforce-rtx-4090-specifications.html (128 SMs, 1008 GB/s)"
-RTX_5090 = (
-    "https://fpsbench.com/compare/gpu/nvidia-geforce-rtx-4090-d-vs-nvidia-geforce-rtx-5090 (170 SMs, 512 bit, 28 Gbps)"
+ADA = (
+    "NVIDIA Ada white paper, https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf "
+    "(RTX 4090: 128 SMs, 2520 MHz, 24 GB, 1008 GB/s, 165.2 TFLOPS with float32 sums)"
 )
-HALVED = "half of the rate with float16 sums on that page: GeForce cards halve it with float32 sums"
-L4 = "https://pcpartdb.com/gpus/view/nvidia-l4 (7,680 cores of 128 an SM, 300 GB/s)"
-L4_RATE = "https://grokipedia.com/page/NVIDIA_L4_vs_L40S (242 TFLOPS with sparsity)"
-A10 = "https://sysrqmts.com/ru/gpus/compare/nvidia-a10-pcie-vs-nvidia-quadro-rtx-4000 (72 SMs, 600 GB/s)"
-A10_RATE = "https://gist.github.com/kimbochen (125 TFLOP/s)"
-A10_USABLE = "https://github.com/QwenLM/Qwen3/issues/678 (nvidia-smi: 23028 MiB)"
+BLACKWELL = (
+    "NVIDIA RTX Blackwell white paper, "
+    "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf "
+    "(RTX 5090: 170 SMs, 2407 MHz, 32 GB, 1792 GB/s, 209.5 TFLOPS with float32 sums)"
+)
+L4 = "NVIDIA L4 data sheet, https://nvdam.widen.net/s/rvq98gbwsw/l4-datasheet-2595652 (24 GB, 300 GB/s)"
+L4_RATE = (
+    "NVIDIA L4 product page, https://www.nvidia.com/en-us/data-center/l4/ (242 TFLOPS with sparsity, half without)"
+)
+L4_CHIP = "NVIDIA Ada white paper, appendix on the L4 (7,424 cores of 128 an SM, 2040 MHz); CUDA reports 58 SMs"
+A10 = (
+    "NVIDIA A10 data sheet, "
+    "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a10/pdf/datasheet-new/nvidia-a10-datasheet.pdf "
+    "(24 GB, 600 GB/s, 125 TFLOPS)"
+)
+A10_CHIP = "https://sysrqmts.com/ru/gpus/compare/nvidia-a10-pcie-vs-nvidia-quadro-rtx-4000 (72 SMs)"
+A10_USABLE = "https://github.com/aalanwyr/face2cuda step2cuda/README.md (CUDA: 23609475072 bytes, 1695 MHz)"
 L40S = (
+    "NVIDIA L40S data sheet, https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413 "
+    "(48 GB, 864 GB/s, 362.05 TFLOPS; 18,176 cores of 128 an SM)"
+)
+L40S_CHIP = (
     "https://m.reach.dog/shop/computizer/products/nvidia-l40s-48gb-gddr6-graphics-card-for-ai-and-graphics-performance"
 )
-L40S_RATE = "https://www.mullet.se/product.html?product_id=355414 (362 and, with sparsity, 733 TFLOPS)"
 L40S_USABLE = "https://github.com/Wan-Video/Wan2.1/issues/205 (total capacity of 44.53 GiB)"
-A100_RATE = (
-    "https://glennklockwood.com/garden/processors/A100 (312 TFLOPS; 80 GB: 2.039 TB/s; cites NVIDIA's data sheet)"
+A100 = (
+    "NVIDIA A100 data sheet, https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
+    "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf (40 GB: 1,555 GB/s; 80 GB, SXM: 2,039 GB/s; 312 TFLOPS)"
 )
+A100_QUERY = "https://gist.github.com/gengwg/3520df2ebf8872e5ee4818367e3a4122 (deviceQuery)"
 A100_USABLE = "https://upb-pc2.atlassian.net/wiki/spaces/PC2DOK/pages/1900609 (deviceQuery: 42405855232 bytes)"
-H100 = "https://glennklockwood.com/garden/processors/h100 (132 SMs, 1.98 GHz, 3.35 TB/s, 989 TFLOPS; cites NVIDIA's)"
-H100_TOO = "https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html (3,350 GB/s)"
-B200 = (
-    "https://brent-newsom-nvidia.github.io/AIPS-Boom/wiki/NVIDIA-DGX-B200 (8 GPUs: 1,440 GB, 64 TB/s; cites NVIDIA's)"
+H100 = (
+    "NVIDIA H100 data sheet, https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet "
+    "(SXM: 80 GB, 3.35 TB/s, 989 TFLOPS without sparsity)"
 )
-B200_CHIP = "https://hmc-tech.com/gpus/nvidia-b200-vs-nvidia-b100 (148 SMs, 1.98 GHz, 2.25 PFLOPS dense)"
-B200_USABLE = "https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview (nvidia-smi: 179 GB)"
-RTX_4090_USABLE = "https://github.com/3DTopia/Phidias-Diffusion/issues/8 (total capacity of 23.64 GiB)"
-LIKE_4090 = "no figure of this card was found: the same part of its memory as the RTX 4090 has"
-SYSTEM = "what a Jetson's system has of its memory, see PART"
+H100_CHIP = "https://glennklockwood.com/garden/processors/h100 (132 SMs, 1.98 GHz; cites NVIDIA's)"
+H100_USABLE = "what CUDA says of one (docs/benchmarks/plan-3ee60f8.json, total_memory): 79.18 GiB"
+H200 = (
+    "NVIDIA H200 data sheet, https://nvdam.widen.net/s/nb5zzzsjdf/hpc-datasheet-sc23-h200-datasheet-3002446 "
+    "(SXM: 141 GB, 4.8 TB/s, 1,979 TFLOPS with sparsity, half without)"
+)
+H200_CHIP = "https://www.saulelectric.com/nvidia-h200.html (132 SMs)"
 H200_CLOCK = (
     "https://geektopia.es/es/technology/2023/11/13/noticias/"
     "nvidia-anuncia-la-aceleradora-h200-tiene-141-gb-de-hbm3e.html"
 )
+H200_USABLE = (
+    "what CUDA says of one (docs/benchmarks/generation-ffe395f.json, total_bytes): 139.8 GiB, all for programs"
+)
+B200 = "NVIDIA DGX B200 product page, https://www.nvidia.com/en-us/data-center/dgx-b200/ (8 GPUs: 1,440 GB, 64 TB/s)"
+B200_RATE = (
+    "NVIDIA HGX product page, https://www.nvidia.com/en-us/data-center/hgx/ "
+    "(8 GPUs: 36 PFLOPS of 16 bits with sparsity, half without)"
+)
+B200_CHIP = (
+    "https://developer.nvidia.com/blog/boost-gpu-memory-performance-with-no-code-changes-using-nvidia-cuda-mps/ "
+    "(148 SMs)"
+)
+B200_CLOCK = "https://hmc-tech.com/gpus/nvidia-b200-vs-nvidia-b100 (1.98 GHz)"
+B200_USABLE = "https://github.com/pytorch/ao/pull/4002 (CUDA: 178.35 GiB, 148 SMs)"
+L4_USABLE = "what CUDA says of one, in several public logs: 23659151360 bytes"
+RTX_3090_USABLE = "https://github.com/Jumperkables/cuda-benchmarking 00_deviceQuery/README.md (25286672384 bytes)"
+RTX_4090_USABLE = "https://github.com/3DTopia/Phidias-Diffusion/issues/8 (total capacity of 23.64 GiB)"
+RTX_5090_USABLE = "https://github.com/Wan-Video/Wan2.1/issues/465 (total capacity of 31.37 GiB)"
+SYSTEM = "what a Jetson's system has of its memory, see PART"
 
 
 @dataclass(frozen=True)
@@ -159,71 +205,69 @@ _TABLE = (
     ),
     Device(
         "jetson-thor", "Jetson T5000 (AGX Thor, 128 GB)", (11, 0), 20, 1575, 273, 128, ("Thor",),
-        {"sms": THOR_QUERY, "clock": THOR, "bandwidth": THOR, "memory": THOR}, least_triton="3.9",
+        {"sms": THOR_QUERY, "clock": THOR_CLOCK, "bandwidth": THOR, "memory": THOR}, least_triton="3.9",
     ),
     Device(
         "rtx-3090", "GeForce RTX 3090 (24 GB)", (8, 6), 82, 1695, 936, 24, ("GeForce RTX 3090",),
-        {"sms": RTX_3090, "clock": RTX_3090, "bandwidth": RTX_3090, "memory": RTX_3090, "usable": LIKE_4090,
-         "tflops": HALVED},
-        jetson=False, usable=23.64, tflops=71,
+        {"sms": AMPERE, "clock": AMPERE, "bandwidth": AMPERE, "memory": AMPERE, "usable": RTX_3090_USABLE,
+         "tflops": AMPERE},
+        jetson=False, usable=23.55, tflops=71,
     ),
     Device(
         "rtx-4090", "GeForce RTX 4090 (24 GB)", (8, 9), 128, 2520, 1008, 24, ("GeForce RTX 4090",),
-        {"sms": RTX_4090, "clock": RTX_4090, "bandwidth": RTX_4090, "memory": RTX_4090, "usable": RTX_4090_USABLE,
-         "tflops": HALVED},
-        jetson=False, usable=23.64, tflops=165,
+        {"sms": ADA, "clock": ADA, "bandwidth": ADA, "memory": ADA, "usable": RTX_4090_USABLE, "tflops": ADA},
+        jetson=False, usable=23.64, tflops=165.2,
     ),
     Device(
         "rtx-5090", "GeForce RTX 5090 (32 GB)", (12, 0), 170, 2407, 1792, 32, ("GeForce RTX 5090",),
-        {"sms": RTX_5090, "clock": RTX_5090, "bandwidth": RTX_5090, "memory": RTX_5090, "usable": LIKE_4090,
-         "tflops": "no source could be seen"},
-        jetson=False, usable=31.52, tflops=209,
+        {"sms": BLACKWELL, "clock": BLACKWELL, "bandwidth": BLACKWELL, "memory": BLACKWELL, "usable": RTX_5090_USABLE,
+         "tflops": BLACKWELL},
+        jetson=False, usable=31.37, tflops=209.5,
     ),
     Device(
-        "l4", "L4 (24 GB)", (8, 9), 60, 2040, 300, 24, ("L4",),
-        {"sms": L4, "clock": L4, "bandwidth": L4, "memory": L4, "tflops": L4_RATE,
-         "usable": "no figure of this card was found: the A10's, which has ECC and as much"},
-        jetson=False, usable=22.49, tflops=121,
+        "l4", "L4 (24 GB)", (8, 9), 58, 2040, 300, 24, ("L4",),
+        {"sms": L4_CHIP, "clock": L4_CHIP, "bandwidth": L4, "memory": L4, "tflops": L4_RATE, "usable": L4_USABLE},
+        jetson=False, usable=22.03, tflops=121,
     ),
     Device(
         "a10", "A10 (24 GB)", (8, 6), 72, 1695, 600, 24, ("A10",),
-        {"sms": A10, "clock": A10, "bandwidth": A10, "memory": A10, "usable": A10_USABLE, "tflops": A10_RATE},
-        jetson=False, usable=22.49, tflops=125,
+        {"sms": A10_CHIP, "clock": A10_USABLE, "bandwidth": A10, "memory": A10, "usable": A10_USABLE, "tflops": A10},
+        jetson=False, usable=21.99, tflops=125,
     ),
     Device(
         "l40s", "L40S (48 GB)", (8, 9), 142, 2520, 864, 48, ("L40S",),
-        {"sms": L40S, "clock": L40S, "bandwidth": L40S, "memory": L40S, "usable": L40S_USABLE, "tflops": L40S_RATE},
+        {"sms": L40S, "clock": L40S_CHIP, "bandwidth": L40S, "memory": L40S, "usable": L40S_USABLE, "tflops": L40S},
         jetson=False, usable=44.53, tflops=362,
     ),
     Device(
         "a100-40gb", "A100 (40 GB)", (8, 0), 108, 1410, 1555, 40, ("A100-SXM4-40GB", "A100-PCIE-40GB"),
-        {"sms": A100_QUERY, "clock": A100_QUERY, "bandwidth": A100_SHEET, "memory": A100_SHEET, "usable": A100_USABLE,
-         "tflops": A100_RATE},
+        {"sms": A100_QUERY, "clock": A100_QUERY, "bandwidth": A100, "memory": A100, "usable": A100_USABLE,
+         "tflops": A100},
         jetson=False, usable=39.49, tflops=312,
     ),
     Device(
         "a100-80gb", "A100 (SXM, 80 GB)", (8, 0), 108, 1410, 2039, 80, ("A100-SXM4-80GB",),
-        {"sms": A100_QUERY, "clock": A100_QUERY, "bandwidth": A100_RATE, "memory": A100_RATE, "tflops": A100_RATE,
+        {"sms": A100_QUERY, "clock": A100_QUERY, "bandwidth": A100, "memory": A100, "tflops": A100,
          "usable": "no figure of this card was found: twice the 40 GB card's"},
         jetson=False, usable=78.98, tflops=312,
     ),
     Device(
         "h100", "H100 (SXM, 80 GB)", (9, 0), 132, 1980, 3350, 80, ("H100 80GB HBM3",),
-        {"sms": H100, "clock": H100, "bandwidth": H100_TOO, "memory": H100_TOO, "tflops": H100,
-         "usable": "no source could be seen: the A100's of 80 GB"},
-        jetson=False, usable=78.98, tflops=989,
+        {"sms": H100_CHIP, "clock": H100_CHIP, "bandwidth": H100, "memory": H100, "tflops": H100,
+         "usable": H100_USABLE},
+        jetson=False, usable=79.18, tflops=989,
     ),
     Device(
-        "h200", "H200 (SXM, 141 GB)", (9, 0), 132, 1930, 4800, 139, ("H200",),
-        {"sms": H200_FACTS, "clock": H200_CLOCK, "bandwidth": H200_FACTS, "memory": H200_USABLE, "usable": H200_USABLE,
-         "tflops": f"{H100}: the same chip"},
+        "h200", "H200 (SXM, 141 GB)", (9, 0), 132, 1930, 4800, 141, ("H200",),
+        {"sms": H200_CHIP, "clock": H200_CLOCK, "bandwidth": H200, "memory": H200, "usable": H200_USABLE,
+         "tflops": H200},
         jetson=False, usable=139.8, tflops=989,
     ),
     Device(
         "b200", "B200 (180 GB)", (10, 0), 148, 1980, 8000, 180, ("B200",),
-        {"sms": B200_CHIP, "clock": B200_CHIP, "bandwidth": B200, "memory": B200, "usable": B200_USABLE,
-         "tflops": B200_CHIP},
-        jetson=False, usable=179, tflops=2250,
+        {"sms": B200_CHIP, "clock": B200_CLOCK, "bandwidth": B200, "memory": B200, "usable": B200_USABLE,
+         "tflops": B200_RATE},
+        jetson=False, usable=178.35, tflops=2250,
     ),
 )  # fmt: skip
 

@@ -38,7 +38,11 @@ def plan(o: PlanOptions, typed: Typed) -> None:
         for text in _foot(result):
             wrapped(text, indent="    ", wide=o.wide)
         best = next((row for row in result["rows"] if row["scheme"] == result["recommended"]), None)
-        line(f"recommended: {_nothing(result) if best is None else best['next']}")
+        if best is None:
+            wrapped(f"recommended: {_nothing(result)}", indent="    ", wide=o.wide)
+        else:
+            line(f"recommended: {best['next']}")
+            wrapped(f"why {best['scheme']}: {result['recommended_why']}", indent="    ", wide=o.wide)
 
 
 COLUMNS = ["scheme", "× smaller", "fits", "longest", "batch", "prompt", "tokens/s", "KL"]

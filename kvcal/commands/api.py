@@ -92,7 +92,10 @@ def _bundle_of(model: nn.Module, scheme: SchemeLike) -> Bundle | str:
     if isinstance(scheme, Scheme):
         return Bundle(Fingerprint.of(model), scheme)
     if not hasattr(scheme, "scheme"):
-        raise UsageError(f"scheme={scheme!r}: must be a preset's name, a bundle, its path or a Scheme")
+        what = f"scheme is a {type(scheme).__name__}"
+        if hasattr(scheme, "forward"):
+            raise UsageError(f"{what}, a model: the order is kvcal.cache(model, scheme)")
+        raise UsageError(f"{what}, must be a preset's name, a bundle, its path or a Scheme")
     return Bundle(Fingerprint.of(model), scheme.scheme(model))
 
 
@@ -136,6 +139,7 @@ def fit(
 
     settings = _method(method) if isinstance(method, str) else method
     hf.check_supported(model)
+    _check_tokenizer(tokenizer)
     if output is not None:
         check_output(Path(output))
     ids = token_windows.token_windows(
@@ -162,6 +166,20 @@ def fit(
     if output is None:
         bundle.path = None
     return bundle
+
+
+def _check_tokenizer(tokenizer: object) -> None:
+    """Raises UsageError for what is no tokenizer, such as a model's name."""
+    from kvcal_artifacts.errors import UsageError
+
+    if callable(tokenizer):
+        return
+    description, name = f"a {type(tokenizer).__name__}", "NAME"
+    if isinstance(tokenizer, str):
+        description, name = f"the text {tokenizer!r}", repr(tokenizer)
+    raise UsageError(
+        f"tokenizer is {description}, must be a loaded tokenizer: give AutoTokenizer.from_pretrained({name})"
+    )
 
 
 def _method(name: str) -> Any:
@@ -202,6 +220,7 @@ def evaluate(
     forward pass. batch: windows at a time. Raises UsageError for two schemes of one name, TextError for a text that is
     too short.
     """
+    from kvcal_artifacts import hf
     from kvcal_artifacts.errors import UsageError
 
     from ..evaluate.perplexity import evaluate as measure
@@ -213,6 +232,8 @@ def evaluate(
     named = schemes if isinstance(schemes, Mapping) else {_name(scheme): scheme for scheme in schemes}
     if len(named) < len(schemes) or "full" in named:
         raise UsageError("two rows would have one name, or one is called full: give a dict with names of your own")
+    hf.check_supported(model)
+    _check_tokenizer(tokenizer)
     ids = token_windows.evaluation_windows(
         tokenizer, os.fspath(text), windows=windows, length=length, column=column, say=say
     ).ids

@@ -49,13 +49,15 @@ def run_plan(options: PlanOptions, say: Say) -> dict[str, Any]:
     reads_all = not plain_config.experts(source)
     goal = Goal(source.name, model, context, geometry.context, options.batch, options.budget_kl, reads_all)
     rows = projection.rows(goal, chosen, card)
+    choice = projection.recommended(rows, options.budget_kl)
     return {
         "model": _model_record(source, model, options),
         "gpu": _card_record(card),
         "context": context,
         "batch": options.batch,
         "budget_kl": options.budget_kl,
-        "recommended": projection.recommended(rows, options.budget_kl),
+        "recommended": None if choice is None else choice.scheme,
+        "recommended_why": None if choice is None else choice.why,
         "assumed": _assumed(card),
         "rows": rows,
     }

@@ -18,6 +18,7 @@ from kvcal_artifacts.codecs import Codec, Context, Shape
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.hf import AttentionSite
 from kvcal_artifacts.scheme import Windows
+from kvcal_artifacts.storage.attention_mass import SCORES
 from kvcal_artifacts.storage.ledger import Ledger
 
 from ..capture.scan import TapBatch
@@ -119,22 +120,48 @@ def probe(
     assert batch.q is not None and batch.k is not None and batch.v is not None
     length = batch.k.shape[2]
     count = blocks_of(windows, length)
-    first = windows.sink + windows.block + windows.recent
     if not count:
+        first = windows.sink + windows.block + windows.recent
         raise UsageError(
             f"windows of {length} tokens fit into sink {windows.sink}, block {windows.block} and recent "
             f"{windows.recent}: "
             f"nothing would be packed; use --length {first + 1} or more"
         )
-    at = (
-        torch.linspace(first, length - 1, min(QUERIES, length - first), dtype=torch.float64, device="cpu")
-        .round()
-        .long()
-    )
-    at = at.to(batch.q.device)
+    at = _sampled_queries(windows, length).to(batch.q.device)
     scaling = float(getattr(site.module, "scaling", shape.dim**-0.5))
     statistics = _statistics(batch, shape, windows, stats, count)
     return Probe(layer, windows, batch.q[:, :, at], at, batch.k, batch.v, statistics, scaling)
+
+
+def _sampled_queries(windows: Windows, length: int) -> Tensor:
+    """Positions of queries that find a block packed, evenly spaced: int64, QUERIES at most, none in short windows."""
+    first = windows.sink + windows.block + windows.recent
+    count = max(0, min(QUERIES, length - first))
+    return torch.linspace(first, length - 1, count, dtype=torch.float64, device="cpu").round().long()
+
+
+def squared_weights(q: Tensor, k: Tensor, windows: Windows, scaling: float) -> Tensor:
+    """Squares of the attention weights that tokens get once they are packed, summed over the sampled queries of a kv
+    head: (B, H, T) float64.
+
+    q (B, heads, T, D), k (B, H, T, D): after RoPE. scaling: of the scores. Errors of tokens are about independent, so
+    that of an attention output is the sum of these squares times theirs. At most SCORES weights are in memory at a
+    time, or those of one query. All are 0 where windows are too short to pack anything.
+    """
+    heads, length = k.shape[1], k.shape[2]
+    token = torch.arange(length, device=k.device)
+    due = windows.sink + ((token - windows.sink) // windows.block + 1) * windows.block + windows.recent
+    squares = torch.zeros(*k.shape[:3], dtype=torch.float64, device=k.device)
+    keys = k.float().transpose(-1, -2)
+    sampled = _sampled_queries(windows, length).to(k.device)
+    step = max(1, SCORES // (q.shape[:2].numel() * length))
+    for at in sampled.split(step) if len(sampled) else ():
+        queries = torch.unflatten(q[:, :, at].float(), 1, (heads, -1)).flatten(2, 3) * scaling
+        scores = torch.unflatten(queries @ keys, 2, (-1, len(at)))  # (B, H, group, queries, T)
+        weights = scores.masked_fill_(token > at[:, None], float("-inf")).softmax(-1)
+        hidden = (due > at[:, None]) | (token < windows.sink)
+        squares += weights.square().masked_fill(hidden, 0).sum((2, 3), dtype=torch.float64)
+    return squares
 
 
 def _statistics(

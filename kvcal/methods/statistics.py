@@ -20,6 +20,7 @@ from kvcal_artifacts.storage.plan import Plan
 
 from ..capture.scan import LayerTaps, TapBatch
 from ..capture.shards import S, ShardSums
+from .attention import squared_weights
 from .base import Carry
 
 
@@ -126,15 +127,33 @@ class TrainingData:
         if batch.q is not None:
             moments.weigh(self.queries(batch))
 
-    def moments(self) -> Moments:
+    def attention(self, batch: TapBatch) -> Tensor:
+        """How much attention coded tokens get, of a batch with q and k: `squared_weights`, (B, H, coded tokens) float64.
+
+        Sinks and soft caps of scores, which some models have, are left out of it.
+        """
+        q, k, site = batch.q, batch.k, self.taps.site
+        assert q is not None and k is not None
+        if self.frame == "pre_rope" and self.taps.rope is not None:
+            q, k = (site.rotate(x, *self.taps.rope) for x in (q, k))
+        weights = squared_weights(q, k, self.windows, float(getattr(site.module, "scaling", self.shape.dim**-0.5)))
+        return weights[:, :, self.carry.tokens]
+
+    def moments(self, attended: bool = False) -> Moments:
         """Moments of what is stored, with the metric of what it will be multiplied by: queries or output projection
         rows.
+
+        attended: also their centre by attention, unless values are stored of a layer whose queries cannot be had.
         """
         sums = ShardSums(lambda: Moments(self.shape, self.taps.device))
-        for stored, batch in self.batches({"q"} if self.role == "key" else (), sums):
+        attended = attended and self.taps.site.odd is None
+        for stored, batch in self.batches({"q", "k"} if attended else {"q"} if self.role == "key" else (), sums):
             with self.carry.timer("moments"):
                 sums.part.add(stored)
-                self.weighed(sums.part, batch)
+                if attended:
+                    sums.part.attend(stored, self.attention(batch))
+                if self.role == "key":
+                    self.weighed(sums.part, batch)
         moments = sums.total
         if self.role == "value" and (projection := output_projection(self.taps.site)) is not None:
             moments.weigh_output(projection)
@@ -168,6 +187,8 @@ class Moments:
         self.total = torch.zeros(size, dtype=torch.float64, device=device)
         self.square = torch.zeros(*size, shape.dim, dtype=torch.float64, device=device)
         self.weight = torch.zeros_like(self.square)
+        self.attended = torch.zeros_like(self.total)
+        self.attention = torch.zeros_like(self.total[:, :1])
 
     def add(self, x: Tensor) -> None:
         """Add tokens x (B, H, T, D), as they will be stored."""
@@ -182,6 +203,13 @@ class Moments:
         self.total += other.total
         self.square += other.square
         self.weight += other.weight
+        self.attended += other.attended
+        self.attention += other.attention
+
+    def attend(self, x: Tensor, weights: Tensor) -> None:
+        """Add to `centre` tokens x (B, H, T, D), as they will be stored, by these weights (B, H, T)."""
+        self.attended += (weights[..., None] * x).sum((0, 2))
+        self.attention += weights.sum((0, 2))[:, None]
 
     def weigh(self, queries: Tensor) -> None:
         """Weigh keys by queries (B, H * group, T, D), in the frame in which keys are stored."""
@@ -198,6 +226,17 @@ class Moments:
         """Covariance (H, D, D) and mean (H, D)."""
         mean = self.total / max(1, self.count)
         return self.square / max(1, self.count) - mean[:, :, None] * mean[:, None], mean
+
+    def centre(self) -> Tensor:
+        """Mean (H, D) of tokens by the weights of `attend`; of all tokens alike where no weight was given."""
+        mean = self.total / max(1, self.count)
+        return torch.where(self.attention > 0, self.attended / self.attention.clamp_min(1e-300), mean)
+
+    def spread(self, centre: Tensor) -> Tensor:
+        """Second moment (H, D, D) of tokens less the centre (H, D)."""
+        covariance, mean = self.covariance()
+        offset = mean - centre
+        return covariance + offset[:, :, None] * offset[:, None]
 
     def metric(self) -> Tensor:
         """(H, D, D), the identity where nothing was weighed."""

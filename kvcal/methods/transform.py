@@ -5,11 +5,15 @@ gives more bits to what matters more, but to directions rather than channels, ch
 the token's norm are HIGGS's. Under AQUA-KV's predictors it codes their residuals. None of the papers has this
 combination.
 
-With S the covariance of what is stored and W the second moment of what it will be multiplied by (the queries of the kv
-head's group; for values the rows of the output projection), the expected squared error of scores is tr(W E), E the
-error's second moment. In coordinates U' W^1/2 (x - mean), U the eigenvectors of W^1/2 S W^1/2, it is the sum of the
-coordinates' errors, each its variance times the grid's MSE. Bits go where they lower the sum most; a bit more lowers an
-MSE by less and less, so the greedy choice is best.
+With S the second moment of what is stored about a centre, which is taken off, and W the second moment of what it will
+be multiplied by (the queries of the kv head's group; for values the rows of the output projection), the expected
+squared error of scores is tr(W E), E the error's second moment. In coordinates U' W^1/2 (x - centre), U the
+eigenvectors of W^1/2 S W^1/2, it is the sum of the coordinates' errors, each its energy times the grid's MSE. Bits go
+where they lower the sum most; a bit more lowers an MSE by less and less, so the greedy choice is best.
+
+A token's error grows with its distance from the centre. The centre is therefore not the mean of all tokens, but the
+mean by the squares of the attention that they get. Some tokens get most of it, such as a text's first "the", and their
+values are near 0. About the mean of all tokens they had the error of a vector of the mean's length.
 
 A coordinate has 4 bits at most, and a grid ends at about 3.4 deviations. So the error of the greatest coordinates would
 not fall with more bits, and their outliers would be cut. The n coordinates of 4 bits are therefore mixed by a rotation,
@@ -47,17 +51,19 @@ class CalibratedTransform:
     gain: str = "mse"
 
     def learn(self, data: TrainingData) -> Transform:
-        return self.fit(data.shape, data.role, data.moments())
+        return self.fit(data.shape, data.role, data.moments(attended=True))
 
     def fit(self, shape: Shape, role: Role, moments: Moments) -> Transform:
-        spread, mean = moments.covariance()
-        return fit_transform(shape, role, spread, moments.metric(), mean, self.bits, self.gain)
+        centre = moments.centre()
+        return fit_transform(shape, role, moments.spread(centre), moments.metric(), centre, self.bits, self.gain)
 
 
 def fit_transform(
     shape: Shape, role: Role, spread: Tensor, metric: Tensor, mean: Tensor, bits: float, gain: str
 ) -> Transform:
-    """Fit the basis and the bits of its coordinates. spread, metric: S and W above, float64 (H, D, D)."""
+    """Fit the basis and the bits of its coordinates. spread, metric: S and W above, float64 (H, D, D); mean: the point
+    that S is about, float64 (H, D).
+    """
     root, inverse = _roots(metric.cpu())
     value, vector = torch.linalg.eigh(root @ spread.cpu() @ root)
     value, vector = value.flip(-1), vector.flip(-1)  # largest first

@@ -68,6 +68,27 @@ def llama3(
     )
 
 
+def smollm2_135m(bos: int, eos: int) -> dict[str, Json]:
+    """The smallest SmolLM2; the instruct model's BOS and EOS differ."""
+    return _decoder(
+        "llama",
+        576,
+        30,
+        9,
+        3,
+        1536,
+        49152,
+        head_dim=64,
+        initializer_range=1 / 24,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters=_rope(100000.0),
+        bos_token_id=bos,
+        eos_token_id=eos,
+    )
+
+
 def llama2(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, Json]:
     return _decoder(
         "llama",
@@ -237,4 +258,32 @@ def olmo2(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, 
         rope_parameters=_rope(500000.0),
         eos_token_id=100257,
         pad_token_id=100277,
+    )
+
+
+def gemma3_270m(eos: int | list[Json]) -> dict[str, Json]:
+    """Five layers of a window of 512 tokens, then one that attends to everything, three times."""
+    layers: list[Json] = [*(["sliding_attention"] * 5), "full_attention"]
+    rope: dict[str, Json] = {"full_attention": _rope(1000000.0), "sliding_attention": _rope(10000.0)}
+    return _decoder(
+        "gemma3_text",
+        640,
+        18,
+        4,
+        1,
+        2048,
+        262144,
+        hidden_act="gelu_pytorch_tanh",
+        hidden_activation="gelu_pytorch_tanh",
+        head_dim=256,
+        query_pre_attn_scalar=256,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        sliding_window=512,
+        layer_types=layers * 3,
+        rope_parameters=rope,
+        bos_token_id=2,
+        eos_token_id=eos,
+        pad_token_id=0,
     )

@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING
 
 from kvcal_artifacts.errors import ModelUnavailable
 
-from .architectures import granite33, llama2, llama3, mistral_v03, olmo2, phi3_mini, qwen2, qwen3, smollm3
+from .architectures import (
+    gemma3_270m,
+    granite33,
+    llama2,
+    llama3,
+    mistral_v03,
+    olmo2,
+    phi3_mini,
+    qwen2,
+    qwen3,
+    smollm2_135m,
+    smollm3,
+)
 from .geometry import Geometry, Settings
 
 if TYPE_CHECKING:
@@ -136,7 +148,11 @@ _ENTRIES = (
     ModelEntry("mistral-7b-v0.3", "mistralai/Mistral-7B-v0.3", mistral_v03()),
     ModelEntry("mistral-7b-instruct-v0.3", "mistralai/Mistral-7B-Instruct-v0.3", mistral_v03()),
     ModelEntry("phi-3-mini-4k", "microsoft/Phi-3-mini-4k-instruct", phi3_mini()),
+    ModelEntry("smollm2-135m", "HuggingFaceTB/SmolLM2-135M", smollm2_135m(bos=0, eos=0)),
+    ModelEntry("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct", smollm2_135m(bos=1, eos=2)),
     ModelEntry("smollm3-3b", "HuggingFaceTB/SmolLM3-3B", smollm3()),
+    ModelEntry("gemma-3-270m", "google/gemma-3-270m", gemma3_270m(eos=1)),
+    ModelEntry("gemma-3-270m-it", "google/gemma-3-270m-it", gemma3_270m(eos=[1, 106])),
     ModelEntry("granite-3.3-2b", "ibm-granite/granite-3.3-2b-instruct", granite33(2048, 8192, 1 / 64, 8.0)),
     ModelEntry("granite-3.3-8b", "ibm-granite/granite-3.3-8b-instruct", granite33(4096, 12800, 1 / 128, 16.0)),
     ModelEntry("olmo-2-1b", "allenai/OLMo-2-0425-1B", olmo2(2048, 16, 16, 8192)),

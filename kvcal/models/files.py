@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PACKED = "packed.safetensors"
+MOST_NAMES = 6  # of files that a message shows
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
@@ -37,12 +38,25 @@ def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
         assert source.folder is not None
         folder = source.folder
     if not any((folder / name).is_file() for name in hub.TOKENIZER_FILES):
-        raise ModelUnavailable(f"{source.label}: neither tokenizer.json nor tokenizer.model in {folder}")
+        raise ModelUnavailable(_no_tokenizer(source, folder))
     try:
         with quiet():
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # damaged JSON, unknown class, a missing optional package
+        if not any((folder / name).is_file() for name in hub.VOCABULARIES):  # a template or settings alone
+            raise ModelUnavailable(_no_tokenizer(source, folder)) from error
         raise ModelUnavailable(f"{source.label}: its tokenizer cannot be read ({one_line(error)})") from error
+
+
+def _no_tokenizer(source: ModelSource, folder: Path) -> str:
+    """What a folder without a vocabulary has, and what to do."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    shown = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+    return (
+        f"{source.label}: no tokenizer in {folder}, which holds {shown or 'no file'}; "
+        "needed is tokenizer.json or tokenizer.model: copy it from where the model is from, or write it with "
+        "tokenizer.save_pretrained(...)"
+    )
 
 
 def local_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:

@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 PROBE_SECONDS = 4.0
 SAFETENSORS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -211,11 +220,13 @@ def _not_cached(repo: str, revision: str | None, what: str) -> ModelUnavailable:
         return MissingFile(f"{repo} has no cached {what}")
     at = f" at revision {revision}" if revision else ""
     reason = "the connection broke" if reachable() else why_unreachable()
-    in_catalogue = repo in BY_HUB_ID
-    otherwise = "or use --random-weights for its geometry alone" if in_catalogue else "or a model of `kvcal models`"
+    entry = BY_HUB_ID.get(repo)
+    otherwise = "or a model of `kvcal models`" if entry is None else "or use --random-weights for its geometry alone"
+    local = "pass a local folder"
+    if entry is not None and Path(entry.name).is_dir():  # which the short name goes before
+        local = f"give ./{entry.name} for the folder of that name"
     return ModelUnavailable(
-        f"{repo}{at} is not in the cache {constants.HF_HUB_CACHE} and {reason}: "
-        f"connect, pass a local folder, {otherwise}"
+        f"{repo}{at} is not in the cache {constants.HF_HUB_CACHE} and {reason}: connect, {local}, {otherwise}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..codecs.base import Shape
-from ..errors import UnsupportedModel
+from ..errors import UnsupportedModel, UsageError
 from .protocols import Decoder, ModelConfig, attribute, is_decoder
 
 
@@ -23,12 +23,29 @@ def decoder_of(model: nn.Module) -> Decoder:
 
 
 def find_decoder(model: nn.Module) -> nn.Module:
-    """The module that should be the decoder of a model: `why_no_decoder` says whether it is."""
+    """The module that should be the decoder of a model: `why_no_decoder` says whether it is.
+
+    Raises UsageError for what is no module, such as a model's name.
+    """
+    check_module(model)
     decoder: nn.Module = attribute(model, "get_decoder")() if hasattr(model, "get_decoder") else model
     inner = getattr(decoder, "model", None)  # some causal LMs name themselves, as Llama-4 and Mllama
     if isinstance(inner, nn.Module) and not hasattr(decoder, "layers") and hasattr(inner, "layers"):
         return inner
     return decoder
+
+
+def check_module(model: object) -> None:
+    """Raises UsageError for what is no module, such as a model's name where the loaded model belongs."""
+    if isinstance(model, nn.Module):
+        return
+    description, name = f"a {type(model).__name__}", "NAME"
+    if isinstance(model, str):
+        description, name = f"the text {model!r}", repr(model)
+    raise UsageError(
+        f"model is {description}, must be a loaded model (a torch.nn.Module): "
+        f"give AutoModelForCausalLM.from_pretrained({name})"
+    )
 
 
 def model_type_of(model: nn.Module) -> str:

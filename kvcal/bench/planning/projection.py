@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+from ...report.quantities import significant
 from . import quality, schemes, speed
 from .cards import Card
 from .memory import CHUNK, Load, Model, Windows, largest
@@ -208,7 +209,15 @@ def _next(one: Candidate, model: str) -> str | None:
     return f"kvcal {scheme.command} -m {model}"
 
 
-def recommended(planned_rows: Sequence[Row], budget: float | None) -> str | None:
+@dataclass(frozen=True)
+class Choice:
+    """The scheme that a plan recommends. why: a clause for people, KL in nats per token."""
+
+    scheme: str
+    why: str
+
+
+def recommended(planned_rows: Sequence[Row], budget: float | None) -> Choice | None:
     """The smallest cache of the schemes that fit, whose KL with its spread is below `budget` (without one the lowest
     class's end), and that are within EVEN of the fastest of these.
 
@@ -218,14 +227,36 @@ def recommended(planned_rows: Sequence[Row], budget: float | None) -> str | None
     """
     limit = quality.CLASSES[0] if budget is None else budget
     good = [row for row in planned_rows[1:] if row["fits"] != NO and _below(row["kl_upper"], limit)]
-    good = [row for row in good if _below(row["kl_upper_anywhere"], limit)] or good
     if not good:
         return None
+    everywhere = [row for row in good if _below(row["kl_upper_anywhere"], limit)]
+    good = everywhere or good
     fastest = max(row["tokens_per_second"] or 0.0 for row in good)
     quick = [row for row in good if (row["tokens_per_second"] or 0.0) >= EVEN * fastest]
     if not fastest:
         quick = [row for row in good if not row["step"].startswith(EAGER)] or good
-    return min(quick, key=lambda row: row["cache_bytes"])["scheme"]
+    best = min(quick, key=lambda row: row["cache_bytes"])
+    return Choice(best["scheme"], f"{_holds(best, limit, bool(everywhere))}; {_leads(good, quick, bool(fastest))}")
+
+
+def _holds(best: Row, limit: float, everywhere: bool) -> str:
+    """Say on which models the KL of the best row is within the limit."""
+    kl = best["kl_upper_anywhere"] if everywhere else best["kl_upper"]
+    assert kl is not None
+    on = "every measured model" if everywhere else "this architecture, though not on every measured model"
+    return f"KL up to {significant(kl)} on {on} (limit {limit:g})"
+
+
+def _leads(good: Sequence[Row], quick: Sequence[Row], timed: bool) -> str:
+    """Say what the best row has before the other good ones."""
+    if len(good) == 1:
+        return "no other that fits is within it"
+    if not timed:
+        kernel = "" if quick[0]["step"].startswith(EAGER) else " and have a kernel"
+        return f"the smallest cache of those that fit{kernel}, as no speed is known"
+    if len(quick) == 1:
+        return "the fastest of those that fit"
+    return f"of those that fit, the smallest cache within {1 - EVEN:.0%} of the fastest"
 
 
 def _below(kl: float | None, limit: float) -> bool:

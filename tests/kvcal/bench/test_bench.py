@@ -336,6 +336,48 @@ def test_every_fact_of_a_device_has_a_source() -> None:
         assert device.usable is None or 0.9 * device.memory < device.usable < 1.01 * device.memory
 
 
+NVIDIA = re.compile(r"NVIDIA \w.* (data sheet|white paper|product page)\b|https://(www|developer)\.nvidia\.com/")
+
+
+@pytest.mark.parametrize("name", devices.DEVICES)
+def test_memory_bandwidth_and_rate_are_nvidias(name: str) -> None:
+    """Each has a source of NVIDIA, which gives the very figure where it names any."""
+    device = devices.DEVICES[name]
+    for field in ("memory", "bandwidth", *(["tflops"] if device.tflops else [])):
+        assert NVIDIA.match(device.sources[field]), (field, device.sources[field])
+    figures = {
+        "memory": f"{device.memory:g} GB",
+        "bandwidth": f"{device.bandwidth:,.0f} GB/s" if name.startswith("a100") else f"{device.bandwidth:g} GB/s",
+        "tflops": f"{device.tflops or 0:g} TFLOPS",
+    }
+    if device.jetson or name in ("h100", "h200", "b200", "l4"):  # TB/s, totals of eight GPUs, rates with sparsity
+        return
+    for field, figure in figures.items():
+        shown = device.sources[field].replace("362.05", "362")
+        assert figure in shown, (field, figure, device.sources[field])
+
+
+@pytest.mark.parametrize("name", ["rtx-3090", "rtx-4090", "rtx-5090", "l4", "a10", "l40s", "a100-40gb", "a100-80gb"])
+def test_rates_are_those_of_the_cores(name: str) -> None:
+    """Operations of 16 bits that an SM does in a clock, float32 sums: 2048 of a GA100, 1024 of a data-centre card's
+    GA102 or AD10x, half of that of GeForce. The L4 had the 60 SMs of the whole chip once, of which it has 58.
+    """
+    device = devices.DEVICES[name]
+    per_clock = 512 if name.startswith("rtx") else 2048 if device.capability == (8, 0) else 1024
+    assert device.sms * device.clock * 1e6 * per_clock == pytest.approx((device.tflops or 0) * 1e12, rel=0.015)
+
+
+def test_the_page_has_the_profiles() -> None:
+    page = (ROOT / "docs" / "lab" / "benchmarks.md").read_text("utf-8")
+    for device in devices.DEVICES.values():
+        capability = ".".join(map(str, device.capability))
+        cells = (capability, device.sms, device.clock, device.bandwidth, device.memory)
+        row = " | ".join(
+            (f"| `{device.name}`", *(f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in cells))
+        )
+        assert f"{row} | " in page, row
+
+
 @pytest.mark.parametrize(
     ("called", "name"),
     [

@@ -659,6 +659,8 @@ def test_a_budget_moves_the_recommendation() -> None:
 
     assert (best(None), best(0.006)) == ("kivi-4", "uniform-8")  # KIVI-4's 0.0049 has 0.0012 of two standard errors
     assert best(0.5) == "kivi-2" and best(1e-6) is None
+    result = run_plan(PlanOptions(model="qwen2.5-7b", gpu="rtx-4090", budget_kl=1e-6), print)
+    assert result["recommended_why"] is None
 
 
 def row_of(scheme: str, **figures: Any) -> Any:
@@ -688,7 +690,31 @@ def row_of(scheme: str, **figures: Any) -> Any:
     ],
 )  # fmt: skip
 def test_the_recommendation_is_quick_and_holds(rows: list[Any], best: str | None) -> None:
-    assert projection.recommended([row_of("fp16"), *rows], None) == best
+    choice = projection.recommended([row_of("fp16"), *rows], None)
+    assert (choice and choice.scheme) == best
+
+
+EVERYWHERE = "KL up to 0.00100 on every measured model (limit 0.01); "
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([row_of("a")], EVERYWHERE + "no other that fits is within it"),
+        ([row_of("a"), row_of("loose", kl_upper=0.02)], EVERYWHERE + "no other that fits is within it"),
+        ([row_of("a"), row_of("slow", tokens_per_second=3)], EVERYWHERE + "the fastest of those that fit"),
+        ([row_of("a"), row_of("large", cache_bytes=200)],
+         EVERYWHERE + "of those that fit, the smallest cache within 5% of the fastest"),
+        ([row_of("fragile", kl_upper_anywhere=1.2)],
+         "KL up to 0.00100 on this architecture, though not on every measured model (limit 0.01); no other that fits is "
+         "within it"),
+        ([row_of("a", tokens_per_second=None), row_of("b", cache_bytes=200, tokens_per_second=None)],
+         EVERYWHERE + "the smallest cache of those that fit and have a kernel, as no speed is known"),
+    ],
+)  # fmt: skip
+def test_the_recommendation_says_why(rows: list[Any], why: str) -> None:
+    choice = projection.recommended([row_of("fp16"), *rows], None)
+    assert choice is not None and choice.why == why
 
 
 def test_a_memory_without_bandwidth_has_no_speed() -> None:
@@ -770,6 +796,8 @@ def test_the_table_fits_80_columns(model: str) -> None:
     done = kvcal("-m", model, "--gpu", "rtx-4090", "--context", "32k", "--budget-kl", "0.05")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
+    why = next(number for number, line in enumerate(lines) if line.startswith("recommended: kvcal ")) + 1
+    assert lines[why].startswith("why ") and "KL up to" in lines[why]
     assert max(len(line.rstrip()) for line in lines) <= 80, max(lines, key=len)
     assert next(line for line in lines if line.startswith("fp16"))
     commands = [line.split(maxsplit=1)[1] for line in lines if re.match(r"[a-z0-9-]+ +kvcal ", line)]

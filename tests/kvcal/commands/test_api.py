@@ -73,6 +73,41 @@ def test_import_kvcal_and_a_plan_import_no_torch() -> None:
     assert third == "True True ['cache', 'check_codec', 'evaluate', 'fit', 'plan', 'register']"
 
 
+NO_MODEL = (
+    "model is the text 'org/name', must be a loaded model (a torch.nn.Module): "
+    "give AutoModelForCausalLM.from_pretrained('org/name')"
+)
+NO_TOKENIZER = (
+    "tokenizer is the text 'org/name', must be a loaded tokenizer: give AutoTokenizer.from_pretrained('org/name')"
+)
+TEXT = "embedded:calibration"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda model, _: load_cache("auto-4", "org/name"), NO_MODEL),
+        (lambda model, _: load_cache("kivi-4", model="org/name"), NO_MODEL),
+        (lambda model, _: kvcal.cache("org/name", "kivi-4"), NO_MODEL),
+        (lambda model, tokenizer: kvcal.fit("org/name", tokenizer, TEXT), NO_MODEL),
+        (lambda model, tokenizer: kvcal.evaluate("org/name", tokenizer, TEXT, ["kivi-4"]), NO_MODEL),
+        (lambda model, _: load_cache("kivi-4", None),
+         "model is a NoneType, must be a loaded model (a torch.nn.Module): "
+         "give AutoModelForCausalLM.from_pretrained(NAME)"),
+        (lambda model, _: kvcal.fit(model, "org/name", TEXT), NO_TOKENIZER),
+        (lambda model, _: kvcal.evaluate(model, "org/name", TEXT, ["kivi-4"]), NO_TOKENIZER),
+        (lambda model, _: load_cache(model, "auto-4"),
+         "bundle is a LlamaForCausalLM, a model: the order is load_cache(bundle, model)"),
+        (lambda model, _: kvcal.cache("kivi-4", model),
+         "scheme is a LlamaForCausalLM, a model: the order is kvcal.cache(model, scheme)"),
+    ],
+)  # fmt: skip
+def test_what_is_no_model_is_named(call: Any, said: str, model: Any, tokenizer: Any) -> None:
+    with pytest.raises(UsageError) as raised:
+        call(model, tokenizer)
+    assert str(raised.value) == said
+
+
 def test_a_plan_of_a_number_of_tokens_and_of_no_rows() -> None:
     def plan(**options: Any) -> Any:
         return kvcal.plan("llama-3.1-8b", gpu="rtx-4090", **options)
@@ -87,7 +122,9 @@ def test_a_plan_of_a_number_of_tokens_and_of_no_rows() -> None:
 
 def test_what_is_no_scheme_is_refused(model: Any) -> None:
     none: Any = None
-    with pytest.raises(UsageError, match=r"^scheme=None: must be a preset's name, a bundle, its path or a Scheme$"):
+    with pytest.raises(
+        UsageError, match=r"^scheme is a NoneType, must be a preset's name, a bundle, its path or a Scheme$"
+    ):
         kvcal.cache(model, none)
 
 

@@ -50,6 +50,10 @@ PUBLISHED = {  # billions of parameters, from the model cards
     "olmo-2-1b": 1.48,
     "olmo-2-7b": 7.30,
     "r1-distill-qwen-1.5b": 1.78,
+    "smollm2-135m": 0.134515008,  # exact, by the headers of their model.safetensors
+    "smollm2-135m-instruct": 0.134515008,
+    "gemma-3-270m": 0.268098176,
+    "gemma-3-270m-it": 0.268098176,
 }
 ONLINE = [name for name, entry in CATALOGUE.items() if entry.hub_id]
 
@@ -178,7 +182,8 @@ def test_presets_are_the_papers() -> None:
     }
     short = CATALOGUE["llama-2-7b"].presets["aqua-kv"]
     assert (short["windows"], short["length"]) == (512, 4096)
-    assert CATALOGUE["qwen2.5-3b"].presets["aqua-kv"]["higgs_group"] == 256
+    groups = {"qwen2.5-3b": 256, "smollm2-135m": 64, "gemma-3-270m": 256}  # C is 256, 192 and 256
+    assert {name: CATALOGUE[name].presets["aqua-kv"]["higgs_group"] for name in groups} == groups
 
 
 def test_table_and_aliases() -> None:
@@ -188,6 +193,8 @@ def test_table_and_aliases() -> None:
     assert not set(ALIASES) & set(CATALOGUE)
     assert next(row for row in rows if row["name"] == "phi-3-mini-4k")["sliding_window"] == 2047
     assert next(row for row in rows if row["name"] == "mistral-7b-v0.3")["sliding_window"] is None
+    gemma = next(row for row in rows if row["name"] == "gemma-3-270m")
+    assert (gemma["sliding_window"], CATALOGUE["gemma-3-270m"].geometry.sliding_layers) == (512, 15)
     json.dumps(rows)
 
 
@@ -347,6 +354,11 @@ def _no_tokenizer(path: Path) -> None:
     (path / "tokenizer_config.json").unlink()
 
 
+def _template_alone(path: Path) -> None:
+    _no_tokenizer(path)
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+
+
 def _broken_tokenizer(path: Path) -> None:
     (path / "tokenizer.json").write_text("{")
 
@@ -368,7 +380,12 @@ def _set(path: Path, **fields: Any) -> None:
         (_wider, "gate_proj.weight has shape (128, 64), its config.json asks for (96, 64)"),
         (_broken_config, "its config.json cannot be used"),
         (_unknown_type, "its config.json cannot be used"),
-        (_no_tokenizer, "neither tokenizer.json nor"),
+        (_no_tokenizer, "no tokenizer in"),
+        (
+            _template_alone,
+            "which holds chat_template.jinja, config.json, generation_config.json, model.safetensors; "
+            "needed is tokenizer.json or tokenizer.model: copy it",
+        ),
         (_broken_tokenizer, "its tokenizer cannot be read"),
     ],
 )
@@ -568,8 +585,20 @@ def test_a_cached_model_without_tokenizer(cache: Path) -> None:
     folder = cached_repo(cache)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-    with pytest.raises(ModelUnavailable, match=r"neither tokenizer\.json nor"):
+    with pytest.raises(ModelUnavailable, match=r"no tokenizer in .*copy it from where the model is from"):
         load_tokenizer(resolve("org/name"))
+
+
+def test_a_folder_that_a_short_name_hides_is_named(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "reachable", lambda: False)
+    with pytest.raises(ModelUnavailable, match="connect, pass a local folder, or use --random-weights"):
+        load_config(resolve("smollm2-135m"))
+    (tmp_path / "smollm2-135m").mkdir()
+    with pytest.raises(ModelUnavailable, match=r"connect, give \./smollm2-135m for the folder of that name, or use"):
+        load_config(resolve("smollm2-135m"))
 
 
 def test_a_revision_that_is_not_cached(cache: Path) -> None:
