@@ -201,7 +201,8 @@ def test_kernels_compile_as_the_backend_calls_them(name: str, queries: int) -> N
     types, aligned = types_of(paged_kernel, attend, p_pages="*u8", **integers, **floats, **tables)
     assert compiled(paged_kernel, types, attend, aligned, **options).asm["cubin"]
     store = {**settings(layer.form, *layer._rules, 2, 1), "ASM": True}
-    tables = dict.fromkeys(("p_k_table", "p_v_table"), "*fp32") | dict.fromkeys(("p_k_places", "p_v_places"), "*i32")
+    tables = dict.fromkeys(("p_k_table", "p_v_table", "p_y", "p_square"), "*fp32")
+    tables |= dict.fromkeys(("p_k_places", "p_v_places"), "*i32")
     types, aligned = types_of(store_kernel, store, p_pages="*u8", p_slots="*i64", **tables)
     assert compiled(store_kernel, types, store, aligned, num_warps=4, enable_fp_fusion=False).asm["cubin"]
 

@@ -1,13 +1,12 @@
-"""`store` of reference.py for NVIDIA GPUs: keys and values of all tokens in one launch.
+"""`store` of reference.py for NVIDIA GPUs: keys and values of all tokens in one launch, those of the transform codec in two.
 
 A program takes 16 tokens of one or of all kv heads. Words of a block hold bits of several tokens, some of which other
 programs may store in the same launch: each program flips those of its tokens' bits that differ from what is stored, by
 an atomic exclusive or. Nobody else writes these bits, so that reading them before is safe.
 
 Numbers of integers and of grids are those of the reference, bit for bit. Coordinates of the transform codec come from a
-matrix product in three parts of TF32, whose last bits are its own; the norm spans all kv heads, so that a program of
-one head computes the coordinates of the others, too. That takes most of its time: steps of the product follow one
-another over all heads in one loop, so that copies of the next ones are always on their way.
+matrix product in three parts of TF32, whose last bits are its own. Their norm spans all kv heads: a launch before writes
+coordinates and sums of squares, a program a head, and then a program codes one tier of a head.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from .side import FROM, SHIFT, WIDTH, StoreSide, places
 
 TILE = 16  # tokens of a program
 MANY = 512  # tokens from which on a program takes all heads
+AT_ONCE = 2048  # tokens whose coordinates are in memory at a time, at most
 SHIFT_, FROM_, WIDTH_ = tl.constexpr(SHIFT), tl.constexpr(FROM), tl.constexpr(WIDTH)
 LARGEST = tl.constexpr(HALF_MAX)
-STAGES = tl.constexpr(3)  # steps of a product whose numbers are on their way together
 
 
 @triton.jit
@@ -63,54 +62,58 @@ def _put_scale(p_side, p_places, place, live, scale, NUMBER: tl.constexpr, SIDE:
 
 
 @triton.jit
-def _coordinates(p_x, o_x, live, p_table, i_head, FIRST, inside, HEADS: tl.constexpr, D: tl.constexpr,
-                 WIDE: tl.constexpr, SIDE: tl.constexpr):
-    """Return coordinates from number FIRST on of a head's tokens: float32 [16, WIDE], 0 where not `inside`."""
-    k, column = tl.arange(0, 32), tl.arange(0, WIDE)
+def _write_coordinates(
+    p_x, p_slots, p_table, p_y, p_square, tokens, stride, side, HEADS: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """Write a head's coordinates of 16 tokens, and the sum of their squares."""
+    WIDE: tl.constexpr = max(triton.next_power_of_2(SIDE.coded), 16)
+    token, i_head, column = tl.program_id(0) * 16 + tl.arange(0, 16), tl.program_id(1), tl.arange(0, WIDE)
+    live = tl.load(p_slots + token, mask=token < tokens, other=-1) >= 0
+    p_token = p_x + token.to(tl.int64) * stride
     y = tl.zeros([16, WIDE], tl.float32)
-    for i in tl.range(0, D // 32, num_stages=STAGES):
-        channel = i_head * D + i * 32 + k
-        y = _product(p_x, o_x, live, p_table, channel, FIRST + column, inside, y, SIDE)
-    return y
+    for i in range(D // 32):
+        channel = i_head * D + i * 32 + tl.arange(0, 32)
+        x = tl.load(p_token[:, None] + channel[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+        x = x - tl.load(p_table + SIDE.means + channel)[None, :]
+        p_column = p_table + channel[:, None] * SIDE.stride + column[None, :]
+        y = tl.dot(x, tl.load(p_column, mask=column[None, :] < SIDE.stride, other=0.0), y, input_precision="tf32x3")
+    at = (side * tokens + token) * HEADS + i_head
+    tl.store(p_y + at[:, None] * ROW + column[None, :], y, mask=live[:, None] & (column < SIDE.coded)[None, :])
+    tl.store(p_square + at, tl.sum(y * y, 1), mask=live)
 
 
-@triton.jit
-def _product(p_x, o_x, live, p_table, channel, column, inside, y, SIDE: tl.constexpr):
-    """Add to coordinates y [16, WIDE] what these 32 channels of tokens give."""
-    x = tl.load(p_x + o_x[:, None] + channel[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-    x = x - tl.load(p_table + SIDE.means + channel)[None, :]
-    at = channel[:, None] * SIDE.stride + column[None, :]
-    return tl.dot(x, tl.load(p_table + at, mask=inside[None, :], other=0.0), y, input_precision="tf32x3")
-
-
-@triton.jit
-def _squares(p_x, o_x, live, p_table, HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr):
-    """Sum the squares of all coordinates of tokens: float32 [16]."""
-    STEPS: tl.constexpr = D // 32
-    k, column = tl.arange(0, 32), tl.arange(0, WIDE)
-    inside = column < SIDE.stride
-    y = tl.zeros([16, WIDE], tl.float32)
-    total = tl.zeros([16], tl.float32)
-    for i in tl.range(0, HEADS * STEPS, num_stages=STAGES):
-        y = _product(p_x, o_x, live, p_table, i * 32 + k, column, inside, y, SIDE)
-        if i % STEPS == STEPS - 1:  # of a head
-            total += tl.sum(y * y, 1)
-            y = tl.zeros([16, WIDE], tl.float32)
-    return total
+@triton.jit(
+    do_not_specialize=["tokens", "k_stride", "v_stride"], do_not_specialize_on_alignment=["p_k", "p_v", "p_slots"]
+)
+def coordinates_kernel(
+    p_k, p_v, p_slots, p_k_table, p_v_table, p_y, p_square, tokens, k_stride, v_stride, HEADS: tl.constexpr,
+    D: tl.constexpr, ROW: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+):
+    """Write coordinates (2, T, HEADS, ROW) and sums of squares (2, T, HEADS), float32, of keys and then of values, with a
+    grid (tokens / 16, HEADS, 2); nothing of a side that is not of the transform codec, and of padding.
+    """
+    if tl.program_id(2) == 0:
+        if KEYS.transform:
+            _write_coordinates(p_k, p_slots, p_k_table, p_y, p_square, tokens, k_stride, 0, HEADS, D, ROW, KEYS)
+    else:
+        if VALUES.transform:
+            _write_coordinates(p_v, p_slots, p_v_table, p_y, p_square, tokens, v_stride, 1, HEADS, D, ROW, VALUES)
 
 
 @triton.jit
 def _tier(
-    p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, FIRST: tl.constexpr, CODE: tl.constexpr,
-    PAIRS: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, RASTER: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr, SIDE: tl.constexpr, ASM: tl.constexpr,
+    p_y, p_side, p_table, p_places, place, live, size, FIRST: tl.constexpr, CODE: tl.constexpr, PAIRS: tl.constexpr,
+    BITS: tl.constexpr, TABLE: tl.constexpr, RASTER: tl.constexpr, SIDE: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Code and store PAIRS pairs of coordinates from number FIRST on; CODE: of the tier's first code."""
+    """Code and store PAIRS pairs of coordinates from number FIRST on; p_y [16]: of tokens' coordinates; CODE: of the
+    tier's first code.
+    """
     AT: tl.constexpr = 32
     at, pair = tl.arange(0, 2 * AT), tl.arange(0, AT)
     for start in range(0, PAIRS, AT):
         inside = start * 2 + at < 2 * PAIRS
-        y = _coordinates(p_x, o_x, live, p_table, i_head, FIRST + start * 2, inside, HEADS, D, 2 * AT, SIDE)
+        y = tl.load(p_y[:, None] + (FIRST + start * 2 + at)[None, :], mask=live[:, None] & inside[None, :], other=0.0)
         wide = tl.broadcast_to(size[:, None], y.shape)
         unit = tl.div_rn(y, wide) if ASM else y / wide
         if BITS == 1:
@@ -125,11 +128,12 @@ def _tier(
 
 @triton.jit
 def _store_transform(
-    p_x, o_x, p_pages, o_page, head_stride, p_table, p_places, place, live, first, HEADS: tl.constexpr,
-    EACH: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, ASM: tl.constexpr,
+    p_y, p_square, p_side, p_table, p_places, place, live, tier, HEADS: tl.constexpr, SIDE: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """Store 16 tokens of EACH heads from `first` on."""
-    WIDE: tl.constexpr = max(triton.next_power_of_2(SIDE.coded), 16)
+    """Store one of a head's tiers, of 4, 3, 2 and 1 bits, for 16 tokens, and the norm with the first. p_y [16]: of
+    tokens' coordinates; p_square [16]: of their sums of squares, of all heads.
+    """
     FOUR: tl.constexpr = SIDE.pairs[0]
     THREE: tl.constexpr = SIDE.pairs[1]
     TWO: tl.constexpr = SIDE.pairs[2]
@@ -144,24 +148,27 @@ def _store_transform(
     THREES: tl.constexpr = 2 * FOUR
     TWOS: tl.constexpr = FOUR + THREE
     ONES: tl.constexpr = FOUR + THREE + TWO
-    mean = _squares(p_x, o_x, live, p_table, HEADS, D, WIDE, SIDE) * (1.0 / (HEADS * SIDE.coded))
+    total = tl.zeros([16], tl.float32)
+    for i_head in range(HEADS):
+        total += tl.load(p_square + i_head, mask=live, other=0.0)
+    mean = total * (1.0 / (HEADS * SIDE.coded))
     norm = tl.minimum(tl.sqrt_rn(mean) if ASM else tl.sqrt(mean), LARGEST).to(tl.float16)
     size = tl.maximum(norm.to(tl.float32), LEAST)
-    for i_head in range(first, first + EACH):
-        p_side = (p_pages + o_page + i_head * head_stride + SIDE.at).to(tl.pointer_type(tl.int32))
-        if FOUR > 0:
-            _tier(p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, 0, 0, FOUR, 4, TABLE_4, RASTER_4,
-                  HEADS, D, SIDE, ASM)
-        if THREE > 0:
-            _tier(p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, THREES, FOUR, THREE, 3, TABLE_3,
-                  RASTER_3, HEADS, D, SIDE, ASM)
-        if TWO > 0:
-            _tier(p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, 2 * TWOS, TWOS, TWO, 2, TABLE_2,
-                  RASTER_2, HEADS, D, SIDE, ASM)
-        if ONE > 0:
-            _tier(p_x, o_x, p_side, p_table, p_places, place, live, size, i_head, 2 * ONES, ONES, ONE, 1, 0, RASTER_2,
-                  HEADS, D, SIDE, ASM)
+    if tier == 0:
         _put_scale(p_side, p_places, place, live, norm, 0, SIDE)
+        if FOUR > 0:
+            _tier(p_y, p_side, p_table, p_places, place, live, size, 0, 0, FOUR, 4, TABLE_4, RASTER_4, SIDE, ASM)
+    elif tier == 1:
+        if THREE > 0:
+            _tier(p_y, p_side, p_table, p_places, place, live, size, THREES, FOUR, THREE, 3, TABLE_3, RASTER_3, SIDE,
+                  ASM)
+    elif tier == 2:
+        if TWO > 0:
+            _tier(p_y, p_side, p_table, p_places, place, live, size, 2 * TWOS, TWOS, TWO, 2, TABLE_2, RASTER_2, SIDE,
+                  ASM)
+    else:
+        if ONE > 0:
+            _tier(p_y, p_side, p_table, p_places, place, live, size, 2 * ONES, ONES, ONE, 1, 0, RASTER_2, SIDE, ASM)
 
 
 @triton.constexpr_function
@@ -218,19 +225,24 @@ def _store_integers(
 
 @triton.jit
 def _store_side(
-    p_x, p_pages, p_slots, p_table, p_places, tokens, stride, page_stride, head_stride, HEADS: tl.constexpr,
-    EACH: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, RULE: tl.constexpr, ASM: tl.constexpr,
+    p_x, p_pages, p_slots, p_table, p_places, p_y, p_square, tokens, stride, page_stride, head_stride, side,
+    HEADS: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, SIDE: tl.constexpr,
+    RULE: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Store 16 tokens' keys or values of EACH heads."""
-    token, first = tl.program_id(0) * 16 + tl.arange(0, 16), tl.program_id(1) * EACH
+    """Store 16 tokens' keys or values: of EACH heads, or where some side is of the transform codec, a tier of one."""
+    TIERS: tl.constexpr = 4 if ROW > 0 else 1
+    token, group = tl.program_id(0) * 16 + tl.arange(0, 16), tl.program_id(1)
+    first, tier = group // TIERS * EACH, group % TIERS
     slot = tl.load(p_slots + token, mask=token < tokens, other=-1)
     live, place = slot >= 0, (slot & 31).to(tl.int32)
     o_x, o_page = token.to(tl.int64) * stride, tl.maximum(slot >> 5, 0) * page_stride
     if SIDE.transform:
+        at = (side * tokens + token) * HEADS
+        p_side = (p_pages + o_page + first * head_stride + SIDE.at).to(tl.pointer_type(tl.int32))
         _store_transform(
-            p_x, o_x, p_pages, o_page, head_stride, p_table, p_places, place, live, first, HEADS, EACH, D, SIDE, ASM
+            p_y + (at + first) * ROW, p_square + at, p_side, p_table, p_places, place, live, tier, HEADS, SIDE, ASM
         )
-    else:
+    elif tier == 0:
         for i_head in range(first, first + EACH):
             p_side = (p_pages + o_page + i_head * head_stride + SIDE.at).to(tl.pointer_type(tl.int32))
             if SIDE.grid:
@@ -244,19 +256,20 @@ def _store_side(
     do_not_specialize_on_alignment=["p_k", "p_v", "p_slots"],
 )
 def store_kernel(
-    p_k, p_v, p_pages, p_slots, p_k_table, p_v_table, p_k_places, p_v_places, tokens, k_stride, v_stride, page_stride,
-    head_stride, HEADS: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    KEY_RULE: tl.constexpr, VALUE_RULE: tl.constexpr, ASM: tl.constexpr,
+    p_k, p_v, p_pages, p_slots, p_k_table, p_v_table, p_k_places, p_v_places, p_y, p_square, tokens, k_stride, v_stride,
+    page_stride, head_stride, HEADS: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_RULE: tl.constexpr, VALUE_RULE: tl.constexpr, ASM: tl.constexpr,
 ):
     """Store with a grid (tokens / 16, HEADS / EACH, 2), keys and then values. Strides: of a token's keys, of its
-    values, bytes of a page, and of a head in it. KEY_RULE, VALUE_RULE: quantise.side.Side of integers.
+    values, bytes of a page, and of a head in it. KEY_RULE, VALUE_RULE: quantise.side.Side of integers. ROW: of
+    coordinates that `coordinates_kernel` wrote, and then the grid is (tokens / 16, 4 HEADS, 2); or 0.
     """
     if tl.program_id(2) == 0:
-        _store_side(p_k, p_pages, p_slots, p_k_table, p_k_places, tokens, k_stride, page_stride, head_stride, HEADS,
-                    EACH, D, KEYS, KEY_RULE, ASM)
+        _store_side(p_k, p_pages, p_slots, p_k_table, p_k_places, p_y, p_square, tokens, k_stride, page_stride,
+                    head_stride, 0, HEADS, EACH, D, ROW, KEYS, KEY_RULE, ASM)
     else:
-        _store_side(p_v, p_pages, p_slots, p_v_table, p_v_places, tokens, v_stride, page_stride, head_stride, HEADS,
-                    EACH, D, VALUES, VALUE_RULE, ASM)
+        _store_side(p_v, p_pages, p_slots, p_v_table, p_v_places, p_y, p_square, tokens, v_stride, page_stride,
+                    head_stride, 1, HEADS, EACH, D, ROW, VALUES, VALUE_RULE, ASM)
 
 
 _PLACES: dict[object, Tensor] = {}
@@ -302,10 +315,12 @@ def _table(rule: StoreRule, device: torch.device) -> Tensor:
 
 def settings(form: PageForm, keys: StoreRule, values: StoreRule, heads: int, tokens: int) -> dict[str, Any]:
     """Return the compile-time constants of store_kernel."""
+    columns = [rule.columns.shape[-1] for rule in (keys, values) if isinstance(rule, TransformRule)]
     return {
         "HEADS": heads,
-        "EACH": heads if tokens >= MANY else 1,
+        "EACH": heads if tokens >= MANY and not columns else 1,
         "D": form.keys.dim,
+        "ROW": max(columns, default=0),
         "KEYS": side_of(keys, 0),
         "VALUES": side_of(values, block_bytes(form.keys)),
         "KEY_RULE": rule_side(keys) if isinstance(keys, Rule) else None,
@@ -313,19 +328,15 @@ def settings(form: PageForm, keys: StoreRule, values: StoreRule, heads: int, tok
     }
 
 
-def warps(keys: StoreRule, values: StoreRule) -> int:
-    """Return how many warps a program has: twice as many for matrix products."""
-    return 8 if isinstance(keys, TransformRule) or isinstance(values, TransformRule) else 4
-
-
 _SETTINGS: dict[object, tuple[dict[str, Any], StoreRule, StoreRule]] = {}
+FIRST = ("HEADS", "D", "ROW", "KEYS", "VALUES")  # constants of the launch before
 
 
 def store(
     k: Tensor, v: Tensor, pages: Tensor, form: PageForm, slots: Tensor, keys: StoreRule, values: StoreRule
 ) -> None:
-    """Do what `reference.store` does, in one launch, for k and v of float16, bfloat16 or float32. Nothing waits for the
-    device, and under a CUDA graph slots may change between replays.
+    """Do what `reference.store` does, for k and v of float16, bfloat16 or float32, in one launch; with the transform
+    codec in two for 2,048 tokens. Nothing waits for the device, and under a CUDA graph slots may change between replays.
     """
     check_store(k, v, pages, form, slots, keys, values)
     tokens, heads, _ = k.shape
@@ -335,9 +346,30 @@ def store(
     if name not in _SETTINGS:
         _SETTINGS[name] = settings(form, keys, values, heads, tokens), keys, values  # rules stay, and so do their ids
     constants = _SETTINGS[name][0]
-    tables = _table(keys, k.device), _table(values, k.device), _places_on(keys, k.device), _places_on(values, k.device)
+    parts = zip(*(x.split(AT_ONCE if constants["ROW"] else tokens) for x in (k, v, slots)), strict=True)
     with on(k.device):
-        store_kernel[(triton.cdiv(tokens, TILE), heads // constants["EACH"], 2)](
-            k, v, pages, slots, *tables, tokens, k.stride(0), v.stride(0), pages.stride(0), pages.stride(1),
-            **constants, ASM=not interpreted(), num_warps=warps(keys, values), enable_fp_fusion=False,
-        )
+        for k_part, v_part, slots_part in parts:
+            _launch(k_part, v_part, pages, slots_part, keys, values, constants)
+
+
+def _launch(
+    k: Tensor, v: Tensor, pages: Tensor, slots: Tensor, keys: StoreRule, values: StoreRule, constants: dict[str, Any]
+) -> None:
+    """Store these tokens; constants: `settings`."""
+    tokens, heads, _ = k.shape
+    tables = _table(keys, k.device), _table(values, k.device)
+    y = square = tables[0]  # not read
+    tiles, groups = triton.cdiv(tokens, TILE), heads // constants["EACH"]
+    if row := constants["ROW"]:
+        groups = 4 * heads
+        y = torch.empty(2, tokens, heads, row, dtype=torch.float32, device=k.device)
+        square = torch.empty(2, tokens, heads, dtype=torch.float32, device=k.device)
+        coordinates_kernel[(tiles, heads, 2)](
+            k, v, slots, *tables, y, square, tokens, k.stride(0), v.stride(0),
+            **{name: constants[name] for name in FIRST}, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    store_kernel[(tiles, groups, 2)](
+        k, v, pages, slots, *tables, _places_on(keys, k.device), _places_on(values, k.device), y, square, tokens,
+        k.stride(0), v.stride(0), pages.stride(0), pages.stride(1), **constants, ASM=not interpreted(), num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
