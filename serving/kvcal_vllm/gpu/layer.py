@@ -92,8 +92,8 @@ class GPULayer:
         return attention.transform() if isinstance(self.form.keys, TransformForm) else attention.fast()
 
     def store(self, pages: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Pack tokens key, value (T, H, D) into slots int64 (T,) of pages, 32 * page + place, in one launch; negative
-        slots are padding.
+        """Pack tokens key, value (T, H, D) into slots int64 (T,) of pages, 32 * page + place, in one launch, or two of
+        the transform codec; negative slots are padding.
         """
         storing.fast().store(key, value, self._raw(pages), self.form, slots, *self._rules)
 
