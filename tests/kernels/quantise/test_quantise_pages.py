@@ -113,7 +113,14 @@ def check_compiled(kernel: Any, constants: dict[str, Any], folder: Path) -> None
     types = {
         name: "*fp32" if name.endswith("_table") else "*i32" if name.endswith("_places") else "i32" for name in names
     }
-    pointers = {"p_k": "*bf16", "p_v": "*bf16", "p_pages": "*u8", "p_slots": "*i64", "p_y": "*fp32", "p_square": "*fp32"}
+    pointers = {
+        "p_k": "*bf16",
+        "p_v": "*bf16",
+        "p_pages": "*u8",
+        "p_slots": "*i64",
+        "p_y": "*fp32",
+        "p_square": "*fp32",
+    }
     types |= {name: kind for name, kind in pointers.items() if name in types}
     aligned = [name for name in names if name.startswith("p_") and name not in ("p_k", "p_v", "p_slots")]
     code = compiled(kernel, types, constants, aligned, num_warps=4, enable_fp_fusion=False)
