@@ -1,8 +1,12 @@
 """What programs of the store kernel do with a token's codes, and how those of the transform codec are found.
 
+Coordinates of the transform codec come from a matrix product in three parts of TF32, whose last bits are its own. Their
+norm spans all kv heads: a launch before writes coordinates and sums of squares, a program a head, and then a program
+codes one tier of a head.
+
 Words of a block hold bits of several tokens, some of which other programs may store in the same launch: each program
-flips those of its tokens' bits that differ from what is stored, by an atomic exclusive or. Nobody else writes these bits,
-so that reading them before is safe.
+flips those of its tokens' bits that differ from what is stored, by an atomic exclusive or. Nobody else writes these
+bits, so that reading them before is safe.
 """
 
 from __future__ import annotations
@@ -10,10 +14,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...higgs.triton import nearest_points
-from ...transform.triton import LEAST
-from .reference import HALF_MAX
-from .side import FROM, SHIFT, WIDTH
+from ....higgs.triton import nearest_points
+from ....transform.triton import LEAST
+from ..reference import HALF_MAX
+from ..side import FROM, SHIFT, WIDTH
 
 SHIFT_, FROM_, WIDTH_ = tl.constexpr(SHIFT), tl.constexpr(FROM), tl.constexpr(WIDTH)
 LARGEST = tl.constexpr(HALF_MAX)
@@ -94,8 +98,8 @@ def coordinates_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Write coordinates (2, T, HEADS, ROW) and sums of squares (2, T, HEADS), float32, of keys and then of values, with a
-    grid (tokens / 16, HEADS, 2); nothing of a side that is not of the transform codec, and of padding.
+    """Write coordinates (2, T, HEADS, ROW) and sums of squares (2, T, HEADS), float32, of keys and then of values, with
+    a grid (tokens / 16, HEADS, 2); nothing of a side that is not of the transform codec, and of padding.
     """
     if tl.program_id(2) == 0:
         if KEYS.transform:
