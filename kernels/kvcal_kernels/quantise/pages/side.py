@@ -19,8 +19,8 @@ class StoreSide:
     """The compile-time constants of keys or of values. at: byte of a head at which they begin. codes, scales: of a
     token. parts: pieces that a code is stored in. bits, vector: of a grid's code; of integers vector is 0. pairs: of 4,
     3, 2 and 1 bits of the transform codec, whose `coded` is not 0; stride: numbers of a row of its encoder; means,
-    tables: where its means, and the tables of 4, 3 and 2 bits, begin. rasters: of 4, 3 and 2 bits, or of a grid: points,
-    side, few, most (higgs.triton.searched).
+    tables: where its means, and the tables of 4, 3 and 2 bits, begin. rasters: of 4, 3 and 2 bits, or of a grid:
+    points, side, few, most (higgs.triton.searched).
     """
 
     at: int
