@@ -11,11 +11,13 @@ on a GPU most of a row's time is Python's. `--bundles FOLDER` keeps the fitted b
 `--rows 'AQUA|2 bits'` takes rows whose TABLE.LABEL has the regular expression; `--budget-seconds` begins no row later,
 a like share of it for each model.
 
+`errors`, with the options of `measure`, adds the attention errors that a claim asks for to rows that lack them. Another
+kind of device may do that, and each such row names it; the first row that has them is measured again and compared.
+
 `tables` prints Markdown: each claim's verdict with a column for each model; then for each model the claims' figures, and
 for each table KL (mean, standard error over windows, median, 99 %, maximum), share of tokens whose likeliest next token is
-full precision's, and perplexity. A
-verdict needs a difference over the same windows that Student's t tells from none at 95 %: 2.13 standard errors of 16
-windows. A figure that rows do not have by window has no verdict.
+full precision's, and perplexity. A verdict needs a difference over the same windows that Student's t tells from none at
+95 %: 2.13 standard errors of 16 windows. A figure that rows do not have by window has no verdict.
 
 On one GPU, processes take turns: start `nvidia-cuda-mps-control -d` first, and eight rows at a time take 12 to 30 s
 instead of 40 to 200. A row that ran out of memory is refused, and tried again with `--jobs 2 --batch 4`.
@@ -170,23 +172,16 @@ def at_width(what: Row) -> Row:
 
 
 def figures(what: Row, key: str, with_logits: bool) -> Row:
-    from kvcal.commands.workbench import cache_makers
-    from kvcal.evaluate.attention_error import attention_errors
     from kvcal.evaluate.perplexity import evaluate
-    from kvcal_artifacts.scheme import HeavyHitters
 
     started = time.monotonic()
-    method, sha256 = made(what, key)
+    maker, sha256 = maker_of(what, key)
     fitted = time.monotonic()
     loaded, ids, options = STATE["loaded"], STATE["text"].ids, STATE["options"]
-    selection = HeavyHitters(what["keep"], 0.5) if "keep" in what else None
-    [maker] = cache_makers(loaded.model, {"row": method}, loaded.revision, selection).values()
     full, row = evaluate(loaded.model, ids, {"row": maker}, step=STEP, batch=options["batch"], full=STATE["full"])
     result = {name: value for name, value in row.as_dict().items() if name != "name"}
     if with_logits:
-        result |= errors_by_window(
-            [attention_errors(loaded.model, window[None, :LOGIT_TOKENS], maker, step=STEP) for window in ids]
-        )
+        result |= attention(maker)
     return result | {
         "command": command_of(what),
         "sha256": sha256,
@@ -194,6 +189,25 @@ def figures(what: Row, key: str, with_logits: bool) -> Row:
         "fit_seconds": round(fitted - started, 1),
         "eval_seconds": round(time.monotonic() - fitted, 1),
     }
+
+
+def maker_of(what: Row, key: str) -> tuple[Callable[[], Any], str | None]:
+    """What makes a row's caches, and the hash of its bundle's file."""
+    from kvcal.commands.workbench import cache_makers
+    from kvcal_artifacts.scheme import HeavyHitters
+
+    method, sha256 = made(what, key)
+    loaded, selection = STATE["loaded"], HeavyHitters(what["keep"], 0.5) if "keep" in what else None
+    [maker] = cache_makers(loaded.model, {"row": method}, loaded.revision, selection).values()
+    return maker, sha256
+
+
+def attention(maker: Callable[[], Any]) -> Row:
+    """Attention errors of the first tokens of all windows."""
+    from kvcal.evaluate.attention_error import attention_errors
+
+    model, ids = STATE["loaded"].model, STATE["text"].ids
+    return errors_by_window([attention_errors(model, one[None, :LOGIT_TOKENS], maker, step=STEP) for one in ids])
 
 
 def errors_by_window(errors: list[AttentionErrors | None]) -> Row:
@@ -291,13 +305,38 @@ def of_model(recipe: dict[str, Any], options: dict[str, Any], folder: Path, unti
     return refused
 
 
-def earlier(path: Path, settings: dict[str, Any]) -> dict[str, Row]:
-    """The rows of a file that were measured in this way; those that were refused are tried again."""
+def add_errors(args: argparse.Namespace) -> int:
+    """Attention errors of rows that a claim needs them of and that lack them. Exit code: 1 where those of the row that
+    is compared are not what its file has, to one part in a thousand.
+    """
+    recipe, wrong = read_recipe(args.recipe), 0
+    for model in args.models.split(","):
+        settings = prepare(vars(args) | {"model": model, "fit_device": None})
+        path = args.output / f"{settings['model']}.json"
+        rows = earlier(path, settings, but=("device",))
+        keys = [key for key in of_claims(recipe, "logit_error") if key in rows]
+        known = [key for key in keys if "logit_error" in rows[key]][:1]
+        for key in known + [key for key in keys if "logit_error" not in rows[key]]:
+            one = attention(maker_of(at_width(json.loads(key)), key)[0])
+            print(f"{settings['model']} {key}: logit error {one['logit_error']:.6g}", flush=True)
+            if key in known:
+                print(f"    on {json.loads(path.read_text())['settings']['device']}: {rows[key]['logit_error']:.6g}")
+                wrong += abs(one["logit_error"] / rows[key]["logit_error"] - 1) > 1e-3
+                continue
+            rows[key] |= one | {"attention_errors_on": settings["device"]}
+            run.write(path, json.loads(path.read_text()) | {"rows": rows})
+    return 1 if wrong else 0
+
+
+def earlier(path: Path, settings: dict[str, Any], but: tuple[str, ...] = ()) -> dict[str, Row]:
+    """The rows of a file that were measured in this way; those that were refused are tried again. but: settings that may
+    differ.
+    """
     if not path.exists():
         return {}
     before = json.loads(path.read_text())
-    if before["settings"] != settings:
-        other = {name: value for name, value in before["settings"].items() if settings.get(name) != value}
+    other = {name: x for name, x in before["settings"].items() if settings.get(name) != x and name not in but}
+    if other or before["settings"].keys() != settings.keys():
         raise SystemExit(f"{path}: was measured with {other}; give another --output, or the same options")
     return {key: row for key, row in before["rows"].items() if "refused" not in row}
 
@@ -526,31 +565,34 @@ def best_of(which: dict[str, Any], recipe: dict[str, Any], by_label: dict[str, R
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
-    one = actions.add_parser("measure")
-    one.add_argument("--recipe", type=Path, default=RECIPE)
-    one.add_argument("--models", default="tiny", help="names or folders, separated by commas")
-    one.add_argument("--calibration", default="embedded:calibration")
-    one.add_argument("--text", default="embedded:evaluation")
-    one.add_argument("--rows", default="", help="a regular expression that TABLE.LABEL has")
-    one.add_argument("--windows", type=int, default=16)
-    one.add_argument("--length", type=int, default=2048)
-    one.add_argument("--fit-windows", type=int, default=24)
-    one.add_argument("--fit-length", type=int, default=1024)
-    one.add_argument("--batch", type=int, help="windows at a time")
-    one.add_argument("--dtype", default="float32")
-    one.add_argument("--device", default="auto")
-    one.add_argument("--threads", type=int, default=1, help="of each process on a CPU")
-    one.add_argument("--jobs", type=int, default=1, help="processes; each holds the model")
-    one.add_argument("--full-gigabytes", type=float, default=4.0, help="of full precision's logits, for each process")
-    one.add_argument("--bundles", type=Path, help="a folder where fitted bundles stay")
-    one.add_argument("--budget-seconds", type=float, help="begin no row after so many seconds")
-    one.add_argument("--output", type=Path, required=True, help="a folder")
+    for name in ("measure", "errors"):
+        one = actions.add_parser(name)
+        one.add_argument("--recipe", type=Path, default=RECIPE)
+        one.add_argument("--models", default="tiny", help="names or folders, separated by commas")
+        one.add_argument("--calibration", default="embedded:calibration")
+        one.add_argument("--text", default="embedded:evaluation")
+        one.add_argument("--rows", default="", help="a regular expression that TABLE.LABEL has")
+        one.add_argument("--windows", type=int, default=16)
+        one.add_argument("--length", type=int, default=2048)
+        one.add_argument("--fit-windows", type=int, default=24)
+        one.add_argument("--fit-length", type=int, default=1024)
+        one.add_argument("--batch", type=int, help="windows at a time")
+        one.add_argument("--dtype", default="float32")
+        one.add_argument("--device", default="auto")
+        one.add_argument("--threads", type=int, default=1, help="of each process on a CPU")
+        one.add_argument("--jobs", type=int, default=1, help="processes; each holds the model")
+        one.add_argument(
+            "--full-gigabytes", type=float, default=4.0, help="of full precision's logits, for each process"
+        )
+        one.add_argument("--bundles", type=Path, help="a folder where fitted bundles stay")
+        one.add_argument("--budget-seconds", type=float, help="begin no row after so many seconds")
+        one.add_argument("--output", type=Path, required=True, help="a folder")
     other = actions.add_parser("tables")
     other.add_argument("--recipe", type=Path, default=RECIPE)
     other.add_argument("files", type=Path, nargs="+", help="MODEL.json of measure")
     args = parser.parse_args()
-    if args.action == "measure":
-        sys.exit(measure(args))
+    if args.action != "tables":
+        sys.exit(measure(args) if args.action == "measure" else add_errors(args))
     print(tables(read_recipe(args.recipe), [json.loads(path.read_text()) for path in args.files]), end="")
 
 
