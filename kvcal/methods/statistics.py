@@ -128,7 +128,7 @@ class TrainingData:
             moments.weigh(self.queries(batch))
 
     def attention(self, batch: TapBatch) -> Tensor:
-        """How much attention coded tokens get, of a batch with q and k: `squared_weights`, (B, H, coded tokens) float64.
+        """How much attention coded tokens get: `squared_weights`, (B, H, coded tokens) float64. batch: with q and k.
 
         Sinks and soft caps of scores, which some models have, are left out of it.
         """
