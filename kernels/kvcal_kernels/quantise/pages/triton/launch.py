@@ -120,9 +120,9 @@ def _launch(
         coordinates_kernel[(tiles, heads, 2)](
             k, v, slots, *tables, y, square, tokens, k.stride(0), v.stride(0),
             **{name: constants[name] for name in FIRST}, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        )
     store_kernel[(tiles, groups, 2)](
         k, v, pages, slots, *tables, _places_on(keys, k.device), _places_on(values, k.device), y, square, tokens,
         k.stride(0), v.stride(0), pages.stride(0), pages.stride(1), **constants, ASM=not interpreted(), num_warps=4,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )
