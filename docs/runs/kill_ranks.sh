@@ -72,6 +72,7 @@ for number in $(seq "$first" $((first + kills - 1))); do
     wait $run
     code=$?
     ended="exit $code $(echo "$from $EPOCHREALTIME" | awk '{printf "%.1f", $2 - $1}') s later, $files files"
+    grep -q "^sha256" "$number.log" && [ $code != 0 ] && ended="$ended, its bundle had been written"
     if [ -n "$elastic" ]; then
         then="$(grep -c "resuming" "$number.log") times resumed"
     else
