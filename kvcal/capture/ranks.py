@@ -349,7 +349,9 @@ def _named(ranks: Ranks, missing: str = "another rank", seconds: float | None = 
         match = ALL_MISSED.search(str(error)) or MISSED.search(str(error))
         if match is None and in_time:
             raise SomeRankEndedError(f"{ranks}: another rank ended; torchrun's report says which") from error
-        who = _who([int(rank) for rank in match[1].split(", ")], ranks.count) if match else f"{missing} of {ranks.count}"
+        who = f"{missing} of {ranks.count}"
+        if match:
+            who = _who([int(rank) for rank in match[1].split(", ")], ranks.count)
         if in_time:
             raise RankEndedError(f"{who} ended; torchrun's report says why") from error
         raise RankEndedError(_not_in_time(who, ranks.timeout)) from error
