@@ -50,7 +50,7 @@ class RankEndedError(KVCalError):
 
 
 class SomeRankEndedError(RankEndedError):
-    """As above, and this rank does not know which. Another one may."""
+    """Another rank ended, and this one does not know which."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ def _is_first(store: Store, key: str = LINE) -> bool:
 
 
 def _wait_for_line(store: Store) -> None:
-    """Wait for another rank to print, for GRACE seconds at most. Where rank 0 names one, gloo ends the others at once."""
+    """Wait GRACE seconds at most for another rank to print: where rank 0 names one, gloo ends the others at once."""
     end = time.monotonic() + GRACE
     try:
         while time.monotonic() < end and not store.check([LINE]):
