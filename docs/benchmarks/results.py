@@ -12,7 +12,8 @@ on a GPU most of a row's time is Python's. `--bundles FOLDER` keeps the fitted b
 a like share of it for each model.
 
 `errors`, with the options of `measure`, adds the attention errors that a claim asks for to rows that lack them. Another
-kind of device may do that, and each such row names it; the first row that has them is measured again and compared.
+kind of device may do that, and each such row names it; the first row that has them is measured again and compared,
+which also tells whether a folder of another revision holds the same weights.
 
 `tables` prints Markdown: each claim's verdict with a column for each model; then for each model the claims' figures, and
 for each table KL (mean, standard error over windows, median, 99 %, maximum), share of tokens whose likeliest next token is
@@ -313,7 +314,7 @@ def add_errors(args: argparse.Namespace) -> int:
     for model in args.models.split(","):
         settings = prepare(vars(args) | {"model": model, "fit_device": None})
         path = args.output / f"{settings['model']}.json"
-        rows = earlier(path, settings, but=("device",))
+        rows = earlier(path, settings, but=("device", "revision"))
         keys = [key for key in of_claims(recipe, "logit_error") if key in rows]
         known = [key for key in keys if "logit_error" in rows[key]][:1]
         for key in known + [key for key in keys if "logit_error" not in rows[key]]:

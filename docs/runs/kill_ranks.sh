@@ -3,7 +3,7 @@
 # another number of ranks, or, with --max-restarts, torchrun starts all ranks anew. With --stop the rank is not killed but
 # stopped (SIGSTOP): it hangs, and the others wait for KVCAL_RANK_TIMEOUT seconds, 15 here.
 #
-#     bash docs/runs/kill_ranks.sh [--max-restarts | --stop] [KILLS [SEED [FIRST]]]
+#     bash docs/runs/kill_ranks.sh [--max-restarts] [--stop] [KILLS [SEED [FIRST]]]
 #
 # In a checkout, on a CPU. FIRST: number of the first kill, where the ten are done in several calls. SEED decides which
 # ranks and which moments. A moment is a share of the time that one process takes from its checkpoint's folder to its
@@ -12,8 +12,14 @@
 # run after it, or the restarted one, wrote the bytes of a run of one process. Exit code 1 where one wrote others.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 elastic="" name=KILL
-[ "$1" = --max-restarts ] && elastic="--max-restarts 2" && shift
-[ "$1" = --stop ] && name=STOP && export KVCAL_RANK_TIMEOUT=15 && shift
+while [ "${1#--}" != "$1" ]; do
+    case $1 in
+    --max-restarts) elastic="--max-restarts 2" ;;
+    --stop) name=STOP && export KVCAL_RANK_TIMEOUT=15 ;;
+    *) echo "$1: give --max-restarts, --stop or both" >&2 && exit 2 ;;
+    esac
+    shift
+done
 kills=${1:-10} seed=${2:-0} first=${3:-1} bad=0
 text="--model tiny --windows 12 --length 256 --holdout 3 --recent 16 --batch 2"
 methods=(
@@ -66,6 +72,7 @@ for number in $(seq "$first" $((first + kills - 1))); do
     wait $run
     code=$?
     ended="exit $code $(echo "$from $EPOCHREALTIME" | awk '{printf "%.1f", $2 - $1}') s later, $files files"
+    grep -q "^sha256" "$number.log" && [ $code != 0 ] && ended="$ended, its bundle had been written"
     if [ -n "$elastic" ]; then
         then="$(grep -c "resuming" "$number.log") times resumed"
     else

@@ -37,7 +37,7 @@ TEXT = ["--model", "tiny", "--windows", "8", "--length", "256", "--holdout", "2"
 BOOKS = ["train-codebooks", *TEXT, "--block", "32", "--stages", "2,2,2", "--sizes", "64,64,64", "--max-iterations", "5"]
 AQUA, FEW = ["fit-predictors", *TEXT], [*BOOKS, "--vectors", "3000"]
 SEARCH = ["tune-bits", *TEXT, "--objective", "kl", "--codecs", "higgs-2,higgs-4", "--max-bits", "4"]
-THRESHOLDS = ["tune-thresholds", *TEXT, "--block", "32", "--trials", "3"]
+THRESHOLDS = ["tune-thresholds", *TEXT, "--batch", "1", "--block", "32", "--trials", "3"]
 BUNDLES = {
     "aqua-kv": AQUA,
     "aqua-kv, layerwise": [*AQUA, "--layerwise"],
@@ -194,7 +194,7 @@ def _by_ranks(command: list[str], folder: Path, count: int) -> str | None:
             found.write_text(one)
         return 0
 
-    ends = in_ranks(count, rank, folder, timeout=300)
+    ends = in_ranks(count, rank, folder, timeout=600)
     if any(code for code, _ in ends) or not found.exists():
         print(ends, file=sys.stderr)
         return None

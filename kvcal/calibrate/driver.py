@@ -321,7 +321,7 @@ def _failing(works: Sequence[LayerCheckpoint], others: Sequence[LayerCheckpoint]
         raise
     except KVCalError as error:
         waiting = [str(work.folder) for work in works if work.folder.exists()]
-        if type(error) in (KVCalError, RankEndedError) and waiting:
+        if (type(error) is KVCalError or isinstance(error, RankEndedError)) and waiting:
             raise type(error)(
                 f"{error} (fitted layers wait in {', '.join(waiting)}: start again to go on, or delete it)"
             ) from error

@@ -37,8 +37,10 @@ Form: TypeAlias = tuple[tuple[int, ...], torch.dtype, str]  # of a tensor: shape
 
 TIMEOUT = "KVCAL_RANK_TIMEOUT"
 SECONDS = 1800  # that ranks wait for each other: torch's own default for gloo
+PATIENCE = 2  # times as long other ranks wait for rank 0, which may come as late and then wait for all before it says
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun
 LINE = "kvcal/line"  # the key by which ranks settle who prints
+GRACE, PAUSE = 5.0, 0.05  # seconds that a rank leaves to one that knows more, and between two looks whether it printed
 MISSED = re.compile(r"[Rr]anks? (\d+) failed to pass monitoredBarrier")
 ALL_MISSED = re.compile(r"[Rr]anks (\d+(?:, \d+)*) failed to pass monitoredBarrier")
 
@@ -47,9 +49,14 @@ class RankEndedError(KVCalError):
     """Another rank ended, or did not come in time."""
 
 
+class SomeRankEndedError(RankEndedError):
+    """Another rank ended, and this one does not know which."""
+
+
 @dataclass(frozen=True)
 class Ranks:
-    """One process of `count`, the one of number `rank`. control: the gloo group that barriers and objects go by.
+    """One process of `count`, the one of number `rank`. control: the gloo group that barriers and objects go by, which
+    waits PATIENCE times the timeout.
     hold_one_model: they hold one model by heads (tp_plan) and run all windows together, instead of some windows each.
 
     Every method is to be called by all ranks, in the same order. With a count of 1 nothing is sent.
@@ -189,9 +196,11 @@ class Ranks:
                     )
 
     def meet(self) -> None:
-        """Wait for all ranks. Raises RankEndedError that names the one that is missing, on rank 0."""
+        """Wait for all ranks. Raises RankEndedError that names the one that is missing, on rank 0; on the others where
+        it is rank 0.
+        """
         if self.count > 1:
-            with _named(self):
+            with _named(self, *(("rank 0", PATIENCE * self.timeout) if self.rank else ())):
                 distributed.monitored_barrier(self.control, timedelta(seconds=self.timeout), wait_all_ranks=True)
 
     def _on(self, kind: str) -> str:
@@ -231,7 +240,7 @@ def joined(device: str, hold_one_model: bool = False) -> Iterator[Ranks]:
         distributed.init_process_group(
             backend, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=timeout)
         )
-        control = distributed.group.WORLD if kind == "cpu" else distributed.new_group(backend="gloo")
+        control = distributed.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE * timeout))
     except MissingRanksError as error:
         late = RankEndedError(_not_in_time(_who(error.ranks, count), timeout))
         first = _is_first(agents_store, f"{LINE}/{os.environ.get(RESTARTS, '0')}")
@@ -248,6 +257,9 @@ def joined(device: str, hold_one_model: bool = False) -> Iterator[Ranks]:
         ended = RankEndedError("torchrun ended this rank, because another one ended; its report says which")
         raise (ended if _is_first(store) else LinePrintedError(ended)) from error
     except Exception as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends anyway
+        if isinstance(error, SomeRankEndedError):
+            _wait_for_line(store)
         if _is_first(store):
             raise
         raise LinePrintedError(error) from error
@@ -276,6 +288,16 @@ def _is_first(store: Store, key: str = LINE) -> bool:
         return int(store.add(key, 1)) == 1
     except RuntimeError:
         return True
+
+
+def _wait_for_line(store: Store) -> None:
+    """Wait GRACE seconds at most for another rank to print: where rank 0 names one, gloo ends the others at once."""
+    end = time.monotonic() + GRACE
+    try:
+        while time.monotonic() < end and not store.check([LINE]):
+            time.sleep(PAUSE)
+    except RuntimeError:  # the store is gone
+        return
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
@@ -314,16 +336,23 @@ def _rank_device(device: str) -> str:
 
 
 @contextmanager
-def _named(ranks: Ranks) -> Iterator[None]:
-    """Let what torch.distributed raises say which rank is missing, where it knows."""
-    started = time.monotonic()
+def _named(ranks: Ranks, missing: str = "another rank", seconds: float | None = None) -> Iterator[None]:
+    """Let what torch.distributed raises say which rank is missing: by this name where it does not know.
+
+    seconds: after which torch.distributed waits no longer; the timeout by default.
+    """
+    end = time.monotonic() + 0.9 * (seconds or ranks.timeout)
     try:
         yield
     except RuntimeError as error:
-        if (match := ALL_MISSED.search(str(error)) or MISSED.search(str(error))) is None:
-            raise RankEndedError(f"{ranks}: another rank ended; torchrun's report says which") from error
-        who = _who([int(rank) for rank in match[1].split(", ")], ranks.count)
-        if time.monotonic() < started + 0.9 * ranks.timeout:  # gloo says the same where a connection was closed
+        in_time = time.monotonic() < end  # torch.distributed says the same where a connection was closed
+        match = ALL_MISSED.search(str(error)) or MISSED.search(str(error))
+        if match is None and in_time:
+            raise SomeRankEndedError(f"{ranks}: another rank ended; torchrun's report says which") from error
+        who = f"{missing} of {ranks.count}"
+        if match:
+            who = _who([int(rank) for rank in match[1].split(", ")], ranks.count)
+        if in_time:
             raise RankEndedError(f"{who} ended; torchrun's report says why") from error
         raise RankEndedError(_not_in_time(who, ranks.timeout)) from error
 

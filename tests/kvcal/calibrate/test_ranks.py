@@ -393,6 +393,32 @@ def test_one_rank_says_what_is_wrong_with_another(tmp_path: Path, how: str, line
         assert len(told) == 1, ends
 
 
+def late(hanging: int) -> int:
+    """One rank of three hangs; rank 1 comes before the others that come."""
+    os.environ["KVCAL_RANK_TIMEOUT"] = f"{SECONDS}"
+    try:
+        with joined("cpu") as ranks:
+            ranks.meet()
+            time.sleep({hanging: 4 * SECONDS, 1: 0}.get(ranks.rank, SECONDS / 2))
+            if ranks.rank != hanging:
+                ranks.meet()
+    except KVCalError as error:
+        print(f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hanging", [0, 2])
+def test_the_rank_that_hangs_is_named_whichever_waits_longest(tmp_path: Path, hanging: int) -> None:
+    """Of the others only rank 0 knows who is missing: rank 1 has waited longer, and must not end before it says so."""
+    agent = agents_store()
+    ends = in_ranks(3, lambda: late(hanging), tmp_path, timeout=20, port=agent.port)
+    lines = [line for _, text in ends for line in text.splitlines() if line.startswith("RankEndedError")]
+    line = f"rank {hanging} of 3 did not come within {SECONDS} s (KVCAL_RANK_TIMEOUT): it hangs, or has ended"
+    assert lines == [f"RankEndedError: {line}"], ends
+
+
 def agents_store() -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
