@@ -12,8 +12,7 @@ on a GPU most of a row's time is Python's. `--bundles FOLDER` keeps the fitted b
 a like share of it for each model.
 
 `errors`, with the options of `measure`, adds the attention errors that a claim asks for to rows that lack them. Another
-kind of device may do that, and each such row names it; the first row that has them is measured again and compared,
-which also tells whether a folder of another revision holds the same weights.
+device may do that, which each such row names; a row that has them is measured again and compared, weights with it.
 
 `tables` prints Markdown: each claim's verdict with a column for each model; then for each model the claims' figures, and
 for each table KL (mean, standard error over windows, median, 99 %, maximum), share of tokens whose likeliest next token is
@@ -21,7 +20,7 @@ full precision's, and perplexity. A verdict needs a difference over the same win
 95 %: 2.13 standard errors of 16 windows. A figure that rows do not have by window has no verdict.
 
 On one GPU, processes take turns: start `nvidia-cuda-mps-control -d` first, and eight rows at a time take 12 to 30 s
-instead of 40 to 200. A row that ran out of memory is refused, and tried again with `--jobs 2 --batch 4`.
+instead of 40 to 200. One that ran out of memory is refused, and tried again with `--jobs 2 --batch 4`.
 """
 
 from __future__ import annotations
