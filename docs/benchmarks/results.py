@@ -397,7 +397,8 @@ ABOUT = (
     "bits as the paper counts them, where that differs.",
     "- **Same top** is the share of tokens after which the likeliest next token is full precision's.",
     "- A table of bits leaves out what stores more than 0.15 bits above them.",
-    "- Rows of the transform were measured at 8cfb961a, before 92b188fa changed how it is calibrated.",
+    "- Rows of the transform were measured at 8cfb961a. Since then its calibration changed twice, at 92b188fa and at "
+    "ff7cf0fb ([what that gives](../lab/methods.md#transform-coding)).",
     "",
     "`wiki.txt` is [WikiText-2's test text](../texts.md#texts-of-these-pages). The page is what "
     "`python docs/benchmarks/results.py tables docs/benchmarks/results/*.json` prints from the recorded rows "
