@@ -122,10 +122,14 @@ def _by_token(blocks: Tensor, length: int) -> Tensor:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention of the last tokens: query (Hq, T, D), key and value (H, L, D) -> (Hq, T, D)."""
+    """Causal attention of the last tokens: query (Hq, T, D), key and value (H, L, D) -> (Hq, T, D) float32.
+
+    Sums are float64: in float32 their last digits depend on T and L, so on how a prompt is cut, and the codes of layers
+    above with them.
+    """
     new, length = query.shape[1], key.shape[1]
     mask = torch.ones(new, length, dtype=torch.bool, device="cpu").tril(length - new)
     out: Tensor = torch.nn.functional.scaled_dot_product_attention(
-        query[None], key[None], value[None], attn_mask=mask, scale=scale, enable_gqa=True
+        query[None].double(), key[None].double(), value[None].double(), attn_mask=mask, scale=scale, enable_gqa=True
     )
-    return out[0]
+    return out[0].float()

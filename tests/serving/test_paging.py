@@ -264,3 +264,20 @@ def test_attention_of_a_ragged_batch(exact: bool) -> None:
         layer, pages, Step(starts, lengths, table), query, 0.125, (key[chunk], value[chunk]) if exact else None
     )
     torch.testing.assert_close(out, torch.stack(outputs), rtol=1e-5, atol=1e-5)
+
+
+def test_attention_does_not_depend_on_chunks() -> None:
+    """Not in the last bit: a code of a layer above may be on its border."""
+    layer, length = PagedLayer(codecs("higgs-4", 64)), 500
+    pages, table = dirty(layer, 16), torch.arange(16)[None]
+    key, value = tokens(length, 64)
+    layer.store(pages, torch.arange(length), key, value)
+    query = torch.randn(length, 2 * HEADS, 64, generator=torch.Generator().manual_seed(4))
+    whole = attend(layer, pages, Step((0, length), (length,), table), query, 0.125)
+    begin = 0
+    for count in (1, 31, 32, 36, 100, 1, 1, 298):
+        step = Step((0, count), (begin + count,), table)
+        chunk = slice(begin, begin + count)
+        assert torch.equal(attend(layer, pages, step, query[chunk], 0.125), whole[chunk]), chunk
+        begin += count
+    assert begin == length

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DeepseekV3Config, LlamaConfig
 
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.data_free import preset as kvcal_preset
@@ -160,6 +161,9 @@ def test_models_with_other_layers_are_refused() -> None:
     gemma = HYBRID["gemma3"]()
     with pytest.raises(UnsupportedModel, match="layer 0: sliding-attention"):
         planned(gemma, "higgs-2")
+    latent = DeepseekV3Config(num_hidden_layers=2)
+    with pytest.raises(UnsupportedModel, match="deepseek_v3: multi-head latent attention caches a latent"):
+        plan(Settings("higgs-2"), latent)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +224,14 @@ def test_what_no_kernel_reads_is_refused_on_a_gpu(name: str, reason: str, model:
     with pytest.raises(UsageError, match=f"cannot be served: on a GPU kvcal's kernels read HIGGS and .*: {reason}"):
         on_gpu(model, name)
     assert planned(model, name).bits > 2
+
+
+@pytest.mark.parametrize(("dim", "name"), [(80, "higgs-4"), (80, "uniform-4"), (192, "higgs-2")])
+def test_head_sizes_that_no_kernel_reads_are_refused_on_a_gpu(dim: int, name: str) -> None:
+    config = LlamaConfig(hidden_size=2 * dim, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
+    with pytest.raises(UsageError, match=f"preset {name}, keys, codec .* on a GPU kvcal's kernels .* head_dim {dim}"):
+        plan(Settings(name), config, gpu=True)
+    assert plan(Settings(name), config).bits > 2
 
 
 def test_heads_are_split_as_vllm_splits_them(model: Any) -> None:

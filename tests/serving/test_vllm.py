@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import urllib.request
@@ -46,7 +47,7 @@ def _stop() -> Iterator[None]:
     testing.stop()
 
 
-TAILED = ("kivi-4", "inner-4-symmetric", "squat", "mixkvq")  # blocks of 32 tokens
+TAILED = ("kivi-2", "kivi-4", "inner-2-symmetric", "inner-4-symmetric", "squat", "mixkvq")  # blocks of 32 tokens
 
 
 def scheme_of(folder: Path, name: str) -> Scheme:
@@ -67,16 +68,21 @@ def sources(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     }
 
 
+def check_answers(llm: Any, prompts: list[list[int]], expected: served.Expected) -> None:
+    """Those of prompts that come together, and of the first one behind a prefix hit."""
+    with expected.ties():
+        assert testing.answers(llm, prompts, COUNT) == expected.answers
+        again = testing.outputs(llm, prompts[:1], COUNT)[0]
+    assert again.num_cached_tokens >= 128
+    assert list(again.outputs[0].token_ids) == expected.answers[0]
+
+
 @pytest.mark.parametrize("name", ["uniform-4", "transform", "mixed", "vqkv"])
 def test_deterministic_answers_are_those_of_transformers(
     name: str, tiny: Path, sources: dict[str, str], prompts: list[list[int]]
 ) -> None:
     llm = served.engine(tiny, sources[name])
-    expected = [served.packed_reference(tiny, scheme_of(tiny, name), ids, COUNT) for ids in prompts]
-    assert testing.answers(llm, prompts, COUNT) == expected
-    again = testing.outputs(llm, prompts[:1], COUNT)[0]
-    assert again.num_cached_tokens >= 128
-    assert list(again.outputs[0].token_ids) == expected[0]
+    check_answers(llm, prompts, served.packed_references(tiny, scheme_of(tiny, name), prompts, COUNT))
 
 
 @pytest.mark.parametrize("name", TAILED)
@@ -88,11 +94,7 @@ def test_answers_of_blocks_are_those_of_kvcals_cache(
     In steps of 64 tokens, which cut blocks apart, beside other requests, and again behind a prefix hit.
     """
     llm = served.engine(tiny, sources[name], max_num_batched_tokens=CHUNK)
-    expected = [served.cache_reference(tiny, scheme_of(tiny, name), ids, COUNT, 32) for ids in prompts]
-    assert testing.answers(llm, prompts, COUNT) == expected
-    again = testing.outputs(llm, prompts[:1], COUNT)[0]
-    assert again.num_cached_tokens >= 128
-    assert list(again.outputs[0].token_ids) == expected[0]
+    check_answers(llm, prompts, served.cache_references(tiny, scheme_of(tiny, name), prompts, COUNT, 32))
 
 
 def test_default_answers_are_those_of_kvcals_cache(
@@ -101,8 +103,9 @@ def test_default_answers_are_those_of_kvcals_cache(
     """Cold prompts of one step each: windows are empty, so the cache, too, packs a token behind the step it came in."""
     llm = served.engine(tiny, sources["higgs-2"], deterministic=False)
     scheme = served.preset_scheme(tiny, "higgs-2", "higgs-2", block=1)
-    expected = [served.cache_reference(tiny, scheme, ids, COUNT) for ids in prompts]
-    assert testing.answers(llm, prompts, COUNT) == expected
+    expected = served.cache_references(tiny, scheme, prompts, COUNT)
+    with expected.ties():
+        assert testing.answers(llm, prompts, COUNT) == expected.answers
 
 
 @pytest.fixture
@@ -129,12 +132,23 @@ def test_the_backend_of_gpus_answers_as_transformers_does(
 ) -> None:
     """In chunks beside other requests and behind a prefix hit."""
     llm = served.engine(tiny, sources[name], max_num_batched_tokens=CHUNK)
-    expected = [served.packed_reference(tiny, scheme_of(tiny, name), ids, COUNT) for ids in prompts]
-    assert testing.answers(llm, prompts, COUNT) == expected
-    again = testing.outputs(llm, prompts[:1], COUNT)[0]
-    assert again.num_cached_tokens >= 128
-    assert list(again.outputs[0].token_ids) == expected[0]
+    check_answers(llm, prompts, served.packed_references(tiny, scheme_of(tiny, name), prompts, COUNT))
     assert set(gpu_backend.launches) == {"store", "attend"}
+
+
+def test_a_second_registration_changes_nothing() -> None:
+    """vLLM calls the entry point in each of its processes, and more than once in some."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    plugin.register()
+    backend.size_each_layer()
+    members = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.CPU_ATTN
+    before = [member.get_path() for member in members], Attention.get_kv_cache_spec
+    plugin.register()
+    backend.size_each_layer()
+    assert ([member.get_path() for member in members], Attention.get_kv_cache_spec) == before
+    assert before[0] == [plugin.ON_CPU] * 2
 
 
 class OnTiny(testing.Conformance):
@@ -174,15 +188,13 @@ def test_answers_do_not_depend_on_preemption(
     unless a connector has it.
     """
     pair, scheme = [prompts[0][:60], prompts[4][:62]], scheme_of(tiny, name)
-    expected = [
-        served.cache_reference(tiny, scheme, ids, COUNT, 32)
-        if name in TAILED
-        else served.packed_reference(tiny, scheme, ids, COUNT)
-        for ids in pair
-    ]
-    with testing.preemptions() as preempted:
-        scarce = served.engine(tiny, sources[name], block_size=32, num_gpu_blocks_override=6, max_model_len=128)
-        assert testing.answers(scarce, pair, COUNT) == expected
+    if name in TAILED:
+        expected = served.cache_references(tiny, scheme, pair, COUNT, 32)
+    else:
+        expected = served.packed_references(tiny, scheme, pair, COUNT)
+    scarce = served.engine(tiny, sources[name], block_size=32, num_gpu_blocks_override=6, max_model_len=128)
+    with testing.preemptions() as preempted, expected.ties():
+        assert testing.answers(scarce, pair, COUNT) == expected.answers
     assert preempted
 
 
@@ -199,7 +211,7 @@ def test_answers_do_not_depend_on_swap(
     its pages back out of files.
     """
     pair, scheme = [prompts[0][:75], prompts[4][:66]], served.preset_scheme(tiny, "higgs-2", "higgs-2")
-    expected = [served.packed_reference(tiny, scheme, ids, COUNT) for ids in pair]
+    expected = served.packed_references(tiny, scheme, pair, COUNT)
     stock, read = safetensors.torch.load_file, list[str]()
 
     def load(path: str) -> Any:
@@ -207,20 +219,21 @@ def test_answers_do_not_depend_on_swap(
         return stock(path)
 
     monkeypatch.setattr(safetensors.torch, "load_file", load)
-    with testing.preemptions() as preempted:
-        scarce = served.engine(
-            tiny,
-            "higgs-2",
-            block_size=32,
-            num_gpu_blocks_override=7,
-            max_model_len=128,
-            enable_prefix_caching=False,
-            kv_transfer_config=connector(tmp_path),
-        )
-        assert testing.answers(scarce, pair, COUNT) == expected
+    scarce = served.engine(
+        tiny,
+        "higgs-2",
+        block_size=32,
+        num_gpu_blocks_override=7,
+        max_model_len=128,
+        enable_prefix_caching=False,
+        kv_transfer_config=connector(tmp_path),
+    )
+    with testing.preemptions() as preempted, expected.ties():
+        assert testing.answers(scarce, pair, COUNT) == expected.answers
     assert preempted
     assert len(read) == len(scheme.layers)  # of the preempted request, a file for each layer
-    assert testing.answers(scarce, pair[:1], COUNT) == expected[:1]
+    with expected.ties():
+        assert testing.answers(scarce, pair[:1], COUNT) == expected.answers[:1]
     assert len(read) == 2 * len(scheme.layers)
 
 
@@ -289,11 +302,14 @@ def test_an_openai_request_is_answered(address: str, tiny: Path, prompts: list[l
         {"Content-Type": "application/json"},
     )
     answer = json.load(urllib.request.urlopen(request, timeout=120))
-    expected = served.packed_reference(tiny, scheme_of(tiny, "uniform-4"), prompts[1], COUNT)
-    assert answer["choices"][0]["token_ids"] == expected
+    expected = served.packed_references(tiny, scheme_of(tiny, "uniform-4"), prompts[1:2], COUNT)
+    assert answer["choices"][0]["token_ids"] == expected.answers[0]
 
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "vllm.md"
+
+
+HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @pytest.fixture(scope="module")
@@ -305,12 +321,10 @@ def guided(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def steps() -> list[str]:
-    """The guide's commands: fit, serve, ask, test a backend."""
-    blocks = [fence[3] for fence in FENCE.finditer(GUIDE.read_text()) if "needs vLLM and a model" in fence[2]]
-    assert len(blocks) == 4
-    return blocks
+def commands(heading: str) -> list[str]:
+    """The guide's commands below a heading. A model of the hub is a folder here."""
+    [section] = re.findall(rf"^#+ {heading}\n(.*?)(?=^#+ |\Z)", GUIDE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [fence[3].replace(HUB, "./smollm2-135m") for fence in FENCE.finditer(section) if fence[1] == "bash"]
 
 
 def shell(command: str, folder: Path) -> str:
@@ -321,9 +335,14 @@ def shell(command: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_guide_leads_to_an_answer(guided: Path, steps: list[str]) -> None:
-    fit, serve, ask, _ = steps
-    shell(fit, guided)
+@pytest.mark.parametrize("made", ["preset", "fit"])
+def test_the_guide_leads_to_an_answer(made: str, guided: Path) -> None:
+    """With the bundle of its first step, and with the calibrated one instead."""
+    preset, serve, ask = commands("From a model to an answer")
+    [fit] = commands("A calibrated bundle")
+    make = {"preset": preset, "fit": fit}[made]
+    assert make.startswith(f"kvcal {made} ")
+    shell(make, guided)
     with served.listening(["bash", "-c", f"exec {serve.rstrip()} --port {{port}}"], guided / "log", guided) as url:
         answer = json.loads(shell(ask.replace("http://127.0.0.1:8000", url), guided))
     assert answer["choices"][0]["text"]
@@ -333,8 +352,9 @@ def test_the_guide_leads_to_an_answer(guided: Path, steps: list[str]) -> None:
     assert "tokens fit, where" in said[1]
 
 
-def test_the_guide_tests_a_backend(guided: Path, steps: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    said = shell(steps[3], guided)
+def test_the_guide_tests_a_backend(guided: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [suite] = commands("Test another backend")
+    said = shell(suite, guided)
     lines = [line for line in said.splitlines() if line.split(":")[0] in testing.CHECKS]
     with capsys.disabled():
         print("", *lines, sep="\n", end=" ")

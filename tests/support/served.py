@@ -19,10 +19,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
+from vllm.model_executor.models.utils import extract_layer_index
 
 from kvcal.methods.data_free import Preset
 from kvcal.models import load_model, resolve
@@ -31,7 +33,10 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Role, Shape, Squat, Transform, Uniform
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 from kvcal_vllm import testing
+from kvcal_vllm.backend import KVCalImpl
+from kvcal_vllm.gpu.backend import KVCalGPUImpl
 
+MOST_OFF = 3e-5  # of a key or a value between vLLM and Transformers, in float32: four times what was seen
 TEXTS = Path(__file__).resolve().parents[2] / "kvcal" / "demo" / "text"
 TINY = Path(__file__).resolve().parents[2] / "kvcal" / "demo" / "tiny"
 
@@ -140,14 +145,69 @@ def greedy(folder: Path, ids: Sequence[int], count: int, past: Any, chunk: int =
     return out[len(ids) :]
 
 
-def packed_reference(folder: Path, scheme: Scheme, ids: Sequence[int], count: int) -> list[int]:
+class Expected:
+    """Answers of Transformers to prompts, and the keys and values of all their tokens, before they are packed."""
+
+    def __init__(self) -> None:
+        self.answers: list[list[int]] = []
+        self._tokens: dict[int, list[Tensor]] = {}  # of a layer: (T, 2, H, D) of each call
+
+    def add(self, folder: Path, ids: Sequence[int], count: int, past: Any, chunk: int) -> None:
+        """The answer to one prompt, and what its cache is given."""
+        update = past.update
+
+        def record(key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+            pairs = torch.stack([key[0], value[0]]).permute(2, 0, 1, 3)
+            self._tokens.setdefault(layer_idx, []).append(pairs.contiguous())
+            return update(key, value, layer_idx, *args, **kwargs)
+
+        past.update = record
+        self.answers.append(greedy(folder, ids, count, past, chunk))
+
+    @contextmanager
+    def ties(self) -> Iterator[None]:
+        """vLLM's engine meanwhile stores Transformers' own keys and values. Each must be within MOST_OFF of a token's.
+
+        Float32 sums in another order differ in the last digits. Where a number lies between two codes, or a scale
+        between two float16 numbers, it is then stored otherwise, and what layers above attend to is no longer close.
+        """
+        tokens = {layer: torch.cat(parts) for layer, parts in self._tokens.items()}
+        with pytest.MonkeyPatch.context() as patch:
+            for kind in (KVCalImpl, KVCalGPUImpl):
+                patch.setattr(kind, "do_kv_cache_update", _storing(kind.do_kv_cache_update, tokens))
+            yield
+
+
+def _storing(stock: Any, tokens: dict[int, Tensor]) -> Any:
+    """`do_kv_cache_update` that stores the nearest of a layer's tokens instead of what the engine gives it."""
+
+    def store(impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        number, stored = extract_layer_index(layer.layer_name), slot_mapping >= 0
+        pairs = torch.stack([key, value], 1)[: len(slot_mapping)]
+        off, nearest = torch.cdist(pairs[stored].flatten(1), tokens[number].flatten(1), p=torch.inf).min(1)
+        assert off.max() <= MOST_OFF, f"layer {number}: {off.max():.1e} from the nearest token of Transformers'"
+        pairs[stored] = tokens[number][nearest]
+        stock(impl, layer, *(x.contiguous() for x in pairs.unbind(1)), kv_cache, slot_mapping)
+
+    return store
+
+
+def packed_references(folder: Path, scheme: Scheme, prompts: Sequence[Sequence[int]], count: int) -> Expected:
     """What deterministic mode must answer."""
-    return greedy(folder, ids, count, RoundTrip(scheme, reference_model(folder).config))
+    expected = Expected()
+    for ids in prompts:
+        expected.add(folder, ids, count, RoundTrip(scheme, reference_model(folder).config), 0)
+    return expected
 
 
-def cache_reference(folder: Path, scheme: Scheme, ids: Sequence[int], count: int, chunk: int = 0) -> list[int]:
-    """What kvcal's cache answers to a prompt that comes in chunks; 0: at once, as the default mode has a cold one."""
-    return greedy(folder, ids, count, KVCalCache(scheme, reference_model(folder)), chunk)
+def cache_references(
+    folder: Path, scheme: Scheme, prompts: Sequence[Sequence[int]], count: int, chunk: int = 0
+) -> Expected:
+    """What kvcal's cache answers to prompts that come in chunks; 0: at once, as the default mode has cold ones."""
+    expected = Expected()
+    for ids in prompts:
+        expected.add(folder, ids, count, KVCalCache(scheme, reference_model(folder)), chunk)
+    return expected
 
 
 class Lines(logging.Handler):
