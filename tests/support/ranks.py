@@ -7,7 +7,8 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -51,3 +52,28 @@ def _be(names: dict[str, str], run: Callable[[], int], said: Path, timeout: floa
         traceback.print_exc(file=sys.__stderr__)
     finally:
         os._exit(code)
+
+
+@contextmanager
+def agents_store() -> Iterator[int]:
+    """The port of a store such as torchrun's agent has.
+
+    It has a process of its own: its threads look up addresses, and a process forked beside them may find libc's lock
+    taken for ever.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    port, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(told, str(store.port).encode())
+        signal.pause()
+        os._exit(0)
+    try:
+        yield int(os.read(port, 16))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(port)
+        os.close(told)

@@ -33,7 +33,7 @@ from kvcal.text import token_windows
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_kernels.residual_vq.nearest import nearest
 from tests.support.models_fixture import SMALL, SUFFIX, kvcal, write_model, write_text
-from tests.support.ranks import in_ranks
+from tests.support.ranks import agents_store, in_ranks
 
 WINDOWS: dict[str, Any] = {"sink": 4, "recent": 16, "block": 8}
 LEARNED = (
@@ -61,6 +61,13 @@ def test_every_method_and_every_learned_codec_is_tried() -> None:
     assert {method.training.trainer for method in JOBS.values() if isinstance(method, VQKV)} == TRAINERS.keys()
     kinds = [calibrated_name(one.partition("=")[2]) for one in LEARNED]
     assert {kind[0] for kind in kinds if kind is not None} == CALIBRATED.keys()
+
+
+@pytest.fixture
+def agent() -> Iterator[int]:
+    """The port of a store such as torchrun's agent has."""
+    with agents_store() as port:
+        yield port
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -382,9 +389,8 @@ def broken(how: str) -> int:
         ("differs", 'rank 1 has text "b", rank 0 has "a": all ranks need the same texts, models, versions and devices'),
     ],
 )
-def test_one_rank_says_what_is_wrong_with_another(tmp_path: Path, how: str, line: str) -> None:
-    agent = agents_store()
-    ends = in_ranks(2, lambda: broken(how), tmp_path, timeout=20, port=agent.port)
+def test_one_rank_says_what_is_wrong_with_another(tmp_path: Path, agent: int, how: str, line: str) -> None:
+    ends = in_ranks(2, lambda: broken(how), tmp_path, timeout=20, port=agent)
     told = [text for _, text in ends if text and not text.startswith("LinePrintedError")]
     assert ends[0][0] == 1
     assert any(line in text for text in told), ends
@@ -410,19 +416,12 @@ def late(hanging: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hanging", [0, 2])
-def test_the_rank_that_hangs_is_named_whichever_waits_longest(tmp_path: Path, hanging: int) -> None:
+def test_the_rank_that_hangs_is_named_whichever_waits_longest(tmp_path: Path, agent: int, hanging: int) -> None:
     """Of the others only rank 0 knows who is missing: rank 1 has waited longer, and must not end before it says so."""
-    agent = agents_store()
-    ends = in_ranks(3, lambda: late(hanging), tmp_path, timeout=20, port=agent.port)
+    ends = in_ranks(3, lambda: late(hanging), tmp_path, timeout=20, port=agent)
     lines = [line for _, text in ends for line in text.splitlines() if line.startswith("RankEndedError")]
     line = f"rank {hanging} of 3 did not come within {SECONDS} s (KVCAL_RANK_TIMEOUT): it hangs, or has ended"
     assert lines == [f"RankEndedError: {line}"], ends
-
-
-def agents_store() -> Any:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def squared(number: int) -> int:
@@ -448,14 +447,13 @@ def attempt(number: int) -> int:
     return 0
 
 
-def test_processes_that_were_restarted_do_not_meet_the_dead(tmp_path: Path) -> None:
+def test_processes_that_were_restarted_do_not_meet_the_dead(tmp_path: Path, agent: int) -> None:
     """As after `torchrun --max-restarts`: the agent's store holds what the first attempt wrote."""
-    agent = agents_store()
-    ends = in_ranks(2, lambda: attempt(0), tmp_path, port=agent.port)
+    ends = in_ranks(2, lambda: attempt(0), tmp_path, port=agent)
     assert [code for code, _ in ends] == [1, -signal.SIGKILL], ends
     assert "rank 1 of 2 ended; torchrun's report says why" in ends[0][1]
     for count in (2, 3):  # rank 0 of before may be another node's now, and there may be more
-        ends = in_ranks(count, lambda: attempt(1), tmp_path, port=agent.port)
+        ends = in_ranks(count, lambda: attempt(1), tmp_path, port=agent)
         lines = {text.replace("LinePrintedError", "UsageError") for _, text in ends}
         assert lines == {f"attempt 1, {count} ranks\n0\n1\n4\n9\nUsageError: 4 is too large\n"}
         assert sum("LinePrintedError" in text for _, text in ends) == count - 1, ends
