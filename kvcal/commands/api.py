@@ -170,16 +170,10 @@ def fit(
 
 def _check_tokenizer(tokenizer: object) -> None:
     """Raises UsageError for what is no tokenizer, such as a model's name."""
-    from kvcal_artifacts.errors import UsageError
+    from kvcal_artifacts import hf
 
-    if callable(tokenizer):
-        return
-    description, name = f"a {type(tokenizer).__name__}", "NAME"
-    if isinstance(tokenizer, str):
-        description, name = f"the text {tokenizer!r}", repr(tokenizer)
-    raise UsageError(
-        f"tokenizer is {description}, must be a loaded tokenizer: give AutoTokenizer.from_pretrained({name})"
-    )
+    if not callable(tokenizer):
+        raise hf.not_loaded("tokenizer", tokenizer, "a loaded tokenizer", "AutoTokenizer")
 
 
 def _method(name: str) -> Any:

@@ -37,15 +37,16 @@ def find_decoder(model: nn.Module) -> nn.Module:
 
 def check_module(model: object) -> None:
     """Raises UsageError for what is no module, such as a model's name where the loaded model belongs."""
-    if isinstance(model, nn.Module):
-        return
-    description, name = f"a {type(model).__name__}", "NAME"
-    if isinstance(model, str):
-        description, name = f"the text {model!r}", repr(model)
-    raise UsageError(
-        f"model is {description}, must be a loaded model (a torch.nn.Module): "
-        f"give AutoModelForCausalLM.from_pretrained({name})"
-    )
+    if not isinstance(model, nn.Module):
+        raise not_loaded("model", model, "a loaded model (a torch.nn.Module)", "AutoModelForCausalLM")
+
+
+def not_loaded(argument: str, value: object, wanted: str, loader: str) -> UsageError:
+    """The error for a name, or anything else, where an object that Transformers loads belongs. loader: its class."""
+    what, name = f"a {type(value).__name__}", "NAME"
+    if isinstance(value, str):
+        what, name = f"the text {value!r}", repr(value)
+    return UsageError(f"{argument} is {what}, must be {wanted}: give {loader}.from_pretrained({name})")
 
 
 def model_type_of(model: nn.Module) -> str:
