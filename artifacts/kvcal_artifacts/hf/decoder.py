@@ -41,12 +41,12 @@ def check_module(model: object) -> None:
         raise not_loaded("model", model, "a loaded model (a torch.nn.Module)", "AutoModelForCausalLM")
 
 
-def not_loaded(argument: str, value: object, wanted: str, loader: str) -> UsageError:
+def not_loaded(argument: str, value: object, required: str, loader: str) -> UsageError:
     """The error for a name, or anything else, where an object that Transformers loads belongs. loader: its class."""
     what, name = f"a {type(value).__name__}", "NAME"
     if isinstance(value, str):
         what, name = f"the text {value!r}", repr(value)
-    return UsageError(f"{argument} is {what}, must be {wanted}: give {loader}.from_pretrained({name})")
+    return UsageError(f"{argument} is {what}, must be {required}: give {loader}.from_pretrained({name})")
 
 
 def model_type_of(model: nn.Module) -> str:
