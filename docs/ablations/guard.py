@@ -108,7 +108,7 @@ def report(paths: list[Path]) -> None:
     print(
         "# Forecast and measured KL\n\n"
         "Made by `python docs/ablations/guard.py report docs/ablations/guard/*.json`. How a forecast is made: "
-        "[outlier guard](../methods.md#outlier-guard).\nKL is in nats per token: forecast of tokens behind packed "
+        "[outlier guard](../lab/methods.md#outlier-guard).\nKL is in nats per token: forecast of tokens behind packed "
         "ones, "
         "measured through the cache over all tokens of a window. se: standard error over windows, 0 for one window.\n"
     )

@@ -91,6 +91,8 @@ ROWS: dict[str, list[tuple[str, str]]] = {  # page -> (label of methods.toml or 
         ("VQKV at 2", "7, 15, 10 stages of 256"),
         ("VQKV at 3", "11, 22, 15 stages of 256"),
         ("VQKV at 4", "15, 29, 20 stages of 256"),
+        ("VQKV of 65536 at 2, 172 windows", "4, 7, 5 stages of 65,536, fitted on 172 windows"),
+        ("VQKV of 65536 at 3, 172 windows", "6, 11, 7 stages of 65,536, fitted on 172 windows"),
     ],
     "h2o": [
         ("H2O + HIGGS", "H2O and `higgs-2-wide`"),
@@ -146,7 +148,9 @@ CLAIMS: dict[str, list[tuple[str, str, str, str]]] = {  # page -> (what is claim
             "VQKV, a quarter of the codewords",
             "VQKV, half the stages",
             "kl",
-        )
+        ),
+        ("more stages over larger codebooks, at 2 bits", "VQKV at 2", "VQKV of 65536 at 2, 172 windows", "kl"),
+        ("the same at 3 bits", "VQKV at 3", "VQKV of 65536 at 3, 172 windows", "kl"),
     ],
     "h2o": [
         ("AQUA-KV has less KL than HIGGS behind H2O", "H2O + AQUA-KV, published HIGGS", "H2O + HIGGS", "kl"),

@@ -398,8 +398,7 @@ ABOUT = (
     "- **Same top** is the share of tokens after which the likeliest next token is full precision's.",
     "- A table of bits leaves out what stores more than 0.15 bits above them.",
     "- Attention errors of SQuat before RoPE were measured on a CPU, where KIVI's equal those of the H100 to 1e-5.",
-    "- Rows of the transform were measured at 8cfb961a. Since then its calibration changed twice, at 92b188fa and at "
-    "ff7cf0fb ([what that gives](../lab/methods.md#transform-coding)).",
+    "- Rows were measured at 8cfb961a. Those of the transform, of VQKV with 65,536 codewords and of Gemma are of 9b640dec.",
     "",
     "`wiki.txt` is [WikiText-2's test text](../texts.md#texts-of-these-pages). The page is what "
     "`python docs/benchmarks/results.py tables docs/benchmarks/results/*.json` prints from the recorded rows "
@@ -419,7 +418,8 @@ NAMES = {  # folder of a model -> its name on the hub
 
 
 def tables(recipe: dict[str, Any], files: list[dict[str, Any]]) -> str:
-    """The verdicts, and tables of each model, in Markdown."""
+    """The verdicts, and tables of each model, in Markdown; models in the order of NAMES, others behind them."""
+    files = sorted(files, key=lambda one: [*NAMES, one["settings"]["model"]].index(one["settings"]["model"]))
     lines = ["# Results on pretrained models", "", *ABOUT, "", *verdict_table(recipe, files)]
     for one in files:
         lines += ["", *heading(one), *claim_figures(recipe, one), *of_tables(recipe, one["rows"])]
