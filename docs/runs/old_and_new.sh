@@ -1,10 +1,10 @@
 #!/bin/bash
 # Two commits on one warm machine, in turns: old, new, old, new. Each measurement is the commit's own script.
 #
-#     bash docs/runs/old_and_new.sh OLD_TREE NEW_TREE OUT [attention quantise steps eager]
+#     bash docs/runs/old_and_new.sh OLD_TREE NEW_TREE OUT [attention quantise steps host eager]
 #
 # OLD_TREE and NEW_TREE are two checkouts. Compiled kernels are kept apart, so the first turn of each compiles.
-# docs/benchmarks/old_and_new.py OUT prints the cells. Eight minutes on an H100 without quantise, which alone takes as long:
+# docs/benchmarks/old_and_new.py OUT prints the cells; host prints its own (docs/benchmarks/host_steps.py). Eight minutes on an H100 without quantise, which alone takes as long:
 # each of its turns first compares every kernel with the CPU's reference, one thread a process. SCHEMES: parts of the names
 # that quantise measures. STEPS: seconds after which generation begins no row; GENERATION: more of its options, such as
 # "--model llama-3.2-1b --schemes inner-4,kivi-2-g128,higgs-2". EAGER: options of eager, such as "--steps 120". PIN: a
@@ -26,8 +26,12 @@ run() { # TREE NAME SCRIPT OPTIONS...
         ${PIN} python "docs/benchmarks/$script.py" --out "$to" "$@") >"$to/$script.log" 2>&1
     echo "$(basename "$to") $script: exit $?, $SECONDS s since the start"
 }
-[ $# -gt 0 ] || set -- attention quantise steps eager
+[ $# -gt 0 ] || set -- attention quantise steps host
 for what in "$@"; do
+    if [ "$what" = host ]; then
+        ${PIN} python "$new/docs/benchmarks/host_steps.py" "$old" "$new" --out "$out" ${HOST}
+        continue
+    fi
     for turn in 1 2 ${TURNS}; do
         for tree in "$old" "$new"; do
             case $what in
@@ -35,7 +39,7 @@ for what in "$@"; do
                 quantise) run "$tree" "$turn" quantise --seconds 135 --schemes "$SCHEMES" ;;
                 steps) run "$tree" "$turn" generation --only steps --seconds ${STEPS:-60} ${GENERATION} ;;
                 eager) run "$tree" "$turn" eager --model llama-3.2-1b --schemes innerq-base,higgs-2 ${EAGER} ;;
-                *) echo "$what: must be attention, quantise, steps or eager" >&2 && exit 2 ;;
+                *) echo "$what: must be attention, quantise, steps, host or eager" >&2 && exit 2 ;;
             esac
         done
     done
