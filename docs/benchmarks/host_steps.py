@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 SCHEMES = "innerq-base,higgs-2"
 LIMIT = 2.02
 
@@ -36,7 +38,6 @@ def serve(options: argparse.Namespace) -> None:
     sys.path.insert(0, "docs/benchmarks")
     answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
     import eager
-    import torch
 
     names = eager.models if hasattr(eager, "models") else eager.names
     loader = eager.models if hasattr(eager, "models") else eager.loading
@@ -112,8 +113,8 @@ def compared(kind: str, old: Callable[[], list[float]], new: Callable[[], list[f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("old")
-    parser.add_argument("new")
+    parser.add_argument("old", nargs="?", help="a checkout")
+    parser.add_argument("new", nargs="?", help="another one")
     parser.add_argument("--model", default="llama-3.2-1b", help="whose geometry; weights are random")
     parser.add_argument("--schemes", default=SCHEMES)
     parser.add_argument("--length", type=int, default=2048, help="tokens in the caches")
@@ -126,6 +127,10 @@ def main() -> None:
     if options.serve:
         serve(options)
         return
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU, and torch finds none here (--device cpu --model tiny tries the script)")
+    if options.new is None:
+        parser.error("OLD and NEW: give two checkouts")
     processes = [started(tree, options) for tree in (options.old, options.new)]
     for process in processes:
         if process.stdout is None or process.stdout.readline() != "ready\n":

@@ -4,7 +4,8 @@
 #     bash docs/runs/old_and_new.sh OLD_TREE NEW_TREE OUT [attention quantise steps host eager]
 #
 # OLD_TREE and NEW_TREE are two checkouts. Compiled kernels are kept apart, so the first turn of each compiles.
-# docs/benchmarks/old_and_new.py OUT prints the cells; host prints its own (docs/benchmarks/host_steps.py). Eight minutes on an H100 without quantise, which alone takes as long:
+# docs/benchmarks/old_and_new.py OUT prints the cells; host (docs/benchmarks/host_steps.py) prints its own.
+# Eight minutes on an H100 without quantise, which alone takes as long:
 # each of its turns first compares every kernel with the CPU's reference, one thread a process. SCHEMES: parts of the names
 # that quantise measures. STEPS: seconds after which generation begins no row; GENERATION: more of its options, such as
 # "--model llama-3.2-1b --schemes inner-4,kivi-2-g128,higgs-2". EAGER: options of eager, such as "--steps 120". PIN: a
