@@ -125,8 +125,8 @@ def plan(
 
 
 def page_layer(where: str, pair: LayerCodecs, multiple: int = 1, gpu: bool = False) -> PagedLayer:
-    """One layer's pages, all heads in one process, as `plan` makes them; UsageError, which begins with `where`, for what
-    it refuses.
+    """One layer's pages, all heads in one process, as `plan` makes them. Raises UsageError, which begins with `where`,
+    for what it refuses.
     """
     return _paged(where, pair, _For(multiple, gpu, Rank()))
 

@@ -27,7 +27,7 @@ UTILISATION = 0.9  # --gpu-memory-utilization, of the card's memory
 # no A100.
 SMALL, LARGE = (2048, 256), (8192, 1024)
 LARGE_FROM = 70 * 2.0**30
-OWN_FP8 = "fp8"  # vLLM's own cache, without the plug-in
+VLLM_FP8 = "fp8"  # vLLM's own cache, without the plug-in: shown beside, not recommended
 
 
 class PagedRow(KL):
@@ -65,7 +65,7 @@ class Engine:
 
 
 def engine(card: Card, longest: int) -> Engine:
-    """As its server starts by default."""
+    """What vLLM's server starts with by default on a card. longest: tokens of a request."""
     large = card.memory >= LARGE_FROM and "a100" not in card.title.lower()
     return Engine(*(LARGE if large else SMALL), longest)
 
@@ -93,8 +93,8 @@ def rows(goal: Goal, planned: Sequence[Planned], card: Card) -> tuple[list[Paged
     """FP16 first, then what is served by size, the largest first; and why each other scheme is not, by its name."""
     served, refused = [_row(goal, FULL, 8.0 * goal.model.width, None, card)], {}
     for scheme in planned:
-        if scheme.name == OWN_FP8:
-            served.append(_row(goal, OWN_FP8, 8.0, scheme, card))
+        if scheme.name == VLLM_FP8:
+            served.append(_row(goal, VLLM_FP8, 8.0, scheme, card))
             continue
         try:
             if card.no_kernels is not None:
@@ -107,7 +107,7 @@ def rows(goal: Goal, planned: Sequence[Planned], card: Card) -> tuple[list[Paged
 
 def _row(goal: Goal, name: str, bits: float, scheme: Planned | None, card: Card) -> PagedRow:
     model = goal.model
-    ours = scheme is not None and name != OWN_FP8
+    ours = scheme is not None and name != VLLM_FP8
     geometry = model.geometry
     layers = geometry.layers - geometry.sliding_layers  # what windows take does not grow with tokens
     token = 2.0 * geometry.kv_width * layers * bits / 8
@@ -127,19 +127,21 @@ def _row(goal: Goal, name: str, bits: float, scheme: Planned | None, card: Card)
 
 def _next(scheme: Planned, model: str) -> str:
     """The command that makes what vLLM is given."""
-    if scheme.name == OWN_FP8:
+    if scheme.name == VLLM_FP8:
         return f"kvcal export --to fp8 -m {model} -o fp8-checkpoint"
     return projection.command_of(scheme, model, windows=False)
 
 
 def recommended(paged: Sequence[PagedRow], budget: float | None, batch: int) -> Choice | None:
-    """The smallest cache of what holds `batch` requests of the planned context, and whose KL is within the budget.
-    None where there is none.
+    """The smallest cache of what the plug-in serves, where `batch` requests of the planned context fit and the KL is
+    within the budget. None where there is none.
     """
-    chosen = projection.holding([row for row in paged[1:] if row["requests"] >= batch], budget)
+    ours = [row for row in paged[1:] if row["scheme"] != VLLM_FP8 and row["requests"] >= batch]
+    chosen = projection.holding(ours, budget)
     if not chosen.rows:
         return None
     best = min(chosen.rows, key=lambda row: row["bits"])
-    others = "the only one that vLLM serves and that holds there"
-    why = others if len(chosen.rows) == 1 else "the smallest cache of those that vLLM serves and that hold there"
+    one = "the only one that the plug-in serves and that fits and holds there"
+    many = "the smallest cache of those that the plug-in serves and that fit and hold there"
+    why = one if len(chosen.rows) == 1 else many
     return Choice(best["scheme"], f"{chosen.words(best)}; {why}")

@@ -65,7 +65,7 @@ def full(model: Model) -> Candidate:
 
 
 class KL(TypedDict):
-    """Of a row, in nats per token; None where it was never measured."""
+    """The measured KL of a row's scheme, in nats per token; None where it was never measured."""
 
     kl: float | None
     kl_upper: float | None
@@ -216,12 +216,12 @@ def command_of(scheme: Planned, model: str, windows: bool = True) -> str:
         return f"kvcal fit aqua-kv --residual {scheme.name} {alone}{none} -m {model}"
     if scheme.command == COMPOSED:
         usual = Planned("", "", "")
-        given = [
+        options = [
             f" --{name} {getattr(scheme, name)}"
             for name in ("sink", "recent", "block")
             if getattr(scheme, name) != getattr(usual, name) and (windows or name == "block")
         ]
-        return f"kvcal preset --keys {scheme.key} --values {scheme.value}{''.join(given)}{none} -m {model}"
+        return f"kvcal preset --keys {scheme.key} --values {scheme.value}{''.join(options)}{none} -m {model}"
     return f"kvcal {scheme.command} -m {model}"
 
 

