@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from kvcal.cli.output import Result, line, note, on_stdout, print_json, print_table, wrapped
+from kvcal.cli.output import Result, command_line, line, note, on_stdout, print_json, print_table, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import PlanOptions
 from kvcal.report.quantities import significant
@@ -198,7 +199,7 @@ def _recommendation(result: Result, wide: bool) -> None:
     if best is None:
         wrapped(f"recommended: {_nothing(result)}", indent="    ", wide=wide)
         return
-    line(f"recommended: {best['next']}")
+    command_line(shlex.split(best["next"]), before="recommended: ", wide=wide)
     wrapped(f"why {best['scheme']}: {result['recommended_why']}", indent="    ", wide=wide)
 
 

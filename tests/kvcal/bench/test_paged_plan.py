@@ -13,7 +13,7 @@ import pytest
 from transformers import LlamaConfig
 
 from kvcal.bench import devices
-from kvcal.bench.planning import cards, paged, schemes
+from kvcal.bench.planning import cards, paged, quality, schemes
 from kvcal.bench.planning.memory import Model
 from kvcal.commands.plan import PlanOptions, run_plan
 from kvcal.models.catalogue import CATALOGUE
@@ -76,6 +76,19 @@ def test_what_is_refused_is_neither_a_row_nor_recommended() -> None:
     assert result["rows"][1]["next"] == "kvcal preset higgs-4 --sink 0 --recent 0 -m llama-3.1-8b"
 
 
+def test_what_is_served_was_measured_on_both_models() -> None:
+    """Else a scheme that fails on one would be said to hold on every measured model."""
+    result = result_of()
+    assert {row["kl_model"] for row in result["rows"][1:]} == {"smollm2-135m"}
+    for row in result["rows"][1:]:
+        both = quality.expected(row["scheme"], "mistral", served=True)
+        assert both is not None and set(both.models) == {"smollm2-135m", "qwen2.5-coder-0.5b"}, row["scheme"]
+        assert row["kl_upper_anywhere"] == both.upper
+    higgs, windowed = (quality.expected("higgs-4", "llama", served=served) for served in (True, False))
+    assert higgs is not None and windowed is not None and higgs.kl > 2 * windowed.kl
+    assert higgs.anywhere > 1  # on Qwen
+
+
 def test_more_is_served_where_more_fits() -> None:
     def tokens(**options: Any) -> dict[str, int]:
         return {row["scheme"]: row["tokens"] for row in result_of(**options)["rows"]}
@@ -107,15 +120,15 @@ def test_another_server_is_refused() -> None:
 
 
 def test_the_command_fits_80_columns_and_says_what_is_not_served() -> None:
-    words = "-m llama-3.1-8b --gpu rtx-4090 --context 32k --serve vllm"
+    words = "-m llama-3.1-8b --gpu rtx-4090 --context 32k --serve vllm --budget-kl 0.02"
     command = [sys.executable, "-m", "kvcal", "plan", *words.split()]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    assert max(len(line.rstrip()) for line in lines if not line.startswith("    --")) <= 80, max(lines, key=len)
+    assert max(len(line.rstrip()) for line in lines) <= 80, max(lines, key=len)
     assert any(line.startswith("not served: kivi-4, kivi-2: on a GPU") for line in lines)
     table = [line.split()[0] for line in lines if re.match(r"[a-z0-9-]+ +\d+\.\d\d ", line)]
     assert table[:2] == ["fp16", "uniform-8"] and "kivi-4" not in table
-    assert any(line.startswith("recommended: kvcal ") for line in lines)
+    assert any(line.startswith("recommended: kvcal fit aqua-kv --residual transform-4 ") for line in lines)
 
 
 def test_json_is_documented() -> None:
