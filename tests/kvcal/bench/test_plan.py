@@ -30,7 +30,7 @@ from kvcal.bench import schemes as bench_schemes
 from kvcal.bench.planning import cards, formats, projection, quality, schemes, speed, units
 from kvcal.bench.planning import memory as planning
 from kvcal.bench.planning.memory import Load, Model, Windows
-from kvcal.cli.plan import _cells
+from kvcal.cli.plan import _cells, _foot
 from kvcal.commands.api import plan
 from kvcal.commands.plan import PlanOptions, run_plan
 from kvcal.methods.data_free import PRESETS, Preset
@@ -815,6 +815,36 @@ def test_the_table_fits_80_columns(model: str) -> None:
     assert next(line for line in lines if line.startswith("fp16"))
     commands = [line.split(maxsplit=1)[1] for line in lines if re.match(r"[a-z0-9-]+ +kvcal ", line)]
     assert len(commands) == len(schemes.DEFAULT) and all(command.startswith("kvcal ") for command in commands)
+
+
+def test_notes_are_of_the_rows_that_stand_there() -> None:
+    """Chunks are explained where a row needs them; the KL's windows wherever there is one."""
+    short, long = (
+        _foot(run_plan(PlanOptions(model="llama-3.1-8b", gpu="rtx-4090", context=context), print))
+        for context in ("32k", "64k")
+    )
+    [chunks] = [text for text in long if text.startswith("chunks: ")]
+    assert "at most 26.9 a row" in chunks and not any(text.startswith("chunks: ") for text in short)
+    assert all(
+        any("windows of 1,024 tokens and grows with length" in text for text in lines) for lines in (short, long)
+    )
+
+
+def test_speed_is_of_the_planned_rows_and_of_the_largest_batch() -> None:
+    def rows(batch: int) -> Any:
+        options = PlanOptions(model="llama-3.1-8b", gpu="rtx-4090", context="32k", batch=batch, preset=["kivi-4"])
+        return run_plan(options, print)["rows"][1]
+
+    one, most = rows(1), rows(4)
+    assert one["largest_batch"] == 4 and one["tokens_per_second"] < 50
+    assert one["tokens_per_second_of_largest_batch"] == most["tokens_per_second"] > 150
+    assert _cells(one)[5:7] == ["46.0", "4: 153"]
+
+
+def test_cells_of_a_small_model_on_a_large_card_stay_short() -> None:
+    rows = run_plan(PlanOptions(model="tiny", gpu="h200"), print)["rows"]
+    assert {_cells(row)[4] for row in rows} == {"< 1 ms"}
+    assert re.fullmatch(r"[\d,]+: \d+k", _cells(rows[0])[6])
 
 
 def test_wide_and_json_say_all() -> None:
