@@ -3,8 +3,9 @@
     python docs/ablations/measured_kl.py [--check]
 
 Reads docs/ablations/guard/*.json (all models by one protocol) and, for schemes that these lack,
-docs/ablations/methods-*.json of models with real weights; writes kvcal/bench/planning/measured_kl.json. --check writes
-nothing and fails where the file is another.
+docs/ablations/methods-*.json of models with real weights. docs/ablations/served/*.json has what `kvcal eval --json`
+said of bundles without windows, as servers pack every token. Writes kvcal/bench/planning/measured_kl.json; --check
+writes nothing and fails where the file is another.
 """
 
 from __future__ import annotations
@@ -57,6 +58,16 @@ def rows_of_methods() -> Iterator[tuple[str, str, dict[str, Any]]]:
             )
 
 
+def rows_of_served() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(model, scheme, row), every token packed."""
+    for path in sorted((HOME / "served").glob("*.json")):
+        measured = json.loads(path.read_text())
+        for run in measured["runs"]:
+            for row in run["rows"]:
+                se = row["kl_se"] if run["windows"] > 1 else None
+                yield measured["model"], row["name"], {"kl": row["kl"], "kl_se": se, "bits": row["bits_per_value"]}
+
+
 def collected() -> dict[str, Any]:
     models: dict[str, Any] = {}
     schemes: dict[str, dict[str, Any]] = {}
@@ -67,7 +78,10 @@ def collected() -> dict[str, Any]:
     for model, name, row in rows_of_methods():
         if name not in from_guard:
             schemes.setdefault(name, {})[model] = row
-    return {"models": models, "schemes": dict(sorted(schemes.items()))}
+    served: dict[str, Any] = {}
+    for model, name, row in rows_of_served():
+        served.setdefault(name, {})[model] = row
+    return {"models": models, "schemes": dict(sorted(schemes.items())), "served": dict(sorted(served.items()))}
 
 
 def main() -> None:

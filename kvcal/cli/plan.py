@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from kvcal.cli.output import Result, line, note, on_stdout, print_json, print_table, wrapped
+from kvcal.cli.output import Result, command_line, line, note, on_stdout, print_json, print_table, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import PlanOptions
 from kvcal.report.quantities import significant
@@ -28,42 +29,58 @@ def plan(o: PlanOptions, typed: Typed) -> None:
     with on_stdout():
         for text in _head(result):
             wrapped(text, wide=o.wide)
-    if o.wide:
+    if o.serve is not None:
+        print_table(PAGED, [_paged(row) for row in result["rows"]], wide=o.wide)
+    elif o.wide:
         print_table(WIDE, [_wide(row) for row in result["rows"]], wide=True)
     else:
         print_table(COLUMNS, [_cells(row) for row in result["rows"]])
         line()
         print_table(["scheme", "next"], [[row["scheme"], row["next"]] for row in result["rows"] if row["next"]])
     with on_stdout():
-        for text in _foot(result):
+        for text in _foot(result) if o.serve is None else _foot_of_pages(result):
             wrapped(text, indent="    ", wide=o.wide)
-        best = next((row for row in result["rows"] if row["scheme"] == result["recommended"]), None)
-        if best is None:
-            wrapped(f"recommended: {_nothing(result)}", indent="    ", wide=o.wide)
-        else:
-            line(f"recommended: {best['next']}")
-            wrapped(f"why {best['scheme']}: {result['recommended_why']}", indent="    ", wide=o.wide)
+        _recommendation(result, o.wide)
 
 
-COLUMNS = ["scheme", "× smaller", "fits", "longest", "batch", "prompt", "tokens/s", "KL"]
+COLUMNS = ["scheme", "× smaller", "fits", "longest", "prompt", "tokens/s", "batch: tokens/s", "KL"]
 WIDE = [
-    "scheme", "bits/value", "× smaller", "fits", "longest", "longest, prompt whole", "batch", "prompt", "tokens/s",
-    "KL", "KL class", "KL of", "cache GiB", "decode peak GiB", "prefill peak GiB", "step", "next",
+    "scheme", "bits/value", "× smaller", "fits", "longest", "longest, prompt whole", "prompt", "tokens/s",
+    "batch: tokens/s", "KL", "KL class", "KL of", "cache GiB", "decode peak GiB", "prefill peak GiB", "step", "next",
 ]  # fmt: skip
+PAGED = ["scheme", "bits in pages", "× FP16's tokens", "tokens in vLLM", "requests", "KL"]
+SHORT = {"in chunks": "chunks"}  # of the column `fits`
 
 
 def _cells(row: Result) -> list[Any]:
-    speed = None if row["fits"] == "no" else row["tokens_per_second"]
+    fits, most = row["fits"] != "no", row["tokens_per_second_of_largest_batch"]
+    speed = row["tokens_per_second"] if fits else None
+    batch = f"{row['largest_batch']:,}"
     return [
         row["scheme"],
         significant(row["times_smaller"]),
-        row["fits"],
+        SHORT.get(row["fits"], row["fits"]),
         f"{row['longest_context']:,}",
-        f"{row['largest_batch']:,}",
-        None if row["prefill_seconds"] is None else f"{significant(row['prefill_seconds'])} s",
+        _seconds(row["prefill_seconds"]),
         None if speed is None else significant(speed),
-        "not measured" if row["kl"] is None else significant(row["kl"]),
+        batch if most is None else f"{batch}: {_short(most)}",
+        _kl(row),
     ]
+
+
+def _seconds(prompt: float | None) -> str | None:
+    if prompt is None:
+        return None
+    return "< 1 ms" if prompt < 1e-3 else f"{significant(prompt)} s"
+
+
+def _short(speed: float) -> str:
+    """Tokens per second in at most five signs, as 1,906 or 511k."""
+    return significant(speed) if speed < 10_000 else f"{speed / 1000:,.0f}k"
+
+
+def _kl(row: Result) -> str:
+    return "not measured" if row["kl"] is None else significant(row["kl"])
 
 
 def _wide(row: Result) -> list[Any]:
@@ -75,23 +92,39 @@ def _wide(row: Result) -> list[Any]:
     return [*first, *cells[4:], *rest, row["step"], row["next"]]
 
 
+def _paged(row: Result) -> list[Any]:
+    return [
+        row["scheme"],
+        f"{row['bits']:.2f}",
+        significant(row["times_smaller"]),
+        f"{row['tokens']:,}",
+        f"{row['requests']:,}",
+        _kl(row),
+    ]
+
+
 def _head(result: Result) -> list[str]:
     model, gpu = result["model"], result["gpu"]
     rate = "" if gpu["bytes_per_second"] is None else f", {gpu['bytes_per_second'] / 1e9:,.0f} GB/s"
+    server = "" if result["serve"] is None else ", served by vLLM on the GPU"
     return [
         f"{model['name']}: weights {model['weights_bytes'] / 2**30:.2f} GiB in {model['dtype']}, at most "
         f"{model['context']:,} tokens",
         f"{gpu['title']}{', asked' if gpu['asked'] else ''}: {gpu['memory_bytes'] / 2**30:.2f} GiB for programs{rate}",
-        f"planned: {result['batch']:,} x {result['context']:,} tokens; every figure is projected",
+        f"planned: {result['batch']:,} x {result['context']:,} tokens{server}; every figure is projected",
         "",
     ]
 
 
 def _foot(result: Result) -> list[str]:
-    rows, chunk = result["rows"], result["assumed"]["chunk_tokens"]
-    lines = ["", f"in chunks: prompts fed {chunk:,} tokens at a time; longest and batch are so too", *_kl_lines(rows)]
+    rows, assumed = result["rows"], result["assumed"]
+    rate = "tokens/s: of all rows that are planned; behind batch: of as many rows as fit"
+    lines = ["", f"longest, batch: with prompts fed {assumed['chunk_tokens']:,} tokens at a time", rate]
+    if any(row["fits"] == "in chunks" for row in rows):
+        lines.append(_chunks_line(result))
     if any(row["prefill_seconds"] is not None for row in rows):
-        lines.insert(2, _prompt_line(result["assumed"]))
+        lines.append(_prompt_line(assumed))
+    lines += _kl_lines(rows, assumed["kl_models"])
     if result["gpu"]["bytes_per_second"] is None:
         lines.append("tokens/s: give --bandwidth, as 1008GB/s")
     elif slow := [row["scheme"] for row in rows if row["fits"] != "no" and row["tokens_per_second"] is None]:
@@ -100,35 +133,79 @@ def _foot(result: Result) -> list[str]:
         lines.append(f"no fused kernel runs there: {result['gpu']['no_kernels']}")
     if result["assumed"]["memory_of_the_system_counted"] is False:
         lines.append("a Jetson's memory is the system's too: what that takes is not counted")
-    return lines
+    return [*lines, "vLLM serves fewer schemes on a GPU: kvcal plan --serve vllm"]
+
+
+def _chunks_line(result: Result) -> str:
+    """What it means that a row fits in chunks only: how the prompt is fed, and how fast its two ways are."""
+    assumed = result["assumed"]
+    eager = 1 / (result["model"]["layers"] * assumed["eager_seconds_a_layer"])
+    return (
+        f"chunks: fits only where the prompt is fed {assumed['chunk_tokens']:,} tokens at a time. tokens/s is of your "
+        "own loop over chunks, then generate(); generate(prefill_chunk_size=…) alone makes at most "
+        f"{significant(eager)} a row"
+    )
 
 
 def _prompt_line(assumed: Result) -> str:
     """What the time of a prompt rests on."""
     return (
         f"prompt: seconds to prefill, its operations at {assumed['prompt_products_at']:.0%} of the card's sheet, as "
-        f"measured on {assumed['prompt_measured_on']}; "
-        f"{assumed['packed_prompt_times']:.2f} times as long where packed, "
-        f"{assumed['prompt_in_chunks_times']:.1f} times in chunks"
+        f"measured on {assumed['prompt_measured_on']}; counted in are {assumed['packed_prompt_times']:.2f} times where "
+        f"packed, {assumed['prompt_in_chunks_times']:.1f} times in chunks"
     )
 
 
-def _kl_lines(rows: list[Result]) -> Iterator[str]:
-    """Lines that name the models on which the KL was measured, and of which architecture they are."""
+def _kl_lines(rows: list[Result], models: dict[str, Result]) -> Iterator[str]:
+    """Lines that name the models on which the KL was measured, of which architecture they are, and over how many
+    tokens.
+    """
     alike = dict.fromkeys(row["kl_model"] for row in rows if row["kl_same_architecture"] and row["kl_model"])
     if alike:
-        yield f"KL: nats per token as measured on {', '.join(alike)}, of the same architecture; yours: kvcal eval"
+        yield f"KL: nats per token as measured on {', '.join(alike)}, of the same architecture"
     others: dict[str, list[str]] = {}
     for row in rows:
         if row["kl_same_architecture"] is False:
             others.setdefault(row["kl_model"], []).append(row["scheme"])
     for model, schemes in others.items():
         yield f"KL of {', '.join(schemes)}: as measured on {model}, the worst of other architectures"
+    lengths = {models[row["kl_model"]]["length"] for row in rows if row["kl_model"]}
+    if lengths:
+        tokens = " or ".join(f"{length:,}" for length in sorted(lengths))
+        yield f"KL is of windows of {tokens} tokens and grows with length; yours: kvcal eval --length N"
+
+
+def _foot_of_pages(result: Result) -> Iterator[str]:
+    assumed = result["assumed"]
+    yield ""
+    yield (
+        f"tokens in vLLM: an estimate, of all requests together; {assumed['gpu_memory_utilization']} of the card "
+        f"without weights, {assumed['runtime_bytes'] / 1e9:.1f} GB of runtime and a step of "
+        f"{assumed['max_num_batched_tokens']:,} tokens (docs/plan.md)"
+    )
+    yield f"requests: of {result['context']:,} tokens (--max-model-len); fp8: vLLM's own cache, without the plug-in"
+    yield "KL: every token packed, as the server does; tokens/s are not projected (docs/guides/vllm.md)"
+    yield from _kl_lines(result["rows"], assumed["kl_models"])
+    reasons: dict[str, list[str]] = {}
+    for scheme, why in result["refused"].items():
+        reasons.setdefault(why, []).append(scheme)
+    for why, schemes in reasons.items():
+        yield f"not served: {', '.join(schemes)}: {why}"
+
+
+def _recommendation(result: Result, wide: bool) -> None:
+    """The command to run, and why that scheme; or why there is none."""
+    best = next((row for row in result["rows"] if row["scheme"] == result["recommended"]), None)
+    if best is None:
+        wrapped(f"recommended: {_nothing(result)}", indent="    ", wide=wide)
+        return
+    command_line(shlex.split(best["next"]), before="recommended: ", wide=wide)
+    wrapped(f"why {best['scheme']}: {result['recommended_why']}", indent="    ", wide=wide)
 
 
 def _nothing(result: Result) -> str:
     """What to do where no scheme is recommended: the budget that the best of those that fit needs."""
-    fitting = [row for row in result["rows"][1:] if row["fits"] != "no" and row["kl_upper"] is not None]
+    fitting = [row for row in result["rows"][1:] if _fits(row, result["batch"]) and row["kl_upper"] is not None]
     if not fitting:
         return "none, no scheme fits that was measured: less --context or --batch, or a smaller model"
     least = min(fitting, key=lambda row: float(row["kl_upper"]))
@@ -138,3 +215,7 @@ def _nothing(result: Result) -> str:
         f"none; of what fits {least['scheme']} has the lowest KL, up to {significant(upper)}: "
         f"--budget-kl {math.ceil(upper / unit) * unit:.2g} takes it"
     )
+
+
+def _fits(row: Result, batch: int) -> bool:
+    return bool(row["fits"] != "no" if "fits" in row else row["requests"] >= batch)

@@ -262,6 +262,7 @@ def plan(
     batch: int = 1,
     budget_kl: float | None = None,
     presets: Sequence[str] = (),
+    serve: str | None = None,
     weights: str | None = None,
     dtype: str = "bfloat16",
     say: Callable[[str], None] = _silent,
@@ -270,7 +271,8 @@ def plan(
 
     model: a short name, a hub id or a folder. gpu: a profile, as rtx-4090; or memory, as 24GB, with a bandwidth, as
     1008GB/s; without either the card of this machine. context: tokens per row, 4096 or 128k. budget_kl: nats per token.
-    presets: by default the usual ones. say: is called with what was assumed. Raises UsageError as the command does.
+    presets: by default the usual ones. serve: "vllm" for what its plug-in serves on a GPU. say: is called with what was
+    assumed. Raises UsageError as the command does.
     """
     from kvcal_artifacts.errors import UsageError
 
@@ -289,6 +291,7 @@ def plan(
         batch=batch,
         budget_kl=budget_kl,
         preset=list(presets) or None,
+        serve=serve,
         weights=weights,
         dtype=dtype,
     )

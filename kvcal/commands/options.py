@@ -96,6 +96,9 @@ class PlanOptions(ModelOptions):
         panel="Scheme",
         names=("preset",),
     )
+    serve: str | None = option(
+        None, "vllm: what our plug-in serves on a GPU, and how many tokens vLLM holds there.", panel="Scheme"
+    )
     weights: str | None = option(
         None, "What the weights take in memory, where they are quantised, as 5.7GB.", panel="Model"
     )

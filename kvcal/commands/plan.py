@@ -1,8 +1,10 @@
-"""`kvcal plan`. Imports neither torch nor Transformers, unless only Transformers knows a model's shape."""
+"""`kvcal plan`. Imports neither torch nor Transformers, unless only Transformers knows a model's shape, or --serve asks
+the plug-in for vLLM.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ from ..bench.planning import cards, projection, quality, schemes, units
 from ..bench.planning.cards import Card
 from ..bench.planning.memory import ALLOCATOR, CHUNK, RUNTIME, Model
 from ..bench.planning.projection import Goal
+from ..bench.planning.schemes import Planned
 from ..models import plain_config
 from ..models.names import ModelSource, resolve
 from ..report.suggest import allowed
 from .options import PlanOptions
 
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
+SERVERS = ("vllm",)
 Say = Callable[[str], None]
 
 
@@ -30,6 +34,8 @@ def check(options: PlanOptions) -> None:
         raise UsageError(f"--budget-kl {options.budget_kl:g}: must be positive and finite, nats a token as 0.05")
     if options.gpu is not None and options.memory is not None:
         raise UsageError(f"--gpu {options.gpu} and --memory {options.memory}: give one of the two")
+    if options.serve not in (None, *SERVERS):
+        raise UsageError(f"--serve {options.serve}: allowed is {', '.join(SERVERS)}")
     if options.bandwidth is not None and options.memory is None:
         raise UsageError(f"--bandwidth {options.bandwidth} goes with --memory; --gpu has a bandwidth of its own")
 
@@ -38,7 +44,8 @@ def run_plan(options: PlanOptions, say: Say) -> dict[str, Any]:
     """What the model takes on the card and how fast it runs, for FP16 and each scheme. say: prints assumptions."""
     check(options)
     source = _source(options)
-    chosen = [schemes.planned(name) for name in dict.fromkeys(options.preset or schemes.DEFAULT)]
+    usual = schemes.DEFAULT if options.serve is None else schemes.SERVED
+    chosen = [schemes.planned(name) for name in dict.fromkeys(options.preset or usual)]
     card = _card(options)
     model = _model(source, options, say)
     geometry = model.geometry
@@ -48,18 +55,46 @@ def run_plan(options: PlanOptions, say: Say) -> dict[str, Any]:
         context = geometry.context
     reads_all = not plain_config.experts(source)
     goal = Goal(source.name, model, context, geometry.context, options.batch, options.budget_kl, reads_all)
-    rows = projection.rows(goal, chosen, card)
-    choice = projection.recommended(rows, options.budget_kl)
-    return {
+    top = {
         "model": _model_record(source, model, options),
         "gpu": _card_record(card),
         "context": context,
         "batch": options.batch,
         "budget_kl": options.budget_kl,
+        "serve": options.serve,
+    }
+    if options.serve is not None:
+        return top | _served(goal, chosen, card)
+    rows = projection.rows(goal, chosen, card)
+    choice = projection.recommended(rows, options.budget_kl)
+    return top | {
         "recommended": None if choice is None else choice.scheme,
         "recommended_why": None if choice is None else choice.why,
         "assumed": _assumed(card),
         "rows": rows,
+    }
+
+
+def _served(goal: Goal, chosen: Sequence[Planned], card: Card) -> dict[str, Any]:
+    """What of the result is of vLLM."""
+    from ..bench.planning import paged
+
+    rows, refused = paged.rows(goal, chosen, card)
+    choice = paged.recommended(rows, goal.budget, goal.batch)
+    engine = paged.engine(card, goal.context)
+    return {
+        "recommended": None if choice is None else choice.scheme,
+        "recommended_why": None if choice is None else choice.why,
+        "assumed": {
+            "gpu_memory_utilization": engine.utilisation,
+            "max_num_batched_tokens": engine.step_tokens,
+            "max_num_seqs": engine.requests,
+            "max_model_len": engine.longest,
+            "runtime_bytes": RUNTIME,
+            "kl_models": quality.models(),
+        },
+        "rows": rows,
+        "refused": refused,
     }
 
 
@@ -153,6 +188,7 @@ def _assumed(card: Card) -> dict[str, Any]:
         "full_cache_read_at": speed.FULL_READ,
         "seconds_a_layer": speed.LAYER,
         "seconds_an_attention": speed.ATTENTION,
+        "eager_seconds_a_layer": speed.EAGER,
         "prompt_products_at": speed.PROMPT,
         "packed_prompt_times": speed.PACKED_PROMPT,
         "prompt_in_chunks_times": speed.CHUNKED_PROMPT,

@@ -124,6 +124,13 @@ def plan(
     return Plan(bundle.name, tuple(layers), settings.deterministic, weighed, gpu)
 
 
+def page_layer(where: str, pair: LayerCodecs, multiple: int = 1, gpu: bool = False) -> PagedLayer:
+    """One layer's pages, all heads in one process, as `plan` makes them. Raises UsageError, which begins with `where`,
+    for what it refuses.
+    """
+    return _paged(where, pair, _For(multiple, gpu, Rank()))
+
+
 class _For(NamedTuple):
     """What a layer is planned for; see `plan`."""
 
@@ -148,15 +155,22 @@ def _check_bundle(bundle: Bundle, config: hf.ModelConfig, revision: str | None, 
     return bool(probe and bundle.fingerprint.probe)
 
 
+def scheme_refusal(chained: bool, frame: str, selects: bool = False) -> str | None:
+    """Why no paged cache with shared prefixes can hold a scheme; None where its codecs decide.
+
+    chained: whether layers are predicted from others. frame: of keys. selects: whether it drops tokens.
+    """
+    if selects:
+        return "it selects tokens by attention (H2O), and a page that requests share cannot lose those of one"
+    if chained:
+        return "it predicts layers from the one below (AQUA-KV), for all tokens of a request at every step"
+    if frame == "pre_rope":
+        return "it stores keys before RoPE, and vLLM hands them over after RoPE; fit with --rope post_rope"
+    return None
+
+
 def _check_scheme(name: str, scheme: Scheme) -> None:
-    """Refuse what no paged cache with shared prefixes can do."""
-    reason = None
-    if scheme.selection is not None:
-        reason = "it selects tokens by attention (H2O), and a page that requests share cannot lose those of one"
-    elif scheme.chained:
-        reason = "it predicts layers from the one below (AQUA-KV), for all tokens of a request at every step"
-    elif scheme.frame == "pre_rope":
-        reason = "it stores keys before RoPE, and vLLM hands them over after RoPE; fit with --rope post_rope"
+    reason = scheme_refusal(scheme.chained, scheme.frame, scheme.selection is not None)
     if reason is not None:
         raise UsageError(f"{name} cannot be served: {reason}")
     for index, why in scheme.skipped.items():

@@ -14,6 +14,7 @@ from typing import Literal
 from kvcal_artifacts.errors import UsageError
 
 Role = Literal["key", "value"]
+TRANSFORM_DIMS = (64, 128)
 KERNEL_DIMS = (64, 96, 128, 256)  # docs/benchmarks/decode_attention.md, "What is fused at which head_dim"
 
 
@@ -155,6 +156,13 @@ def _tiers(match: re.Match[str], role: Role, shape: Shape) -> Codec:
     return Codec(size, size * 8 / (shape.heads * shape.dim * shape.block), kernel)
 
 
+def _transform(match: re.Match[str], role: Role, shape: Shape) -> Codec:
+    """Coordinates of a fitted basis, and one norm of a token."""
+    bits = int(match["bits"])
+    size = shape.heads * shape.dim * shape.block * bits // 8 + 2 * shape.block
+    return Codec(size, bits, shape.dim in TRANSFORM_DIMS and shape.block == 32)
+
+
 def _float(width: int) -> Callable[[re.Match[str], Role, Shape], Codec]:
     return lambda match, role, shape: Codec(shape.heads * shape.dim * shape.block * width, 8 * width, False)
 
@@ -169,6 +177,7 @@ FORMATS: tuple[tuple[str, Callable[[re.Match[str], Role, Shape], Codec]], ...] =
     (r"higgs-(?P<bits>2)(?P<d4>-d4)(?P<span>-wide|-channel)?(-debiased)?", _higgs),
     (r"higgs-(?P<bits>2)(?P<span>)-bytes(-debiased)?", _higgs),
     (r"turboquant-(?P<bits>[234])(-bytes)?", _turboquant),
+    (r"transform-(?P<bits>[234])", _transform),
     (r"mixkvq-(?P<full>\d+)-(?P<four>\d+)", _tiers),
     (r"fp8(-e5m2)?", _float(1)),
     (r"exact-16|exact-bf16", _float(2)),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypedDict
+from dataclasses import dataclass, replace
+from typing import Generic, TypedDict, TypeVar
 
 from ...report.quantities import significant
 from . import quality, schemes, speed
 from .cards import Card
 from .memory import CHUNK, Load, Model, Windows, largest
 from .quality import Quality
-from .schemes import COMPOSED, Planned, Sizes
+from .schemes import COMPOSED, FITTED, Planned, Sizes
 from .speed import Step
 
 FULL = "fp16"
@@ -64,7 +64,19 @@ def full(model: Model) -> Candidate:
     return Candidate(FULL if model.width == 2 else "fp32", Load(model, Windows()))
 
 
-class Row(TypedDict):
+class KL(TypedDict):
+    """The measured KL of a row's scheme, in nats per token; None where it was never measured."""
+
+    kl: float | None
+    kl_upper: float | None
+    kl_upper_anywhere: float | None
+    kl_model: str | None
+    kl_models: list[str]
+    kl_se: float | None
+    kl_same_architecture: bool | None
+
+
+class Row(KL):
     """A scheme, or FP16, on the model and card. Bytes of a row of `context` tokens; seconds and KL where known."""
 
     scheme: str
@@ -76,16 +88,10 @@ class Row(TypedDict):
     longest_context_whole_prompt: int
     largest_batch: int
     tokens_per_second: float | None
+    tokens_per_second_of_largest_batch: float | None
     prefill_seconds: float | None
     step: str
-    kl: float | None
-    kl_upper: float | None
-    kl_upper_anywhere: float | None
     kl_class: str | None
-    kl_models: list[str]
-    kl_model: str | None
-    kl_se: float | None
-    kl_same_architecture: bool | None
     within_budget: bool | None
     bytes: dict[str, int]
     decode_peak_bytes: int
@@ -109,9 +115,8 @@ def _row(goal: Goal, one: Candidate, card: Card, full_size: float) -> Row:
     decode, prefill = load.decode(batch, length), load.prefill(batch, length)
     chunked = load.prefill(batch, length, CHUNK)
     fits = _fits(load, batch, length, card.memory)
-    kl = Quality(0.0, 0.0, 0.0, (), True) if one.scheme is None else _quality(one.name, goal)
-    step = step_of(goal, one)
-    taken = None if step is None else speed.seconds(step, card)
+    kl = quality.NOTHING if one.scheme is None else quality.expected(one.name, goal.model.geometry.model_type)
+    most = largest(lambda n: load.peak(n, length, CHUNK) <= card.memory, MOST_ROWS)
     return {
         "scheme": one.name,
         "bits": one.bits,
@@ -120,24 +125,19 @@ def _row(goal: Goal, one: Candidate, card: Card, full_size: float) -> Row:
         "fits": fits,
         "longest_context": largest(lambda n: load.peak(batch, n, CHUNK) <= card.memory, goal.longest),
         "longest_context_whole_prompt": largest(lambda n: load.peak(batch, n) <= card.memory, goal.longest),
-        "largest_batch": largest(lambda n: load.peak(n, length, CHUNK) <= card.memory, MOST_ROWS),
-        "tokens_per_second": None if taken is None else batch / taken,
+        "largest_batch": most,
+        "tokens_per_second": _speed(goal, one, card),
+        "tokens_per_second_of_largest_batch": _speed(replace(goal, batch=most), one, card) if most else None,
         "prefill_seconds": _prefill(goal, one, card, fits),
         "step": _how(one, card),
-        "kl": None if kl is None else kl.kl,
-        "kl_upper": None if kl is None else kl.upper,
-        "kl_upper_anywhere": None if kl is None else kl.anywhere,
+        **kl_fields(kl),
         "kl_class": None if kl is None else "0" if one.scheme is None else kl.kl_class,
-        "kl_models": [] if kl is None else list(kl.models),
-        "kl_model": None if kl is None else kl.model,
-        "kl_se": None if kl is None else kl.se,
-        "kl_same_architecture": None if kl is None else kl.alike,
         "within_budget": None if goal.budget is None else kl is not None and kl.upper <= goal.budget,
         "bytes": {name: round(size) for name, size in vars(decode).items()},
         "decode_peak_bytes": round(decode.total),
         "prefill_peak_bytes": round(prefill.total),
         "prefill_in_chunks_peak_bytes": round(chunked.total),
-        "next": _next(one, goal.name),
+        "next": None if one.scheme is None else command_of(one.scheme, goal.name),
     }
 
 
@@ -156,8 +156,23 @@ def _fits(load: Load, batch: int, length: int, memory: float) -> str:
     return CHUNKS if load.peak(batch, length, CHUNK) <= memory else NO
 
 
-def _quality(name: str, goal: Goal) -> Quality | None:
-    return quality.expected(name, goal.model.geometry.model_type)
+def kl_fields(kl: Quality | None) -> KL:
+    return {
+        "kl": None if kl is None else kl.kl,
+        "kl_upper": None if kl is None else kl.upper,
+        "kl_upper_anywhere": None if kl is None else kl.anywhere,
+        "kl_model": None if kl is None else kl.model,
+        "kl_models": [] if kl is None else list(kl.models),
+        "kl_se": None if kl is None else kl.se,
+        "kl_same_architecture": None if kl is None else kl.alike,
+    }
+
+
+def _speed(goal: Goal, one: Candidate, card: Card) -> float | None:
+    """Tokens per second of all rows together; None where it is not known."""
+    step = step_of(goal, one)
+    taken = None if step is None else speed.seconds(step, card)
+    return None if taken is None else goal.batch / taken
 
 
 def step_of(goal: Goal, one: Candidate) -> Step | None:
@@ -191,21 +206,22 @@ def _how(one: Candidate, card: Card) -> str:
     return f"{EAGER}, blocks decoded at each step: {why}"
 
 
-def _next(one: Candidate, model: str) -> str | None:
-    """The command that makes a bundle of it."""
-    if one.scheme is None:
-        return None
-    scheme = one.scheme
+def command_of(scheme: Planned, model: str, windows: bool = True) -> str:
+    """The command that makes a bundle of it. windows: False where every token is to be packed."""
+    none = "" if windows else " --sink 0 --recent 0"
     if scheme.command == "preset":
-        return f"kvcal preset {one.name} -m {model}"
+        return f"kvcal preset {scheme.name}{none} -m {model}"
+    if scheme.command == FITTED:
+        alone = '--first-layer "" --key-inputs none --value-inputs none --frame post_rope'
+        return f"kvcal fit aqua-kv --residual {scheme.name} {alone}{none} -m {model}"
     if scheme.command == COMPOSED:
         usual = Planned("", "", "")
-        windows = [
+        options = [
             f" --{name} {getattr(scheme, name)}"
             for name in ("sink", "recent", "block")
-            if getattr(scheme, name) != getattr(usual, name)
+            if getattr(scheme, name) != getattr(usual, name) and (windows or name == "block")
         ]
-        return f"kvcal preset --keys {scheme.key} --values {scheme.value}{''.join(windows)} -m {model}"
+        return f"kvcal preset --keys {scheme.key} --values {scheme.value}{''.join(options)}{none} -m {model}"
     return f"kvcal {scheme.command} -m {model}"
 
 
@@ -225,38 +241,57 @@ def recommended(planned_rows: Sequence[Row], budget: float | None) -> Choice | N
     between models of one architecture. Where speeds are not known, one that a kernel attends to goes before one that is
     decoded at each step. None where none is left.
     """
-    limit = quality.CLASSES[0] if budget is None else budget
-    good = [row for row in planned_rows[1:] if row["fits"] != NO and _below(row["kl_upper"], limit)]
-    if not good:
+    fitting = [row for row in planned_rows[1:] if row["fits"] != NO]
+    chosen = holding(fitting, budget)
+    if not (good := chosen.rows):
         return None
-    everywhere = [row for row in good if _below(row["kl_upper_anywhere"], limit)]
-    good = everywhere or good
     fastest = max(row["tokens_per_second"] or 0.0 for row in good)
     quick = [row for row in good if (row["tokens_per_second"] or 0.0) >= EVEN * fastest]
     if not fastest:
         quick = [row for row in good if not row["step"].startswith(EAGER)] or good
     best = min(quick, key=lambda row: row["cache_bytes"])
-    return Choice(best["scheme"], f"{_holds(best, limit, bool(everywhere))}; {_leads(good, quick, bool(fastest))}")
+    return Choice(best["scheme"], f"{chosen.words(best)}; {_leads(good, quick, bool(fastest))}")
 
 
-def _holds(best: Row, limit: float, everywhere: bool) -> str:
-    """Say on which models the KL of the best row is within the limit."""
-    kl = best["kl_upper_anywhere"] if everywhere else best["kl_upper"]
-    assert kl is not None
-    on = "every measured model" if everywhere else "this architecture, though not on every measured model"
-    return f"KL up to {significant(kl)} on {on} (limit {limit:g})"
+RowT = TypeVar("RowT", bound=KL)
+
+
+@dataclass(frozen=True)
+class Holding(Generic[RowT]):
+    """The rows whose KL is within the limit: on every measured model, or where there are none such, on this
+    architecture.
+    """
+
+    rows: list[RowT]
+    limit: float
+    everywhere: bool
+
+    def words(self, best: RowT) -> str:
+        """Say on which models the KL of the best row is within the limit."""
+        kl = best["kl_upper_anywhere"] if self.everywhere else best["kl_upper"]
+        assert kl is not None
+        on = "every measured model" if self.everywhere else "this architecture, though not on every measured model"
+        return f"KL up to {significant(kl)} on {on} (limit {self.limit:g})"
+
+
+def holding(rows: Sequence[RowT], budget: float | None) -> Holding[RowT]:
+    """Those of the rows whose KL holds. budget: nats per token; None: the lowest class's end."""
+    limit = quality.CLASSES[0] if budget is None else budget
+    good = [row for row in rows if _below(row["kl_upper"], limit)]
+    everywhere = [row for row in good if _below(row["kl_upper_anywhere"], limit)]
+    return Holding(everywhere or good, limit, bool(everywhere))
 
 
 def _leads(good: Sequence[Row], quick: Sequence[Row], timed: bool) -> str:
     """Say what the best row has before the other good ones."""
     if len(good) == 1:
-        return "no other that fits is within it"
+        return "the only one that fits and holds there"
     if not timed:
-        kernel = "" if quick[0]["step"].startswith(EAGER) else " and have a kernel"
+        kernel = ", hold there" if quick[0]["step"].startswith(EAGER) else ", hold there and have a kernel"
         return f"the smallest cache of those that fit{kernel}, as no speed is known"
     if len(quick) == 1:
-        return "the fastest of those that fit"
-    return f"of those that fit, the smallest cache within {1 - EVEN:.0%} of the fastest"
+        return "the fastest of those that fit and hold there"
+    return f"of those that fit and hold there, the smallest cache within {1 - EVEN:.0%} of the fastest"
 
 
 def _below(kl: float | None, limit: float) -> bool:

@@ -37,6 +37,9 @@ class Quality:
         return f"> {CLASSES[-1]:g}" if upper is None else f"< {upper:g}"
 
 
+NOTHING = Quality(0.0, 0.0, 0.0, (), True)  # full precision's
+
+
 class MeasuredModel(TypedDict):
     """The text and settings that a model's figures were measured on, and the file with all of them."""
 
@@ -60,10 +63,11 @@ class Figures(TypedDict):
 
 
 class Measured(TypedDict):
-    """The whole file. schemes: by scheme, then by model."""
+    """The whole file. schemes: by scheme, then by model. served: the same with every token packed, as servers do."""
 
     models: dict[str, MeasuredModel]
     schemes: dict[str, dict[str, Figures]]
+    served: dict[str, dict[str, Figures]]
 
 
 @cache
@@ -77,11 +81,11 @@ def models() -> dict[str, MeasuredModel]:
     return _measured()["models"]
 
 
-def expected(scheme: str, model_type: str) -> Quality | None:
+def expected(scheme: str, model_type: str, served: bool = False) -> Quality | None:
     """KL on the measured model of this architecture, else the largest of all measured ones; None where the scheme was
-    never measured.
+    never measured. served: with every token packed.
     """
-    by_model = _measured()["schemes"].get(scheme, {})
+    by_model = _measured()["served" if served else "schemes"].get(scheme, {})
     if not by_model:
         return None
     alike = [name for name in by_model if models()[name]["model_type"] == model_type]

@@ -18,6 +18,7 @@ from .formats import Codec, Shape
 
 MOST_HEADS = 16  # query heads a kv head that the fused kernel serves
 COMPOSED = "composed"  # of a bundle that `kvcal preset --keys … --values …` makes
+FITTED = "fitted"  # of a bundle that `kvcal fit aqua-kv` makes without predictors
 PREDICTED = "layers are predicted from reconstructions of others, which decoding makes"
 THRESHOLDS = "tiers by threshold differ in size from block to block"
 
@@ -25,8 +26,8 @@ THRESHOLDS = "tiers by threshold differ in size from block to block"
 @dataclass(frozen=True)
 class Planned:
     """A scheme that `kvcal plan` knows. key, value: codecs by name. command: of kvcal, that makes a bundle of it, or
-    COMPOSED. timed: the scheme of SLOTS (speed.py) whose kernel's time is taken for this one's; None where none was
-    measured. first: codec of the lowest layer, where that differs.
+    COMPOSED or FITTED. timed: the scheme of SLOTS (speed.py) whose kernel's time is taken for this one's; None where
+    none was measured. first: codec of the lowest layer, where that differs.
     """
 
     name: str
@@ -64,6 +65,10 @@ def _both(name: str, sink: int = 4, recent: int = 128, timed: str | None = None)
     return Planned(name, name, name, sink, recent, timed=timed)
 
 
+def _fitted(name: str) -> Planned:
+    return Planned(name, name, name, command=FITTED)
+
+
 _TABLE = (
     *(_both(f"higgs-{bits}{gain}", timed=f"higgs-{bits}") for gain in ("", "-debiased") for bits in (2, 3, 4)),
     *(_both(f"uniform-{bits}", timed="kivi-2") for bits in (2, 3, 4, 8)),
@@ -95,6 +100,7 @@ _TABLE = (
         )
         for bits, like in ((2, "inner-2"), (3, "innerq-base"), (4, "inner-4"))
     ),
+    *(_fitted(f"transform-{bits}") for bits in (2, 3, 4)),
     Planned("kivi-2-g128", "kivi-2-g128", "kivi-2-g128", 32, 96, 128, timed="kivi-2-g128", command=COMPOSED),
 )
 
@@ -116,6 +122,7 @@ DEFAULT = (
     "aqua-kv",
     "higgs-2",
 )
+SERVED = (*DEFAULT, "transform-4", "transform-3")  # what `--serve vllm` looks at, whether it is served or not
 
 
 def planned(name: str) -> Planned:

@@ -62,7 +62,7 @@ def test_other_arguments_are_refused(change: dict[str, Tensor], says: str) -> No
         check_paged(*(arguments[name] for name in names))
 
 
-def built(pairs: Any, queries: int = 1, warps: int = 4, registers: int = 168) -> Any:
+def built(pairs: Any, queries: int = 1, warps: int = 4, registers: int = 168, capability: int = 90) -> Any:
     from kvcal_kernels.attention.triton.transform.launch import settings
     from kvcal_kernels.attention.triton.transform.paged import paged_kernel
 
@@ -76,7 +76,18 @@ def built(pairs: Any, queries: int = 1, warps: int = 4, registers: int = 168) ->
         kind = "*i32" if name in counts else "*fp32" if name in floats else "*u8" if name == "p_pages" else "*fp16"
         types[name] = kind
     aligned = [name for name in names if name.startswith("p_") and name not in (*counts[:3], "p_q")]
-    return compiled(paged_kernel, types, constants, aligned, num_warps=warps, num_stages=3, maxnreg=registers)
+    options = {"num_warps": warps, "num_stages": 3, "maxnreg": registers}
+    return compiled(paged_kernel, types, constants, aligned, capability, **options)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [3.0, 4.0])
+def test_transform_is_compiled_for_an_rtx_4090(bits: float, tmp_path: Path) -> None:
+    skip_unless_pinned()
+    kernel = built(MIXES[bits], capability=89)
+    registers, spilled = resources(kernel, tmp_path)
+    assert registers <= 168 and spilled <= 64 and kernel.metadata.shared <= 99 * 1024
 
 
 @needs_triton

@@ -425,13 +425,13 @@ def test_compiled_kernels_keep_to_their_budgets(
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "due"), [*((name, 0) for name in SETTINGS), ("outer 2", 32)])
-@pytest.mark.parametrize("capability", [80, 87, 90])
+@pytest.mark.parametrize("capability", [80, 87, 89, 90])
 def test_compiled_step_spills_nothing(name: str, due: int, capability: int, tmp_path: Path) -> None:
     assert resources(built(Case(name, name, 128, heads=8), capability, step=True, due=due), tmp_path)[1] == 0
 
 
 @needs_triton
-@pytest.mark.parametrize("capability", [80, 87, 90])
+@pytest.mark.parametrize("capability", [80, 87, 89, 90])
 def test_compiled_key_factors_spill_nothing(capability: int, tmp_path: Path) -> None:
     from kvcal_kernels.quantise import triton
 
@@ -447,7 +447,7 @@ def test_compiled_key_factors_spill_nothing(capability: int, tmp_path: Path) -> 
 
 
 @needs_triton
-@pytest.mark.parametrize("capability", [80, 87, 90])
+@pytest.mark.parametrize("capability", [80, 87, 89, 90])
 def test_compiled_counts_spill_nothing(capability: int, tmp_path: Path) -> None:
     from kvcal_kernels.quantise import triton
 
@@ -526,7 +526,7 @@ def test_compiled_steps_of_grids_keep_to_their_budgets(step: Any, tmp_path: Path
 def test_compiled_grids_spill_nothing(
     key: str, value: str, dim: int, heads: int, factor: bool, step: bool, tmp_path: Path
 ) -> None:
-    for capability in (80, 87, 90):
+    for capability in (80, 87, 89, 90):
         made = built(Case(key, value, dim, heads=heads, factor="rows" if factor else None), capability, step)
         assert resources(made, tmp_path)[1] == 0
 

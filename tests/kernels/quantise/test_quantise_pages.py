@@ -96,19 +96,20 @@ def test_rules_of_another_form_are_refused() -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("capability", [90, pytest.param(89, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [0, 2, pytest.param(3, marks=pytest.mark.slow), 5])
-def test_kernel_compiles_without_spilling(number: int, tmp_path: Path) -> None:
+def test_kernel_compiles_without_spilling(number: int, capability: int, tmp_path: Path) -> None:
     from kvcal_kernels.quantise.pages.triton import FIRST, coordinates_kernel, settings, store_kernel
 
     skip_unless_pinned()
     k, _, _, form, _, keys, values = made(small()[number])
     constants = {**settings(form, keys, values, k.shape[1], 1), "ASM": True}
-    check_compiled(store_kernel, constants, tmp_path)
+    check_compiled(store_kernel, constants, capability, tmp_path)
     if constants["ROW"]:
-        check_compiled(coordinates_kernel, {name: constants[name] for name in FIRST}, tmp_path)
+        check_compiled(coordinates_kernel, {name: constants[name] for name in FIRST}, capability, tmp_path)
 
 
-def check_compiled(kernel: Any, constants: dict[str, Any], folder: Path) -> None:
+def check_compiled(kernel: Any, constants: dict[str, Any], capability: int, folder: Path) -> None:
     names = [name for name in kernel.arg_names if name not in constants]
     types = {
         name: "*fp32" if name.endswith("_table") else "*i32" if name.endswith("_places") else "i32" for name in names
@@ -123,7 +124,7 @@ def check_compiled(kernel: Any, constants: dict[str, Any], folder: Path) -> None
     }
     types |= {name: kind for name, kind in pointers.items() if name in types}
     aligned = [name for name in names if name.startswith("p_") and name not in ("p_k", "p_v", "p_slots")]
-    code = compiled(kernel, types, constants, aligned, num_warps=4, enable_fp_fusion=False)
+    code = compiled(kernel, types, constants, aligned, capability, num_warps=4, enable_fp_fusion=False)
     registers, spilled = resources(code, folder)
     assert registers <= 255 and spilled <= 32, (registers, spilled)
 

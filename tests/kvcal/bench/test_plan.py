@@ -10,12 +10,14 @@ import os
 import re
 import resource
 import runpy
+import shlex
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +30,7 @@ from kvcal.bench import schemes as bench_schemes
 from kvcal.bench.planning import cards, formats, projection, quality, schemes, speed, units
 from kvcal.bench.planning import memory as planning
 from kvcal.bench.planning.memory import Load, Model, Windows
-from kvcal.cli.plan import _cells
+from kvcal.cli.plan import _cells, _foot
 from kvcal.commands.api import plan
 from kvcal.commands.plan import PlanOptions, run_plan
 from kvcal.methods.data_free import PRESETS, Preset
@@ -40,7 +42,7 @@ from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.cache.static.layer import StaticLayer
-from kvcal_artifacts.codecs import Shape
+from kvcal_artifacts.codecs import Shape, Transform
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, UnsupportedModel, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from tests.support import architectures
@@ -78,6 +80,16 @@ def test_blocks_are_as_large_as_the_codecs_say(shape: tuple[int, int, int]) -> N
     assert compared > 180
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_of_a_transform_are_as_large_as_the_codec_says(shape: tuple[int, int, int]) -> None:
+    heads, dim, block = shape
+    for bits in ([4] * dim, [3] * dim, [4] * (dim // 4) + [2] * (dim // 2) + [0] * (dim // 4)):
+        codec = Transform(Shape(heads, dim, block), "key", bits=bits)
+        size = formats.codec(f"transform-{round(sum(bits) / dim)}", "key", formats.Shape(*shape))
+        assert sum(bits) % dim or size.bytes == codec.block_bytes()
+        assert size.kernel == (not isinstance(codec.fused(), str))
+
+
 def test_schemes_are_the_presets() -> None:
     planned = schemes.SCHEMES
     unplanned = {"exact", "bf16"}  # compress nothing
@@ -95,7 +107,8 @@ def test_schemes_are_the_presets() -> None:
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_what_a_kernel_reads_is_what_a_cache_says(dim: int) -> None:
     geometry = replace(LLAMA_8B, head_dim=dim)
-    names = [name for name in (*schemes.SCHEMES, "kivi-4+kivi-2") if name != "aqua-kv"]
+    names = [*(name for name, one in schemes.SCHEMES.items() if one.command != schemes.FITTED), "kivi-4+kivi-2"]
+    names.remove("aqua-kv")
     for name in names:
         scheme = schemes.planned(name)
         pair = bench_schemes.named("aqua-kv-2" if name == "aqua-kv" else name, geometry)
@@ -700,16 +713,16 @@ EVERYWHERE = "KL up to 0.00100 on every measured model (limit 0.01); "
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
-        ([row_of("a")], EVERYWHERE + "no other that fits is within it"),
-        ([row_of("a"), row_of("loose", kl_upper=0.02)], EVERYWHERE + "no other that fits is within it"),
-        ([row_of("a"), row_of("slow", tokens_per_second=3)], EVERYWHERE + "the fastest of those that fit"),
+        ([row_of("a")], EVERYWHERE + "the only one that fits and holds there"),
+        ([row_of("a"), row_of("loose", kl_upper=0.02)], EVERYWHERE + "the only one that fits and holds there"),
+        ([row_of("a"), row_of("slow", tokens_per_second=3)], EVERYWHERE + "the fastest of those that fit and hold there"),
         ([row_of("a"), row_of("large", cache_bytes=200)],
-         EVERYWHERE + "of those that fit, the smallest cache within 5% of the fastest"),
+         EVERYWHERE + "of those that fit and hold there, the smallest cache within 5% of the fastest"),
         ([row_of("fragile", kl_upper_anywhere=1.2)],
-         "KL up to 0.00100 on this architecture, though not on every measured model (limit 0.01); no other that fits is "
-         "within it"),
+         "KL up to 0.00100 on this architecture, though not on every measured model (limit 0.01); the only one "
+         "that fits and holds there"),
         ([row_of("a", tokens_per_second=None), row_of("b", cache_bytes=200, tokens_per_second=None)],
-         EVERYWHERE + "the smallest cache of those that fit and have a kernel, as no speed is known"),
+         EVERYWHERE + "the smallest cache of those that fit, hold there and have a kernel, as no speed is known"),
     ],
 )  # fmt: skip
 def test_the_recommendation_says_why(rows: list[Any], why: str) -> None:
@@ -804,6 +817,36 @@ def test_the_table_fits_80_columns(model: str) -> None:
     assert len(commands) == len(schemes.DEFAULT) and all(command.startswith("kvcal ") for command in commands)
 
 
+def test_notes_are_of_the_rows_that_stand_there() -> None:
+    """Chunks are explained where a row needs them; the KL's windows wherever there is one."""
+    short, long = (
+        _foot(run_plan(PlanOptions(model="llama-3.1-8b", gpu="rtx-4090", context=context), print))
+        for context in ("32k", "64k")
+    )
+    [chunks] = [text for text in long if text.startswith("chunks: ")]
+    assert "at most 26.9 a row" in chunks and not any(text.startswith("chunks: ") for text in short)
+    assert all(
+        any("windows of 1,024 tokens and grows with length" in text for text in lines) for lines in (short, long)
+    )
+
+
+def test_speed_is_of_the_planned_rows_and_of_the_largest_batch() -> None:
+    def rows(batch: int) -> Any:
+        options = PlanOptions(model="llama-3.1-8b", gpu="rtx-4090", context="32k", batch=batch, preset=["kivi-4"])
+        return run_plan(options, print)["rows"][1]
+
+    one, most = rows(1), rows(4)
+    assert one["largest_batch"] == 4 and one["tokens_per_second"] < 50
+    assert one["tokens_per_second_of_largest_batch"] == most["tokens_per_second"] > 150
+    assert _cells(one)[5:7] == ["46.0", "4: 153"]
+
+
+def test_cells_of_a_small_model_on_a_large_card_stay_short() -> None:
+    rows = run_plan(PlanOptions(model="tiny", gpu="h200"), print)["rows"]
+    assert {_cells(row)[4] for row in rows} == {"< 1 ms"}
+    assert re.fullmatch(r"[\d,]+: \d+k", _cells(rows[0])[6])
+
+
 def test_wide_and_json_say_all() -> None:
     wide = kvcal("-m", "llama-3.2-3b", "--gpu", "l4", "--wide")
     assert "prefill peak GiB" in wide.stdout and "CUDA graph" in wide.stdout
@@ -835,17 +878,19 @@ def test_every_planned_command_parses() -> None:
     import kvcal.cli.app  # noqa: F401, whose commands options_of asks
     from kvcal.cli.defaults import options_of
 
-    model = model_of(LLAMA_8B)
-    for scheme in [*schemes.SCHEMES.values(), schemes.planned("kivi-4+kivi-2")]:
-        words = str(projection._next(projection.candidate(scheme, model, H200), "llama-3.1-8b")).split()[1:]
-        if words[0] != "preset":
-            assert words == ["fit-predictors", "-m", "llama-3.1-8b"]
-            continue
-        named = {words[1]} - {"--keys"}
-        assert named <= set(PRESETS), words
-        values = dict(zip(words[-2::-2], words[:1:-2], strict=False))
-        pairs = {name[2:]: value for name, value in values.items() if name.startswith("--")}
-        assert options_of("preset", pairs)
+    for scheme, windows in product([*schemes.SCHEMES.values(), schemes.planned("kivi-4+kivi-2")], (True, False)):
+        verb, *words = shlex.split(projection.command_of(scheme, "llama-3.1-8b", windows))[1:]
+        if verb == "fit":
+            assert words.pop(0) == "aqua-kv"
+        elif not words[0].startswith("-"):
+            assert words.pop(0) in PRESETS
+        pairs = {name.lstrip("-").replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+        assert pairs.pop("m") == "llama-3.1-8b"
+        if "residual" in pairs:
+            pairs["backbone"] = pairs.pop("residual")
+        if pairs:
+            assert options_of("preset" if verb == "preset" else "fit-predictors", pairs)
+        assert windows or verb == "fit-predictors" or (pairs["sink"], pairs["recent"]) == ("0", "0")
     with pytest.raises(KVCalError):
         schemes.planned("higgs-9+higgs-9")
 
@@ -853,7 +898,7 @@ def test_every_planned_command_parses() -> None:
 def test_a_composed_scheme_is_made_by_its_command() -> None:
     """kivi-2-g128 needs a block of 128: its command names all that is not the usual."""
     one = projection.candidate(schemes.planned("kivi-2-g128"), model_of(LLAMA_8B), H200)
-    command = projection._next(one, "m")
+    command = projection.command_of(schemes.planned("kivi-2-g128"), "m")
     assert command == "kvcal preset --keys kivi-2-g128 --values kivi-2-g128 --sink 32 --recent 96 --block 128 -m m"
     pair = bench_schemes.named("kivi-2-g128", LLAMA_8B)
     built = Preset("kivi-2-g128", "kivi-2-g128", sink=32, recent=96, block=128).composition

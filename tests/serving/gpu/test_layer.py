@@ -180,9 +180,10 @@ def types_of(kernel: Any, constants: dict[str, Any], **kinds: str) -> tuple[dict
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("queries", [1, 16])
-@pytest.mark.parametrize("name", ["higgs-2", "turboquant-4-3", "uniform-4"])
-def test_kernels_compile_as_the_backend_calls_them(name: str, queries: int) -> None:
-    """For sm_90, in bfloat16, of a process that has 2 of a model's kv heads."""
+@pytest.mark.parametrize("capability", [89, 90])
+@pytest.mark.parametrize("name", ["higgs-2", "higgs-4", "turboquant-4-3", "uniform-4", "uniform-8"])
+def test_kernels_compile_as_the_backend_calls_them(name: str, capability: int, queries: int) -> None:
+    """In bfloat16, of a process that has 2 of a model's kv heads."""
     from kvcal_kernels.attention.plan import usual
     from kvcal_kernels.attention.triton.paged import paged_kernel
     from kvcal_kernels.attention.triton.paged_launch import constants_of
@@ -199,12 +200,12 @@ def test_kernels_compile_as_the_backend_calls_them(name: str, queries: int) -> N
     floats = dict.fromkeys(("p_partial", "p_stat"), "*fp32") | dict.fromkeys(("factor", "k_unit", "v_unit"), "fp32")
     tables = dict.fromkeys(("p_kt", "p_vt"), "*fp16") | dict.fromkeys(("p_k_sign", "p_v_sign"), "*i8")
     types, aligned = types_of(paged_kernel, attend, p_pages="*u8", **integers, **floats, **tables)
-    assert compiled(paged_kernel, types, attend, aligned, **options).asm["cubin"]
+    assert compiled(paged_kernel, types, attend, aligned, capability, **options).asm["cubin"]
     store = {**settings(layer.form, *layer._rules, 2, 1), "ASM": True}
     tables = dict.fromkeys(("p_k_table", "p_v_table", "p_y", "p_square"), "*fp32")
     tables |= dict.fromkeys(("p_k_places", "p_v_places"), "*i32")
     types, aligned = types_of(store_kernel, store, p_pages="*u8", p_slots="*i64", **tables)
-    assert compiled(store_kernel, types, store, aligned, num_warps=4, enable_fp_fusion=False).asm["cubin"]
+    assert compiled(store_kernel, types, store, aligned, capability, num_warps=4, enable_fp_fusion=False).asm["cubin"]
 
 
 @pytest.mark.gpu
