@@ -103,7 +103,10 @@ def run_eval(
     selection = plan.selection
     return {
         "rows": [
-            row.as_dict() | plan.hashes.get(row_names.get(row.name, ""), {}) | answered.of(row.name)
+            row.as_dict()
+            | (asdict(measured.watched[row.name].scheme.windows) if row.name in measured.watched else {})
+            | plan.hashes.get(row_names.get(row.name, ""), {})
+            | answered.of(row.name)
             for row in measured.rows
         ],
         "layers": {name: watched.rows for name, watched in measured.watched.items()},

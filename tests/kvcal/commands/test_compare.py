@@ -161,11 +161,32 @@ def test_measured_rows_are_not_lost_to_other_settings(base: Path, tmp_path: Path
     assert kvcal(*given, "--step", 7, "--no-resume", "--json").json["resumed_rows"] == 0
 
 
-def test_unequal_windows_are_told(base: Path, tmp_path: Path) -> None:
-    done = kvcal("compare", *named(base), "--preset", "kivi-2", "--preset", "kivi-sink-2")
+@pytest.mark.parametrize("name", ["compare", "eval"])
+def test_unequal_windows_are_told(base: Path, name: str) -> None:
+    done = kvcal(name, *named(base), "--preset", "kivi-2", "--preset", "kivi-sink-2")
     said = " ".join(done.out.split())
-    assert "exact tokens (first + last) differ: " in said and "±" in said and "KL and bits/value" in said
-    assert "exact tokens" not in kvcal("compare", *named(base), "--preset", "kivi-2").out
+    assert "exact tokens (first + last) differ: " in said and "; " in said and "0 + 32 of kivi-2" in said
+    assert "32 + 96 of kivi-sink-2" in said and " Equal ones: " in said
+    assert "±" in said and "block" not in said.replace("blocks", "")
+    assert "exact tokens" not in kvcal(name, *named(base), "--preset", "kivi-2").out
+
+
+@pytest.mark.parametrize("name", ["compare", "eval"])
+def test_unequal_blocks_are_told(base: Path, tmp_path: Path, name: str) -> None:
+    """At equal --sink and --recent, the row of larger blocks keeps more tokens exact, until a block is full."""
+    options = []
+    for block in (32, 128):
+        path = tmp_path / f"block-{block}{SUFFIX}"
+        windows = ["--sink", 4, "--recent", 16, "--block", block]
+        assert kvcal("preset", "kivi-2", "--model", base / "model", *windows, "--no-check", "--output", path).code == 0
+        options += ["--bundle", path]
+    said = " ".join(kvcal(name, *named(base), *options, "--wide").out.split())
+    assert "exact tokens (first + last) differ: " in said
+    assert "4 + 16, block 32, of block-32" in said and "4 + 16, block 128, of block-128" in said
+    assert "until their block is full" in said and "--block N" in said
+    assert "windows block" in said and "4 + 16 128" in said  # columns of --wide
+    rows = kvcal(name, *named(base), *options, "--json").json["rows"]
+    assert {row["block"] for row in rows if row["name"] != "full"} == {32, 128}
 
 
 def test_what_is_refused(base: Path, tmp_path: Path) -> None:
