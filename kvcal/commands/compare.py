@@ -51,6 +51,7 @@ from .common import (
     evaluation_text,
     kernels_required,
     machine,
+    measured_with,
     refuse_idle,
     row_key,
     say_coverage,
@@ -323,7 +324,7 @@ def _measure_rows(
         if isinstance(figures, KVCalError):
             failed[row.name] = figures
             continue
-        ledger.add(row.key, figures)
+        ledger.add(row.key, figures | {"measured_with": measured_with()})
         bundle = _bundle_name(row)
         work.drop(f"{_windows_name(row)}.json", bundle, partial_folder(Path(bundle)).name)
     ledger.done(row.key for row in rows if row.name not in failed)

@@ -84,9 +84,11 @@ def bytes_at(row: Mapping[str, object], length: int, *, at_16_bit: bool = False)
 
 
 def as_csv(rows: Sequence[Mapping[str, object]]) -> str:
-    """A header and a line a row; None is an empty cell. Figures by position are in the JSON alone."""
+    """A header and a line a row; None is an empty cell. Figures by position, and what measured a row, are in the JSON
+    alone.
+    """
     text = io.StringIO()
-    columns = [name for name in rows[0] if name not in ("key", "positions")]
+    columns = [name for name in rows[0] if name not in ("key", "positions", "measured_with")]
     table = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
     table.writeheader()
     table.writerows(rows)
