@@ -394,7 +394,9 @@ def main() -> None:
             "--full-gigabytes", type=float, default=4.0, help="of full precision's logits, for each process"
         )
         one.add_argument("--bundles", type=Path, help="a folder where fitted bundles stay")
-        one.add_argument("--commit", help="that rows are of; default: the checkout's, which a copy without .git has not")
+        one.add_argument(
+            "--commit", help="that rows are of; default: the checkout's, which a copy without .git has not"
+        )
         one.add_argument("--budget-seconds", type=float, help="begin no row after so many seconds")
         one.add_argument("--output", type=Path, required=True, help="a folder")
     other = actions.add_parser("tables")
