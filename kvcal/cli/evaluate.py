@@ -64,8 +64,8 @@ def print_gates(checks: list[Any], wide: bool = False) -> None:
 
 
 COLUMNS = (
-    "name", "windows", "block", "kl", "kl_se", "kl_median", "kl_p99", "kl_max", "same_top", "bits_per_value", "bytes", "smaller",
-    "perplexity",
+    "name", "windows", "block", "kl", "kl_se", "kl_median", "kl_p99", "kl_max", "same_top", "bits_per_value", "bytes",
+    "smaller", "perplexity",
 )  # fmt: skip
 ONLY_WIDE = ("windows", "block", "kl_median", "kl_p99", "kl_max")
 FULL = "fp16"  # what full precision, `full` in --json, is called in tables: its cache is counted at 16 bits per value
@@ -74,8 +74,7 @@ FULL = "fp16"  # what full precision, `full` in --json, is called in tables: its
 def print_evaluation(rows: list[Result], wide: bool = False) -> None:
     """Rows of an evaluation as a table; sizes are of one window's end, exact tokens at 16 bits a number."""
     shown = [
-        row
-        | {"name": _name(row), "windows": windows_of(row), "bytes": round(row["bytes_at_16_bit"] / row["smaller"])}
+        row | {"name": _name(row), "windows": windows_of(row), "bytes": round(row["bytes_at_16_bit"] / row["smaller"])}
         for row in rows
     ]
     print_rows(COLUMNS, shown, only_wide=ONLY_WIDE, wide=wide)

@@ -128,6 +128,7 @@ def test_blocks_are_those_that_rows_pack() -> None:
     """The block that a page says of a row is that of its scheme."""
     sys.path.insert(0, str(ROOT / "docs" / "benchmarks"))
     import result_tables as tables
+
     from kvcal.commands.fit_norms import innerq_method
     from kvcal.pipeline.options import FitNormsOptions, TuneBitsOptions
 
