@@ -60,7 +60,8 @@ def print_compared(result: Result, wide: bool = False) -> None:
     ]
     print_rows(COLUMNS, [full, *rows], only_wide=ONLY_WIDE, wide=wide)
     length = f"{result['at_length']:,} tokens, exact ones at 16 bits, predictors and codebooks included"
-    wrapped(f"*: on the Pareto front of KL and bits/value; size: one sequence of {length}", wide=wide)
+    cost = "size" if result["against"] == "size" else "bits/value"
+    wrapped(f"*: on the Pareto front of KL and {cost}; size: one sequence of {length}", wide=wide)
     if unequal := unequal_windows(result["rows"]):
         wrapped(unequal, wide=wide)
     if result["max_bits"] is not None:

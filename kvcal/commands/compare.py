@@ -341,20 +341,22 @@ def _bundle_name(row: Candidate) -> str:
 
 def _judged(o: CompareOptions, measured: list[dict[str, Any]], text: str, called: str, resumed: int) -> dict[str, Any]:
     """All rows by bits, which are on the front, which is best; the files asked for are written."""
-    on_front = front(measured)
+    on_front = front(measured, cost="size" if o.against == "size" else "bits_per_value")
     chosen = best(measured, o.max_bits) if o.max_bits is not None else None
     ordered = [row | {"front": row["name"] in on_front} for row in sorted(measured, key=_order)]
     if o.csv is not None:
         write_atomically(o.csv, as_csv(ordered).encode(), "--csv")
     if o.plot is not None:
-        from ..report.plots import plot_quality
+        from ..report.plots import BITS, SIZE, plot_quality
 
         name = resolve(o.model, o.revision).public
-        plot_quality(ordered, f"{name}, {text}; {machine_and_date(called)}", o.plot)
+        cost = SIZE if o.against == "size" else BITS
+        plot_quality(ordered, f"{name}, {text}; {machine_and_date(called)}", o.plot, cost)
     return {
         "full_perplexity": measured[0]["full_perplexity"],
         "rows": ordered,
         "resumed_rows": resumed,
+        "against": o.against,
         "max_bits": o.max_bits,
         "best": chosen["name"] if chosen else None,
         "ties": [] if chosen is None or o.max_bits is None else _ties(measured, chosen, o.max_bits),

@@ -137,6 +137,8 @@ def test_errors_bytes_csv_and_plot(base: Path, tmp_path: Path) -> None:
         read = list(csv.DictReader(file))
     assert [row["name"] for row in read] == [row["name"] for row in found["rows"]]
     assert float(read[0]["kl"]) == found["rows"][0]["kl"]
+    made = {"date", "commit", "kvcal", "torch", "transformers", "triton"}
+    assert all(row["measured_with"].keys() == made for row in found["rows"]) and "measured_with" not in read[0]
     drawn = files["--plot"].read_text()
     assert ">model, " in drawn and str(base) not in drawn  # a folder's last part alone
     kept = kvcal("compare", *named(base), "--preset", "fp8", "--keep", 0.5, "--json").json["rows"][0]
@@ -228,6 +230,21 @@ def test_the_front_is_what_nothing_beats(pairs: list[tuple[int, int]]) -> None:
     chosen = best(rows, 3)
     assert chosen is None or chosen["kl"] == min(kl for bits, kl in pairs if bits <= 3)
     assert (chosen is None) == all(bits > 3 for bits, _ in pairs)
+
+
+def test_a_front_of_size_is_another_than_one_of_bits(base: Path, tmp_path: Path) -> None:
+    """Of KIVI's 3 bits with few exact tokens and 2.25 with many: at a short length the one of more bits is smaller."""
+    presets = ["--preset", "kivi-2", "--preset", "kivi-4", "--preset", "higgs-2", "--output", tmp_path / "rows.json"]
+    bits = kvcal("compare", *named(base), *presets, "--json").json
+    size = kvcal("compare", *named(base), *presets, "--against", "size", "--plot", tmp_path / "size.svg", "--json").json
+    assert (bits["against"], size["against"], size["resumed_rows"]) == ("bits", "size", 3)
+    for result, cost in ((bits, "bits_per_value"), (size, "bytes_at_length_16_bit")):
+        for row in result["rows"]:
+            beaten = any(x[cost] < row[cost] and x["kl"] <= row["kl"] for x in result["rows"])
+            assert row["front"] != beaten
+    assert "MB of one sequence" in (tmp_path / "size.svg").read_text()
+    said = kvcal("compare", *named(base), *presets, "--against", "size").out
+    assert "front of KL and size" in " ".join(said.split())
 
 
 def test_a_row_that_packed_nothing_is_on_no_front() -> None:
