@@ -30,7 +30,7 @@ from ..evaluate.perplexity import Batches, CacheMaker, evaluate
 from ..evaluate.spread import ties
 from ..methods.aqua_kv import AquaKV
 from ..methods.composition import Composition
-from ..methods.data_free import DataFree, Preset, composed, preset
+from ..methods.data_free import DataFree, Preset, block_notes, composed, preset
 from ..models import configuration
 from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
@@ -65,7 +65,7 @@ from .fit_predictors import check_taken as check_predictor
 from .guard import measured_warnings
 from .options import CompareOptions
 from .target_model import with_model_of
-from .workbench import cache_makers, check_rows, named_error, open_model_of, raise_first
+from .workbench import bundle_row, cache_makers, check_rows, named_error, open_model_of, raise_first
 
 PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
 PREDICTED = ("first_layer", "key_inputs", "value_inputs")
@@ -95,11 +95,11 @@ def candidates(o: CompareOptions) -> list[Candidate]:
     predicted. What has codecs learned from text is fitted, with predictors or without.
     """
     rows = [Candidate(name, preset(name)) for name in o.preset or []]
-    for path in o.bundle or []:
-        bundle = bundle_at(path, presets=True)
-        rows.append(Candidate(bundle.name, bundle))
     rows += [Candidate(path.stem, of_recipe(read_recipe(path))) for path in o.recipe or []]
     rows += _pairs(o)
+    others = {row.name for row in rows}
+    bundles = [bundle_at(path, presets=True) for path in o.bundle or []]
+    rows += [Candidate(bundle_row(bundle.name, others), bundle) for bundle in bundles]
     names = [row.name for row in rows]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"two rows would be called {twice!r}; leave one out, or rename the file")
@@ -188,6 +188,9 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
         raise UsageError(f"--frame {o.frame}: allowed are {', '.join(FRAMES)}")
     rows, selection, require = candidates(o), selection_of(o), kernels_required(o)
     check_taken(o, rows, typed)
+    if "block" not in typed:
+        for line in block_notes([*listed(o.keys), *listed(o.values)], o.block):
+            say(line)
     _check_files(o)
     o = with_model_of(o, (row.what for row in rows), typed)
     every = {row.name: row.what for row in rows}

@@ -14,7 +14,7 @@ from kvcal_artifacts.scheme import Scheme
 
 from ..calibrate.outlier_guard import warnings
 from ..methods.base import settings_of
-from ..methods.data_free import COMPOSED, DataFree, Preset, composed
+from ..methods.data_free import COMPOSED, DataFree, Preset, block_notes, composed
 from ..models import configuration, files, layerwise, names
 from ..models.devices import pick_device, pick_dtype
 from ..pipeline.options import PresetOptions
@@ -59,6 +59,9 @@ def run_preset(o: PresetOptions, say: Say, typed: Collection[str] = ()) -> dict[
     source = names.resolve(o.model, o.revision)
     name = o.name or COMPOSED
     output = output_for(o, source, name)
+    if o.name is None and o.block is None:
+        for line in block_notes([one for one in (o.keys, o.values) if one is not None], method.block):
+            say(line)
     pick_device(o.device)  # refused before anything is written
     model, revision, probe = _from_config(source) if o.config_only else _opened(source, o)
     scheme = method.scheme(model).keeping(selection)

@@ -230,7 +230,10 @@ def test_numbers_have_units_and_three_digits(printed: dict[str, str]) -> None:
 
 def test_errors_of_scores_that_are_no_one_quantity_have_no_one_name(printed: dict[str, str]) -> None:
     """docs/evaluation.md#errors-of-attention-scores defines the three: relative, in nats, squared."""
-    facts = {name: re.findall(r"^(?:squared )?logit error[^ ]*(?: of KIVI,)?(?: nats)?", printed[name], re.M) for name in WRITES}
+    facts = {
+        name: re.findall(r"^(?:squared )?logit error[^ ]*(?: of KIVI,)?(?: nats)?", printed[name], re.M)
+        for name in WRITES
+    }
     assert facts["measure-subspaces"] == ["logit error, nats", "logit error of KIVI, nats"]
     assert facts["fit-norms"] == ["squared logit error"] and "the same, no factors" in printed["fit-norms"]
     page = (ROOT / "docs" / "evaluation.md").read_text()

@@ -191,6 +191,31 @@ def test_unequal_blocks_are_told(base: Path, tmp_path: Path, name: str) -> None:
     assert {row["block"] for row in rows if row["name"] != "full"} == {32, 128}
 
 
+@pytest.mark.parametrize("name", ["compare", "eval"])
+def test_a_bundle_of_a_presets_name_is_a_row_of_its_own(base: Path, tmp_path: Path, name: str) -> None:
+    path = tmp_path / f"kivi-2{SUFFIX}"
+    model = ["--model", base / "model"]
+    assert kvcal("preset", "kivi-2", *model, "--sink", 4, "--no-check", "--output", path).code == 0
+    done = kvcal(name, *named(base), "--preset", "kivi-2", "--bundle", path, "--json")
+    assert done.code == 0, done.err
+    rows = {row["name"]: row["sink"] for row in done.json["rows"] if row["name"] != "full"}
+    assert rows == {"kivi-2": 0, "kivi-2 (bundle)": 4}
+    other = tmp_path / "other" / path.name
+    other.parent.mkdir()
+    other.write_bytes(path.read_bytes())
+    done = kvcal(name, *named(base), "--bundle", path, "--bundle", other)
+    assert done.code == 2 and "two rows would be called 'kivi-2'" in done.complaint
+
+
+def test_a_pair_says_where_a_preset_of_its_name_packs_other_blocks(base: Path) -> None:
+    pair = ["--keys", "mixkvq", "--values", "kivi-2"]
+    said = "note: mixkvq as a codec packs 32 tokens at a time here, the preset mixkvq 128: give --block 128"
+    assert said in kvcal("compare", *named(base), *pair, "--recent", 16).err
+    assert "note: mixkvq as" not in kvcal("compare", *named(base), *pair, "--recent", 16, "--block", 32).err
+    config = ["--model", base / "model", "--config-only", "--output", base / f"pair{SUFFIX}"]
+    assert said in kvcal("preset", *pair, *config).err
+
+
 def test_what_is_refused(base: Path, tmp_path: Path) -> None:
     for options, said in (
         ([], "nothing to compare"),
