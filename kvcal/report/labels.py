@@ -24,7 +24,9 @@ FAR = 20.0  # from where on a line leads from label to point
 AROUND = 7.0  # points that another label keeps from a point, so that it is not read as its name
 LABEL_GAP = 1.0  # and from another label
 BAR = 2.0  # and from the middle of an error bar
-APART = 8.0  # points between points of one x that would lie on each other
+APART = 8.0  # between dots of one x that would lie on each other, or whose bars would
+SAME_X = 3.0  # less between dots is one x
+DOT = 5.0  # a dot's diameter
 
 
 def side_by_side(axis: Axes, points: Sequence[Point], spans: Sequence[tuple[float, float]]) -> list[float]:
@@ -53,7 +55,7 @@ def side_by_side(axis: Axes, points: Sequence[Point], spans: Sequence[tuple[floa
 
 def _meet(x: float, span: Sequence[float], other_x: float, other: Sequence[float], unit: float) -> bool:
     """Whether two spans of pixels at these x lie on each other, dots at their ends included."""
-    return abs(x - other_x) < APART * unit and span[0] - other[1] < APART * unit > other[0] - span[1]
+    return abs(x - other_x) < SAME_X * unit and span[0] - other[1] < DOT * unit > other[0] - span[1]
 
 
 def _settled(axis: Axes) -> float:
