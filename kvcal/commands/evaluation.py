@@ -53,6 +53,7 @@ from .common import (
     text_for,
     tokenizer_for,
 )
+from .guard import TEXT as GUARD_TEXT
 from .guard import guard_window, measured_warnings, schemes_of
 from .idle import refuse_prompt
 from .options import GenerateOptions
@@ -411,7 +412,7 @@ def run_generate(o: GenerateOptions, say: Say, typed: Collection[str] = ()) -> d
     name, maker = next(iter(makers.items()))
     if not o.random_weights:
         schemes = schemes_of(loaded.model, methods)
-        for line in warnings(loaded.model, guard_window(tokenizer, schemes), schemes):
+        for line in warnings(loaded.model, guard_window(tokenizer, schemes), schemes, text=GUARD_TEXT):
             say(line)
     ids = ids.to(input_device(loaded.model))
     started = time.monotonic()

@@ -20,6 +20,7 @@ from ..models.devices import pick_device, pick_dtype
 from ..pipeline.options import PresetOptions
 from ..report.version import __version__
 from .common import Say, output_for, refuse_idle, refuse_idle_seed, say_coverage, selection_of
+from .guard import TEXT as GUARD_TEXT
 from .guard import guard_window
 from .workbench import key_probe, model_record
 
@@ -106,7 +107,7 @@ def _opened(source: names.ModelSource, o: PresetOptions) -> tuple[Any, str, tupl
 def _warnings(source: names.ModelSource, schemes: dict[str, Scheme], device: str) -> list[str]:
     where = pick_device(device)
     parts = layerwise.open_layerwise(source, dtype=pick_dtype("auto", where), device=where)
-    return warnings(parts, guard_window(files.load_tokenizer(source), schemes), schemes, where)
+    return warnings(parts, guard_window(files.load_tokenizer(source), schemes), schemes, where, text=GUARD_TEXT)
 
 
 def _from_config(source: names.ModelSource) -> tuple[Any, str | None, tuple[float, ...]]:
