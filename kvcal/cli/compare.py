@@ -45,8 +45,8 @@ def compare(o: CompareOptions, typed: Typed) -> None:
 
 
 COLUMNS = (
-    "name", "windows", "block", "bits_per_value", "paper_bits", "kl", "kl_se", "kl_median", "kl_p99", "kl_max", "same_top",
-    "logit_error", "output_error", "bytes_at_length", "smaller", "perplexity",
+    "name", "windows", "block", "bits_per_value", "paper_bits", "kl", "kl_se", "kl_median", "kl_p99", "kl_max",
+    "same_top", "logit_error", "output_error", "bytes_at_length", "smaller", "perplexity",
 )  # fmt: skip
 ONLY_WIDE = ("windows", "block", "paper_bits", "kl_median", "kl_p99", "kl_max", "logit_error", "output_error")
 

@@ -90,7 +90,7 @@ def print_evaluation(rows: list[Result], wide: bool = False) -> None:
 
 
 def windows_of(row: Result) -> str | None:
-    """Exact tokens of a row: the first ones and the last ones; full precision, and a result file of before, has none."""
+    """Exact tokens of a row, first and last ones; full precision, and a result file of before, has none."""
     return f"{row['sink']} + {row['recent']}" if "sink" in row else None
 
 
@@ -109,8 +109,8 @@ def unequal_windows(rows: list[Result]) -> str | None:
     )
     why = " Tokens stay exact until their block is full: of larger blocks more do."
     return (
-        f"exact tokens (first + last) differ: {'; '.join(parts)}.{why if blocks_differ else ''} Equal ones: kvcal preset "
-        f"NAME --sink N --recent N{' --block N' if blocks_differ else ''} -o FILE, then --bundle FILE"
+        f"exact tokens (first + last) differ: {'; '.join(parts)}.{why if blocks_differ else ''} Equal ones: "
+        f"kvcal preset NAME --sink N --recent N{' --block N' if blocks_differ else ''} -o FILE, then --bundle FILE"
     )
 
 

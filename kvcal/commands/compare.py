@@ -350,7 +350,8 @@ def _judged(o: CompareOptions, measured: list[dict[str, Any]], text: str, called
     if o.csv is not None:
         write_atomically(o.csv, as_csv(ordered).encode(), "--csv")
     if o.plot is not None:
-        from ..report.plots import BITS, SIZE, plot_quality
+        from ..report.costs import BITS, SIZE
+        from ..report.plots import plot_quality
 
         name = resolve(o.model, o.revision).public
         cost = SIZE if o.against == "size" else BITS

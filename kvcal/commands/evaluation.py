@@ -105,7 +105,7 @@ def run_eval(
     return {
         "rows": [
             row.as_dict()
-            | (asdict(measured.watched[row.name].scheme.windows) if row.name in measured.watched else {})
+            | measured.windows_of(row.name)
             | plan.hashes.get(row_names.get(row.name, ""), {})
             | answered.of(row.name)
             for row in measured.rows
@@ -253,6 +253,10 @@ class Measured:
     watched: dict[str, Watched]
     canaries: dict[str, Canary]
     resumed: int
+
+    def windows_of(self, name: str) -> dict[str, int]:
+        """Exact tokens and block of a row; of full precision none."""
+        return asdict(self.watched[name].scheme.windows) if name in self.watched else {}
 
     def joined_with(self, other: Measured) -> Measured:
         """These rows and those of `other`, whose `full` is the same."""

@@ -169,7 +169,7 @@ def default_output(source: names.ModelSource, method: str) -> Path:
 
 
 def rows_named(presets: Iterable[str], bundles: Iterable[Path]) -> dict[str, DataFree | Bundle]:
-    """Presets under their own names, then bundles under their file names, of a preset's name as of `bundle_row`; checked
+    """Presets under their own names, then bundles under their files', of a preset's name as of `bundle_row`; checked
     before any model is loaded.
     """
     rows: dict[str, DataFree | Bundle] = {name: preset(name) for name in presets}

@@ -30,9 +30,9 @@ DOT = 5.0  # a dot's diameter
 
 
 def side_by_side(axis: Axes, points: Sequence[Point], spans: Sequence[tuple[float, float]]) -> list[float]:
-    """Where each point stands on the x axis, so that none hides another: those of one x, as far as their spans of y (low,
-    high) meet, stand APART from each other, in the order of `points`; all others where they are. In data units of
-    `axis`, whose limits and layout are fixed by it.
+    """Where each point stands on the x axis, so that none hides another: those of one x, as far as their spans of y
+    (low, high) meet, stand APART from each other, in the order of `points`; all others where they are. In data units
+    of `axis`, whose limits and layout are fixed by it.
     """
     unit = _settled(axis)
     at = [axis.transData.transform(point) for point in points]
@@ -77,11 +77,10 @@ def label_points(
     size: float = 8,
     bars: Sequence[tuple[float, float]] = (),
 ) -> None:
-    """Write each text next to its point, in data units of `axis`; limits and layout of the figure are fixed by it. bars:
-    low and high end of each point's error bar.
+    """Write each text next to its point, in data units of `axis`; limits and layout of the figure are fixed by it.
 
     A label takes the first of STEPS at which it lies within the axes, on no label before it, on no bar and AROUND from
-    the other points; where none is free, the one with the least overlap.
+    the other points; where none is free, the one with the least overlap. bars: low and high end of each point's bar.
     """
     unit = _settled(axis)
     inside = axis.get_window_extent()
@@ -90,8 +89,8 @@ def label_points(
     labels: list[Box] = []
     upright: list[Box] = []
     for (x, _), bar in zip(points, bars, strict=False):
-        (left, low), (right, high) = (axis.transData.transform((x, end)) for end in bar)
-        upright.append(_grown((left, low, right, high), BAR * unit))
+        (x0, low), (x1, high) = (axis.transData.transform((x, end)) for end in bar)
+        upright.append(_grown((x0, low, x1, high), BAR * unit))
     for place in sorted(range(len(at)), key=lambda place: (at[place][0], -at[place][1])):  # the upper one first
         (x, y), point, text = at[place], points[place], texts[place]
         dot = _grown((x, y, x, y), 3 * unit)

@@ -4,8 +4,7 @@ for."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import write_atomically
 
 from .colours import colour
+from .costs import BITS, Cost
 from .drawn import SUFFIXES, as_file, drawable, png
 from .extras import require
 from .labels import label_points, side_by_side
@@ -58,20 +58,6 @@ def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, p
     figure.legend(*axes[0].get_legend_handles_labels(), title="subspace of", loc="outside right center")
     figure.suptitle(drawable(title))
     write_atomically(path, as_file(figure, path), "--plot")
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What quality is drawn against. of: its figure in a row; label: of the axis."""
-
-    of: Callable[[Mapping[str, Any]], float]
-    label: str
-
-
-BITS = Cost(lambda row: float(row["bits_per_value"]), "stored bits per value")
-SIZE = Cost(
-    lambda row: row["bytes_at_length_16_bit"] / 1e6, "MB of one sequence, exact tokens and resident bytes included"
-)
 
 
 def plot_quality(rows: list[dict[str, Any]], title: str, path: Path, cost: Cost = BITS) -> None:
