@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -88,9 +89,16 @@ NAMES = {  # folder of a model -> its name on the hub
 def tables(recipe: dict[str, Any], files: list[dict[str, Any]]) -> str:
     """The verdicts, and tables of each model, in Markdown; models in the order of NAMES, others behind them."""
     files = sorted(files, key=lambda one: [*NAMES, one["settings"]["model"]].index(one["settings"]["model"]))
-    lines = ["# Results on pretrained models", "", *ABOUT, "", *verdict_table(recipe, files)]
+    ours = recipe == read_recipe()  # what is said of this page's rows is not said of another recipe's
+    lines = [
+        "# Results on pretrained models",
+        "",
+        *(ABOUT if ours else ()),
+        *([""] if ours else []),
+        *verdict_table(recipe, files),
+    ]
     for one in files:
-        lines += ["", *heading(one), *claim_figures(recipe, one), *of_tables(recipe, one["rows"])]
+        lines += ["", *heading(one, notes=ours), *claim_figures(recipe, one), *of_tables(recipe, one["rows"])]
     return "\n".join(lines) + "\n"
 
 
@@ -99,7 +107,7 @@ def name_of(one: dict[str, Any]) -> str:
     return NAMES.get(model, model)
 
 
-def heading(one: dict[str, Any]) -> list[str]:
+def heading(one: dict[str, Any], notes: bool = True) -> list[str]:
     o = one["settings"]
     measured_rows = [row for row in one["rows"].values() if "refused" not in row]
     full = f"perplexity {significant(measured_rows[0]['full_perplexity'], 4)}; " if measured_rows else ""
@@ -110,8 +118,18 @@ def heading(one: dict[str, Any]) -> list[str]:
         f"time. Full precision: {full}{o['dtype']}, {o['device']}. Rows that are fitted: on {o['fit_windows']} windows of "
         f"{o['fit_length']:,} tokens of `{o['calibration']}`, unless their command has another number; seed {o['seed']}. "
         f"Weights: `{o['revision'][:23]}`.",
-        *(line for note in NOTES.get(o["model"], ()) for line in ("", note)),
+        *(line for note in (NOTES.get(o["model"], ()) if notes else ()) for line in ("", note)),
+        *(line for said in recorded_with(measured_rows) for line in ("", said)),
     ]
+
+
+def recorded_with(rows: list[Row]) -> Iterator[str]:
+    """Date, commit and versions of the rows that have recorded them, a line for each."""
+    counts = Counter(tuple((name, one) for name, one in row.get("measured_with", {}).items()) for row in rows)
+    for items, count in counts.items():
+        if made := {name: one for name, one in items if one is not None}:
+            rest = ", ".join(f"{name} {one}" for name, one in made.items() if name != "date")
+            yield f"{count} row{'s' * (count > 1)} measured on {made['date']}: {rest}."
 
 
 def of_tables(recipe: dict[str, Any], rows: dict[str, Row]) -> list[str]:
