@@ -81,7 +81,11 @@ ROWS: dict[str, list[tuple[str, str]]] = {  # page -> (label of methods.toml or 
     "squat": [KIVI_2, ("SQuat 2", "`squat-2`"), ("SQuat-pre 2", "`squat-pre-2`, keys before RoPE")],
     "innerq": [
         ("InnerQ K3 V2 symmetric", "`innerq-small`, not fitted"),
+        ("InnerQ Small, fitted", "`fit innerq --variant small`"),
         ("InnerQ K3 V2 hybrid", "`innerq-hybrid`, not fitted"),
+        ("InnerQ K3 V2 hybrid, fitted", "`fit innerq --variant hybrid`"),
+        ("InnerQ Base", "`innerq-base`, not fitted"),
+        ("InnerQ Base, fitted", "`fit innerq --variant base`"),
         KIVI_2,
         ("KIVI 2, sink 32, recent 96", "`kivi-2`, windows of 128 with a sink"),
     ],
@@ -140,11 +144,15 @@ CLAIMS: dict[str, list[tuple[str, str, str, str]]] = {  # page -> (what is claim
         ("keys before RoPE: less KL than KIVI", "SQuat-pre 2", "KIVI 2", "kl"),
     ],
     "innerq": [
-        ("hybrid values have less KL than symmetric ones", "InnerQ K3 V2 hybrid", "InnerQ K3 V2 symmetric", "kl")
+        ("hybrid values have less KL than symmetric ones", "InnerQ K3 V2 hybrid", "InnerQ K3 V2 symmetric", "kl"),
+        ("the same, both fitted", "InnerQ K3 V2 hybrid, fitted", "InnerQ Small, fitted", "kl"),
+        ("less KL than KIVI with sinks, Base of 3.5 bits", "InnerQ Base", "KIVI 2, sink 32, recent 96", "kl"),
+        ("the same, Base fitted", "InnerQ Base, fitted", "KIVI 2, sink 32, recent 96", "kl"),
+        ("fitted on text less KL than on the row's first tokens", "InnerQ Small, fitted", "3 bits.InnerQ Small", "kl"),
     ],
     "vqkv": [
         (
-            "a quarter of the codewords costs less KL than half the stages",
+            "64 codewords a stage instead of 256 cost less KL than half as many stages",
             "VQKV, a quarter of the codewords",
             "VQKV, half the stages",
             "kl",
@@ -200,11 +208,11 @@ def figures(rows: list[tuple[str, str]], models: Mapping[str, Measured]) -> str:
     for label, name in rows:
         measured_rows = [row_of(label, models[model]) for model in MODELS]
         bits = [f"{row['bits_per_value']:.2f}" for row in measured_rows if row]
-        if len({*bits}) == 1:
-            stored = bits[0]
+        if len({*bits}) < 2:
+            stored = bits[0] if bits else "–"
         else:
             stored = ", ".join(f"{each} on {model.split('-')[0]}" for each, model in zip(bits, MODELS, strict=True))
-        cells = [f"{row['kl']:.3g} ({len(row['kl_windows'])})" if row else "–" for row in measured_rows]
+        cells = [f"{row['kl']:.3g} ({len(row['kl_windows'])})" if row else "not measured" for row in measured_rows]
         lines.append(f"| {name} | {exact[label]} | {stored} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

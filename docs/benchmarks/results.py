@@ -34,11 +34,9 @@ import statistics
 import sys
 import tempfile
 import time
-import tomllib
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,30 +44,16 @@ if TYPE_CHECKING:
     from kvcal.evaluate.attention_error import AttentionErrors
 
 FOLDER = Path(__file__).resolve().parent
-RECIPE = FOLDER / "results.toml"
-sys.path.insert(0, str(FOLDER.parent / "ablations"))
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "ablations")]
 
 import run  # noqa: E402
-import verdicts  # noqa: E402
-
-from kvcal.report.quantities import significant  # noqa: E402
+from result_tables import RECIPE, labelled, read_recipe, tables  # noqa: E402
 
 STEP = 32
 LOGIT_TOKENS = 320  # first ones of each window, of which rows have attention errors that a claim asks for
 STATE: dict[str, Any] = {}  # of a process that measures
 
 Row = dict[str, Any]
-
-
-def read_recipe(path: Path = RECIPE) -> dict[str, Any]:
-    return tomllib.loads(path.read_text())
-
-
-def labelled(recipe: dict[str, Any]) -> Iterator[tuple[str, Row]]:
-    """Rows by TABLE.LABEL, in the order of the recipe."""
-    for table in recipe["table"]:
-        for row in run.rows_of(table):
-            yield f"{table['name']}.{row['label']}", row
 
 
 def of_claims(recipe: dict[str, Any], by: str) -> set[str]:
@@ -172,6 +156,7 @@ def at_width(what: Row) -> Row:
 
 
 def figures(what: Row, key: str, with_logits: bool) -> Row:
+    from kvcal.commands.common import measured_with
     from kvcal.evaluate.perplexity import evaluate
 
     started = time.monotonic()
@@ -183,6 +168,7 @@ def figures(what: Row, key: str, with_logits: bool) -> Row:
     if with_logits:
         result |= attention(maker)
     return result | {
+        "measured_with": measured_with() | ({"commit": options["commit"]} if options["commit"] else {}),
         "command": command_of(what),
         "sha256": sha256,
         "full_perplexity": full.perplexity,
@@ -385,185 +371,6 @@ def settings_here() -> dict[str, Any]:
     return settings
 
 
-# The report.
-
-ABOUT = (
-    "Every method at 2, 2.25, 3 and 4 stored bits and at its paper's setting, and a verdict on each paper's claim.",
-    "",
-    "- **KL** is in nats per token, to full precision of the same weights. They came from GGUF files of 4 to 8 bits and "
-    "were dequantised once.",
-    "- **±** is the standard error over windows. Median, 99 % and max are over tokens.",
-    "- **Stored bits** count packed tokens. Codebooks, predictors and bases stay in memory beside them. In brackets: "
-    "bits as the paper counts them, where that differs.",
-    "- **Same top** is the share of tokens after which the likeliest next token is full precision's.",
-    "- A table of bits leaves out what stores more than 0.15 bits above them.",
-    "- Attention errors of SQuat before RoPE were measured on a CPU, where KIVI's equal those of the H100 to 1e-5.",
-    "- Rows were measured at 8cfb961a. Those of the transform, of VQKV with 65,536 codewords and of Gemma are of 9b640dec.",
-    "",
-    "`wiki.txt` is [WikiText-2's test text](../texts.md#texts-of-these-pages). The page is what "
-    "`python docs/benchmarks/results.py tables docs/benchmarks/results/*.json` prints from the recorded rows "
-    "([how they are measured](../evaluation.md#results-on-pretrained-models)).",
-)
-ABOUT_CLAIMS = (
-    "A verdict compares two rows window by window. A claim holds, or does not hold, where Student's t tells the "
-    "difference from none at 95 %: with 16 windows, where it is at least 2.13 times its standard error. Otherwise it is "
-    "open. Figures: {places}."
-)
-COLUMNS = ("stored bits", "KL", "median", "99 %", "max", "same top", "perplexity")
-NAMES = {  # folder of a model -> its name on the hub
-    "smollm2-135m": "SmolLM2-135M-Instruct",
-    "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct",
-    "gemma-3-270m": "Gemma-3-270M",
-}
-
-
-def tables(recipe: dict[str, Any], files: list[dict[str, Any]]) -> str:
-    """The verdicts, and tables of each model, in Markdown; models in the order of NAMES, others behind them."""
-    files = sorted(files, key=lambda one: [*NAMES, one["settings"]["model"]].index(one["settings"]["model"]))
-    lines = ["# Results on pretrained models", "", *ABOUT, "", *verdict_table(recipe, files)]
-    for one in files:
-        lines += ["", *heading(one), *claim_figures(recipe, one), *of_tables(recipe, one["rows"])]
-    return "\n".join(lines) + "\n"
-
-
-def name_of(one: dict[str, Any]) -> str:
-    model = str(one["settings"]["model"])
-    return NAMES.get(model, model)
-
-
-def heading(one: dict[str, Any]) -> list[str]:
-    o = one["settings"]
-    measured_rows = [row for row in one["rows"].values() if "refused" not in row]
-    full = f"perplexity {significant(measured_rows[0]['full_perplexity'], 4)}; " if measured_rows else ""
-    return [
-        f"## {name_of(one)}",
-        "",
-        f"{o['windows']} windows of {o['length']:,} tokens of `{o['text'].removeprefix('file:')}`, fed {o['step']} at a "
-        f"time. Full precision: {full}{o['dtype']}, {o['device']}. Fitted on {o['fit_windows']} windows of "
-        f"{o['fit_length']:,} tokens of `{o['calibration']}`, seed {o['seed']}. Weights: `{o['revision'][:23]}`.",
-    ]
-
-
-def of_tables(recipe: dict[str, Any], rows: dict[str, Row]) -> list[str]:
-    lines = []
-    for table in recipe["table"]:
-        shown, left_out = [], {}
-        for row in run.rows_of(table):
-            result = rows.get(run.key_of(row))
-            if (reason := why_not(row, result)) is None:
-                shown.append(f"| {row['label']} | " + " | ".join(cells(result)) + " |")
-            else:
-                kind, about = reason
-                left_out.setdefault(kind, []).append(f"{row['label']}{about}")
-        lines += ["", f"### {table['name']}"]
-        if shown:
-            lines += ["", f"| method | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|", *shown]
-        for kind, labels in left_out.items():
-            lines += ["", f"{kind}: {'; '.join(labels)}."]
-    return lines
-
-
-def why_not(row: Row, result: Row | None) -> tuple[str, str] | None:
-    """Why a row has no figures, and what to say of it; None for a row that has some."""
-    if result is None:
-        return "Not measured", ""
-    if "refused" in result:
-        return "Refused", f" ({result['refused'].replace('|', '/')})"
-    if result["bits_per_value"] is None:
-        return "All tokens exact at this length", ""
-    if not within(row, result):
-        return "More bits than the table's", f" ({significant(result['bits_per_value'])})"
-    return None
-
-
-def cells(result: Row) -> list[str]:
-    stored, paper = significant(result["bits_per_value"]), result["paper_bits"]
-    counted = stored if paper is None or significant(paper) == stored else f"{stored} ({significant(paper)})"
-    kl, median, p99, most = (small(result[name]) for name in ("kl", "kl_median", "kl_p99", "kl_max"))
-    error = f" ± {significant(result['kl_se'], 2)}" if result["kl_se"] and not kl.startswith("<") else ""
-    same = "> 99.9 %" if 0.9995 <= result["same_top"] < 1 else f"{result['same_top'] * 100:.1f} %"
-    perplexity = significant(result["perplexity"], 4)
-    return [counted, f"{kl}{error}", median, p99, most, same, perplexity]
-
-
-def small(value: float) -> str:
-    return significant(value) if value >= 1e-4 or value == 0 else "< 0.0001"
-
-
-def within(row: Row, result: Row) -> bool:
-    """Whether a row has no more stored bits than its table asks for."""
-    bits = result["bits_per_value"]
-    return not row["target"] or (bits is not None and bits <= row["target"] + run.ABOVE)
-
-
-def verdict_table(recipe: dict[str, Any], files: list[dict[str, Any]]) -> list[str]:
-    """Each claim's verdict, with a column for each model."""
-    places = ", ".join(f"[{name_of(one)}](#{name_of(one).lower().replace('.', '')})" for one in files)
-    lines = ["## Claims", "", ABOUT_CLAIMS.format(places=places), ""]
-    lines += ["| claim | " + " | ".join(map(name_of, files)) + " |", "|---" * (1 + len(files)) + "|"]
-    for claim in recipe["claim"]:
-        of = [judged(claim, recipe, one["rows"]) for one in files]
-        lines.append(f"| {claim['text']} | " + " | ".join(one.word if one else "not measured" for one in of) + " |")
-    return lines
-
-
-def claim_figures(recipe: dict[str, Any], one: dict[str, Any]) -> list[str]:
-    """The figures behind one model's verdicts."""
-    columns = "claim", "verdict", "first", "second", "change", "difference ± error", "ratio"
-    lines = [
-        "",
-        "### Figures of the claims",
-        "",
-        "KL of the row that a claim names first and of the other, unless a cell says otherwise; the change from the other "
-        "to the first. Ratio: the difference over its error.",
-        "",
-        f"| {' | '.join(columns)} |",
-        "|---" * len(columns) + "|",
-    ]
-    for claim in recipe["claim"]:
-        if (of := judged(claim, recipe, one["rows"])) is not None:
-            lines.append(f"| {claim['text']} | {' | '.join(claim_cells(of))} |")
-    return lines
-
-
-def claim_cells(of: verdicts.Verdict) -> list[str]:
-    kind = "" if of.by == "kl" else f"{run.COLUMNS[of.by][0]} "
-    bits = [f", {significant(one)} bits" if of.bits_differ else "" for one in of.bits]
-    first, second = f"{kind}{significant(of.first)}{bits[0]}", f"{kind}{significant(of.second)}{bits[1]}"
-    spread, ratio = "–", "–"
-    if of.spread is not None:
-        spread = verdicts.with_error(of.spread.mean, of.spread.error)
-        spread += " of its logarithm" if of.by == "perplexity" else ""
-        ratio = significant(of.spread.ratio)
-    other = f" ({of.other})" if of.other else ""
-    return [of.word, first, f"{second}{other}", verdicts.change(of.first, of.second), spread, ratio]
-
-
-def judged(claim: dict[str, Any], recipe: dict[str, Any], rows: dict[str, Row]) -> verdicts.Verdict | None:
-    """One claim on one model; None where a row is not measured."""
-    by_label = verdicts.rows_by_label(recipe, {"rows": rows})
-    if isinstance(worse := claim["worse"], str):
-        return verdicts.judged(claim, recipe, by_label)
-    if (best := best_of(worse, recipe, by_label)) is None:
-        return None
-    of = verdicts.judged(claim | {"worse": best}, recipe, by_label)
-    label = next(row["label"] for name, row in labelled(recipe) if name == best)
-    return None if of is None else replace(of, other=label)
-
-
-def best_of(which: dict[str, Any], recipe: dict[str, Any], by_label: dict[str, Row]) -> str | None:
-    """TABLE.LABEL of the least KL among rows of these tables that have no more bits than the table asks for."""
-    candidates = [
-        name
-        for name, row in labelled(recipe)
-        if name.rpartition(f".{row['label']}")[0] in which["tables"]
-        and row["label"] not in which["without"]
-        and name in by_label
-        and within(row, by_label[name])
-    ]
-    return min(candidates, key=lambda name: by_label[name]["kl"], default=None)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
@@ -587,6 +394,9 @@ def main() -> None:
             "--full-gigabytes", type=float, default=4.0, help="of full precision's logits, for each process"
         )
         one.add_argument("--bundles", type=Path, help="a folder where fitted bundles stay")
+        one.add_argument(
+            "--commit", help="that rows are of; default: the checkout's, which a copy without .git has not"
+        )
         one.add_argument("--budget-seconds", type=float, help="begin no row after so many seconds")
         one.add_argument("--output", type=Path, required=True, help="a folder")
     other = actions.add_parser("tables")

@@ -106,10 +106,16 @@ def grade(kl: float) -> str | None:
 
 
 def warnings(
-    model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None = None
+    model: LayerSource | nn.Module,
+    ids: Tensor,
+    schemes: Mapping[str, Scheme],
+    device: torch.device | None = None,
+    *,
+    text: str,
 ) -> list[str]:
     """One line for each scheme whose forecast KL on text is high, and for each that packs nothing of the text and so
     has no forecast; empty if there is none. ids: token windows (N, T) int64, of which those of `window_of` are taken.
+    text: what they are of, for the line: forecasts of one scheme on two texts differ, up to a few times.
     """
     if not schemes:
         return []
@@ -123,7 +129,9 @@ def warnings(
         advance(total=1 + PASSES_OF_ADVICE * bool(words))
         instead = advice(model, windows, {name: (forecastable[name], by_name[name].kl) for name in words}, device)
         advance(PASSES_OF_ADVICE * bool(words))
-    return lines + [_line(name, by_name[name], word, instead[name]) for name, word in words.items()]
+    count, length = windows.shape
+    where = f"{count} window{'s' * (count > 1)} of {length:,} tokens of {text}"
+    return lines + [_line(name, by_name[name], word, instead[name], where) for name, word in words.items()]
 
 
 def measured_warning(name: str, kl: float | None, command: str) -> str | None:
@@ -162,11 +170,11 @@ class Advice:
     channels: bool = False
 
 
-def _line(name: str, result: Forecast, word: str, instead: Advice) -> str:
+def _line(name: str, result: Forecast, word: str, instead: Advice, where: str) -> str:
     channels = f"key channels are up to {result.ratio:.0f} times the median (layer {result.layer}); "
     return (
         f"warning: {name} {word} here: KL about {result.kl:.2g} nats per token, of tokens behind {result.packed} "
-        "packed ones "
+        f"packed ones in {where} "
         "(`kvcal eval` averages over all tokens, those before the first packed block too); "
         f"{channels if instead.channels and result.ratio >= OUTLIER else ''}{instead.text}"
     )
@@ -404,8 +412,8 @@ def say_forecasts(scan: Scan, schemes: Mapping[str, Scheme]) -> None:
         return
     holdout, train = scan.text.holdout, scan.text.train
     need = max(least_tokens(scheme) for scheme in schemes.values())
-    ids = (
-        holdout if holdout.numel() - len(holdout) >= need else torch.cat((holdout, train))
-    )  # joined windows lose a BOS each
-    for line in warnings(scan.source, ids, schemes, scan.device):
+    enough = holdout.numel() - len(holdout) >= need  # joined windows lose a BOS each
+    ids = holdout if enough else torch.cat((holdout, train))
+    text = f"the {'held-out ' if enough else ''}calibration text"
+    for line in warnings(scan.source, ids, schemes, scan.device, text=text):
         scan.say(line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvcal.cli.evaluate import FULL
+from kvcal.cli.evaluate import FULL, unequal_windows, windows_of
 from kvcal.cli.output import (
     Result,
     line,
@@ -45,23 +45,24 @@ def compare(o: CompareOptions, typed: Typed) -> None:
 
 
 COLUMNS = (
-    "name", "windows", "bits_per_value", "paper_bits", "kl", "kl_se", "kl_median", "kl_p99", "kl_max", "same_top",
-    "logit_error", "output_error", "bytes_at_length", "smaller", "perplexity",
+    "name", "windows", "block", "bits_per_value", "paper_bits", "kl", "kl_se", "kl_median", "kl_p99", "kl_max",
+    "same_top", "logit_error", "output_error", "bytes_at_length", "smaller", "perplexity",
 )  # fmt: skip
-ONLY_WIDE = ("windows", "paper_bits", "kl_median", "kl_p99", "kl_max", "logit_error", "output_error")
+ONLY_WIDE = ("windows", "block", "paper_bits", "kl_median", "kl_p99", "kl_max", "logit_error", "output_error")
 
 
 def print_compared(result: Result, wide: bool = False) -> None:
     """Rows of a comparison as a table, full precision first, and the best of them."""
     full = _full(result)
     rows = [
-        row | _sizes(row, full) | {"name": f"{'*' if row['front'] else ' '} {row['name']}", "windows": _windows(row)}
+        row | _sizes(row, full) | {"name": f"{'*' if row['front'] else ' '} {row['name']}", "windows": windows_of(row)}
         for row in result["rows"]
     ]
     print_rows(COLUMNS, [full, *rows], only_wide=ONLY_WIDE, wide=wide)
     length = f"{result['at_length']:,} tokens, exact ones at 16 bits, predictors and codebooks included"
-    wrapped(f"*: on the Pareto front of KL and bits/value; size: one sequence of {length}", wide=wide)
-    if unequal := _unequal_windows(result["rows"]):
+    cost = "size" if result["against"] == "size" else "bits/value"
+    wrapped(f"*: on the Pareto front of KL and {cost}; size: one sequence of {length}", wide=wide)
+    if unequal := unequal_windows(result["rows"]):
         wrapped(unequal, wide=wide)
     if result["max_bits"] is not None:
         wrapped(f"best at no more than {result['max_bits']:g} bits/value: {result['best'] or 'none'}", wide=wide)
@@ -99,26 +100,6 @@ def _pair(first: Result, second: Result) -> str:
         return "-"
     signed = f"{math.copysign(gap.ratio, gap.mean):+.3g}"
     return signed if gap.apart else f"({signed})"
-
-
-def _windows(row: Result) -> str | None:
-    """Exact tokens of a row: the first ones and the last ones; a result file of before does not say."""
-    return f"{row['sink']} + {row['recent']}" if "sink" in row else None
-
-
-def _unequal_windows(rows: list[Result]) -> str | None:
-    """A line that says which rows keep how many exact tokens; None where all keep as many."""
-    by_windows: dict[str, list[str]] = {}
-    for row in rows:
-        if windows := _windows(row):
-            by_windows.setdefault(windows, []).append(row["name"])
-    if len(by_windows) < 2:
-        return None
-    parts = (f"{windows} of {', '.join(names)}" for windows, names in by_windows.items())
-    return (
-        f"exact tokens (first + last) differ: {'; '.join(parts)}. Equal ones: kvcal preset NAME --sink N --recent N -o "
-        "FILE, then --bundle FILE"
-    )
 
 
 def _sizes(row: Result, full: Result) -> Result:

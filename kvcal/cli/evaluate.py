@@ -34,6 +34,8 @@ def evaluate(o: EvalOptions, typed: Typed) -> None:
         print_json(result | {"failed": {name: str(error) for name, error in failed.items()}})
     else:
         print_evaluation(result["rows"], o.wide)
+        if unequal := unequal_windows(result["rows"]):
+            wrapped(unequal, wide=o.wide)
         if few := few_windows(result["windows"]):
             wrapped(few, wide=o.wide)
         print_tasks(result["rows"], o.wide)
@@ -62,16 +64,19 @@ def print_gates(checks: list[Any], wide: bool = False) -> None:
 
 
 COLUMNS = (
-    "name", "kl", "kl_se", "kl_median", "kl_p99", "kl_max", "same_top", "bits_per_value", "bytes", "smaller",
-    "perplexity",
+    "name", "windows", "block", "kl", "kl_se", "kl_median", "kl_p99", "kl_max", "same_top", "bits_per_value", "bytes",
+    "smaller", "perplexity",
 )  # fmt: skip
-ONLY_WIDE = ("kl_median", "kl_p99", "kl_max")
+ONLY_WIDE = ("windows", "block", "kl_median", "kl_p99", "kl_max")
 FULL = "fp16"  # what full precision, `full` in --json, is called in tables: its cache is counted at 16 bits per value
 
 
 def print_evaluation(rows: list[Result], wide: bool = False) -> None:
     """Rows of an evaluation as a table; sizes are of one window's end, exact tokens at 16 bits a number."""
-    shown = [row | {"name": _name(row), "bytes": round(row["bytes_at_16_bit"] / row["smaller"])} for row in rows]
+    shown = [
+        row | {"name": _name(row), "windows": windows_of(row), "bytes": round(row["bytes_at_16_bit"] / row["smaller"])}
+        for row in rows
+    ]
     print_rows(COLUMNS, shown, only_wide=ONLY_WIDE, wide=wide)
     compressed = [row for row in rows if row["positions"]]
     if compressed:
@@ -82,6 +87,31 @@ def print_evaluation(rows: list[Result], wide: bool = False) -> None:
             [[row["name"], *(kl(bucket["kl"], wide) for bucket in row["positions"])] for row in compressed],
             wide=wide,
         )
+
+
+def windows_of(row: Result) -> str | None:
+    """Exact tokens of a row, first and last ones; full precision, and a result file of before, has none."""
+    return f"{row['sink']} + {row['recent']}" if "sink" in row else None
+
+
+def unequal_windows(rows: list[Result]) -> str | None:
+    """A line that says which rows keep how many exact tokens; None where all keep as many."""
+    by_windows: dict[tuple[str, int], list[str]] = {}
+    for row in rows:
+        if (windows := windows_of(row)) is not None:
+            by_windows.setdefault((windows, row["block"]), []).append(row["name"])
+    if len(by_windows) < 2:
+        return None
+    blocks_differ = len({block for _, block in by_windows}) > 1
+    parts = (
+        f"{windows}{f', block {block},' if blocks_differ else ''} of {', '.join(names)}"
+        for (windows, block), names in by_windows.items()
+    )
+    why = " Tokens stay exact until their block is full: of larger blocks more do."
+    return (
+        f"exact tokens (first + last) differ: {'; '.join(parts)}.{why if blocks_differ else ''} Equal ones: "
+        f"kvcal preset NAME --sink N --recent N{' --block N' if blocks_differ else ''} -o FILE, then --bundle FILE"
+    )
 
 
 def _name(row: Result) -> str:

@@ -10,8 +10,11 @@ from kvcal.pipeline.options import FitNormsOptions
 COLUMNS = {
     "layer": "layer", "key_outlier_ratio": "key outlier", "factor_min": "least factor",
     "factor_max": "largest factor", "key_relative_error": "key error", "value_relative_error": "value error",
-    "logit_error": "logit error", "logit_error_plain": "without factors", "value_symmetric_share": "symmetric groups",
+    "logit_error": "squared logit error", "logit_error_plain": "without factors",
+    "value_symmetric_share": "symmetric groups",
 }  # fmt: skip
+# squared errors over the variance of scores, where `kvcal compare` has the root of squared errors over squares
+FACTS = {"logit_error": "squared logit error", "logit_error_plain": "the same, no factors"}
 
 
 @command(FitNormsOptions, spread=True)
@@ -23,7 +26,7 @@ def fit_norms(o: FitNormsOptions, typed: Typed) -> None:
     if o.json:
         print_json(result)
         return
-    print_facts({name: value for name, value in result.items() if name != "layers"}, wide=o.wide)
+    print_facts({name: value for name, value in result.items() if name != "layers"}, names=FACTS, wide=o.wide)
     shown = [name for name in COLUMNS if any(name in row for row in result["layers"])]
     line()
     print_rows(shown, result["layers"], names=COLUMNS, wide=o.wide)

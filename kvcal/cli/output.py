@@ -173,9 +173,9 @@ def print_rows(
     print_table(heads, cells, title=title, keys=keys, wide=wide)
 
 
-def print_facts(facts: Mapping[str, object], *, wide: bool = False) -> None:
+def print_facts(facts: Mapping[str, object], *, names: Mapping[str, str] | None = None, wide: bool = False) -> None:
     """A line a fact by key of --json, with its name and form. DETAILS, and those without a value, are there with --wide
-    alone.
+    alone. names: of facts whose key means another quantity here than elsewhere.
 
     Raises KVCalError, as `on_stdout`.
     """
@@ -183,13 +183,14 @@ def print_facts(facts: Mapping[str, object], *, wide: bool = False) -> None:
 
     texts = {key: written(key, value, whole=wide) for key, value in facts.items()}
     taken = {key: text for key, text in texts.items() if wide or (text is not None and key not in DETAILS)}
-    margin = max((len(quantity(key).name) for key in taken), default=0) + GAP
+    heads = {key: (names or {}).get(key, quantity(key).name) for key in taken}
+    margin = max(map(len, heads.values()), default=0) + GAP
     with on_stdout():
         for key, text in taken.items():
             whole = str(facts[key])  # a hash that fits is shown whole: people copy it
             fits = is_hash(key) and margin + len(whole) <= width()
             fact = whole if fits else "-" if text is None else text
-            wrapped(fact, before=f"{shown(quantity(key).name):{margin}}", indent=" " * margin, wide=wide)
+            wrapped(fact, before=f"{shown(heads[key]):{margin}}", indent=" " * margin, wide=wide)
 
 
 def folded(rows: Iterable[Sequence[Any]]) -> Iterator[list[Any]]:

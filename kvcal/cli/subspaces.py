@@ -6,6 +6,9 @@ from kvcal.cli.output import line, note, print_facts, print_json, print_next, pr
 from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import MeasureSubspacesOptions
 
+# root mean square in nats, where `kvcal compare` has it relative to the scores
+NATS = {"logit_error": "logit error, nats", "logit_error_kivi": "logit error of KIVI, nats"}
+
 
 @command(MeasureSubspacesOptions, spread=True)
 def measure_subspaces(o: MeasureSubspacesOptions, typed: Typed) -> None:
@@ -17,7 +20,7 @@ def measure_subspaces(o: MeasureSubspacesOptions, typed: Typed) -> None:
         print_json(result)
         return
     tables = ("layers", "deviation", "search", "phases")
-    print_facts({name: value for name, value in result.items() if name not in tables}, wide=o.wide)
+    print_facts({name: value for name, value in result.items() if name not in tables}, names=NATS, wide=o.wide)
     line()
     deviation = result["deviation"]
     rows = zip(deviation["ranks"], *deviation["mean"].values(), strict=True)
@@ -26,5 +29,6 @@ def measure_subspaces(o: MeasureSubspacesOptions, typed: Typed) -> None:
     print_table(columns, cells, title="deviation of queries", wide=o.wide)
     if result["search"]:
         line()
-        print_rows(["rank", "strength", "logit_error", "layers"], result["search"], title="search", wide=o.wide)
+        columns = ["rank", "strength", "logit_error", "layers"]
+        print_rows(columns, result["search"], names=NATS, title="search", wide=o.wide)
     print_next("eval", result["bundle"], "--model", o.model)

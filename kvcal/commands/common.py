@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from ..models.names import ModelSource
 from ..pipeline.identity import code_identity, model_identity
 from ..pipeline.options import BuiltOptions, CalibrationOptions, EvalOptions, MeasureSubspacesOptions
 from ..pipeline.shared_options import CalibrationText, Kernels, RunOptions, Selection, Stepped, TextOptions
+from ..report.checkout import commit
 from ..report.outputs import check_output
 from ..report.progress import progress
+from ..report.version import __version__
 from ..text import documents, sources, token_stream, token_windows
 from .idle import refuse_empty_text, refuse_shares
 from .idle import refuse_idle as refuse_idle
@@ -46,6 +49,22 @@ RANDOM_WINDOWS = 4  # of an evaluation that is a smoke test: random weights have
 def machine(device: torch.device) -> str:
     """The GPU's name, or what the processor calls itself."""
     return device_name(device) if device.type != "cpu" else processor() or "CPU"
+
+
+def measured_with() -> dict[str, str | None]:
+    """When and with which code a row was measured: date in UTC, commit of a checkout, versions. It decides no row: what
+    settings and checkpoints compare has none of it.
+    """
+    import transformers
+
+    return {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "commit": commit(),
+        "kvcal": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "triton": triton_version(),
+    }
 
 
 @contextmanager

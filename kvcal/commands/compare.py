@@ -30,7 +30,7 @@ from ..evaluate.perplexity import Batches, CacheMaker, evaluate
 from ..evaluate.spread import ties
 from ..methods.aqua_kv import AquaKV
 from ..methods.composition import Composition
-from ..methods.data_free import DataFree, Preset, composed, preset
+from ..methods.data_free import DataFree, Preset, block_notes, composed, preset
 from ..models import configuration
 from ..models.loading import LoadedModel
 from ..models.names import ModelSource, resolve
@@ -51,6 +51,7 @@ from .common import (
     evaluation_text,
     kernels_required,
     machine,
+    measured_with,
     refuse_idle,
     row_key,
     say_coverage,
@@ -64,7 +65,7 @@ from .fit_predictors import check_taken as check_predictor
 from .guard import measured_warnings
 from .options import CompareOptions
 from .target_model import with_model_of
-from .workbench import cache_makers, check_rows, named_error, open_model_of, raise_first
+from .workbench import bundle_row, cache_makers, check_rows, named_error, open_model_of, raise_first
 
 PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
 PREDICTED = ("first_layer", "key_inputs", "value_inputs")
@@ -94,11 +95,11 @@ def candidates(o: CompareOptions) -> list[Candidate]:
     predicted. What has codecs learned from text is fitted, with predictors or without.
     """
     rows = [Candidate(name, preset(name)) for name in o.preset or []]
-    for path in o.bundle or []:
-        bundle = bundle_at(path, presets=True)
-        rows.append(Candidate(bundle.name, bundle))
     rows += [Candidate(path.stem, of_recipe(read_recipe(path))) for path in o.recipe or []]
     rows += _pairs(o)
+    others = {row.name for row in rows}
+    bundles = [bundle_at(path, presets=True) for path in o.bundle or []]
+    rows += [Candidate(bundle_row(bundle.name, others), bundle) for bundle in bundles]
     names = [row.name for row in rows]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"two rows would be called {twice!r}; leave one out, or rename the file")
@@ -187,6 +188,9 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
         raise UsageError(f"--frame {o.frame}: allowed are {', '.join(FRAMES)}")
     rows, selection, require = candidates(o), selection_of(o), kernels_required(o)
     check_taken(o, rows, typed)
+    if "block" not in typed:
+        for line in block_notes([*listed(o.keys), *listed(o.values)], o.block):
+            say(line)
     _check_files(o)
     o = with_model_of(o, (row.what for row in rows), typed)
     every = {row.name: row.what for row in rows}
@@ -323,7 +327,7 @@ def _measure_rows(
         if isinstance(figures, KVCalError):
             failed[row.name] = figures
             continue
-        ledger.add(row.key, figures)
+        ledger.add(row.key, figures | {"measured_with": measured_with()})
         bundle = _bundle_name(row)
         work.drop(f"{_windows_name(row)}.json", bundle, partial_folder(Path(bundle)).name)
     ledger.done(row.key for row in rows if row.name not in failed)
@@ -340,20 +344,23 @@ def _bundle_name(row: Candidate) -> str:
 
 def _judged(o: CompareOptions, measured: list[dict[str, Any]], text: str, called: str, resumed: int) -> dict[str, Any]:
     """All rows by bits, which are on the front, which is best; the files asked for are written."""
-    on_front = front(measured)
+    on_front = front(measured, cost="size" if o.against == "size" else "bits_per_value")
     chosen = best(measured, o.max_bits) if o.max_bits is not None else None
     ordered = [row | {"front": row["name"] in on_front} for row in sorted(measured, key=_order)]
     if o.csv is not None:
         write_atomically(o.csv, as_csv(ordered).encode(), "--csv")
     if o.plot is not None:
+        from ..report.costs import BITS, SIZE
         from ..report.plots import plot_quality
 
         name = resolve(o.model, o.revision).public
-        plot_quality(ordered, f"{name}, {text}; {machine_and_date(called)}", o.plot)
+        cost = SIZE if o.against == "size" else BITS
+        plot_quality(ordered, f"{name}, {text}; {machine_and_date(called)}", o.plot, cost)
     return {
         "full_perplexity": measured[0]["full_perplexity"],
         "rows": ordered,
         "resumed_rows": resumed,
+        "against": o.against,
         "max_bits": o.max_bits,
         "best": chosen["name"] if chosen else None,
         "ties": [] if chosen is None or o.max_bits is None else _ties(measured, chosen, o.max_bits),

@@ -53,6 +53,7 @@ from .common import (
     text_for,
     tokenizer_for,
 )
+from .guard import TEXT as GUARD_TEXT
 from .guard import guard_window, measured_warnings, schemes_of
 from .idle import refuse_prompt
 from .options import GenerateOptions
@@ -103,7 +104,10 @@ def run_eval(
     selection = plan.selection
     return {
         "rows": [
-            row.as_dict() | plan.hashes.get(row_names.get(row.name, ""), {}) | answered.of(row.name)
+            row.as_dict()
+            | measured.windows_of(row.name)
+            | plan.hashes.get(row_names.get(row.name, ""), {})
+            | answered.of(row.name)
             for row in measured.rows
         ],
         "layers": {name: watched.rows for name, watched in measured.watched.items()},
@@ -249,6 +253,10 @@ class Measured:
     watched: dict[str, Watched]
     canaries: dict[str, Canary]
     resumed: int
+
+    def windows_of(self, name: str) -> dict[str, int]:
+        """Exact tokens and block of a row; of full precision none."""
+        return asdict(self.watched[name].scheme.windows) if name in self.watched else {}
 
     def joined_with(self, other: Measured) -> Measured:
         """These rows and those of `other`, whose `full` is the same."""
@@ -408,7 +416,7 @@ def run_generate(o: GenerateOptions, say: Say, typed: Collection[str] = ()) -> d
     name, maker = next(iter(makers.items()))
     if not o.random_weights:
         schemes = schemes_of(loaded.model, methods)
-        for line in warnings(loaded.model, guard_window(tokenizer, schemes), schemes):
+        for line in warnings(loaded.model, guard_window(tokenizer, schemes), schemes, text=GUARD_TEXT):
             say(line)
     ids = ids.to(input_device(loaded.model))
     started = time.monotonic()

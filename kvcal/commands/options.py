@@ -330,7 +330,14 @@ class CompareOptions(
         None, "JSON file of all rows; a second call goes on from it.", "--output", "-o", panel="Output"
     )
     csv: Path | None = option(None, "The rows as CSV.", panel="Output")
-    plot: Path | None = option(None, "PNG: KL against stored bits, the Pareto front drawn.", panel="Output")
+    plot: Path | None = option(None, "PNG, SVG or PDF: KL against --against, the Pareto front drawn.", panel="Output")
+    against: str = option(
+        "bits",
+        "What the front weighs KL against: bits per value, or size of one sequence of --at-length tokens, resident "
+        "bytes included.",
+        one_of=("bits", "size"),
+        panel="Output",
+    )
     attention_windows: int = option(4, "Attention errors are of the first so many windows.", at_least=1, panel="Text")
     at_length: int | None = option(
         None, "Bytes of one sequence of so many tokens; default: --length.", at_least=1, panel="Output"

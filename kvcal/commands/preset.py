@@ -14,12 +14,13 @@ from kvcal_artifacts.scheme import Scheme
 
 from ..calibrate.outlier_guard import warnings
 from ..methods.base import settings_of
-from ..methods.data_free import COMPOSED, DataFree, Preset, composed
+from ..methods.data_free import COMPOSED, DataFree, Preset, block_notes, composed
 from ..models import configuration, files, layerwise, names
 from ..models.devices import pick_device, pick_dtype
 from ..pipeline.options import PresetOptions
 from ..report.version import __version__
 from .common import Say, output_for, refuse_idle, refuse_idle_seed, say_coverage, selection_of
+from .guard import TEXT as GUARD_TEXT
 from .guard import guard_window
 from .workbench import key_probe, model_record
 
@@ -59,6 +60,9 @@ def run_preset(o: PresetOptions, say: Say, typed: Collection[str] = ()) -> dict[
     source = names.resolve(o.model, o.revision)
     name = o.name or COMPOSED
     output = output_for(o, source, name)
+    if o.name is None and o.block is None:
+        for line in block_notes([one for one in (o.keys, o.values) if one is not None], method.block):
+            say(line)
     pick_device(o.device)  # refused before anything is written
     model, revision, probe = _from_config(source) if o.config_only else _opened(source, o)
     scheme = method.scheme(model).keeping(selection)
@@ -103,7 +107,7 @@ def _opened(source: names.ModelSource, o: PresetOptions) -> tuple[Any, str, tupl
 def _warnings(source: names.ModelSource, schemes: dict[str, Scheme], device: str) -> list[str]:
     where = pick_device(device)
     parts = layerwise.open_layerwise(source, dtype=pick_dtype("auto", where), device=where)
-    return warnings(parts, guard_window(files.load_tokenizer(source), schemes), schemes, where)
+    return warnings(parts, guard_window(files.load_tokenizer(source), schemes), schemes, where, text=GUARD_TEXT)
 
 
 def _from_config(source: names.ModelSource) -> tuple[Any, str | None, tuple[float, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -169,14 +169,23 @@ def default_output(source: names.ModelSource, method: str) -> Path:
 
 
 def rows_named(presets: Iterable[str], bundles: Iterable[Path]) -> dict[str, DataFree | Bundle]:
-    """Presets under their own names, then bundles under their file names; checked before any model is loaded."""
+    """Presets under their own names, then bundles under their files', of a preset's name as of `bundle_row`; checked
+    before any model is loaded.
+    """
     rows: dict[str, DataFree | Bundle] = {name: preset(name) for name in presets}
+    others = {*rows}
     for path in bundles:
         bundle = bundle_at(path, presets=True)
-        if bundle.name in rows or bundle.name == "full":
-            raise UsageError(f"two rows would be called {bundle.name!r}; rename one file")
-        rows[bundle.name] = bundle
+        name = bundle_row(bundle.name, others)
+        if name in rows or name == "full":
+            raise UsageError(f"two rows would be called {name!r}; rename one file")
+        rows[name] = bundle
     return rows
+
+
+def bundle_row(name: str, others: Collection[str]) -> str:
+    """The name of a bundle's row: its file's, "NAME (bundle)" where a row of no bundle has that name."""
+    return f"{name} (bundle)" if name in others else name
 
 
 @contextmanager

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -106,6 +107,18 @@ def composed(name: str | None, keys: str | None, values: str | None, per_layer: 
         method = replace(base, key=keys or base.key, value=values or base.value, per_layer=per_layer)
     method.composition  # noqa: B018  names are checked
     return method
+
+
+def block_notes(codecs: Iterable[str], block: int) -> Iterator[str]:
+    """A line for each of these codecs that a preset of its name packs more or fewer tokens of at a time: the codec has
+    other stored bits then, where it stores something per block.
+    """
+    for name in dict.fromkeys(codecs):
+        if (method := PRESETS.get(name)) is not None and method.block != block:
+            yield (
+                f"note: {name} as a codec packs {block} tokens at a time here, the preset {name} {method.block}: give "
+                f"--block {method.block} for the preset's stored bits"
+            )
 
 
 def preset(name: str) -> DataFree:

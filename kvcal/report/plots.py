@@ -12,9 +12,10 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import write_atomically
 
 from .colours import colour
+from .costs import BITS, Cost
 from .drawn import SUFFIXES, as_file, drawable, png
 from .extras import require
-from .labels import label_points
+from .labels import label_points, side_by_side
 from .outputs import check_output
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Rows = Sequence[Sequence[float] | None]
+Bar = tuple[float, float]  # low and high end of an error bar
 LONG_TITLE = 30  # letters that fit above the narrowest figure
 LEAST_SHOWN = 1e-7  # an exact codec's error of 0 has no logarithm
 
@@ -58,52 +60,68 @@ def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, p
     write_atomically(path, as_file(figure, path), "--plot")
 
 
-def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """KL against stored bits of rows as `kvcal compare` gives them, with bars of two standard errors over windows where
-    there are several, those on the front joined by a line.
+def plot_quality(rows: list[dict[str, Any]], title: str, path: Path, cost: Cost = BITS) -> None:
+    """KL against stored bits, or another cost, of rows as `kvcal compare` gives them, with bars of two standard errors
+    over windows where there are several, those on the front joined by a line. Rows of one cost that would lie on each
+    other stand side by side.
 
     title: names model, text, windows, machine and date.
     """
-    from matplotlib.figure import Figure
-
     drawn = [row for row in rows if row["bits_per_value"] is not None and row["kl"] > 0]
-    front = [row for row in drawn if row["front"]]
-    figure = Figure(figsize=(8, 5), layout="constrained", dpi=100)
-    axis = figure.subplots()
-    axis.set(xlabel="stored bits per value", ylabel="KL to full precision (nats per token)", yscale="log")
+    places, kls, bars = [cost.of(row) for row in drawn], [row["kl"] for row in drawn], [_bar(row) for row in drawn]
+    axis = _quality_axis(drawn, places, bars, cost.label)
     axis.set_title(drawable(title), fontsize=9.5, wrap=True)
-    points = [(row["bits_per_value"], row["kl"]) for row in drawn]
-    if len(front) > 1:
-        axis.plot(
-            *zip(*[(row["bits_per_value"], row["kl"]) for row in front], strict=True),
-            linewidth=1,
-            color="#9aa5b1",
-            label="Pareto front",
-            zorder=2,
-        )
-    has_bars = _draw_spread(axis, drawn)
-    if len(front) > 1 or has_bars:
-        figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    if points:
-        axis.scatter(
-            [x for x, _ in points], [y for _, y in points], s=26, c=[colour(row["name"]) for row in drawn], zorder=3
-        )
-        axis.margins(x=0.12, y=0.12)
-    axis.grid(alpha=0.25)
-    _plain_ticks(axis)
-    label_points(axis, points, [row["name"] for row in drawn])
+    apart = side_by_side(axis, list(zip(places, kls, strict=True)), bars)
+    if apart != places:
+        limits = axis.get_xlim(), axis.get_ylim()
+        axis = _quality_axis(drawn, apart, bars, f"{cost.label} (rows of one place stand side by side)")
+        axis.set_title(drawable(title), fontsize=9.5, wrap=True)
+        axis.set(xlim=limits[0], ylim=limits[1])
+    label_points(axis, list(zip(apart, kls, strict=True)), [row["name"] for row in drawn], bars=bars)
+    figure = axis.get_figure(root=True)
+    assert figure is not None
     write_atomically(path, as_file(figure, path), "--plot")
 
 
-def _draw_spread(axis: Axes, rows: list[dict[str, Any]]) -> bool:
-    """Draw bars of two standard errors of each row's KL; False where no row has any, being of one window."""
-    spread = [2 * (row.get("kl_se") or 0.0) for row in rows]
-    if not any(spread):
+def _quality_axis(rows: list[dict[str, Any]], places: list[float], bars: list[Bar], label: str) -> Axes:
+    """Axes of a figure of their own with the front, bars and dots of rows at these places."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained", dpi=100)
+    axis = figure.subplots()
+    axis.set(xlabel=label, ylabel="KL to full precision (nats per token)", yscale="log")
+    front = [(x, row["kl"]) for x, row in zip(places, rows, strict=True) if row["front"]]
+    if len(front) > 1:
+        axis.plot(*zip(*sorted(front), strict=True), linewidth=1, color="#9aa5b1", label="Pareto front", zorder=2)
+    has_bars = _draw_spread(axis, rows, places, bars)
+    if len(front) > 1 or has_bars:
+        figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    if rows:
+        kls, colours = [row["kl"] for row in rows], [colour(row["name"]) for row in rows]
+        axis.scatter(places, kls, s=26, c=colours, zorder=3)
+        axis.margins(x=0.12, y=0.12)
+    axis.grid(alpha=0.25)
+    _plain_ticks(axis)
+    return axis
+
+
+def _bar(row: Mapping[str, Any]) -> Bar:
+    """Ends of a bar of two standard errors of the row's KL; both its KL where it has no spread, being of one window."""
+    kl, spread = row["kl"], 2 * (row.get("kl_se") or 0.0)
+    return kl - min(spread, 0.95 * kl), kl + spread  # a logarithm has no zero
+
+
+def _draw_spread(axis: Axes, rows: list[dict[str, Any]], places: list[float], bars: list[Bar]) -> bool:
+    """Draw the bars; False where no row has any."""
+    kl = [row["kl"] for row in rows]
+    if all(low == high for low, high in bars):
         return False
-    bits, kl = [row["bits_per_value"] for row in rows], [row["kl"] for row in rows]
-    below = [min(bar, 0.95 * value) for bar, value in zip(spread, kl, strict=True)]  # a logarithm has no zero
+    ends = [
+        [x - low for x, (low, _) in zip(kl, bars, strict=True)],
+        [high - x for x, (_, high) in zip(kl, bars, strict=True)],
+    ]
     style: dict[str, Any] = {"fmt": "none", "ecolor": "#6b7783", "elinewidth": 1, "capsize": 2, "zorder": 1}
-    axis.errorbar(bits, kl, yerr=[below, spread], label="± 2 standard errors; overlapping bars decide nothing", **style)
+    axis.errorbar(places, kl, yerr=ends, label="± 2 standard errors; overlapping bars decide nothing", **style)
     return True
 
 

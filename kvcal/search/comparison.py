@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import read_text, write_atomically
@@ -33,17 +33,31 @@ def _stored_bits(row: Mapping[str, object]) -> float | None:
     return None if row["bits_per_value"] is None else figure(row, "bits_per_value")
 
 
-def front(rows: Iterable[Mapping[str, object]], quality: str = "kl") -> set[str]:
-    """Names of the rows that no other row beats: none has fewer bits and no more error, or as many bits and less."""
-    places = [(str(row["name"]), bits, figure(row, quality)) for row in rows if (bits := _stored_bits(row)) is not None]
+def front(
+    rows: Iterable[Mapping[str, object]],
+    quality: str = "kl",
+    cost: Literal["bits_per_value", "size"] = "bits_per_value",
+) -> set[str]:
+    """Names of the rows that no other row beats: none costs less and has no more error, or costs as much and has less.
+
+    cost: stored bits per value, or the size of one sequence, exact tokens at 16 bits and resident bytes included. A row
+    that packed nothing is on no front.
+    """
+    places = [
+        (str(row["name"]), _cost(row, cost), figure(row, quality)) for row in rows if _stored_bits(row) is not None
+    ]
     return {
         name
-        for name, bits, error in places
+        for name, cost_of, error in places
         if not any(
-            other_bits <= bits and other_error <= error and (other_bits, other_error) != (bits, error)
-            for _, other_bits, other_error in places
+            other_cost <= cost_of and other_error <= error and (other_cost, other_error) != (cost_of, error)
+            for _, other_cost, other_error in places
         )
     }
+
+
+def _cost(row: Mapping[str, object], cost: str) -> float:
+    return figure(row, "bytes_at_length_16_bit" if cost == "size" else cost)
 
 
 def best(rows: Iterable[Row], max_bits: float, quality: str = "kl") -> Row | None:
@@ -84,9 +98,11 @@ def bytes_at(row: Mapping[str, object], length: int, *, at_16_bit: bool = False)
 
 
 def as_csv(rows: Sequence[Mapping[str, object]]) -> str:
-    """A header and a line a row; None is an empty cell. Figures by position are in the JSON alone."""
+    """A header and a line a row; None is an empty cell. Figures by position, and what measured a row, are in the JSON
+    alone.
+    """
     text = io.StringIO()
-    columns = [name for name in rows[0] if name not in ("key", "positions")]
+    columns = [name for name in rows[0] if name not in ("key", "positions", "measured_with")]
     table = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
     table.writeheader()
     table.writerows(rows)

@@ -23,6 +23,20 @@ PARTS = ("kvcal", "artifacts", "kernels", "tests", "docs", "pyproject.toml", "RE
 STEPS = 6
 
 
+def test_the_package_s_codec_of_scales_by_channel_keeps_the_contract() -> None:
+    """In a process of its own: a registered name stays."""
+    page = (ROOT / "docs" / "adding-a-method.md").read_text("utf-8").partition("### A codec of scales by channel")[2]
+    [code] = re.findall(r"```python\n(.*?)^```$", page.partition("### Check a codec")[0], re.M | re.S)
+    code += """
+register()
+from kvcal_artifacts.codecs import Shape
+failed = [outcome.check for outcome in kvcal.check_codec("per-channel-3") if not outcome.passed]
+print(failed, *(PerChannel(Shape(2, 64, block), "key").bits_per_value() for block in (32, 128)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["[]", "3.5", "3.125"]
+
+
 @dataclass(frozen=True)
 class Part:
     """One fenced block: its language, and the file that the text before it names last."""

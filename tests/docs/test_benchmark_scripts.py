@@ -29,7 +29,7 @@ ON_A_CPU = {
     "served_quality.py",
     "tasks.py",
 }
-PARTS = {"vllm_024.py", "vllm_stored.py"}  # of vllm_engine.py
+PARTS = {"vllm_024.py", "vllm_stored.py", "result_tables.py"}  # of vllm_engine.py, results.py
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in ON_A_CPU | PARTS)
 
 

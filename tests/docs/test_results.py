@@ -23,7 +23,10 @@ row = [
 ]
 [[table]]
 name = "More"
-row = [{label = "four", preset = "uniform-4", options = {sink = 4}}]
+row = [
+  {label = "four", preset = "uniform-4", options = {sink = 4, block = 64}},
+  {label = "later", preset = "uniform-4", options = {sink = 8}},
+]
 [[claim]]
 text = "four over the best"
 better = "four"
@@ -33,6 +36,10 @@ text = "by scores"
 better = "More.four"
 worse = "two"
 by = "logit_error"
+[[claim]]
+text = "later over two"
+better = "later"
+worse = "two"
 """
 
 
@@ -65,7 +72,7 @@ def test_rows_go_on_and_become_tables(tmp_path: Path, monkeypatch: pytest.Monkey
     code, first = measure("--rows", "two|wrong")
     assert (code, len(first["rows"])) == (1, 2)
     assert capsys.readouterr().out.count("block") == 1
-    code, second = measure()
+    code, second = measure("--rows", "two|wide|wrong|four")
     key = next(iter(first["rows"]))
     assert (code, len(second["rows"]), second["rows"][key]) == (1, 4, first["rows"][key])
     assert {"kl_se", "kl_median", "kl_p99", "same_top", "logit_error", "command"} <= second["rows"][key].keys()
@@ -78,6 +85,19 @@ def test_rows_go_on_and_become_tables(tmp_path: Path, monkeypatch: pytest.Monkey
     claims = [line.split(" | ") for line in text.splitlines() if line.startswith("| four over the best |")]
     assert [len(one) for one in claims] == [2, 7]  # the verdict, then its figures
     assert claims[1][3].endswith(" (two)")
+    # stored bits are not memory: what stays resident stands beside them; blocks that are not of 32 tokens are told
+    assert "| method | stored bits | resident | KL |" in text
+    assert "\nBlocks of 64 tokens: four.\n" in text
+    assert "block 64" in claims[1][2] and "block 32" in claims[1][3]
+    # what is said of the page's own rows is not said of another recipe's; rows say what they are of
+    assert "8cfb961a" not in text and "\n3 rows measured on 20" in text and ", torch 2" in text
+    # a row that no file has yet
+    assert "\nNot measured: later.\n" in text
+    assert "| later over two | not measured |" in text
+    # what measured a row is of the row: settings are compared with those of recorded files
+    made = second["rows"][key]["measured_with"]
+    assert made.keys() == {"date", "commit", "kvcal", "torch", "transformers", "triton"}
+    assert "measured_with" not in second["settings"] and "commit" not in second["settings"]
     # logit errors of each window of the row, paired: the claim has a spread
     assert len(second["rows"][key]["logit_error_windows"]) == 2
     [claim] = [line.split(" | ") for line in text.splitlines() if "logit error" in line]
@@ -104,6 +124,21 @@ def test_every_row_and_claim_of_the_recipe_can_be_read() -> None:
         for side in ("better", "worse"):
             name = claim[side]
             assert not isinstance(name, str) or name in names or labels.count(name) == 1
+
+
+def test_blocks_are_those_that_rows_pack() -> None:
+    """The block that a page says of a row is that of its scheme."""
+    sys.path.insert(0, str(ROOT / "docs" / "benchmarks"))
+    import result_tables as tables
+
+    from kvcal.commands.fit_norms import innerq_method
+    from kvcal.pipeline.options import FitNormsOptions, TuneBitsOptions
+
+    assert tables.block_of({"preset": "kivi-2", "options": {}}) == 32
+    assert tables.block_of({"keys": "kivi-2-g128", "values": "kivi-2-g128", "options": {"block": 128}}) == 128
+    assert tables.block_of({"command": "fit-norms", "options": {}}) == innerq_method(FitNormsOptions()).block
+    assert tables.block_of({"command": "tune-bits", "options": {}}) == TuneBitsOptions().block == 128
+    assert tables.block_of({"command": "train-codebooks", "options": {"recent": 1024}}) == 1024
 
 
 def test_the_page_of_results_is_what_the_rows_say() -> None:

@@ -37,6 +37,7 @@ from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.codebooks import Training
 from kvcal.methods.data_free import Preset, preset
+from kvcal.methods.innerq import InnerQ
 from kvcal.methods.registry import codec_maker
 from kvcal.methods.vqkv import VQKV
 from kvcal.models.layerwise import open_layerwise
@@ -99,18 +100,25 @@ def test_the_twin_computes_the_same(tiny: Any, twin: Any, windows: torch.Tensor)
 
 
 def test_the_guard_is_silent_on_a_plain_model(tiny: Any, windows: torch.Tensor) -> None:
-    assert warnings(tiny.model, windows[:1], {n: p.scheme(tiny.model) for n, p in (FRAGILE | STURDY).items()}) == []
+    assert (
+        warnings(
+            tiny.model, windows[:1], {n: p.scheme(tiny.model) for n, p in (FRAGILE | STURDY).items()}, text="the text"
+        )
+        == []
+    )
 
 
 def test_the_guard_names_what_breaks_and_what_is_better(twin: Any, windows: torch.Tensor) -> None:
-    said = warnings(twin, windows[:1], {name: p.scheme(twin) for name, p in (FRAGILE | STURDY).items()})
+    said = warnings(
+        twin, windows[:1], {name: p.scheme(twin) for name, p in (FRAGILE | STURDY).items()}, text="the text"
+    )
     named = [line.split()[1] for line in said]
     assert {"higgs-2", "uniform-2"} <= set(named) <= set(FRAGILE)
     for name, line in zip(named, said, strict=True):
         command = f"`kvcal fit-predictors --keys {name}-balanced --values {name} --first-layer '' "
         assert f"{name}-balanced keys at the same bits (learned from text: {command}" in line
         assert " times the median (layer " in line and "; uniform-2-channel keys: about " in line
-        assert " nats per token, of tokens behind 224 packed ones (`kvcal eval` averages over all tokens, " in line
+        assert " nats per token, of tokens behind 224 packed ones in 1 window of 512 tokens of the text (`kvcal" in line
 
 
 def test_channels_are_named_only_where_they_are_the_cause(
@@ -130,7 +138,7 @@ def test_channels_are_named_only_where_they_are_the_cause(
     said = {
         name: line
         for name, (made, model) in given.items()
-        for line in warnings(model, windows[:1], {name: made.scheme(model)})
+        for line in warnings(model, windows[:1], {name: made.scheme(model)}, text="the text")
     }
     assert said.keys() == given.keys()
     assert [name for name, line in said.items() if "times the median" in line] == ["keys"]
@@ -225,9 +233,13 @@ def test_balanced_factors_are_named_only_where_they_are_better(
 def test_schemes_together_are_told_what_each_is_told_alone(twin: Any, windows: torch.Tensor) -> None:
     """And the layers of the model are loaded three times, however many schemes are warned of."""
     schemes = {name: preset(name).scheme(twin) for name in ("higgs-2", "uniform-8", "uniform-2")}
-    alone = [line for name, scheme in schemes.items() for line in warnings(twin, windows[:1], {name: scheme})]
+    alone = [
+        line
+        for name, scheme in schemes.items()
+        for line in warnings(twin, windows[:1], {name: scheme}, text="the text")
+    ]
     source = LoadCounter(twin)
-    assert warnings(source, windows[:1], schemes, torch.device("cpu")) == alone
+    assert warnings(source, windows[:1], schemes, torch.device("cpu"), text="the text") == alone
     assert len(alone) == 2 and source.loads == dict.fromkeys(range(8), 3)
 
 
@@ -237,7 +249,7 @@ def test_what_gives_no_number_breaks_the_model(
     """A KL of NaN is not one of 0."""
     honest = Uniform.decode
     monkeypatch.setattr(Uniform, "decode", lambda self, *given: honest(self, *given) * float("inf"))
-    [line] = warnings(tiny.model, windows[:1], {"odd": preset("uniform-8").scheme(tiny.model)})
+    [line] = warnings(tiny.model, windows[:1], {"odd": preset("uniform-8").scheme(tiny.model)}, text="the text")
     assert line.startswith("warning: odd breaks the model here: ") and " KL about inf nats " in line
     assert line.endswith("no codec tried is clearly better: keep keys and values in 16 bits")
 
@@ -361,16 +373,16 @@ def test_no_scheme_is_passed_over_in_silence(twin: Any, windows: torch.Tensor) -
         "two": Preset("uniform-2", "uniform-2", recent=512).scheme(twin),
     }
     need, other = (least_tokens(scheme) for scheme in schemes.values())
-    said = warnings(twin, windows[:1, : need - 1], schemes)
+    said = warnings(twin, windows[:1, : need - 1], schemes, text="the text")
     assert [line[:40] for line in said] == [f"note: {name}: no KL is forecast, as it packs "[:40] for name in schemes]
     assert (
         f"windows of {need:,} tokens, and the text has {need - 1:,} (1 x {need - 1:,}); give more --windows" in said[0]
     )
-    both = warnings(twin, windows[:1], schemes)
+    both = warnings(twin, windows[:1], schemes, text="the text")
     assert (
         both[0].startswith("note: two: ") and f" of {other:,} tokens" in both[0] and both[1].startswith("warning: one ")
     )
-    assert both[1:] == warnings(twin, windows[:1], {"one": schemes["one"]})
+    assert both[1:] == warnings(twin, windows[:1], {"one": schemes["one"]}, text="the text")
 
 
 @pytest.mark.usefixtures("few_alternatives")
@@ -412,10 +424,10 @@ def test_keys_before_rope_that_do_not_become_the_models_are_refused(
     monkeypatch.setattr(AttentionSite, "keys_from", lambda self, output: captured(self, output) * (1 + 2**-20))
     scheme = Preset("uniform-8", "uniform-8", frame).scheme(tiny.model)
     if frame == "post_rope":
-        assert warnings(tiny.model, windows[:1, :256], {"": scheme}) == []
+        assert warnings(tiny.model, windows[:1, :256], {"": scheme}, text="the text") == []
     else:
         with pytest.raises(KVCalError, match="layer 0: keys captured before RoPE do not give the model's keys"):
-            warnings(tiny.model, windows[:1, :256], {"": scheme})
+            warnings(tiny.model, windows[:1, :256], {"": scheme}, text="the text")
 
 
 def test_windows_too_short_to_pack_have_no_forecast(tiny: Any, windows: torch.Tensor) -> None:
@@ -445,7 +457,33 @@ def test_a_fit_says_so_too(tiny: Any, twin: Any, tmp_path: Path) -> None:
             device=torch.device("cpu"), say=said.setdefault(name, []).append)  # fmt: skip
     assert said["plain"] == said["sturdy"] == []
     [line] = said["twin"]
+    assert " packed ones in 1 window of 511 tokens of the held-out calibration text (" in line
     assert line.startswith("warning: twin ") and " here: KL about " in line and "higgs-2-balanced keys" in line
+
+
+@pytest.mark.usefixtures("few_alternatives")
+def test_a_fit_is_judged_with_what_it_measured(
+    tiny: Any, twin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """InnerQ's factors, and the scales that queries weigh, are in the scheme whose KL a fit forecasts: the bundle's. The
+    same codecs without them are forecast to be worse on that text.
+    """
+    judged: list[tuple[torch.Tensor, dict[str, forecast.Forecast]]] = []
+
+    def recorded(model: Any, ids: torch.Tensor, schemes: Any, device: Any = None) -> dict[str, forecast.Forecast]:
+        judged.append((ids, forecasts(model, ids, schemes, device)))
+        return judged[-1][1]
+
+    monkeypatch.setattr("kvcal.calibrate.outlier_guard.forecasts", recorded)
+    text = token_windows.token_windows(tiny.tokenizer, "embedded:calibration", windows=6, holdout=2, length=256)
+    method = InnerQ(key="inner-2-symmetric", value="inner-4-symmetric", sink=4, recent=128)
+    result = fit(method, WholeModel(twin), text, tmp_path / "fitted", model_record={}, revision=None,
+                 device=torch.device("cpu"))  # fmt: skip
+    ids, of_the_fit = judged[0]
+    plain = Preset(method.key, method.value, sink=4, recent=128).scheme(twin)
+    assert torch.equal(ids, window_of(text.holdout, [plain]))
+    written = forecasts(twin, ids, {"bundle": load_bundle(result.path).scheme, "plain": plain})
+    assert of_the_fit["fitted"].kl == written["bundle"].kl < written["plain"].kl / 3
 
 
 @pytest.mark.usefixtures("few_alternatives")

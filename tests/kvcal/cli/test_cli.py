@@ -511,7 +511,7 @@ def test_unknown_names(base: Path, bundle: Path) -> None:
     fails(kvcal(*generate, "", "--preset", "higgs-2"), 2, "--prompt is empty")
 
 
-@pytest.mark.parametrize("name", ["full", "higgs-2", "fitted"])
+@pytest.mark.parametrize("name", ["full", "fitted"])
 def test_two_rows_may_not_share_a_name(name: str, base: Path, bundle: Path, tmp_path: Path) -> None:
     twin = tmp_path / f"{name}{SUFFIX}"
     twin.write_bytes(bundle.read_bytes())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvcal.cli.output import command_line, folded, print_facts, print_rows, prin
 from kvcal.pipeline.gates import Check
 from kvcal.report.quantities import QUANTITIES, duration, percent, quantity, ranges, significant, size, written
 from tests.support.models_fixture import SUFFIX, kvcal, write_model, write_text
+from tests.support.pages import ROOT
 
 WIDTH = 80
 LONG = "smollm2-135m-instruct-aqua-kv-rank16"
@@ -92,7 +94,7 @@ GIVEN: dict[str, tuple[str, str, dict[str, Any]]] = {  # command -> its words, t
         "compare --preset kivi-2 --output rows.json", "kvcal.commands.compare.run_compare",
         {
             "full_perplexity": 62.75, "rows": [ROW, ROW | {"name": f"{LONG} + {LONG}"}], "at_length": 131_072, "length": 1024,
-            "windows": 2, "max_bits": 2.5, "best": LONG, "ties": [LONG] * 3, "failed": {},
+            "windows": 2, "against": "bits", "max_bits": 2.5, "best": LONG, "ties": [LONG] * 3, "failed": {},
         },
     ),
     "recommend": (
@@ -224,6 +226,19 @@ def test_numbers_have_units_and_three_digits(printed: dict[str, str]) -> None:
     assert "6.54 MB" in printed["pull"] and "2.37" in printed["pull"] and "2.3712" not in printed["pull"]
     assert "23.6 MB" in printed["eval"] and "0.00777" in printed["eval"] and "96.0 %" in printed["eval"]
     assert "3.02 GB" in printed["compare"]  # 16 bits per value at 131,072 tokens
+
+
+def test_errors_of_scores_that_are_no_one_quantity_have_no_one_name(printed: dict[str, str]) -> None:
+    """docs/evaluation.md#errors-of-attention-scores defines the three: relative, in nats, squared."""
+    facts = {
+        name: re.findall(r"^(?:squared )?logit error[^ ]*(?: of KIVI,)?(?: nats)?", printed[name], re.M)
+        for name in WRITES
+    }
+    assert facts["measure-subspaces"] == ["logit error, nats", "logit error of KIVI, nats"]
+    assert facts["fit-norms"] == ["squared logit error"] and "the same, no factors" in printed["fit-norms"]
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    for name in ("| logit error |", "| logit error, nats |", "| squared logit error |"):
+        assert name in page
 
 
 def test_wide_has_all_columns_and_digits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,8 @@ def test_errors_bytes_csv_and_plot(base: Path, tmp_path: Path) -> None:
         read = list(csv.DictReader(file))
     assert [row["name"] for row in read] == [row["name"] for row in found["rows"]]
     assert float(read[0]["kl"]) == found["rows"][0]["kl"]
+    made = {"date", "commit", "kvcal", "torch", "transformers", "triton"}
+    assert all(row["measured_with"].keys() == made for row in found["rows"]) and "measured_with" not in read[0]
     drawn = files["--plot"].read_text()
     assert ">model, " in drawn and str(base) not in drawn  # a folder's last part alone
     kept = kvcal("compare", *named(base), "--preset", "fp8", "--keep", 0.5, "--json").json["rows"][0]
@@ -161,11 +163,57 @@ def test_measured_rows_are_not_lost_to_other_settings(base: Path, tmp_path: Path
     assert kvcal(*given, "--step", 7, "--no-resume", "--json").json["resumed_rows"] == 0
 
 
-def test_unequal_windows_are_told(base: Path, tmp_path: Path) -> None:
-    done = kvcal("compare", *named(base), "--preset", "kivi-2", "--preset", "kivi-sink-2")
+@pytest.mark.parametrize("name", ["compare", "eval"])
+def test_unequal_windows_are_told(base: Path, name: str) -> None:
+    done = kvcal(name, *named(base), "--preset", "kivi-2", "--preset", "kivi-sink-2")
     said = " ".join(done.out.split())
-    assert "exact tokens (first + last) differ: " in said and "±" in said and "KL and bits/value" in said
-    assert "exact tokens" not in kvcal("compare", *named(base), "--preset", "kivi-2").out
+    assert "exact tokens (first + last) differ: " in said and "; " in said and "0 + 32 of kivi-2" in said
+    assert "32 + 96 of kivi-sink-2" in said and " Equal ones: " in said
+    assert "±" in said and "block" not in said.replace("blocks", "")
+    assert "exact tokens" not in kvcal(name, *named(base), "--preset", "kivi-2").out
+
+
+@pytest.mark.parametrize("name", ["compare", "eval"])
+def test_unequal_blocks_are_told(base: Path, tmp_path: Path, name: str) -> None:
+    """At equal --sink and --recent, the row of larger blocks keeps more tokens exact, until a block is full."""
+    options = []
+    for block in (32, 128):
+        path = tmp_path / f"block-{block}{SUFFIX}"
+        windows = ["--sink", 4, "--recent", 16, "--block", block]
+        assert kvcal("preset", "kivi-2", "--model", base / "model", *windows, "--no-check", "--output", path).code == 0
+        options += ["--bundle", path]
+    said = " ".join(kvcal(name, *named(base), *options, "--wide").out.split())
+    assert "exact tokens (first + last) differ: " in said
+    assert "4 + 16, block 32, of block-32" in said and "4 + 16, block 128, of block-128" in said
+    assert "until their block is full" in said and "--block N" in said
+    assert "windows block" in said and "4 + 16 128" in said  # columns of --wide
+    rows = kvcal(name, *named(base), *options, "--json").json["rows"]
+    assert {row["block"] for row in rows if row["name"] != "full"} == {32, 128}
+
+
+@pytest.mark.parametrize("name", ["compare", "eval"])
+def test_a_bundle_of_a_presets_name_is_a_row_of_its_own(base: Path, tmp_path: Path, name: str) -> None:
+    path = tmp_path / f"kivi-2{SUFFIX}"
+    model = ["--model", base / "model"]
+    assert kvcal("preset", "kivi-2", *model, "--sink", 4, "--no-check", "--output", path).code == 0
+    done = kvcal(name, *named(base), "--preset", "kivi-2", "--bundle", path, "--json")
+    assert done.code == 0, done.err
+    rows = {row["name"]: row["sink"] for row in done.json["rows"] if row["name"] != "full"}
+    assert rows == {"kivi-2": 0, "kivi-2 (bundle)": 4}
+    other = tmp_path / "other" / path.name
+    other.parent.mkdir()
+    other.write_bytes(path.read_bytes())
+    done = kvcal(name, *named(base), "--bundle", path, "--bundle", other)
+    assert done.code == 2 and "two rows would be called 'kivi-2'" in done.complaint
+
+
+def test_a_pair_says_where_a_preset_of_its_name_packs_other_blocks(base: Path) -> None:
+    pair = ["--keys", "mixkvq", "--values", "kivi-2"]
+    said = "note: mixkvq as a codec packs 32 tokens at a time here, the preset mixkvq 128: give --block 128"
+    assert said in kvcal("compare", *named(base), *pair, "--recent", 16).err
+    assert "note: mixkvq as" not in kvcal("compare", *named(base), *pair, "--recent", 16, "--block", 32).err
+    config = ["--model", base / "model", "--config-only", "--output", base / f"pair{SUFFIX}"]
+    assert said in kvcal("preset", *pair, *config).err
 
 
 def test_what_is_refused(base: Path, tmp_path: Path) -> None:
@@ -207,6 +255,21 @@ def test_the_front_is_what_nothing_beats(pairs: list[tuple[int, int]]) -> None:
     chosen = best(rows, 3)
     assert chosen is None or chosen["kl"] == min(kl for bits, kl in pairs if bits <= 3)
     assert (chosen is None) == all(bits > 3 for bits, _ in pairs)
+
+
+def test_a_front_of_size_is_another_than_one_of_bits(base: Path, tmp_path: Path) -> None:
+    """Of KIVI's 3 bits with few exact tokens and 2.25 with many: at a short length the one of more bits is smaller."""
+    presets = ["--preset", "kivi-2", "--preset", "kivi-4", "--preset", "higgs-2", "--output", tmp_path / "rows.json"]
+    bits = kvcal("compare", *named(base), *presets, "--json").json
+    size = kvcal("compare", *named(base), *presets, "--against", "size", "--plot", tmp_path / "size.svg", "--json").json
+    assert (bits["against"], size["against"], size["resumed_rows"]) == ("bits", "size", 3)
+    for result, cost in ((bits, "bits_per_value"), (size, "bytes_at_length_16_bit")):
+        for row in result["rows"]:
+            beaten = any(x[cost] < row[cost] and x["kl"] <= row["kl"] for x in result["rows"])
+            assert row["front"] != beaten
+    assert "MB of one sequence" in (tmp_path / "size.svg").read_text()
+    said = kvcal("compare", *named(base), *presets, "--against", "size").out
+    assert "front of KL and size" in " ".join(said.split())
 
 
 def test_a_row_that_packed_nothing_is_on_no_front() -> None:

@@ -100,6 +100,51 @@ def test_labels_do_not_lie_on_each_other() -> None:
         assert not any(box.overlaps(other) for other in boxes[:n]), labels[n].get_text()
 
 
+SIX = ("s-kivi", "s-squat", "s-vqkv", "s-aqua-kv", "s-innerq", "s-higgs")
+
+
+@pytest.mark.parametrize("kls", [[0.1] * 6, [0.1, 0.101, 0.102, 0.15, 0.2, 0.0004]], ids=["one place", "one x"])
+def test_six_rows_of_equal_bits_are_all_seen(kls: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No dot hides another, no label lies on a label, a dot or an error bar; all within the axes."""
+    from matplotlib.collections import PathCollection
+    from matplotlib.text import Annotation
+    from matplotlib.transforms import Bbox
+
+    drawn = []
+    monkeypatch.setattr(plots, "as_file", lambda figure, path: drawn.append(figure) or b"")
+    rows = [
+        COMPARED | {"name": name, "kl": kl, "kl_se": kl / 10, "front": False} for name, kl in zip(SIX, kls, strict=True)
+    ]
+    plots.plot_quality(rows, "title", tmp_path / "plot.png")
+    [axis] = drawn[0].axes
+    [dots] = [one for one in axis.collections if isinstance(one, PathCollection)]
+    at = [axis.transData.transform(point) for point in dots.get_offsets()]
+    assert min(math.dist(a, b) for n, a in enumerate(at) for b in at[:n]) > 8  # pixels: a dot has seven
+    bars = [
+        Bbox([axis.transData.transform((x, kl - 2 * kl / 10)), axis.transData.transform((x, kl + 2 * kl / 10))])
+        for (x, _), kl in zip(dots.get_offsets(), kls, strict=True)
+    ]
+    labels = [child for child in axis.get_children() if isinstance(child, Annotation) and child.get_text()]
+    boxes = [label.get_window_extent() for label in labels]
+    assert sorted(label.get_text() for label in labels) == sorted(SIX)
+    for n, box in enumerate(boxes):
+        others = [*boxes[:n], *(Bbox([(x - 3, y - 3), (x + 3, y + 3)]) for x, y in at), *bars]
+        assert not any(box.overlaps(other) for other in others), labels[n].get_text()
+        assert axis.get_window_extent().contains(box.x0, box.y0) and axis.get_window_extent().contains(box.x1, box.y1)
+    assert "side by side" in axis.get_xlabel()
+
+
+def test_rows_that_do_not_meet_stand_at_their_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.collections import PathCollection
+
+    drawn = []
+    monkeypatch.setattr(plots, "as_file", lambda figure, path: drawn.append(figure) or b"")
+    rows = [COMPARED | {"name": name, "kl": kl} for name, kl in (("a", 0.1), ("b", 0.01), ("c", 0.001))]
+    plots.plot_quality(rows, "title", tmp_path / "plot.png")
+    [dots] = [one for one in drawn[0].axes[0].collections if isinstance(one, PathCollection)]
+    assert [x for x, _ in dots.get_offsets()] == [2.5] * 3
+
+
 def test_a_label_stands_nearest_to_its_own_point() -> None:
     """At the right edge, where only places to the left are free and another point lies there."""
     from matplotlib.figure import Figure
