@@ -347,12 +347,19 @@ def grid(tensor: Tensor) -> bool:
     return finite(tensor, 16) and len(points) == len(tensor) and 0.25 <= float(tensor.square().mean().sqrt()) <= 4
 
 
+def codewords(tensor: Tensor) -> bool:
+    """In each stage more than half of them differ, and they are not all below float16's normal numbers."""
+    stages = [{tuple(word) for word in stage.tolist()} for stage in tensor]
+    large = bool((tensor.abs().amax((1, 2)) >= 2.0**-14).all())
+    return finite(tensor, 65503) and large and all(2 * len(words) > tensor.shape[1] for words in stages)
+
+
 FREE_TENSORS: dict[tuple[str, str], Callable[[Tensor], bool]] = {
     ("higgs", "grid"): grid,
     ("scaled", "factor"): positive,
     ("squat", "calibrated"): lambda tensor: finite(tensor, 1e9),
-    ("residual-vq", "codebooks.0"): lambda tensor: finite(tensor, 65503),
-    ("residual-vq", "codebooks.1"): lambda tensor: finite(tensor, 65503),
+    ("residual-vq", "codebooks.0"): codewords,
+    ("residual-vq", "codebooks.1"): codewords,
     ("residual-vq", "scale"): positive,
     ("transform", "mean"): finite,
     ("predicted", "predictor.scale"): finite,  # of LINEAR-4BIT it must be positive: see `constant_explained`
@@ -1045,6 +1052,20 @@ SEEN: dict[str, tuple[str, Mutation, str]] = {
     "weights of bool": ("predicted linear", in_tensor("weight", lambda t: t > 0), "dtype 'bool': allowed are 'float32'"),
     "codebooks of 65504": (
         "residual-vq", in_tensor("codebooks.0", lambda t: torch.full_like(t, 65504)), "add up to .* must stay below 65504",
+    ),
+    "codebooks of 0": (
+        "residual-vq", in_tensor("codebooks.0", torch.zeros_like), "stage 0: no codeword's magnitude is above 0, needs",
+    ),
+    "codebooks of one codeword": (
+        "residual-vq", in_tensor("codebooks.0", lambda t: t[:, :1].expand_as(t).contiguous()),
+        "stage 0: 1 of 8 codewords differ, needs 5",
+    ),
+    "a later stage of two codewords": (
+        "residual-vq", in_tensor("codebooks.1", lambda t: torch.stack([t[0], t[1, torch.arange(8) % 2]])),
+        "codebooks.1, stage 1: 2 of 8 codewords differ, needs 5",
+    ),
+    "codebooks that float16 rounds off": (
+        "residual-vq", in_tensor("codebooks.0", lambda t: (t.float() * 1e-7).half()), "stage 0: no codeword's magnitude is",
     ),
     "a setting gone": ("higgs-2", without(*KEY, "config", "rotation"), "higgs codec lacks rotation"),
     "a setting gone inside": ("scaled", without(*KEY, "config", "inner", "config", "search"), "uniform codec lacks search"),

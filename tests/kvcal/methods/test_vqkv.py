@@ -30,6 +30,7 @@ from kvcal.methods.codebooks import (
     Training,
     holdout_error,
     last_fall,
+    told_apart,
     train_stage,
 )
 from kvcal.methods.hashing import hashed_normal, spread
@@ -40,6 +41,7 @@ from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import ResidualVQ, Shape
+from kvcal_artifacts.codecs.residual_vq import no_codewords
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_kernels.residual_vq.nearest import nearest
 from tests.support.models_fixture import ROOT, SUFFIX, Done, killed_at, kvcal, write_model, write_text
@@ -213,6 +215,27 @@ def test_too_few_kinds_of_vectors() -> None:
             training = Training(name, least=1, most=1 if name == "adam" else 6)
             report = trained(x.clone(), x.clone(), 2, 16, training)[-1]
             assert report.error <= (0.5 if name == "adam" else 1e-6) or value == 0.0
+
+
+def test_codewords_of_few_kinds_become_others_and_err_no_more() -> None:
+    x = vectors(500)
+    for name, book in {
+        "zeros": torch.zeros(32, 16),
+        "one": x[:1].expand(32, 16),
+        "twelve": x[torch.arange(32) % 12],
+        "small": x[:32] * 1e-7,
+    }.items():
+        made = told_apart(book.half(), "few")
+        assert no_codewords(book.half()) and not no_codewords(made), name
+        assert len(made.unique(dim=0)) == 32, name
+        assert holdout_error(x, made, 1.0) <= holdout_error(x, book.half(), 1.0) * (1 + 1e-6), name
+        assert torch.equal(told_apart(made, "few"), made)
+    kept = told_apart(x[torch.arange(32) % 12].half(), "few")
+    assert torch.equal(kept[:12], x[:12].half())
+    zeros = told_apart(torch.zeros(4, 16).half(), "zeros")
+    assert float(zeros[nearest(x[:9] * 0, zeros).long()].abs().max()) == 0
+    with pytest.raises(UsageError, match="of 65536 codewords differ, needs 32769; give smaller codebooks"):
+        told_apart(torch.zeros(65536, 1).half(), "narrow")
 
 
 # Numbers without a generator.
@@ -620,6 +643,19 @@ def test_too_few_vectors_are_noticed_before_the_model_runs(
         "kvcal.calibrate.sampled_vectors.Collection.sample", lambda *args: pytest.fail("vectors were collected")
     )
     assert train(given, output, *options).code == 2
+
+
+@pytest.mark.parametrize("trainer", ["k-means", "closed-form", "adam"])
+def test_a_bundle_of_a_text_of_one_word_opens(given: list[object], output: Path, tmp_path: Path, trainer: str) -> None:
+    """Before RoPE all keys and values of the first layer are the same: a reader refuses codebooks of one codeword."""
+    (tmp_path / "word.txt").write_text("the " * 9000)
+    options = ["--per-layer", "--frame", "pre_rope", "--trainer", trainer, "--max-iterations", 5]
+    good(train([*given[:2], "--text", tmp_path / "word.txt"], output, *options))
+    for layer in load_bundle(output).scheme.layers:
+        assert layer is not None
+        for codec in (layer.key, layer.value):
+            assert isinstance(codec, ResidualVQ)
+            assert not any(no_codewords(stage) for book in codec.codebooks for stage in book)
 
 
 def test_sample_is_of_the_tokens_behind_the_sink(model: Any) -> None:
