@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -380,3 +382,51 @@ def test_a_preset_without_a_check_misses_an_expert(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     done = kvcal("preset", "kivi-4", "--model", folder, "--no-check", "--output", tmp_path / f"x{SUFFIX}")
     assert done.code != 0 and "model.layers.1.mlp.experts" in done.complaint, done.err
+
+
+def foreign_file(place: Path) -> None:
+    place.mkdir()
+    (place / "mine.txt").write_text("x")
+
+
+def foreign_link(place: Path) -> None:
+    target = place.with_name("victim")
+    target.mkdir()
+    place.symlink_to(target)
+
+
+def foreign_settings(place: Path) -> None:
+    place.mkdir()
+    os.mkfifo(place / "settings.json")
+
+
+FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a file of others": (foreign_file, "holds mine.txt, which kvcal did not make"),
+    "a link": (foreign_link, "is a link, where kvcal keeps a folder for a killed run"),
+    "a pipe": (os.mkfifo, "is a pipe, where kvcal keeps"),
+    "settings that are a pipe": (foreign_settings, "settings.json"),
+}
+
+
+@pytest.mark.parametrize("command", ["fit-predictors", "fit-norms", "train-codebooks", "measure-subspaces"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_lies_in_the_place_of_kept_work_is_refused_first(
+    name: str, command: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lay, said = FOREIGN[name]
+    output = tmp_path / f"x{SUFFIX}"
+    lay(tmp_path / f".x{SUFFIX}.partial")
+    for late in ("calibration.calibration_windows", "common.tokenizer_for", "calibration.tokenizer_for"):
+        monkeypatch.setattr(f"kvcal.commands.{late}", lambda *args, **kwargs: pytest.fail("work began"))
+    places = ["--model", base / "model", "--text", base / "words.txt", "--output", output]
+    done = kvcal(command, *places)
+    assert done.code != 0 and said in done.complaint and not output.exists(), done.err
+
+
+def test_a_config_that_is_a_pipe_is_named(base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(base / "model", folder)
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    done = kvcal("preset", "kivi-2", "--model", folder, "--no-check", "--output", tmp_path / f"x{SUFFIX}")
+    assert done.code != 0 and "holds config.json, a pipe: remove it" in done.complaint, done.err
