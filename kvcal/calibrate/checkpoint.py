@@ -82,7 +82,7 @@ def check_ours(folder: Path, names: re.Pattern[str] = NAMES) -> None:
         )
 
 
-def check_kept(output: Path) -> None:
+def check_partial(output: Path) -> None:
     """Raise KVCalError, before any work, where what lies in the place of an output's folder for a killed run is not
     ours.
     """

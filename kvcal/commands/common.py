@@ -20,7 +20,7 @@ from kvcal_artifacts.paths.preflight.verdicts import triton_version
 from kvcal_artifacts.scheme import HeavyHitters, coverage
 
 from ..bench.devices import processor
-from ..calibrate.checkpoint import check_kept
+from ..calibrate.checkpoint import check_partial
 from ..calibrate.provenance import cpu_record, device_name
 from ..methods.aqua_kv import AquaKV
 from ..methods.data_free import DataFree
@@ -72,7 +72,7 @@ def output_for(o: BuiltOptions, source: ModelSource, method: str) -> Path:
     output = Path(o.output or default_output(source, method))
     check_output(output)
     if not isinstance(o, PresetOptions):  # which keeps none
-        check_kept(output)
+        check_partial(output)
     return output
 
 

@@ -85,7 +85,7 @@ def run_reproduce(o: ReproduceOptions, defaults_of: DefaultsOf, options_of: Opti
     with tempfile.TemporaryDirectory(prefix="kvcal-reproduce-") as folder:
         places = Places(Path(folder), o.model, list(o.text or []), list(o.input or []), o.device, o.tasks_path)
         remade, rerun = o.output or Path(folder) / path.name, Rerun(places, defaults_of, options_of, say)
-        with places.named_as_given():
+        with places.with_typed_paths():
             rerun.check_places(was)
             say(f"again: {line}")
             rerun.make(was, remade)
@@ -246,7 +246,7 @@ class Places:
     inputs: list[Path]
     device: str | None
     tasks: Path | None = None
-    given: dict[str, str] = field(default_factory=dict)  # place of a link -> what it leads to, as given
+    typed: dict[str, str] = field(default_factory=dict)  # place of a link -> what it leads to, as given
 
     def model_of(self, was: Recorded) -> str:
         """What --model takes; a local folder under its recorded name."""
@@ -284,13 +284,13 @@ class Places:
         return next((path for path in self.inputs if file_sha256(path) == sha256), None)
 
     @contextmanager
-    def named_as_given(self) -> Iterator[None]:
+    def with_typed_paths(self) -> Iterator[None]:
         """Errors from within name a text or model as the caller does, not the link to it."""
         try:
             yield
         except KVCalError as error:
             line = str(error)
-            for place, path in self.given.items():
+            for place, path in self.typed.items():
                 line = line.replace(place, path)
             error.args = (line, *error.args[1:])
             raise
@@ -300,7 +300,7 @@ class Places:
         if not path.exists():
             raise UsageError(f"{path}: no such file or folder")
         place = Path(tempfile.mkdtemp(dir=self.folder)) / name
-        self.given[str(place)] = str(path)
+        self.typed[str(place)] = str(path)
         if path.is_file():
             place.symlink_to(path.resolve())
             return place

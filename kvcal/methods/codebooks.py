@@ -268,10 +268,10 @@ def train_stage(
             best, least = book, error
         if iteration >= training.least and before - error < training.tolerance * before:
             break
-    return told_apart(best, label), StageReport(stage, iteration, least, errors, 0, trainer.reseeded)
+    return distinct_codewords(best, label), StageReport(stage, iteration, least, errors, 0, trainer.reseeded)
 
 
-def told_apart(book: Tensor, label: str) -> Tensor:
+def distinct_codewords(book: Tensor, label: str) -> Tensor:
     """A stage's codewords (k, d) float16, as they are unless vectors of few kinds, as of a layer of zeros, left fewer
     different ones than a bundle may hold.
 

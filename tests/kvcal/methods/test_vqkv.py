@@ -28,9 +28,9 @@ from kvcal.methods.codebooks import (
     ClosedForm,
     StageReport,
     Training,
+    distinct_codewords,
     holdout_error,
     last_fall,
-    told_apart,
     train_stage,
 )
 from kvcal.methods.hashing import hashed_normal, spread
@@ -225,17 +225,17 @@ def test_codewords_of_few_kinds_become_others_and_err_no_more() -> None:
         "twelve": x[torch.arange(32) % 12],
         "small": x[:32] * 1e-7,
     }.items():
-        made = told_apart(book.half(), "few")
+        made = distinct_codewords(book.half(), "few")
         assert no_codewords(book.half()) and not no_codewords(made), name
         assert len(made.unique(dim=0)) == 32, name
         assert holdout_error(x, made, 1.0) <= holdout_error(x, book.half(), 1.0) * (1 + 1e-6), name
-        assert torch.equal(told_apart(made, "few"), made)
-    kept = told_apart(x[torch.arange(32) % 12].half(), "few")
+        assert torch.equal(distinct_codewords(made, "few"), made)
+    kept = distinct_codewords(x[torch.arange(32) % 12].half(), "few")
     assert torch.equal(kept[:12], x[:12].half())
-    zeros = told_apart(torch.zeros(4, 16).half(), "zeros")
+    zeros = distinct_codewords(torch.zeros(4, 16).half(), "zeros")
     assert float(zeros[nearest(x[:9] * 0, zeros).long()].abs().max()) == 0
     with pytest.raises(UsageError, match="of 65536 codewords differ, needs 32769; give smaller codebooks"):
-        told_apart(torch.zeros(65536, 1).half(), "narrow")
+        distinct_codewords(torch.zeros(65536, 1).half(), "narrow")
 
 
 # Numbers without a generator.
@@ -300,7 +300,7 @@ def test_scales() -> None:
     assert torch.equal(head_scale("query", square, None), head)  # type: ignore[arg-type]
 
 
-def test_an_outlier_channel_and_one_that_queries_hardly_see_are_told_apart() -> None:
+def test_an_outlier_channel_and_one_that_queries_hardly_see_are_distinct_codewords() -> None:
     """As in Gemma-3-270M: the largest codeword of one channel times the scale of another is no key that there is."""
     keys, queries = normal(4096, 16, seed=1), torch.ones(1, 16, dtype=torch.float64)
     keys[:, 3] = 75 + 5 * keys[:, 3]
