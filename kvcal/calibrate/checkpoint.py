@@ -82,6 +82,13 @@ def check_ours(folder: Path, names: re.Pattern[str] = NAMES) -> None:
         )
 
 
+def check_partial(output: Path) -> None:
+    """Raise KVCalError, before any work, where what lies in the place of an output's folder for a killed run is not
+    ours.
+    """
+    check_ours(partial_folder(output))
+
+
 def stored_key(folder: Path) -> str | None:
     """The key of the settings that a run wrote there; None where there are none, or damaged ones.
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import HeavyHitters
 
+from ..calibrate.checkpoint import check_partial
 from ..calibrate.driver import fit
 from ..calibrate.job import FitOptions, FitResult
 from ..capture import ranks
@@ -96,6 +97,7 @@ def prepare(o: CalibrationOptions, source: names.ModelSource, output: Path | Non
         say(f"text: {origin}")
         if output is not None:
             check_output(output)
+            check_partial(output)
     with timer("import"):  # takes seconds, and would count as whatever asks first
         import transformers.modeling_utils  # noqa: F401
     with timer("text"):

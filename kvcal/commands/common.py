@@ -21,6 +21,7 @@ from kvcal_artifacts.paths.preflight.verdicts import triton_version
 from kvcal_artifacts.scheme import HeavyHitters, coverage
 
 from ..bench.devices import processor
+from ..calibrate.checkpoint import check_partial
 from ..calibrate.provenance import cpu_record, device_name
 from ..methods.aqua_kv import AquaKV
 from ..methods.data_free import DataFree
@@ -28,7 +29,7 @@ from ..models import configuration, files
 from ..models.devices import pick_device, pick_dtype
 from ..models.names import ModelSource
 from ..pipeline.identity import code_identity, model_identity
-from ..pipeline.options import BuiltOptions, CalibrationOptions, EvalOptions, MeasureSubspacesOptions
+from ..pipeline.options import BuiltOptions, CalibrationOptions, EvalOptions, MeasureSubspacesOptions, PresetOptions
 from ..pipeline.shared_options import CalibrationText, Kernels, RunOptions, Selection, Stepped, TextOptions
 from ..report.checkout import commit
 from ..report.outputs import check_output
@@ -84,10 +85,13 @@ def reading() -> Iterator[token_stream.Progress]:
 def output_for(o: BuiltOptions, source: ModelSource, method: str) -> Path:
     """--output, or a name made of model and method.
 
-    Raises KVCalError, before any work, where no file can be written.
+    Raises KVCalError, before any work, where no file can be written, or something that is not ours lies in the place of
+    the folder that a run keeps.
     """
     output = Path(o.output or default_output(source, method))
     check_output(output)
+    if not isinstance(o, PresetOptions):  # which keeps none
+        check_partial(output)
     return output
 
 

@@ -19,7 +19,7 @@ from kvcal_artifacts.scheme import FRAMES, Frame, HeavyHitters
 
 from ..bundles.paths import bundle_at
 from ..calibrate.checkpoint import BatchCheckpoint as SavedBatches
-from ..calibrate.checkpoint import CommandCheckpoint, command_checkpoint, partial_folder, short
+from ..calibrate.checkpoint import CommandCheckpoint, check_partial, command_checkpoint, partial_folder, short
 from ..calibrate.driver import fit
 from ..calibrate.job import FitOptions
 from ..capture import ranks
@@ -234,6 +234,7 @@ def _check_files(o: CompareOptions) -> None:
         if path is not None:
             check_output(path, f"--{name}")
     if o.output is not None:
+        check_partial(o.output)
         read_results(o.output, "compare")
     if o.plot is not None:
         from ..report.plots import check_plot

@@ -101,6 +101,7 @@ def _opened(source: names.ModelSource, o: PresetOptions) -> tuple[Any, str, tupl
     parts = layerwise.open_layerwise(
         source, dtype="float32", device="cpu", random_weights=o.random_weights, seed=o.seed
     )
+    parts.check_shapes()
     return parts.model, parts.revision, key_probe(parts)
 
 

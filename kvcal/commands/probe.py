@@ -13,7 +13,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.scheme import FRAMES, Frame
 
-from ..calibrate.checkpoint import CommandCheckpoint
+from ..calibrate.checkpoint import CommandCheckpoint, check_partial
 from ..calibrate.needs import few_tokens, probes_worse_than_none
 from ..capture.scan import Capture, default_batch
 from ..capture.spill import SpillStore
@@ -61,6 +61,7 @@ def run_probe(o: ProbeOptions, say: Say) -> dict[str, Any]:
         check_output(o.csv, "--csv")
     if o.output is not None:
         check_output(o.output)
+        check_partial(o.output)
         read_results(o.output, "probe")  # refused before any work, if it is none
     source = names.resolve(o.model, o.revision)
     if o.probe:  # the paper's own are of any model

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +85,10 @@ def run_reproduce(o: ReproduceOptions, defaults_of: DefaultsOf, options_of: Opti
     with tempfile.TemporaryDirectory(prefix="kvcal-reproduce-") as folder:
         places = Places(Path(folder), o.model, list(o.text or []), list(o.input or []), o.device, o.tasks_path)
         remade, rerun = o.output or Path(folder) / path.name, Rerun(places, defaults_of, options_of, say)
-        rerun.check_places(was)
-        say(f"again: {line}")
-        rerun.make(was, remade)
+        with places.with_typed_paths():
+            rerun.check_places(was)
+            say(f"again: {line}")
+            rerun.make(was, remade)
         differences = diff(original, load_bundle(remade), same_bytes=read_bytes(path) == read_bytes(remade))
         digests = {"sha256": file_sha256(path), "again_sha256": file_sha256(remade)}
     settings = differences["settings"]
@@ -245,6 +246,7 @@ class Places:
     inputs: list[Path]
     device: str | None
     tasks: Path | None = None
+    typed: dict[str, str] = field(default_factory=dict)  # place of a link -> what it leads to, as given
 
     def model_of(self, was: Recorded) -> str:
         """What --model takes; a local folder under its recorded name."""
@@ -281,11 +283,24 @@ class Places:
     def input_of(self, sha256: str) -> Path | None:
         return next((path for path in self.inputs if file_sha256(path) == sha256), None)
 
+    @contextmanager
+    def with_typed_paths(self) -> Iterator[None]:
+        """Errors from within name a text or model as the caller does, not the link to it."""
+        try:
+            yield
+        except KVCalError as error:
+            line = str(error)
+            for place, path in self.typed.items():
+                line = line.replace(place, path)
+            error.args = (line, *error.args[1:])
+            raise
+
     def _linked(self, path: Path, name: str) -> Path:
         """A link called `name`; of a folder a real folder with links in it, because names of folders are resolved."""
         if not path.exists():
             raise UsageError(f"{path}: no such file or folder")
         place = Path(tempfile.mkdtemp(dir=self.folder)) / name
+        self.typed[str(place)] = str(path)
         if path.is_file():
             place.symlink_to(path.resolve())
             return place
@@ -330,7 +345,7 @@ class Rerun:
     def make(self, was: Recorded, output: Path) -> None:
         checked = checked_options(was, self.defaults_of, self.options_of)
         inputs = [self._input(one) for one in was.inputs]
-        with _threads(was.cpu.get("threads")):
+        with _threads(was.cpu.get("threads"), self.say):
             if checked is None:
                 from .combine import run_combine
 
@@ -374,12 +389,17 @@ class Rerun:
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Take as many threads as the recorded run: how sums are split decides their last bits."""
+def _threads(count: int | None, say: Say) -> Iterator[None]:
+    """Take as many threads as the recorded run, of those that this machine has cores for: how sums are split decides
+    their last bits.
+    """
     before = torch.get_num_threads()
     check_threads(count)
     if count is not None:
-        torch.set_num_threads(count)
+        cores = os.cpu_count() or 1
+        if count > cores:
+            say(f"note: recorded with {count} threads, run with {cores}, this machine's cores: last bits may differ")
+        torch.set_num_threads(min(count, cores))
     try:
         yield
     finally:

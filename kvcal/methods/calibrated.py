@@ -24,6 +24,7 @@ from .codebooks import Training, train_stage
 from .factors import by_queries, channel_factor
 from .hashing import spread
 from .registry import CODEWORDS, calibrated_name, codec_maker, refuse_factors
+from .squat import not_nothing
 from .statistics import Moments, TrainingData, taps_of
 from .training_vectors import TrainingVectors, is_shared, subtract
 from .transform import CalibratedTransform
@@ -183,7 +184,7 @@ class CalibratedSubspace:
         if not isinstance(codec, Squat):
             return codec
         gram = data.moments().weight.cpu() / data.carry.train
-        directions = subspace(gram, codec.rank).float()
+        directions = not_nothing(subspace(gram, codec.rank).float())
         return Squat(
             codec.inner,
             codec.rank,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.codecs.refusals import to_half
+from kvcal_artifacts.codecs.residual_vq import LEAST, no_codewords
 from kvcal_artifacts.errors import UsageError
 from kvcal_kernels.residual_vq.nearest import sums
 
@@ -26,6 +27,7 @@ from .hashing import hashed_normal, spread
 from .training_vectors import TrainingVectors, shared_nearest
 
 SAMPLE = 1 << 17  # vectors that a covariance is taken of
+FILL, WIDEST_NORMAL = 2.0**-10, 4.5  # of codewords that no vector needs: the least magnitude; above hashed_normal's
 ADAM_STEPS = 100  # an iteration of Adam has at least as many, however few the vectors
 
 
@@ -266,7 +268,31 @@ def train_stage(
             best, least = book, error
         if iteration >= training.least and before - error < training.tolerance * before:
             break
-    return best, StageReport(stage, iteration, least, errors, 0, trainer.reseeded)
+    return distinct_codewords(best, label), StageReport(stage, iteration, least, errors, 0, trainer.reseeded)
+
+
+def distinct_codewords(book: Tensor, label: str) -> Tensor:
+    """A stage's codewords (k, d) float16, as they are unless vectors of few kinds, as of a layer of zeros, left fewer
+    different ones than a bundle may hold.
+
+    Then those that repeat an earlier one, to which no vector went, become others, in each channel about as large: this
+    adds codewords and takes none away, so that no vector has a larger error. Where all are below float16's normal
+    numbers, they are 0 first. Raises UsageError where float16 has too few numbers, as for 65,536 codewords of one
+    dimension.
+    """
+    if not no_codewords(book):
+        return book
+    if float(book.abs().max()) < LEAST:
+        book = torch.zeros_like(book)
+    size, (kinds, group) = len(book), book.unique(dim=0, return_inverse=True)
+    number = torch.arange(size, device=book.device)
+    first = torch.full((len(kinds),), size, device=book.device).scatter_reduce_(0, group, number, "amin")[group]
+    width = book.float().abs().amax(0).clamp_min(FILL) / WIDEST_NORMAL
+    others = hashed_normal(size, book.shape[1], f"{label}:others").to(book.device) * width
+    book = torch.where((first == number)[:, None], book, others.half())
+    if why := no_codewords(book):
+        raise UsageError(f"codebook {label}: {why}; give smaller codebooks or wider bands")
+    return book
 
 
 def _half(book: Tensor, label: str) -> Tensor:

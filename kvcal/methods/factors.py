@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvcal_artifacts.codecs import Codec, Uniform
 from kvcal_artifacts.codecs.refusals import to_half
+from kvcal_artifacts.codecs.scaled import LARGEST
 
 LEAST = 1e-4  # of the head's median: what a channel counts at least, so that dead ones do not get factors near zero
 SMALLEST = 2.0**-14  # the smallest float16 of full precision, and a power of two
@@ -20,7 +21,7 @@ def channel_factor(largest: Tensor, exponent: float = 0.5) -> Tensor:
     """
     floored = largest.maximum(LEAST * largest.median(-1, keepdim=True).values)
     floored = torch.where(floored > 0, floored, 1.0)
-    return to_half(floored.pow(exponent).clamp_min(SMALLEST), "channel factor")
+    return to_half(floored.pow(exponent).clamp(SMALLEST, LARGEST), "channel factor")
 
 
 def query_weight(squares: Tensor) -> Tensor:

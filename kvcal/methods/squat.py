@@ -20,7 +20,7 @@ from kvcal_artifacts.cache.statistics.prefixes import Prefixes
 from kvcal_artifacts.cache.statistics.subspace import due_tokens, principal, subspace
 from kvcal_artifacts.checked import Json
 from kvcal_artifacts.codecs import Context, Shape, Uniform
-from kvcal_artifacts.codecs.squat import CHOICES
+from kvcal_artifacts.codecs.squat import CHOICES, LEAST
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Windows
 from kvcal_artifacts.storage.ledger import Ledger
@@ -60,6 +60,16 @@ def paper_settings(task: str, model: str, frame: Frame) -> tuple[int, float, int
         names = sorted({name for kind, name, _ in PAPER_MODELS if kind == task})
         raise UsageError(f"--settings {task}: the paper has it for {', '.join(names)}, not for {model}")
     return PAPER_MODELS[task, model, frame]
+
+
+def not_nothing(directions: Tensor) -> Tensor:
+    """Directions (H, R, D) float32 as they are, or axes of the least length that a bundle may hold where all queries of
+    a layer are next to nothing: they correct next to nothing, too.
+    """
+    if float(directions.norm(dim=-1).max()) >= LEAST:
+        return directions
+    axes = torch.eye(*directions.shape[1:], dtype=directions.dtype, device=directions.device)
+    return (axes * LEAST).expand_as(directions).contiguous()
 
 
 @dataclass(frozen=True)
@@ -234,7 +244,7 @@ class _LayerRun:
     def _calibrated(self, text: QuerySum, rank: int) -> Tensor:
         """(H, rank, D) float32 as if one window of the text were the prompt; over the root of the length, of any."""
         scale = 1.0 if self.method.normalise == "length" else (text.count / self.carry.train) ** 0.5
-        return (subspace(text.mean, rank) * scale).float()
+        return not_nothing((subspace(text.mean, rank) * scale).float())
 
     def _chosen(self, points: list[LayerCodecs], grid: list[tuple[int, float]], sums: HoldoutSums) -> LayerFit:
         """The point with the lowest logit error, and what was measured."""

@@ -107,6 +107,15 @@ class LayerwiseWeights:
         release(head_of(self.model))
         tie(self.model)
 
+    def check_shapes(self) -> None:
+        """Raises ModelUnavailable for the first tensor of a folder's files that has not the shape that config.json asks
+        for. Reads headers, no weights; a hub model's files are not fetched for it, and quantised tensors have shapes of
+        their own.
+        """
+        quantised = getattr(self.config, "quantization_config", None) is not None
+        if self.source.kind == "folder" and isinstance(self._weights, FileWeights) and not quantised:
+            self._weights.check()
+
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """These parameters of the model by name, on the device, one at a time; nothing is kept."""
         for name in names:

@@ -75,11 +75,13 @@ def _named(entry: ModelEntry, revision: str | None) -> ModelSource:
 
 def _folder(name: str, path: Path, revision: str | None) -> ModelSource:
     _no_revision(name, revision)
-    if not (path / "config.json").is_file():
+    if not (path / "config.json").exists():
         raise ModelUnavailable(f"folder {name} holds no config.json: it is not a model")
     for entry in path.iterdir():  # Transformers looks for many names, and would wait for a pipe
         if entry.exists() and not (entry.is_file() or entry.is_dir()):
             raise ModelUnavailable(f"folder {name} holds {entry.name}, {kind_of(entry.stat().st_mode)}: remove it")
+    if not (path / "config.json").is_file():
+        raise ModelUnavailable(f"folder {name} holds config.json, a folder: remove it")
     return ModelSource("folder", name, folder=path)
 
 

@@ -322,7 +322,8 @@ class PresetOptions(WeightsOptions, PerLayer, Selection):
     config_only: bool = flag("Read no weights: the bundle then fits any of this config.", panel="Model")
     check: bool = option(
         True,
-        "Run the model on two windows of 512 tokens, layer by layer; warn if the KL forecast is high.",
+        "Run the model on two windows of 512 tokens, layer by layer; warn if the KL forecast is high. Without it "
+        "weights' shapes are checked, not their numbers.",
         panel="Machine",
     )
     device: str = option(

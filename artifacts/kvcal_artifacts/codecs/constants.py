@@ -70,7 +70,7 @@ def _values(tensor: Tensor, constant: Constant, what: str) -> None:
     if constant.positive and low <= 0:
         raise KVCalError(f"{what} of {low:.3g}: must be positive everywhere")
     if max(-low, high) > constant.largest:
-        raise KVCalError(f"{what} of {max(-low, high, key=abs):.3g}: must be at most {constant.largest:g} in magnitude")
+        raise KVCalError(f"{what} of {max(low, high, key=abs):.3g}: must be at most {constant.largest:g} in magnitude")
 
 
 def extremes(tensor: Tensor) -> tuple[float, float]:

@@ -55,7 +55,7 @@ def check_grid(d: int, n: int) -> None:
 
 
 def check_values(grid: Tensor, sign: Tensor, seed: int) -> None:
-    """Raises KVCalError for a grid that is not for unit variance, and for signs that are not those of the seed."""
+    """Raises KVCalError for a grid that is none of ours, and for signs that are not those of the seed."""
     low, high = GRID_SIZE
     size, distinct = once(grid, "points", lambda: (float(grid.square().mean().sqrt()), len(grid.unique(dim=0))))
     if not low <= size <= high:
@@ -64,8 +64,25 @@ def check_values(grid: Tensor, sign: Tensor, seed: int) -> None:
         )
     if distinct != len(grid):
         raise KVCalError(f"higgs codec, grid: {distinct} points differ, needs {len(grid)}")
+    if not once(grid, "ours", lambda: _is_ours(grid)):
+        raise KVCalError(
+            f"higgs codec, grid: is not the one for d={grid.shape[1]}, n={len(grid)}, nor that in multiples of a step"
+        )
     if not once(sign, seed, lambda: torch.equal(sign.cpu(), signs(len(sign), seed))):
         raise KVCalError(f"higgs codec, sign: is not +1 and -1 as seed {seed} gives them")
+
+
+def _is_ours(grid: Tensor) -> bool:
+    """Whether it is a grid of `gaussian_grid`, to the bit, or one of multiples of a step, no point a step away from it:
+    which step is best was searched for with random numbers, and may be another one elsewhere.
+    """
+    n, d = grid.shape
+    points, here = gaussian_grid(d, n), grid.cpu()
+    if torch.equal(here, points):
+        return True
+    step = float(points.abs().max()) / grids.LARGEST
+    bits = GRIDS[d, n] // d
+    return (bits, d) in grids.IN_BYTES and grids.are_bytes(here, bits) and bool((here - points).abs().max() < step)
 
 
 @cache

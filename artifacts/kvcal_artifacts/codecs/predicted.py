@@ -17,7 +17,7 @@ from ..checked import INNER, Choice, Listed, Schema, State, Table
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs, by_fixed_rows
 from .constants import constants, split
-from .predictors import INPUTS, PREDICTORS, Predictor, PredictorSettings, predictor_config
+from .predictors import INPUTS, PREDICTORS, Predictor, PredictorSettings, check_gain, predictor_config
 from .registry import build, state_of
 
 
@@ -161,6 +161,7 @@ class Predicted(Codec):
         kind, inputs = settings["predictor"]["kind"], settings["predictor"]["inputs"]
         width = shape.heads * shape.dim
         constants(weights, PREDICTORS[kind].constants(weights, len(inputs) * width, width), f"{kind} predictor")
+        check_gain(weights, f"{kind} predictor")
         return cls(inner, PREDICTORS[kind](weights), tuple(inputs))
 
     def tensor_specs(self) -> Specs:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar, TypedDict
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 
+from ..checked import HALF_MAX
 from ..errors import KVCalError
 from .constants import Constant
 
@@ -154,6 +156,22 @@ class QuantisedLinear(Predictor):
 
     def forward(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
         return x @ w["weight"] + w["bias"]
+
+
+def check_gain(weights: Mapping[str, Tensor], what: str) -> None:
+    """Raises KVCalError for a matrix that makes more of inputs of size 1 than float16 holds, which no fit to keys and
+    values in 16 bits does: a column's length, of 4-bit codes the largest entry that they can mean.
+    """
+    for name, weight in weights.items():
+        if weight.ndim == 2 and weight.is_floating_point():
+            gain = float(weight.float().norm(dim=0).max())
+        elif name == "scale":
+            lowest = weights["min"].float()
+            gain = float(lowest.abs().maximum((lowest + 15 * weight.float()).abs()).max())
+        else:
+            continue
+        if gain > HALF_MAX:
+            raise KVCalError(f"{what}, {name}: gives {gain:.3g} for inputs of size 1, must be at most {HALF_MAX:g}")
 
 
 PREDICTORS: dict[str, type[Predictor]] = {p.name: p for p in (Bias, Linear, ReducedRank, MLP, QuantisedLinear)}

@@ -28,6 +28,8 @@ from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs, on_device
 from .constants import Constant, constants, once
 
 LARGEST = 65504.0  # of float16: no sum of a few codewords reaches what is far beyond
+LEAST = 2.0**-14  # float16's smallest normal number
+ODD = 0x1E3779B97F4A7C15  # mixes bits when multiplied by, modulo 2^64
 STAGES, CODEWORDS = 1024, 65536  # at most, of a band and of a stage
 
 
@@ -104,8 +106,8 @@ class ResidualVQ(Codec):
             raise KVCalError("residual-vq scale: must be positive in every channel")
 
     def check_range(self) -> None:
-        """Raises KVCalError where a sum of codewords, times its channel's scale, can lie beyond float16: it is decoded
-        to that in caches of float16.
+        """Raises KVCalError where a sum of codewords, times its channel's scale, can lie beyond float16, to which it is
+        decoded in caches of float16, and where a stage's codewords say nothing.
         """
         for number, (band, book) in enumerate(zip(self.bands, self.codebooks, strict=True)):
             reach = once(book, "reach", partial(_reach, book))
@@ -117,6 +119,8 @@ class ResidualVQ(Codec):
                     f"{band[int(reach.argmax())]}, must stay below {LARGEST:g}; divide the vectors by other units "
                     "(--scale), or keep this layer with another codec"
                 )
+            if why := once(book, "empty", partial(_empty_stage, book)):
+                raise KVCalError(f"residual-vq codec, codebooks.{number}, {why}")
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         vectors = self._vectors(self.shape.blocks(x.float()))
@@ -243,6 +247,30 @@ class ResidualVQ(Codec):
             f"{self.name}({bands}{scaled}; {self.bits_per_value():.4g} bits, {self.paper_bits():.4g} in the "
             f"paper's count; codebooks {megabytes:.3g} MB)"
         )
+
+
+def _empty_stage(books: Tensor) -> str:
+    """What is wrong with the first stage of codebooks (S, k, d) whose codewords say nothing, or ""."""
+    reasons = ((stage, no_codewords(book)) for stage, book in enumerate(books))
+    return next((f"stage {stage}: {why}" for stage, why in reasons if why), "")
+
+
+def no_codewords(book: Tensor) -> str:
+    """Why a stage's codewords (k, d) float16 are none that a fit would keep, in one clause; "" where they are.
+
+    A smaller codebook does the same where no more than half of them differ, sizes being powers of two. Where all are
+    below float16's normal numbers, their digits are lost.
+    """
+    size, largest = len(book), float(book.abs().max())
+    if largest < LEAST:
+        return f"no codeword's magnitude is above {largest:.3g}, needs {LEAST:.3g}, float16's smallest normal number"
+    # rows as numbers modulo 2^64, which sort faster; two that share one by chance only lower the count
+    digits = (book.float() + 0.0).view(torch.int32).long()  # one zero of either sign
+    factors = torch.arange(1, book.shape[1] + 1, device=book.device) * ODD
+    factors = (factors ^ (factors >> 29)) * ODD | 1
+    distinct = len((digits * factors).sum(-1).unique())
+    least = size // 2 + 1
+    return "" if distinct >= least else f"{distinct} of {size} codewords differ, needs {least}"
 
 
 def _reach(book: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from .registry import build, state_of
 
 SOURCES = ("calibrated", "prefill")
 STATISTIC = "key_scale"
+LARGEST = 4096.0  # of a factor, the root of a key's magnitude: no model has keys of 16 million
 
 
 class ScaledSettings(TypedDict):
@@ -156,7 +157,7 @@ class Scaled(Codec):
     def from_state(cls, shape: Shape, role: Role, config: Mapping[str, object], tensors: dict[str, Tensor]) -> Scaled:
         settings = SETTINGS.read(config, "scaled codec")
         below, calibrated = split(tensors, "inner.")
-        factor = Constant(torch.float16, (shape.heads, shape.dim), positive=True)
+        factor = Constant(torch.float16, (shape.heads, shape.dim), positive=True, largest=LARGEST)
         constants(calibrated, {"factor": factor} if settings["source"] == "calibrated" else {}, "scaled codec")
         return cls(build(shape, role, settings["inner"], below), calibrated.get("factor"), settings["source"])
 

@@ -44,6 +44,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 STATISTIC = {"post_rope": "query_subspace", "pre_rope": "query_subspace_pre"}
 LARGEST = 1e9  # of a calibrated subspace: squares, a million times their strength, are then far from what float64 holds
 
+LEAST = 2.0**-14  # length of the longest one: queries of a model in 16 bits are larger
+APART = 1e-4  # cosines of directions rounded to float32 are below 1e-6; so are differences of equal lengths
+
 
 class SquatSettings(TypedDict):
     """The settings of Squat in a bundle."""
@@ -333,6 +336,7 @@ class Squat(Codec):
         if calibrated or settings["subspace"] != "prompt":
             subspace = Constant(torch.float32, (shape.heads, "R", shape.dim), largest=LARGEST)
             constants(calibrated, {"calibrated": subspace}, "squat codec")
+            check_directions(calibrated["calibrated"])
         return cls(
             build(shape, role, settings["inner"], below),
             settings["rank"],
@@ -371,6 +375,30 @@ class Squat(Codec):
 
     def describe(self) -> str:
         return f"{super().describe()} + {self.inner.describe()}"
+
+
+def check_directions(calibrated: Tensor) -> None:
+    """Raises KVCalError for what no singular value decomposition gives: rows (H, R, D) that are not at right angles to
+    one another, do not fall in length, or are all next to nothing.
+    """
+    if calibrated.is_meta:
+        return
+    rows = calibrated.double()
+    length = rows.norm(dim=-1)
+    if float(length.max()) < LEAST:
+        raise KVCalError(
+            f"squat codec, calibrated: no direction is longer than {float(length.max()):.3g}, needs {LEAST:.3g}"
+        )
+    if bool((length[:, 1:] > length[:, :-1] * (1 + APART)).any()):
+        head = int((length[:, 1:] > length[:, :-1] * (1 + APART)).any(1).nonzero()[0])
+        raise KVCalError(f"squat codec, calibrated, head {head}: directions must not grow in length")
+    unit = rows / length.clamp_min(1e-300)[..., None]
+    cosine = (unit @ unit.mT).triu(1).abs().amax((1, 2))
+    if float(cosine.max()) > APART:
+        raise KVCalError(
+            f"squat codec, calibrated, head {int(cosine.argmax())}: two directions have a cosine of "
+            f"{float(cosine.max()):.3g}, must be at right angles"
+        )
 
 
 def corrects(codec: Codec) -> TypeGuard[Squat]:

@@ -337,6 +337,9 @@ class Uniform(Codec):
     def from_state(cls, shape: Shape, role: Role, config: Mapping[str, object], tensors: dict[str, Tensor]) -> Uniform:
         settings = _settings(config)
         constants({name: t for name, t in tensors.items() if name != "weight"}, {}, "uniform codec")
+        if "weight" in tensors:  # its mean over a head is 1
+            expected = Constant(torch.float16, (shape.heads, shape.dim), positive=True, largest=shape.dim)
+            constants({"weight": tensors["weight"]}, {"weight": expected}, "uniform codec")
         return cls(shape, role, **settings, weight=tensors.get("weight"))
 
     def tensors(self) -> dict[str, Tensor]:

@@ -156,6 +156,8 @@ class _Board:
             arguments = {**bound, **bound.get("kwargs", {})}
         if (change := owner.places.changed()) is not None:
             raise KVCalError(CHANGED.format(change))
+        for tap in (owner.rotary, *owner.taps.values()):
+            tap.go_last()
         tokens = next((arguments[name] for name in TOKENS if arguments.get(name) is not None), None)
         if isinstance(tokens, Tensor) and tokens.shape[1] == 0:
             raise KVCalError(NO_TOKEN)

@@ -64,6 +64,13 @@ class Tap:
             self._handle = getattr(module, self._register)(self._hook, **self._options)
             self._number = _renumber(self._handle, self._number)
 
+    def go_last(self) -> None:
+        """Put the hook behind those that others have registered since, so that it is told what they return."""
+        if (handle := self._handle) is None or (hooks := handle.hooks_dict_ref()) is None or handle.id not in hooks:
+            return
+        if next(reversed(hooks)) != handle.id:
+            hooks[handle.id] = hooks.pop(handle.id)
+
     def close(self, user: int) -> None:
         self._users.discard(user)
         if not self._users and self._handle is not None:

@@ -59,6 +59,7 @@ from kvcal_artifacts.codecs import (
     Uniform,
     constants,
 )
+from kvcal_artifacts.codecs.higgs_grids import gaussian_grid
 from kvcal_artifacts.codecs.predictors import QuantisedLinear
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
@@ -130,6 +131,10 @@ def by_head(role: Any) -> ByHead:
     return ByHead([codec_maker(name)(one, role) for name in ("higgs-2", "inner-2-hybrid")])
 
 
+def subspace() -> Tensor:
+    return torch.linalg.qr(numbers(2, 16, 16, seed=4)).Q[:, :3] * torch.tensor([3.0, 1.0, 0.5])[:, None]
+
+
 def factors(inner: Codec) -> Scaled:
     return Scaled(inner, (numbers(inner.shape.heads, inner.shape.dim, seed=6) / 2).exp().half())
 
@@ -146,7 +151,7 @@ LAYERS: dict[str, Callable[[], tuple[LayerCodecs | None, ...]]] = {
     **{f"{name} as words": lambda name=name: (named(name, WIDE),) for name in ("kivi-2", "higgs-2")},  # type: ignore[misc]
     "scaled": lambda: (pair(factors(Uniform(SMALL, "key", 3, 16, mode="symmetric"))),) * 2,
     "squat both": lambda: (
-        pair(Squat(Uniform(SMALL, "key", 2, 8, "token"), channels=8, subspace="both", calibrated=numbers(2, 3, 16))),
+        pair(Squat(Uniform(SMALL, "key", 2, 8, "token"), channels=8, subspace="both", calibrated=subspace())),
     ),
     "mixkvq expected": lambda: (pair(MixKVQ(SMALL, "key", 0.9, 1.4, 8, expected=(2.0, 3.5))),),
     "residual-vq": lambda: (LayerCodecs(books("key", [EVEN, ODD], True), books("value", [list(range(16))], False)),) * 2,
@@ -342,27 +347,53 @@ def positive(tensor: Tensor) -> bool:
 
 
 def grid(tensor: Tensor) -> bool:
-    """For unit variance, no point twice."""
-    points = {tuple(point) for point in tensor.tolist()}
-    return finite(tensor, 16) and len(points) == len(tensor) and 0.25 <= float(tensor.square().mean().sqrt()) <= 4
+    """One of ours, or that in multiples of a step: no point further off than a step."""
+    n, d = tensor.shape
+    ours = gaussian_grid(d, n)
+    return torch.equal(tensor, ours) or float((tensor - ours).abs().max()) <= float(ours.abs().max()) / 126
+
+
+def directions(tensor: Tensor) -> bool:
+    """Rows of a singular value decomposition: at right angles, of falling lengths, the longest not next to nothing."""
+    rows = tensor.double()
+    length = rows.norm(dim=-1)
+    product = (rows @ rows.mT).abs() - torch.diag_embed(length.square())
+    apart = bool((product <= 1.1e-4 * length[:, :, None] * length[:, None]).all())
+    falls = bool((length[:, 1:] <= length[:, :-1] * 1.0002).all())
+    return finite(tensor, 1e9) and apart and falls and float(length.max()) >= 2.0**-14
+
+
+def gain(tensor: Tensor) -> bool:
+    return finite(tensor) and float(tensor.float().norm(dim=0).max()) <= 65504
+
+
+def factor(tensor: Tensor) -> bool:
+    return positive(tensor) and float(tensor.max()) <= 4096
+
+
+def codewords(tensor: Tensor) -> bool:
+    """In each stage more than half of them differ, and they are not all below float16's normal numbers."""
+    stages = [{tuple(word) for word in stage.tolist()} for stage in tensor]
+    large = bool((tensor.abs().amax((1, 2)) >= 2.0**-14).all())
+    return finite(tensor, 65503) and large and all(2 * len(words) > tensor.shape[1] for words in stages)
 
 
 FREE_TENSORS: dict[tuple[str, str], Callable[[Tensor], bool]] = {
     ("higgs", "grid"): grid,
-    ("scaled", "factor"): positive,
-    ("squat", "calibrated"): lambda tensor: finite(tensor, 1e9),
-    ("residual-vq", "codebooks.0"): lambda tensor: finite(tensor, 65503),
-    ("residual-vq", "codebooks.1"): lambda tensor: finite(tensor, 65503),
+    ("scaled", "factor"): factor,
+    ("squat", "calibrated"): directions,
+    ("residual-vq", "codebooks.0"): codewords,
+    ("residual-vq", "codebooks.1"): codewords,
     ("residual-vq", "scale"): positive,
     ("transform", "mean"): finite,
     ("predicted", "predictor.scale"): finite,  # of LINEAR-4BIT it must be positive: see `constant_explained`
     **{
         ("predicted", f"predictor.{name}"): finite
         for name in (
-            "weight", "bias", "down", "up", "in_weight", "in_bias", "out_weight", "out_bias", "norm_weight", "norm_bias",
-            "min", "codes",
+            "bias", "in_bias", "out_bias", "norm_weight", "norm_bias", "min", "codes",
         )
     },
+    **{("predicted", f"predictor.{name}"): gain for name in ("weight", "down", "up", "in_weight", "out_weight")},
 }  # fmt: skip
 
 
@@ -1046,6 +1077,45 @@ SEEN: dict[str, tuple[str, Mutation, str]] = {
     "codebooks of 65504": (
         "residual-vq", in_tensor("codebooks.0", lambda t: torch.full_like(t, 65504)), "add up to .* must stay below 65504",
     ),
+    "codebooks of 0": (
+        "residual-vq", in_tensor("codebooks.0", torch.zeros_like), "stage 0: no codeword's magnitude is above 0, needs",
+    ),
+    "codebooks of one codeword": (
+        "residual-vq", in_tensor("codebooks.0", lambda t: t[:, :1].expand_as(t).contiguous()),
+        "stage 0: 1 of 8 codewords differ, needs 5",
+    ),
+    "a later stage of two codewords": (
+        "residual-vq", in_tensor("codebooks.1", lambda t: torch.stack([t[0], t[1, torch.arange(8) % 2]])),
+        "codebooks.1, stage 1: 2 of 8 codewords differ, needs 5",
+    ),
+    "codebooks that float16 rounds off": (
+        "residual-vq", in_tensor("codebooks.0", lambda t: (t.float() * 1e-7).half()), "stage 0: no codeword's magnitude is",
+    ),
+    "a grid of points in another order": (
+        "higgs-2", in_tensor("grid", lambda t: t.flip(1)), "is not the one for d=2, n=16, nor that in multiples of a step",
+    ),
+    "a grid with one point of 0": (
+        "higgs-2-d4", in_tensor("grid", lambda t: torch.cat([t[:1] * 0, t[1:]])), "is not the one for d=4, n=256",
+    ),
+    "a subspace of 0": ("squat both", in_tensor("calibrated", torch.zeros_like), "no direction is longer than 0, needs"),
+    "a subspace of next to nothing": ("squat both", in_tensor("calibrated", lambda t: t * 1e-7), "is longer than 3e-07"),
+    "a subspace of 65504": (
+        "squat both", in_tensor("calibrated", lambda t: torch.full_like(t, 65504)), "two directions have a cosine of 1",
+    ),
+    "a subspace of one direction": (
+        "squat both", in_tensor("calibrated", lambda t: t[:, :1].expand_as(t).contiguous()), "must be at right angles",
+    ),
+    "a subspace from the least direction on": ("squat both", in_tensor("calibrated", lambda t: t.flip(1)), "not grow in"),
+    "factors of 65504": ("scaled", in_tensor("factor", lambda t: torch.full_like(t, 65504)), r"of 6.55e\+04: must be at most"),
+    **{
+        f"weights of 65504 of {kind}": (
+            f"predicted {kind}", in_tensor(f"predictor.{name}", lambda t: torch.full_like(t, 65504)),
+            rf"{kind} predictor, {name}: gives .* for inputs of size 1, must be at most 65504",
+        )
+        for kind, name in (
+            ("linear", "weight"), ("reduced-rank", "up"), ("mlp", "out_weight"), ("linear-4bit", "scale"),
+        )
+    },
     "a setting gone": ("higgs-2", without(*KEY, "config", "rotation"), "higgs codec lacks rotation"),
     "a setting gone inside": ("scaled", without(*KEY, "config", "inner", "config", "search"), "uniform codec lacks search"),
     "a selection's share gone": ("selection", without("scheme", "selection", "heavy"), "selection lacks heavy"),

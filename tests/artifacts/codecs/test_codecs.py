@@ -22,6 +22,7 @@ from torch import Tensor
 from kvcal.evaluate.codec_contract import Make, Subject, checks, numbers
 from kvcal.evaluate.codec_contract.numbers import TINIEST, coded, half_of_bits, slack_of
 from kvcal.evaluate.codec_contract.subject import INPUTS, linear_predictor, nbytes, normal, statistics
+from kvcal_artifacts.cache.statistics.subspace import subspace
 from kvcal_artifacts.codecs import (
     CODECS,
     PREDICTORS,
@@ -180,7 +181,8 @@ def squat(inner: Make, calibrated: bool = False, **settings: Any) -> Make:
     """A strength that moves channels by as much as a step."""
 
     def make(shape: Shape, role: Role) -> Codec:
-        own = normal(shape.heads, 2, shape.dim, seed=8) * 9 if calibrated else None
+        queries = normal(shape.heads, 2, shape.dim, seed=8).double() * 9
+        own = subspace(queries.mT @ queries, 2).float() if calibrated else None
         return Squat(inner(shape, role), **{"rank": 3, "channels": shape.dim // 2} | settings, calibrated=own)
 
     return make

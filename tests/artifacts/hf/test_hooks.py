@@ -199,6 +199,49 @@ def test_a_new_cache_reads_the_modules_that_are_there(name: str, change: str, st
             model(token_ids(1, 1), past_key_values=earlier)
 
 
+def twice(model: Any, name: str) -> None:
+    for layer in model.model.layers:
+        getattr(layer.self_attn, name).register_forward_hook(lambda module, args, output: output * 1.3)
+
+
+def patched(model: Any, name: str) -> None:
+    for layer in model.model.layers:
+        projection = getattr(layer.self_attn, name)
+        projection.forward = lambda x, plain=projection.forward: plain(x) * 1.3
+
+
+def parameter(model: Any, name: str) -> None:
+    for layer in model.model.layers:
+        projection = getattr(layer.self_attn, name)
+        projection.weight = nn.Parameter(projection.weight.detach() * 1.3)
+
+
+def earlier_input(model: Any, name: str) -> None:
+    """A hook before attention, which changes what it is given."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "hidden_states": kwargs["hidden_states"] * 1.3}
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+@pytest.mark.parametrize("change", [twice, patched, parameter, earlier_input])
+@pytest.mark.parametrize("name", ["squat", "H2O", "kivi-4 before RoPE"])
+def test_a_cache_is_told_what_attention_gets(name: str, change: Callable[[Any, str], None]) -> None:
+    """Also where another hook, patch or parameter came after the cache, before its first forward or between two."""
+    projection = "k_proj" if "RoPE" in name else "q_proj"
+    model, other = fresh(), fresh()
+    cache = CACHES[name](model)
+    change(model, projection)
+    change(other, projection)
+    assert torch.equal(logits(model, cache), logits(other, CACHES[name](other)))
+    cache.reset()
+    change(model, projection)
+    change(other, projection)
+    assert torch.equal(logits(model, cache), logits(other, CACHES[name](other)))
+
+
 @pytest.mark.parametrize(("name", "change"), SOME)
 def test_an_open_cache_says_that_a_module_was_replaced(name: str, change: str) -> None:
     model = fresh()

@@ -4,6 +4,9 @@ vector-quantize-pytorch.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvcal_kernels.hadamard import tree_sum
 from kvcal_kernels.residual_vq.nearest import backend, nearest, reference, residual_codes, residual_sum, sums
 from tests.support.compiled import TARGETS, compiled, loops, resources, skip_unless_pinned, whole
 from tests.support.interpreted import interpreted, needs_triton
@@ -56,6 +60,95 @@ def test_a_code_depends_on_its_vector_alone(seed: int, size: float, cut: int) ->
     assert torch.equal(whole.long(), brute(x, book))
     assert torch.equal(torch.cat([nearest(x[:cut], book), nearest(x[cut:], book)]), whole)
     assert torch.equal(nearest(x.T.contiguous().T, book), whole)
+
+
+def one_apart(book: Tensor) -> Tensor:
+    """Codewords around the first that differ by a float16's last place in some dimensions."""
+    step = torch.randint(0, 2, book.shape, generator=torch.Generator().manual_seed(3)).short()
+    return (book[:1].expand_as(book).contiguous().view(torch.int16) + step).view(torch.float16)
+
+
+def column(book: Tensor, value: float, rows: slice = slice(None)) -> Tensor:
+    book = book.clone()
+    book[rows, 0] = value
+    return book
+
+
+CLOSE: dict[str, Callable[[Tensor], Tensor]] = {
+    "all 0": torch.zeros_like,
+    "zeros of either sign": lambda book: book.sign() * 0,
+    "all equal": lambda book: book[:1].expand_as(book).contiguous(),
+    "two of them": lambda book: book[torch.arange(len(book)) % 2],
+    "some twice": lambda book: book[torch.arange(len(book)) // 2],
+    "one place apart": one_apart,
+    "one far away": lambda book: column(book, 6e4, slice(3, 4)),
+    "a large channel": lambda book: column(book, 3e4),
+    "small beside a large channel": lambda book: column((book.float() * 1e-7).half(), 6e4),
+    "signs": torch.sign,
+}
+PRECISIONS = ("highest", "high", "medium")
+
+
+@pytest.fixture
+def precision() -> Iterator[Callable[[str], None]]:
+    """Sets how torch may take products of float32, as users do; put back afterwards."""
+    before = torch.get_float32_matmul_precision()
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("setting", PRECISIONS)
+@pytest.mark.parametrize("name", CLOSE)
+@pytest.mark.parametrize(("n", "d", "k"), [(150, 33, 512), (40, 7, 16), (3, 16, 16384)])
+def test_close_codewords_are_told_apart_by_their_distance_in_float64(
+    n: int, d: int, k: int, name: str, setting: str, precision: Callable[[str], None]
+) -> None:
+    """The sum runs by halves, so that the distances, ties included, are the same numbers."""
+    x, book = normal(n, d), CLOSE[name](normal(k, d, seed=1).half())
+    x[::5], x[1::7, ::2] = 0, 0
+    precision(setting)
+    wanted = [tree_sum((row.double() - book.double()).square()).argmin() for row in x]
+    assert torch.equal(reference.nearest(x, book).long(), torch.stack(wanted))
+
+
+@pytest.mark.parametrize("setting", PRECISIONS)
+@pytest.mark.parametrize("name", CLOSE)
+def test_no_codebook_makes_encoding_slow(
+    name: str, setting: str, precision: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work, not time: distances taken pair by pair, 20 times as slow as those in tiles, stay below one in sixteen."""
+    work = {"pairs": 0, "tiles": 0}
+
+    def watched(terms: Tensor) -> Tensor:
+        work["pairs" if terms.ndim == 2 else "tiles"] += terms[..., 0].numel()
+        return tree_sum(terms)
+
+    monkeypatch.setattr(reference, "tree_sum", watched)
+    precision(setting)
+    x, book = normal(300, 32), CLOSE[name](normal(1024, 32, seed=1).half())
+    reference.nearest(x, book)
+    pairs = len(x) * len(book)
+    assert work["pairs"] <= pairs / reference.CROWDED and work["tiles"] <= pairs, work
+    if name != "small beside a large channel":  # what float64 cannot tell apart in a product, either
+        assert work["pairs"] <= 2 * reference.FEW * len(x) and work["tiles"] == 0, work
+
+
+NEWER = """
+import torch
+from kvcal_kernels.residual_vq.nearest import reference
+torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+x, book = torch.randn(50, 24), torch.randn(64, 24).half()
+near = (x.double()[:, None] - book.double()).square().sum(-1).argmin(-1)
+print(reference._is_full(x.device), torch.equal(reference.nearest(x, book).long(), near))
+"""
+
+
+def test_torchs_newer_setting_is_read_too() -> None:
+    """torch.get_float32_matmul_precision raises an error once it is set, and nothing puts that back: a process apart."""
+    if not hasattr(torch.backends.mkldnn, "matmul"):
+        pytest.skip("torch before 2.9 has one setting for all devices")
+    done = subprocess.run([sys.executable, "-c", NEWER], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True"], done.stderr
 
 
 def test_the_distance_matrix_is_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:

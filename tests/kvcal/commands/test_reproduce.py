@@ -311,3 +311,25 @@ def test_threads_are_put_back(base: Path, tmp_path: Path) -> None:
     before = torch.get_num_threads()
     again(base, altered(base, "norms", tmp_path, lambda p: p["cpu"].update(threads=2)))
     assert torch.get_num_threads() == before
+
+
+def test_recorded_threads_are_at_most_the_cores(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    plain = torch.set_num_threads
+
+    def watched(count: int) -> None:
+        taken.append(count)
+        plain(min(count, 8))
+
+    monkeypatch.setattr(torch, "set_num_threads", watched)
+    done = again(base, altered(base, "norms", tmp_path, lambda p: p["cpu"].update(threads=1000)))
+    cores = os.cpu_count() or 1
+    assert f"note: recorded with 1000 threads, run with {cores}, this machine's cores: last bits may differ" in done.err
+    assert taken and max(taken) <= max(cores, torch.get_num_threads())
+
+
+def test_an_error_in_a_text_names_the_file_that_was_given(base: Path, tmp_path: Path) -> None:
+    odd = altered(base, "norms", tmp_path, lambda p: p["settings"].update(column="words"))
+    done = again(base, odd)
+    last = done.err.splitlines()[-1]
+    assert done.code in (1, 2) and f"{base / 'moved' / 'other.txt'}" in last and "kvcal-reproduce-" not in last, last

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from kvcal.bundles.provenance import recorded
 from kvcal.bundles.publish import pull
@@ -25,6 +29,7 @@ from kvcal_artifacts import load_bundle
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, TextError
 from kvcal_artifacts.files import write_together
+from tests.support.architectures import MIXTURES, TINY
 from tests.support.models_fixture import ROOT_COMMAND, SUFFIX, Done, kvcal, write_model, write_text
 
 
@@ -342,3 +347,86 @@ def test_help_says_which_layer_comes_first() -> None:
     for command in ("fit-predictors", "compare"):
         [option] = [one for one in ROOT_COMMAND.commands[command].params if one.name == "first_layer"]
         assert "the first compressed layer" in option.help and "layer 0" not in option.help
+
+
+SHAPES: dict[str, tuple[str, str, tuple[int, ...]]] = {
+    "keys of layer 1": ("llama", "model.layers.1.self_attn.k_proj.weight", (8, 32)),
+    "rows of the embedding": ("llama", "model.embed_tokens.weight", (100, 64)),
+    "an expert": ("qwen3-moe", "model.layers.1.mlp.experts.1.down_proj.weight", (3, 5)),
+}
+
+
+def saved(kind: str, folder: Path) -> Path:
+    (TINY | MIXTURES)[kind]().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_preset_without_a_check_still_looks_at_shapes(name: str, tmp_path: Path) -> None:
+    kind, tensor, shape = SHAPES[name]
+    folder = saved(kind, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    assert tensor in tensors
+    tensors[tensor] = torch.zeros(shape)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    output = tmp_path / f"x{SUFFIX}"
+    done = kvcal("preset", "kivi-4", "--model", folder, "--no-check", "--output", output)
+    assert done.code != 0 and f"model.safetensors: {tensor} has shape {shape}" in done.complaint, done.err
+    assert not output.exists()
+
+
+def test_a_preset_without_a_check_misses_an_expert(tmp_path: Path) -> None:
+    folder = saved("qwen3-moe", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.1.down_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    done = kvcal("preset", "kivi-4", "--model", folder, "--no-check", "--output", tmp_path / f"x{SUFFIX}")
+    assert done.code != 0 and "model.layers.1.mlp.experts" in done.complaint, done.err
+
+
+def foreign_file(place: Path) -> None:
+    place.mkdir()
+    (place / "mine.txt").write_text("x")
+
+
+def foreign_link(place: Path) -> None:
+    target = place.with_name("victim")
+    target.mkdir()
+    place.symlink_to(target)
+
+
+def foreign_settings(place: Path) -> None:
+    place.mkdir()
+    os.mkfifo(place / "settings.json")
+
+
+FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a file of others": (foreign_file, "holds mine.txt, which kvcal did not make"),
+    "a link": (foreign_link, "is a link, where kvcal keeps a folder for a killed run"),
+    "a pipe": (os.mkfifo, "is a pipe, where kvcal keeps"),
+    "settings that are a pipe": (foreign_settings, "settings.json"),
+}
+
+
+@pytest.mark.parametrize("command", ["fit-predictors", "fit-norms", "train-codebooks", "measure-subspaces"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_lies_in_the_place_of_kept_work_is_refused_first(
+    name: str, command: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lay, said = FOREIGN[name]
+    output = tmp_path / f"x{SUFFIX}"
+    lay(tmp_path / f".x{SUFFIX}.partial")
+    for late in ("calibration.calibration_windows", "common.tokenizer_for", "calibration.tokenizer_for"):
+        monkeypatch.setattr(f"kvcal.commands.{late}", lambda *args, **kwargs: pytest.fail("work began"))
+    places = ["--model", base / "model", "--text", base / "words.txt", "--output", output]
+    done = kvcal(command, *places)
+    assert done.code != 0 and said in done.complaint and not output.exists(), done.err
+
+
+def test_a_config_that_is_a_pipe_is_named(base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(base / "model", folder)
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    done = kvcal("preset", "kivi-2", "--model", folder, "--no-check", "--output", tmp_path / f"x{SUFFIX}")
+    assert done.code != 0 and "holds config.json, a pipe: remove it" in done.complaint, done.err

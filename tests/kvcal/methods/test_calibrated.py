@@ -31,13 +31,15 @@ from kvcal.methods.calibrated import (
 )
 from kvcal.methods.composition import Composition, DataFreeComposition
 from kvcal.methods.data_free import Preset
+from kvcal.methods.factors import channel_factor
 from kvcal.methods.registry import CALIBRATED, codec_maker
 from kvcal.methods.statistics import TrainingData
 from kvcal.report.timing import PhaseTimer
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import MixKVQ, Predicted, ResidualVQ, Role, Scaled, Shape, Squat, Uniform
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.codecs.squat import check_directions
+from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Windows
 from tests.support import schemes
 from tests.support.architectures import build
@@ -207,6 +209,23 @@ def test_codebooks_of_a_layer_of_zeros(size: int) -> None:
     k, q = usual()
     codec = CalibratedCodebooks(2.0, size).learn(shown(k * 0, q))
     assert float(codec.decode(codec.encode(coded(k) * 0)).abs().max()) == 0
+
+
+def test_a_subspace_of_no_queries_is_one_that_a_bundle_may_hold() -> None:
+    k, q = usual()
+    for queries in (q * 0, q * 1e-9, q):
+        learned = CalibratedSubspace("squat-2").learn(shown(k, queries))
+        assert isinstance(learned, Squat) and learned.calibrated is not None
+        check_directions(learned.calibrated)
+        again = Squat.from_state(SHAPE, "key", learned.config(), learned.tensors())
+        assert again.calibrated is not None and torch.equal(again.calibrated, learned.calibrated)
+    with pytest.raises(KVCalError, match="no direction is longer than 0"):
+        check_directions(torch.zeros(2, 5, 16))
+
+
+def test_factors_of_the_largest_keys_are_those_that_a_bundle_may_hold() -> None:
+    assert float(channel_factor(torch.tensor([[1.0, 3e9, 1e-9]])).max()) == 4096
+    assert float(channel_factor(torch.tensor([[1.0, 1e7]])).max()) < 4096
 
 
 def test_too_few_vectors_for_a_codebook() -> None:

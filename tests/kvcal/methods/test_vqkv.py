@@ -28,6 +28,7 @@ from kvcal.methods.codebooks import (
     ClosedForm,
     StageReport,
     Training,
+    distinct_codewords,
     holdout_error,
     last_fall,
     train_stage,
@@ -40,6 +41,7 @@ from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import ResidualVQ, Shape
+from kvcal_artifacts.codecs.residual_vq import no_codewords
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_kernels.residual_vq.nearest import nearest
 from tests.support.models_fixture import ROOT, SUFFIX, Done, killed_at, kvcal, write_model, write_text
@@ -215,6 +217,27 @@ def test_too_few_kinds_of_vectors() -> None:
             assert report.error <= (0.5 if name == "adam" else 1e-6) or value == 0.0
 
 
+def test_codewords_of_few_kinds_become_others_and_err_no_more() -> None:
+    x = vectors(500)
+    for name, book in {
+        "zeros": torch.zeros(32, 16),
+        "one": x[:1].expand(32, 16),
+        "twelve": x[torch.arange(32) % 12],
+        "small": x[:32] * 1e-7,
+    }.items():
+        made = distinct_codewords(book.half(), "few")
+        assert no_codewords(book.half()) and not no_codewords(made), name
+        assert len(made.unique(dim=0)) == 32, name
+        assert holdout_error(x, made, 1.0) <= holdout_error(x, book.half(), 1.0) * (1 + 1e-6), name
+        assert torch.equal(distinct_codewords(made, "few"), made)
+    kept = distinct_codewords(x[torch.arange(32) % 12].half(), "few")
+    assert torch.equal(kept[:12], x[:12].half())
+    zeros = distinct_codewords(torch.zeros(4, 16).half(), "zeros")
+    assert float(zeros[nearest(x[:9] * 0, zeros).long()].abs().max()) == 0
+    with pytest.raises(UsageError, match="of 65536 codewords differ, needs 32769; give smaller codebooks"):
+        distinct_codewords(torch.zeros(65536, 1).half(), "narrow")
+
+
 # Numbers without a generator.
 
 
@@ -277,7 +300,7 @@ def test_scales() -> None:
     assert torch.equal(head_scale("query", square, None), head)  # type: ignore[arg-type]
 
 
-def test_an_outlier_channel_and_one_that_queries_hardly_see_are_told_apart() -> None:
+def test_an_outlier_channel_and_one_that_queries_hardly_see_are_distinct_codewords() -> None:
     """As in Gemma-3-270M: the largest codeword of one channel times the scale of another is no key that there is."""
     keys, queries = normal(4096, 16, seed=1), torch.ones(1, 16, dtype=torch.float64)
     keys[:, 3] = 75 + 5 * keys[:, 3]
@@ -620,6 +643,19 @@ def test_too_few_vectors_are_noticed_before_the_model_runs(
         "kvcal.calibrate.sampled_vectors.Collection.sample", lambda *args: pytest.fail("vectors were collected")
     )
     assert train(given, output, *options).code == 2
+
+
+@pytest.mark.parametrize("trainer", ["k-means", "closed-form", "adam"])
+def test_a_bundle_of_a_text_of_one_word_opens(given: list[object], output: Path, tmp_path: Path, trainer: str) -> None:
+    """Before RoPE all keys and values of the first layer are the same: a reader refuses codebooks of one codeword."""
+    (tmp_path / "word.txt").write_text("the " * 9000)
+    options = ["--per-layer", "--frame", "pre_rope", "--trainer", trainer, "--max-iterations", 5]
+    good(train([*given[:2], "--text", tmp_path / "word.txt"], output, *options))
+    for layer in load_bundle(output).scheme.layers:
+        assert layer is not None
+        for codec in (layer.key, layer.value):
+            assert isinstance(codec, ResidualVQ)
+            assert not any(no_codewords(stage) for book in codec.codebooks for stage in book)
 
 
 def test_sample_is_of_the_tokens_behind_the_sink(model: Any) -> None:
