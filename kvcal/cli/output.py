@@ -23,8 +23,6 @@ from typing import Any, Literal
 from kvcal.cli.failure import NO_STDOUT
 from kvcal_artifacts.shown import COMMANDS, message, shown
 
-Result = dict[str, Any]  # what a command returns, or a row of it, as --json prints it
-
 ANY_WIDTH = 10_000  # of --wide: whole cells can be read, copied and cut
 USUAL_WIDTH, LEAST_WIDTH = 80, 40
 GAP = 2  # between columns

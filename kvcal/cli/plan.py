@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
-from kvcal.cli.output import Result, line, note, on_stdout, print_json, print_table, wrapped
+from kvcal.cli.output import line, note, on_stdout, print_json, print_table, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import PlanOptions
 from kvcal.report.quantities import significant
+
+if TYPE_CHECKING:
+    from kvcal.bench.planning.projection import Row
+    from kvcal.commands.plan import Assumed, PlanResult
 
 
 @command(PlanOptions, light=True)
@@ -52,7 +56,7 @@ WIDE = [
 ]  # fmt: skip
 
 
-def _cells(row: Result) -> list[Any]:
+def _cells(row: Row) -> list[str | None]:
     speed = None if row["fits"] == "no" else row["tokens_per_second"]
     return [
         row["scheme"],
@@ -66,7 +70,7 @@ def _cells(row: Result) -> list[Any]:
     ]
 
 
-def _wide(row: Result) -> list[Any]:
+def _wide(row: Row) -> list[str | None]:
     cells = _cells(row)
     peaks = [f"{row[name] / 2**30:.2f}" for name in ("cache_bytes", "decode_peak_bytes", "prefill_peak_bytes")]
     whole = f"{row['longest_context_whole_prompt']:,}"
@@ -75,7 +79,7 @@ def _wide(row: Result) -> list[Any]:
     return [*first, *cells[4:], *rest, row["step"], row["next"]]
 
 
-def _head(result: Result) -> list[str]:
+def _head(result: PlanResult) -> list[str]:
     model, gpu = result["model"], result["gpu"]
     rate = "" if gpu["bytes_per_second"] is None else f", {gpu['bytes_per_second'] / 1e9:,.0f} GB/s"
     return [
@@ -87,7 +91,7 @@ def _head(result: Result) -> list[str]:
     ]
 
 
-def _foot(result: Result) -> list[str]:
+def _foot(result: PlanResult) -> list[str]:
     rows, chunk = result["rows"], result["assumed"]["chunk_tokens"]
     lines = ["", f"in chunks: prompts fed {chunk:,} tokens at a time; longest and batch are so too", *_kl_lines(rows)]
     if any(row["prefill_seconds"] is not None for row in rows):
@@ -103,7 +107,7 @@ def _foot(result: Result) -> list[str]:
     return lines
 
 
-def _prompt_line(assumed: Result) -> str:
+def _prompt_line(assumed: Assumed) -> str:
     """What the time of a prompt rests on."""
     return (
         f"prompt: seconds to prefill, its operations at {assumed['prompt_products_at']:.0%} of the card's sheet, as "
@@ -113,28 +117,31 @@ def _prompt_line(assumed: Result) -> str:
     )
 
 
-def _kl_lines(rows: list[Result]) -> Iterator[str]:
+def _kl_lines(rows: list[Row]) -> Iterator[str]:
     """Lines that name the models on which the KL was measured, and of which architecture they are."""
     alike = dict.fromkeys(row["kl_model"] for row in rows if row["kl_same_architecture"] and row["kl_model"])
     if alike:
         yield f"KL: nats per token as measured on {', '.join(alike)}, of the same architecture; yours: kvcal eval"
     others: dict[str, list[str]] = {}
     for row in rows:
-        if row["kl_same_architecture"] is False:
+        if row["kl_same_architecture"] is False and row["kl_model"] is not None:
             others.setdefault(row["kl_model"], []).append(row["scheme"])
     for model, schemes in others.items():
         yield f"KL of {', '.join(schemes)}: as measured on {model}, the worst of other architectures"
 
 
-def _nothing(result: Result) -> str:
+def _nothing(result: PlanResult) -> str:
     """What to do where no scheme is recommended: the budget that the best of those that fit needs."""
-    fitting = [row for row in result["rows"][1:] if row["fits"] != "no" and row["kl_upper"] is not None]
+    fitting = [
+        (row["kl_upper"], row["scheme"])
+        for row in result["rows"][1:]
+        if row["fits"] != "no" and row["kl_upper"] is not None
+    ]
     if not fitting:
         return "none, no scheme fits that was measured: less --context or --batch, or a smaller model"
-    least = min(fitting, key=lambda row: float(row["kl_upper"]))
-    upper = float(least["kl_upper"])
+    upper, scheme = min(fitting, key=lambda pair: pair[0])
     unit = 10 ** (math.floor(math.log10(upper)) - 1) if upper > 0 else 1.0
     return (
-        f"none; of what fits {least['scheme']} has the lowest KL, up to {significant(upper)}: "
+        f"none; of what fits {scheme} has the lowest KL, up to {significant(upper)}: "
         f"--budget-kl {math.ceil(upper / unit) * unit:.2g} takes it"
     )

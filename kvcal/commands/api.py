@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..methods.data_free import DataFree
     from ..methods.registry import CodecMaker
     from ..methods.vqkv import VQKV
+    from .plan import PlanResult
 
     SchemeLike: TypeAlias = str | os.PathLike[str] | Bundle | Scheme | DataFree
 
@@ -265,7 +266,7 @@ def plan(
     weights: str | None = None,
     dtype: str = "bfloat16",
     say: Callable[[str], None] = _silent,
-) -> dict[str, Any]:
+) -> PlanResult:
     """What fits on a GPU under each scheme, without weights: the document that `kvcal plan --json` prints.
 
     model: a short name, a hub id or a folder. gpu: a profile, as rtx-4090; or memory, as 24GB, with a bandwidth, as
@@ -345,7 +346,10 @@ def check_codec(codec: str | type[Codec] | CodecMaker) -> list[Outcome]:
     return check(codec)
 
 
-def _add(kind: str, table: dict[str, Any], more: Mapping[str, Any]) -> None:
+T = TypeVar("T")
+
+
+def _add(kind: str, table: dict[str, T], more: Mapping[str, T]) -> None:
     """Add to a table by name. Raises KVCalError where another has the name."""
     from kvcal_artifacts.errors import KVCalError
 

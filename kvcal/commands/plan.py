@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from kvcal_artifacts.errors import UnsupportedModel, UsageError
 
@@ -22,6 +22,66 @@ WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 Say = Callable[[str], None]
 
 
+class ModelRecord(TypedDict):
+    """The model that is planned for. context: tokens; weights_bytes: in `dtype`; kv_bytes_per_token: at that width."""
+
+    name: str
+    architecture: str
+    context: int
+    dtype: str
+    weights_bytes: int
+    parameters: int | None
+    layers: int
+    sliding_layers: int
+    kv_bytes_per_token: int
+
+
+class CardRecord(TypedDict):
+    """The card that is planned for. asked: whether its driver said so; sources: of each figure, where it is from."""
+
+    name: str
+    title: str
+    asked: bool
+    memory_bytes: int
+    bytes_per_second: float | None
+    flops: float | None
+    no_kernels: str | None
+    sources: Mapping[str, str]
+
+
+class Assumed(TypedDict):
+    """What a plan rests on: kvcal.bench.planning says of each figure what it is and where it was measured."""
+
+    runtime_bytes: float
+    allocator_part: float
+    chunk_tokens: int
+    weights_read_at: float
+    full_cache_read_at: float
+    seconds_a_layer: float
+    seconds_an_attention: float
+    prompt_products_at: float
+    packed_prompt_times: float
+    prompt_in_chunks_times: float
+    prompt_measured_on: str
+    measured_on: str
+    memory_of_the_system_counted: bool | None
+    kl_models: Mapping[str, object]
+
+
+class PlanResult(TypedDict):
+    """What `kvcal plan --json` prints. context: tokens of each of `batch` rows; budget_kl: nats per token."""
+
+    model: ModelRecord
+    gpu: CardRecord
+    context: int
+    batch: int
+    budget_kl: float | None
+    recommended: str | None
+    recommended_why: str | None
+    assumed: Assumed
+    rows: list[projection.Row]
+
+
 def check(options: PlanOptions) -> None:
     """UsageError for values, and pairs of options, that say nothing."""
     if options.dtype not in WIDTHS:
@@ -34,7 +94,7 @@ def check(options: PlanOptions) -> None:
         raise UsageError(f"--bandwidth {options.bandwidth} goes with --memory; --gpu has a bandwidth of its own")
 
 
-def run_plan(options: PlanOptions, say: Say) -> dict[str, Any]:
+def run_plan(options: PlanOptions, say: Say) -> PlanResult:
     """What the model takes on the card and how fast it runs, for FP16 and each scheme. say: prints assumptions."""
     check(options)
     source = _source(options)
@@ -114,7 +174,7 @@ def _model(source: ModelSource, options: PlanOptions, say: Say) -> Model:
     return Model(geometry, geometry.parameters * width, width)
 
 
-def _model_record(source: ModelSource, model: Model, options: PlanOptions) -> dict[str, Any]:
+def _model_record(source: ModelSource, model: Model, options: PlanOptions) -> ModelRecord:
     geometry = model.geometry
     return {
         "name": source.name,
@@ -129,7 +189,7 @@ def _model_record(source: ModelSource, model: Model, options: PlanOptions) -> di
     }
 
 
-def _card_record(card: Card) -> dict[str, Any]:
+def _card_record(card: Card) -> CardRecord:
     return {
         "name": card.name,
         "title": card.title,
@@ -142,7 +202,7 @@ def _card_record(card: Card) -> dict[str, Any]:
     }
 
 
-def _assumed(card: Card) -> dict[str, Any]:
+def _assumed(card: Card) -> Assumed:
     from ..bench.planning import speed
 
     return {

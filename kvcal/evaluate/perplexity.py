@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from kvcal_artifacts.cache import KVCalCache
 
+    from ..calibrate.checkpoint import EvaluationState
     from ..models.structure import CausalLM
 
 CacheMaker: TypeAlias = Callable[[], "KVCalCache"]
@@ -77,10 +78,10 @@ class Row:
 class Batches(Protocol):
     """Where an evaluation keeps how far it came, and goes on from."""
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self) -> EvaluationState | None:
         """What was last kept; None: begin."""
 
-    def keep(self, state: dict[str, Any]) -> None:
+    def keep(self, state: EvaluationState) -> None:
         """Keep what was summed after a batch of windows. state: as JSON has it; "windows" that are done, their "sums",
         and what was "watched" in caches.
         """
@@ -98,7 +99,7 @@ class Watching(Protocol):
     def merge(self, part: Any) -> None:
         """Add what `take` gave, here or in another process."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Mapping[str, Any]:
         """All that was added, as JSON has it."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -214,10 +215,11 @@ def _quiet(tokens: int) -> None:
     """Progress of a batch among those of other ranks: it counts when it is done."""
 
 
-def _state(done: int, sums: Mapping[str, _Sums], watching: Mapping[str, Watching]) -> dict[str, Any]:
-    state = {"windows": done, "sums": {name: asdict(total) for name, total in sums.items()}}
-    watched = {name: maker.state() for name, maker in watching.items()}
-    return state | ({"watched": watched} if watched else {})
+def _state(done: int, sums: Mapping[str, _Sums], watching: Mapping[str, Watching]) -> EvaluationState:
+    state: EvaluationState = {"windows": done, "sums": {name: asdict(total) for name, total in sums.items()}}
+    if watching:
+        state["watched"] = {name: maker.state() for name, maker in watching.items()}
+    return state
 
 
 class _FullBatch:

@@ -165,7 +165,7 @@ def check_row(
     row: Mapping[str, object],
     full: Mapping[str, object],
     limits: Limits,
-    layers: Sequence[dict[str, object]],
+    layers: Sequence[Mapping[str, object]],
     alive: Canary,
     bundle: Bundle | None,
     scheme: Scheme,
