@@ -76,7 +76,13 @@ def attend(
     same = keys.grid is not None and k_table.data_ptr() == v_table.data_ptr()
     inputs = (q, packed_q, blocks, *sink, *recent)
     key = (
-        keys.launch_key, values.launch_key, *map(_CHECKED, inputs), packed_q is q, same, launch, ring,
+        keys.launch_key,
+        values.launch_key,
+        *map(_CHECKED, inputs),
+        packed_q is q,
+        same,
+        launch,
+        ring,
         None if rope is None else rope.launch_key,
     )
     prepared = _PREPARED.get(key)
@@ -86,11 +92,25 @@ def attend(
         check_arguments(q, packed_q, keys, values, blocks, sink, recent, rope)
     out = torch.empty_like(q)
     before = (
-        packed_q, q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2],
-        blocks, sink[2], recent[2],
+        packed_q,
+        q,
+        out,
+        keys.words,
+        keys.scale,
+        values.words,
+        values.scale,
+        *sink[:2],
+        *recent[:2],
+        blocks,
+        sink[2],
+        recent[2],
     )
     behind = (
-        k_table, v_table, k_sign, v_sign, keys.words if keys.order is None else keys.order,
+        k_table,
+        v_table,
+        k_sign,
+        v_sign,
+        keys.words if keys.order is None else keys.order,
         *_rope_words(rope, keys.scale),
     )
     if not reusable:
@@ -108,8 +128,17 @@ _AT_ONCE: dict[int, int] = {}  # of compiled kernels that were examined, which s
 
 
 def _prepared(
-    q: Tensor, keys: Blocks, values: Blocks, sink: Exact, recent: Exact, launch: Launch | None, same: bool, ring: bool,
-    rope: Rope | None, before: tuple[Tensor, ...], behind: tuple[Tensor, ...],
+    q: Tensor,
+    keys: Blocks,
+    values: Blocks,
+    sink: Exact,
+    recent: Exact,
+    launch: Launch | None,
+    same: bool,
+    ring: bool,
+    rope: Rope | None,
+    before: tuple[Tensor, ...],
+    behind: tuple[Tensor, ...],
 ) -> tuple[Ready, tuple[int, ...], tuple[int, ...]]:
     """Return all of a launch that follows from shapes: what starts it, what it takes of a workspace, and whole numbers.
     before, behind: the launch's tensors except for the workspace's. The kernel is compiled for them, as only then it is
@@ -121,10 +150,8 @@ def _prepared(
         launch = chosen(keys.form, values.form, ratio * queries, rope is not None, batch * heads, capacity, q.device)
     pairs = 0 if rope is None else rope.pairs
     constants = settings(keys.form, values.form, heads, ratio, queries, launch.warps, same, pairs)
-    options: dict[str, object] = {**constants} | {
-        "STAGES": launch.stages, "ASM": not interpreted(), "RING": ring, "LONG": capacity + SPARE > SHORT
-    }
-    options |= {"num_warps": launch.warps, "num_stages": launch.stages}
+    options: dict[str, object] = {**constants, "STAGES": launch.stages, "ASM": not interpreted(), "RING": ring}
+    options |= {"LONG": capacity + SPARE > SHORT, "num_warps": launch.warps, "num_stages": launch.stages}
     options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
     ready = Ready(attend_kernel, (1, 1, 1), options, functools.partial(_examine, ring_bytes(constants)))
     runs = 0 if rope is None or len(rope.first) == 1 else rope.first.shape[1]
@@ -145,9 +172,8 @@ def _prepared(
     layout = _plan(constants, batch, capacity, windows, launch, at_once, q.device)
     merge_width = launch.merge_width or merge_width_of(layout.splits, constants["AT_ONCE"])
     ready.grid = (batch, heads * constants["CHUNKS"], layout.splits)
-    return ready, (
-        batch * ready.grid[1], layout.splits, constants["N"], constants["D"], merge_width
-    ), numbers(layout, merge_width)
+    workspace = (batch * ready.grid[1], layout.splits, constants["N"], constants["D"], merge_width)
+    return ready, workspace, numbers(layout, merge_width)
 
 
 def _by_registers(launch: Launch) -> int:
@@ -195,8 +221,16 @@ def _carried(constants: Settings) -> bool:
 
 
 def reserve(
-    space: Workspace, keys: Form, values: Form, batch: int, heads: int, ratio: int, capacity: int,
-    windows: tuple[int, int], queries: int = 1, pairs: int = 0,
+    space: Workspace,
+    keys: Form,
+    values: Form,
+    batch: int,
+    heads: int,
+    ratio: int,
+    capacity: int,
+    windows: tuple[int, int],
+    queries: int = 1,
+    pairs: int = 0,
 ) -> None:
     """Let `space` have what a launch over exactly so many blocks of capacity needs, however many programs run at a
     time: under a CUDA graph it must not grow. A smaller capacity may need more (`chosen`). windows: capacities of sink
@@ -205,9 +239,9 @@ def reserve(
     launch = chosen(keys, values, ratio * queries, pairs > 0, batch * heads, capacity, space.counter.device)
     constants = settings(keys, values, heads, ratio, queries, launch.warps, pairs=pairs)
     device, most = space.counter.device, min(MOST_AT_ONCE, MOST_WARPS // launch.warps)
-    plans = {_plan(
-        constants, batch, capacity, windows, launch, at_once, device
-    ).splits for at_once in range(1, most + 1)}
+    plans = {
+        _plan(constants, batch, capacity, windows, launch, at_once, device).splits for at_once in range(1, most + 1)
+    }
     for splits in sorted(plans, reverse=True):
         merge_width = launch.merge_width or merge_width_of(splits, constants["AT_ONCE"])
         space.take(batch * heads * constants["CHUNKS"], splits, constants["N"], constants["D"], merge_width)

@@ -70,8 +70,14 @@ class PreparedLaunch:
     """
 
     def __init__(
-        self, call: Pages, kernel: Kernel, constants: dict[str, Any], launch: Launch, ring: int,
-        behind: tuple[Tensor, ...], units: int,
+        self,
+        call: Pages,
+        kernel: Kernel,
+        constants: dict[str, Any],
+        launch: Launch,
+        ring: int,
+        behind: tuple[Tensor, ...],
+        units: int,
     ) -> None:
         q, pages, (batch, capacity) = call.q, call.pages, call.table.shape
         options: dict[str, object] = {**constants, "ASM": not interpreted(), "LONG": capacity + SPARE > SHORT}
@@ -108,8 +114,13 @@ _PREPARED: Prepared[PreparedLaunch] = Prepared()
 
 
 def launched(
-    call: Pages, out: Tensor | None, workspace: Workspace | None, name: object, prepare: Callable[[], PreparedLaunch],
-    behind: tuple[Tensor, ...], *units: float,
+    call: Pages,
+    out: Tensor | None,
+    workspace: Workspace | None,
+    name: object,
+    prepare: Callable[[], PreparedLaunch],
+    behind: tuple[Tensor, ...],
+    *units: float,
 ) -> Tensor:
     """Check and launch; `prepare` is called for the first launch of its kind. name: what else it follows from."""
     key = (name, *call.key())

@@ -205,9 +205,7 @@ def attend(
     if prepared is None or not all(map(Tensor.is_contiguous, tensors)):
         check(q, keys, values, blocks, sink, recent)
     out, constants = torch.empty_like(q), constants_of(keys, values)
-    before = (
-        q, out, *_pointers(keys), *_pointers(values), *sink[:2], *recent[:2], blocks, sink[2], recent[2],
-    )
+    before = (q, out, *_pointers(keys), *_pointers(values), *sink[:2], *recent[:2], blocks, sink[2], recent[2])
     if prepared is None:
         prepared = _PREPARED[key] = _prepared(q, keys, values, sink, recent, launch, ring, before, constants)
     ready, take, numbers = prepared
@@ -234,8 +232,15 @@ def check(
 
 
 def _prepared(
-    q: Tensor, keys: TransformBlocks, values: TransformBlocks, sink: Exact, recent: Exact, launch: Launch | None,
-    ring: bool, before: tuple[Tensor, ...], behind: tuple[Tensor, ...],
+    q: Tensor,
+    keys: TransformBlocks,
+    values: TransformBlocks,
+    sink: Exact,
+    recent: Exact,
+    launch: Launch | None,
+    ring: bool,
+    before: tuple[Tensor, ...],
+    behind: tuple[Tensor, ...],
 ) -> tuple[Ready, tuple[int, ...], tuple[int, ...]]:
     """Return all of a launch that follows from shapes, as `..launch` does for other formats."""
     batch, heads, capacity = keys.words.shape[:3]
@@ -266,7 +271,12 @@ def _prepared(
 
 
 def _plan(
-    constants: dict[str, Any], batch: int, capacity: int, windows: tuple[int, int], launch: Launch, at_once: int,
+    constants: dict[str, Any],
+    batch: int,
+    capacity: int,
+    windows: tuple[int, int],
+    launch: Launch,
+    at_once: int,
     device: torch.device,
 ) -> Plan:
     groups = batch * constants["HEADS"] * constants["CHUNKS"]
@@ -286,8 +296,15 @@ def planned(groups: int, capacity: int, windows: tuple[int, int], launch: Launch
 
 
 def reserve(
-    space: Workspace, keys: TransformForm, values: TransformForm, batch: int, heads: int, ratio: int, capacity: int,
-    windows: tuple[int, int], queries: int = 1,
+    space: Workspace,
+    keys: TransformForm,
+    values: TransformForm,
+    batch: int,
+    heads: int,
+    ratio: int,
+    capacity: int,
+    windows: tuple[int, int],
+    queries: int = 1,
 ) -> None:
     """Let `space` have what a launch over so many blocks of capacity needs, however many programs run at a time."""
     device = space.counter.device
