@@ -48,11 +48,11 @@ def load_cache(
     another model, errors.UnsupportedModel for a model that cannot be compressed, and errors.UsageError for what is no
     loaded model, such as its name.
     """
-    from .auto_names import AUTO_BITS
     from .bundle import Bundle
     from .cache import KVCalCache
     from .errors import UsageError
     from .hf import check_supported
+    from .presets import AUTO_BITS
     from .scheme import HeavyHitters
 
     if keep is None and heavy is not None:

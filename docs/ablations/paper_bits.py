@@ -29,9 +29,10 @@ import kvcal.cli.app  # noqa: F401, whose commands defaults_of asks
 from kvcal.cli.defaults import defaults_of
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.mixkvq import MixKVQ
-from kvcal.methods.registry import codec_maker, divisor
+from kvcal.methods.registry import codec_maker
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.codecs.residual_vq import PAPER_CODE_BITS
+from kvcal_artifacts.presets import divisor
 from kvcal_artifacts.scheme import LayerCodecs
 
 HERE = Path(__file__).parent

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcal_artifacts.codecs import Codec, Predicted, Role
+from kvcal_artifacts.codecs.named import CODEC_MAKERS
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.hf import config_of
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
@@ -28,7 +29,7 @@ from kvcal_kernels.device import on
 from ..capture.scan import Capture, LayerSource, WholeModel
 from ..methods.base import Carry, coded_tokens
 from ..methods.calibrated import CalibratedFactors
-from ..methods.registry import CODEC_MAKERS, codes_apart
+from ..methods.registry import codes_apart
 from ..methods.statistics import TrainingData
 from ..models.spread import input_device
 from ..report.progress import progress

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from kvcal_artifacts.bundle import Bundle
     from kvcal_artifacts.cache import KVCalCache
     from kvcal_artifacts.codecs import Codec
+    from kvcal_artifacts.codecs.named import CodecMaker
     from kvcal_artifacts.scheme import Scheme
 
     from ..evaluate.codec_contract import Outcome
     from ..evaluate.perplexity import Row
     from ..methods.base import Method
     from ..methods.data_free import DataFree
-    from ..methods.registry import CodecMaker
     from ..methods.vqkv import VQKV
     from .plan import PlanResult
 
@@ -73,9 +73,9 @@ def cache(
 
 def _bundle_of(model: nn.Module, scheme: SchemeLike) -> Bundle | str:
     """What load_cache takes: a bundle, or a preset of kvcal_artifacts.cache.auto."""
-    from kvcal_artifacts.auto_names import AUTO_BITS
     from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint, load_bundle
     from kvcal_artifacts.errors import UsageError
+    from kvcal_artifacts.presets import AUTO_BITS
     from kvcal_artifacts.scheme import Scheme
 
     from ..methods.data_free import PRESETS, preset
@@ -319,7 +319,7 @@ def register(
 
         _add("method", METHODS, {method.name: method})
     if backbones is not None:
-        from ..methods.registry import CODEC_MAKERS
+        from kvcal_artifacts.codecs.named import CODEC_MAKERS
 
         _add("codec", CODEC_MAKERS, backbones)
     if presets is not None:

@@ -19,6 +19,7 @@ from kvcal_artifacts import hf
 from kvcal_artifacts.checked import Json
 from kvcal_artifacts.codecs import Codec, Scaled, Uniform
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.presets import INNERQ_KEYS, INNERQ_VALUES
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
 from ..capture.scan import LayerTaps, TapBatch
@@ -26,7 +27,7 @@ from ..capture.shards import Added, Largest, ShardSums
 from .base import Carry, HoldoutError, LayerFit, flat
 from .composition import DataFreeComposition
 from .factors import by_queries, channel_factor, outlier_ratios, share_pairs
-from .registry import INNERQ_KEYS, INNERQ_VALUES, no_factors
+from .registry import no_factors
 
 FACTORS = ("channel", "pair", "none")
 SEARCHES = ("queries", "plain")

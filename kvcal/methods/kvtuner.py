@@ -17,13 +17,13 @@ from typing import ClassVar
 from kvcal_artifacts.codecs import Codec, Shape, Uniform
 from kvcal_artifacts.codecs.base import Role
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.presets import divisor
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
 from ..capture.scan import LayerTaps
 from ..capture.shards import ShardSums
 from .attention import OutputError, Probe, probe
 from .base import Carry, LayerFit
-from .registry import divisor
 
 Pair = tuple[int, int]  # key bits, value bits
 

@@ -17,6 +17,7 @@ from kvcal_artifacts import codecs
 from kvcal_artifacts.codecs import Codec, Shape, Uniform
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.hf.protocols import attribute
+from kvcal_artifacts.presets import divisor
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 from kvcal_artifacts.storage import block_store
 
@@ -24,7 +25,6 @@ from ..capture.scan import LayerTaps
 from ..capture.shards import ShardSums
 from .attention import OutputError, probe
 from .base import Carry, LayerFit, layer_by_layer
-from .registry import divisor
 
 
 @dataclass(frozen=True)
