@@ -352,3 +352,12 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise KVCalError(f"{path}: cannot be written: {error.strerror or error}; nothing was changed there") from error
+
+
+def existing_path(name: str) -> Path | None:
+    """The path of that name, if there is one; an empty name would be the current folder and is none."""
+    try:
+        path = Path(name).expanduser()
+        return path if name.strip() and path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long, a home that does not exist, a NUL byte
+        return None

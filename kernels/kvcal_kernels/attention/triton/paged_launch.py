@@ -83,17 +83,17 @@ class PreparedLaunch:
         options: dict[str, object] = {**constants, "ASM": not interpreted(), "LONG": capacity + SPARE > SHORT}
         options |= {"num_warps": launch.warps, "num_stages": launch.stages}
         options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
-        self._ready = Ready(kernel, (1, 1, 1), options, functools.partial(common._examine, ring))
+        self._ready = Ready(kernel, (1, 1, 1), options, functools.partial(common.examine, ring))
         strides = q.stride(0), pages.stride(0), pages.stride(1), call.table.stride(0), capacity
-        at_once = common._by_registers(launch)
+        at_once = common.by_registers(launch)
         if q.is_cuda and not interpreted():
             some = q.new_empty(16, dtype=torch.float32)
             before = (q, torch.empty_like(q), pages, call.table, call.lengths, call.starts)
             tensors = (*before, some, some, some.view(torch.int32), *behind)
             numbers = (*strides, 2, 2, 1, *[1.0] * units)
-            at_once = common._AT_ONCE[id(self._ready.compiled(tensors, numbers))]
+            at_once = common.PROGRAMS_AT_ONCE[id(self._ready.compiled(tensors, numbers))]
         groups = batch * pages.shape[1] * constants["CHUNKS"]
-        slots = at_once * common._processors(q.device)
+        slots = at_once * common.processors_of(q.device)
         splits = plan(groups, call.likely, (0, 0), launch.warps, slots, False, launch).splits
         merge_width = launch.merge_width or merge_width_of(splits, constants["AT_ONCE"])
         self._ready.grid = (batch, pages.shape[1] * constants["CHUNKS"], splits)

@@ -96,13 +96,13 @@ def side_of(rule: AnyRule) -> Side:
 
 
 @functools.cache
-def _factors(rule: Rule, device: torch.device) -> Tensor:
+def factors_of(rule: Rule, device: torch.device) -> Tensor:
     """Return a rule's factors, (n, 2) float32. They are made once, as a CUDA graph must find them where they were."""
     return torch.tensor(rule.factors, dtype=torch.float32, device="cpu").to(device)
 
 
 def _table(rule: AnyRule, device: torch.device) -> Tensor:
-    return rule.table if isinstance(rule, GridRule) else _factors(rule, device)
+    return rule.table if isinstance(rule, GridRule) else factors_of(rule, device)
 
 
 def advance(counts: Counts, new: Tensor) -> None:

@@ -251,18 +251,18 @@ def _prepared(
     options: dict[str, object] = {**constants, "ASM": not interpreted(), "RING": ring, "LONG": capacity + SPARE > SHORT}
     options |= {"num_warps": launch.warps, "num_stages": launch.stages}
     options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
-    ready = Ready(transform_kernel, (1, 1, 1), options, functools.partial(common._examine, ring_bytes(constants)))
+    ready = Ready(transform_kernel, (1, 1, 1), options, functools.partial(common.examine, ring_bytes(constants)))
 
     def numbers(chosen: Plan, merge_width: int) -> tuple[int, ...]:
         splits, tail_tokens = chosen.splits, chosen.tail_tokens
         sink_splits, merges = -(-windows[0] // tail_tokens), -(-splits // merge_width)
         return capacity, *windows, *chosen.numbers(), sink_splits, splits, tail_tokens, merge_width, merges
 
-    at_once = common._by_registers(launch)
+    at_once = common.by_registers(launch)
     if q.is_cuda and not interpreted():
         some = q.new_empty(16, dtype=torch.float32)
         tensors = (*before, some, some, some.view(torch.int32), *behind)
-        at_once = common._AT_ONCE[id(ready.compiled(tensors, (*numbers(Plan(2, 1, 16, ALONE), 1), 1.0)))]
+        at_once = common.PROGRAMS_AT_ONCE[id(ready.compiled(tensors, (*numbers(Plan(2, 1, 16, ALONE), 1), 1.0)))]
     layout = _plan(constants, batch, capacity, windows, launch, at_once, q.device)
     merge_width = launch.merge_width or merge_width_of(layout.splits, constants["AT_ONCE"])
     ready.grid = (batch, heads * constants["CHUNKS"], layout.splits)
@@ -280,7 +280,7 @@ def _plan(
     device: torch.device,
 ) -> Plan:
     groups = batch * constants["HEADS"] * constants["CHUNKS"]
-    return planned(groups, capacity, windows, launch, at_once * common._processors(device))
+    return planned(groups, capacity, windows, launch, at_once * common.processors_of(device))
 
 
 def planned(groups: int, capacity: int, windows: tuple[int, int], launch: Launch, slots: int) -> Plan:

@@ -14,7 +14,7 @@ from ....layout import PageForm
 from ....layout.pages import block_bytes, token_scales, widths
 from ....triton import interpreted
 from ...reference import GridRule, Rule
-from ...triton.launch import _factors
+from ...triton.launch import factors_of
 from ...triton.launch import side_of as rule_side
 from ..reference import StoreRule, TransformRule, check_store
 from ..side import StoreSide, places
@@ -62,7 +62,7 @@ def _raster(constants: dict[str, int]) -> tuple[int, int, int, int]:
 
 
 def _table(rule: StoreRule, device: torch.device) -> Tensor:
-    return _factors(rule, device) if isinstance(rule, Rule) else rule.table
+    return factors_of(rule, device) if isinstance(rule, Rule) else rule.table
 
 
 def settings(form: PageForm, keys: StoreRule, values: StoreRule, heads: int, tokens: int) -> dict[str, Any]:
