@@ -40,7 +40,7 @@ GENERATED = re.compile(r"<!-- \w+ by method_pages\.py -->.*?<!-- end -->", flags
 FENCE = re.compile(r"^ *```.*?^ *```", flags=re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"^\$\$.*?^\$\$|^:::.*?(?=\n\n|\Z)|<!--.*?-->", flags=re.DOTALL | re.MULTILINE)
 ITEM = re.compile(r"(?:[^\n]+(?:\n(?![ \t]*(?:[-*|#]|\d+\.)|\n))?)+")  # lines up to a blank one or the next item
-END = re.compile(r"(?<=[.!?])\s+(?=[\"'(\w])")
+END = re.compile(r"(?<=[.!?])\s+(?=[\"'(\w])|\s*→\s*")  # stations of a journey are sentences of their own
 ABBREVIATION = re.compile(r"\b(e\.g|i\.e|vs|et al|cf|approx|Eq|Fig|No)\.", flags=re.IGNORECASE)
 
 
@@ -48,6 +48,8 @@ def pages() -> list[Path]:
     """Those that are held: written for readers, not kept as a log."""
     site = [
         DOCS / "index.md",
+        DOCS / "architecture.md",
+        DOCS / "decisions.md",
         DOCS / "benchmarks" / "index.md",
         DOCS / "reference" / "python.md",
         DOCS / "lab" / "index.md",
