@@ -53,7 +53,7 @@ BUNDLES: dict[
 
 
 def count(what: dict[str, Any], row: dict[str, Any], heads: tuple[int, int]) -> tuple[float | None, str | None]:
-    """A row's bits a value as its paper counts, None where the row does not say; and where that comes from, if not from
+    """A row's bits per value as its paper counts, None where the row does not say; and where that comes from, if not from
     its settings. what: as run.py's keys have it.
     """
     told, options = row.get("told", {}), what["options"]

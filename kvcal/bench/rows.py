@@ -34,7 +34,7 @@ class Settings(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. microseconds: the median, None where `refused` says why there is none. stored_bits: bits a value as
+    """One figure. microseconds: the median, None where `refused` says why there is none. stored_bits: bits per value as
     stored, windows excluded. fraction_of_copy: the time in which this device copies as many bytes as the operation must
     move, over the median. ratio_to_fp16: the best FP16 attention of the same run over the median, fp16_backend which
     one it was. projected: computed from a device profile, not measured. path: which code ran. dtype: of the model, or

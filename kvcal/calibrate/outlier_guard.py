@@ -44,7 +44,7 @@ GRADES = ((1.0, "breaks the model"), (0.3, "costs much quality"), (0.1, "costs n
 # (`_advice`): models with such channels have 10 to 95. Below that balanced factors may help, too (1-bit keys on `tiny`,
 # whose ratio is 6), but there is no channel to point at.
 OUTLIER = 10.0
-# More bits a value, of keys and values, that count as "about the same": scales of groups along tokens take 0.38 more
+# More bits per value, of keys and values, that count as "about the same": scales of groups along tokens take 0.38 more
 # than one of a whole head; another bit of keys takes 0.5.
 WIDER = 0.5
 BETTER = 0.5  # an alternative is named where its forecast is at most so many times the scheme's

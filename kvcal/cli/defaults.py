@@ -23,8 +23,8 @@ class _Program:
 
 
 def register(commands: Mapping[str, Callable[..., None]], app: Typer) -> None:
-    """Called once, by app.py, which knows the commands: they are asked here for each other's options, so that this
-    module cannot import it.
+    """Set the commands and the program. app.py, which imports all commands, calls this once: commands ask this module
+    for each other's options, so it cannot import app.py.
     """
     _Program.commands, _Program.app = commands, app
 
@@ -36,8 +36,10 @@ def defaults_of(command: str) -> dict[str, object]:
 
 
 def options_of(command: str, values: Mapping[str, object]) -> Options:
-    """All options of `kvcal COMMAND`, these in place, read and checked as on the command line; a list is repeated, or
-    joined by commas where the option is given once. Raises UsageError in the words of the command line.
+    """All options of `kvcal COMMAND`: `values`, read and checked as on the command line, and else the defaults.
+
+    A list is repeated, or joined by commas where the option is given once. Raises UsageError in the words of the
+    command line.
     """
     from kvcal_artifacts.errors import UsageError
 

@@ -381,7 +381,7 @@ def measure(
     all.
 
     settings: step, attention_windows, at_length; attention_tokens, if attention errors are of windows' first tokens
-    only. saved: as of `evaluate`.
+    only. saved: `evaluate` explains it.
     """
     full, *rows = evaluate(loaded.model, ids, makers, step=settings["step"], batch=batch, saved=saved)
     part = ids[: settings["attention_windows"], : settings.get("attention_tokens")]

@@ -145,7 +145,7 @@ def _card(options: PlanOptions) -> Card:
 
 
 def _source(options: PlanOptions) -> ModelSource:
-    """The source that --model names, as of every command. Here a config.json may be named itself, too."""
+    """The source that --model names, as in every command. Here a config.json may be named itself, too."""
     path = Path(options.model)
     named_file = path.name == "config.json" and path.is_file()
     return resolve(str(path.parent.resolve()) if named_file else options.model, options.revision)

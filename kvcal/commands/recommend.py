@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 NUMBERS = {"cuda": (36, 4, 1024), "cpu": (10, 2, 512)}  # windows in all, held-out ones, tokens a window
 ERROR_WINDOWS = 2  # held-out windows that attention errors and outliers are measured on
 FORECASTS = 5  # schemes in a pass
-STEP = 32  # tokens a forward pass, as of `kvcal eval`
+STEP = 32  # tokens per forward pass, as `kvcal eval` has by default
 LEAST_SECONDS_SHOWN = 5.0
 
 

@@ -110,8 +110,8 @@ def _by_head(total: Tensor | None) -> list[float] | None:
 
 @dataclass(frozen=True)
 class Blame:
-    """A layer's keys or values, or those of one kv head of it. error: as of LayerErrors. recorded: what the bundle says
-    of it, None if it says nothing.
+    """A layer's keys or values, or those of one kv head of it. error: relative and squared, see
+    `LayerErrors`. recorded: what the bundle says of it, None if it says nothing.
     """
 
     layer: int

@@ -40,13 +40,16 @@ TOKENS_PER_BATCH = {"cuda": 1 << 18, "cpu": 1 << 13}
 
 @dataclass(frozen=True)
 class Row:
-    """One cache on the whole text. kl: mean nats to the full-precision logits. Bytes are of one window's end, mean.
+    """What one cache gives on the whole text. Bytes are those at the end of a window, averaged over windows.
 
-    bits_per_value: stored bits of packed blocks over the values they stand for. The `full` row is counted in 16-bit
-    numbers, the model's own, whatever dtype measured it. paper_bits: as the codecs' own papers count. bytes_at_16_bit:
-    what the same tokens take uncompressed at 16 bits a value. kl_se: standard error of kl over windows, None of one
-    window. kl_windows: kl of each window, in order. nll_windows: likewise the negative log-likelihood of the text, mean
-    nats; perplexity is exp of their mean. kl_median to positions: as of `Spread`. smaller: 16-bit bytes of full
+    The row `full` counts 16 bits per number, whatever dtype measured it. perplexity: exp of the mean of nll_windows.
+    kl: mean KL divergence from the logits of full precision, in nats per token. kl_se: its standard error over windows,
+    None for one window. kl_windows, nll_windows: KL and negative log-likelihood of each window, in nats per token.
+    kl_median, kl_p99, kl_max, same_top, kl_behind, positions: the spread over tokens, which `Spread` explains.
+
+    bits_per_value: stored bits of packed blocks over the values they stand for. paper_bits: the same as the codecs'
+    papers count it. cache_bytes: packed blocks. window_bytes: exact tokens. resident_bytes: predictors and codebooks.
+    bytes_at_16_bit: what the same tokens take uncompressed at 16 bits per value. smaller: 16-bit bytes of full
     precision over those of this cache (packed blocks, windows at 16 bits, run-time statistics).
     """
 
@@ -132,7 +135,7 @@ class _Sums:
     resident: int = 0
     first_packed: int | None = None  # position
     by_token: list[list[str]] = field(default_factory=list)  # as of Tokens.pack, by batch
-    paper: list[list[float]] = field(default_factory=list)  # bits a value, and of how many values, by batch
+    paper: list[list[float]] = field(default_factory=list)  # bits per value, and of how many values, by batch
 
     def merge(self, other: _Sums) -> None:
         """Add those of the windows behind."""

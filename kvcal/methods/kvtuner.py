@@ -31,7 +31,7 @@ Pair = tuple[int, int]  # key bits, value bits
 @dataclass(frozen=True)
 class KVTuner:
     """A search for bits of each layer, like KVTuner. choices: bits that a layer's keys and values may have. max_bits:
-    stored bits a value, scales and minima included, at most on average. Keys per channel in groups of `group` tokens,
+    stored bits per value, scales and minima included, at most on average. Keys per channel in groups of `group` tokens,
     values per token in groups of `group` channels.
     """
 

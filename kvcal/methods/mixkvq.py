@@ -32,7 +32,7 @@ class MixKVQ:
     """Fields as of the codec (kvcal_artifacts.codecs.MixKVQ). The paper's group 32 and buffer R = 128, which is our
     block; the windows of AQUA-KV (the ablation's sink of 32 and the paper's buffer, emptied at once, are `sink=32,
     recent=0`). raw: dtype of the first tier; "auto" is bfloat16 for models in bfloat16, else float16: float32 would
-    cost 32 bits a value. With full and four float16 for all, which the fused kernel reads: it holds bfloat16 exactly
+    cost 32 bits per value. With full and four float16 for all, which the fused kernel reads: it holds bfloat16 exactly
     from 2^-14 to 65504.
     """
 
@@ -90,7 +90,7 @@ class MixKVQ:
         return Uniform(shape, "value", self.value_bits, divisor(self.value_group, shape.dim), "channel")
 
     def least_bits(self, shape: Shape, dtype: torch.dtype) -> float:
-        """Stored bits a value, keys and values, that no thresholds go below. dtype: of the model.
+        """Stored bits per value, keys and values, that no thresholds go below. dtype: of the model.
 
         All channels at 2 bits, or all exact, which has no scales: less only in groups of one or two tokens.
         """

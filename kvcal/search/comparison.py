@@ -29,7 +29,7 @@ def figure(row: Mapping[str, object], name: str) -> float:
 
 
 def _stored_bits(row: Mapping[str, object]) -> float | None:
-    """Stored bits a value; None where nothing was packed."""
+    """Stored bits per value; None where nothing was packed."""
     return None if row["bits_per_value"] is None else figure(row, "bits_per_value")
 
 
@@ -47,19 +47,19 @@ def front(rows: Iterable[Mapping[str, object]], quality: str = "kl") -> set[str]
 
 
 def best(rows: Iterable[Row], max_bits: float, quality: str = "kl") -> Row | None:
-    """The row of least error at no more than `max_bits` stored bits a value."""
+    """The row of least error at no more than `max_bits` stored bits per value."""
     fitting = [row for row in rows if within(row, max_bits)]
     return min(fitting, key=lambda row: (figure(row, quality), figure(row, "bits_per_value")), default=None)
 
 
 def within(row: Mapping[str, object], max_bits: float) -> bool:
-    """Whether a row stores no more than `max_bits` bits a value; not where it packed nothing."""
+    """Whether a row stores no more than `max_bits` bits per value; not where it packed nothing."""
     bits = _stored_bits(row)
     return bits is not None and bits <= max_bits
 
 
 def token_bytes(scheme: Scheme, row: Mapping[str, object], itemsize: int) -> float:
-    """Bytes that one token more takes at the row's stored bits a value.
+    """Bytes that one token more takes at the row's stored bits per value.
 
     itemsize: of the model's dtype, in which layers are that the scheme leaves alone.
     """

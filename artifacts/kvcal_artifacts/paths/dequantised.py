@@ -99,7 +99,7 @@ class LayerDequantiser:
         """Whether it reads keys with RoPE of so many channels; on a GPU that is tried once."""
         if self._rotating is None:
             if self._by == "auto" and (why := verdicts.dequantise_verdict(self._pair.key, self._dtype, rotary, device)):
-                notices.warn(f"reconstruction with RoPE: {why}", "keys are turned by torch", why)
+                notices.warn(f"reconstruction with RoPE: {why}", "keys are rotated by torch", why)
                 return False
             self._rotating = Dequantiser(self._pair.key, self._dtype, rotary, self._by)
         return True

@@ -18,13 +18,13 @@ FULL = "fp16"
 MOST_ROWS = 1 << 16
 YES, CHUNKS, NO = "yes", "in chunks", "no"  # whether it fits: as it is, if the prompt is fed in chunks, not at all
 EAGER = "eager"  # how a step begins that no CUDA graph has
-EVEN = 0.95  # of the fastest scheme's tokens a second, within which a smaller cache is the better choice
+EVEN = 0.95  # of the fastest scheme's tokens per second, within which a smaller cache is the better choice
 
 
 @dataclass(frozen=True)
 class Goal:
     """What is planned. name: of the model, in commands; read: whether weights that a step reads are known (not with
-    experts); context: tokens a row; longest: of the model; budget: of KL, nats a token.
+    experts); context: tokens a row; longest: of the model; budget: of KL, nats per token.
     """
 
     name: str

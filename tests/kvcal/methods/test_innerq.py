@@ -524,7 +524,7 @@ def test_what_cannot_be_folded(base: Path, tmp_path: Path) -> None:
         assert done.code == code, done.err
         return done.complaint
 
-    assert "layer 0, kv head 0: channels 1 and 9 turn together under RoPE and have factors" in refused(unshared)
+    assert "layer 0, kv head 0: channels 1 and 9 rotate together under RoPE and have factors" in refused(unshared)
     assert "no key factors to fold" in refused(plain)
     assert "is there already" in refused(unshared, "--output", tmp_path / "there")
     assert "put it beside" in refused(unshared, "--bundle-output", tmp_path / "new" / "x")

@@ -32,8 +32,11 @@ from .paged import paged_kernel
 
 @dataclass(frozen=True)
 class Pages:
-    """What a launch over pages is given, without what decodes them: see `reference.attend_pages`. queries: the most of
-    a row. blocks: the most that a row is expected to have, 0 for as many as a row of the table has.
+    """The arguments of `reference.attend_pages` that say where queries and blocks lie, without what decodes blocks.
+
+    q: queries. pages: bytes, each page laid out as `form` says. table: which pages a row has. lengths: tokens of each
+    row. starts: where each row's queries begin in q. queries: the most that a row has. blocks: the most that a row is
+    expected to have; 0: as many as the table has columns.
     """
 
     q: Tensor
@@ -62,11 +65,11 @@ class Pages:
 
 
 class PreparedLaunch:
-    """A launch over pages of one shape: all of it that follows from shapes.
+    """A compiled launch over pages of one shape, with all its numbers that follow from shapes.
 
-    kernel: takes queries, outputs, pages, table, lengths, starts, a workspace and `behind`; then numbers. constants:
-    its compile-time constants. ring: bytes behind the shared memory that Triton manages. units: how many numbers follow
-    in each call.
+    kernel: takes tensors (queries, outputs, pages, table, lengths, starts, those of a workspace, `behind`), then
+    numbers. constants: its compile-time constants. ring: bytes of shared memory that the kernel manages itself, behind
+    Triton's. units: how many numbers each call adds at the end.
     """
 
     def __init__(
