@@ -273,8 +273,8 @@ def file_behind(path: Path, option: str = "") -> Path:
     """The file that `path` names, symlinks followed, there already or not: what a rename may replace.
 
     option: what the caller calls the path, put before it in messages. Raises KVCalError for what is there and is no
-    regular file, which a rename would destroy, for a file that is protected from writing, for the file that standard
-    output or standard error goes to, whose text it would lose, and as `refuse_dash`.
+    regular file, which a rename would destroy, and for a file that is protected from writing. Also for the file that
+    standard output or standard error goes to, whose text it would lose, and as `refuse_dash`.
     """
     refuse_dash(path, option)
     name = f"{option} {named(path)}".lstrip()

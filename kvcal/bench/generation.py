@@ -211,7 +211,7 @@ def largest_called_rows(
     copy: float | None = None,
     compiled: CompileConfig | None = None,
 ) -> list[Row]:
-    """generate() at the largest batch of decode steps, or at a somewhat smaller one if there is no room for what it
+    """generate() at the largest batch of decode steps. The batch is somewhat smaller where memory does not hold what it
     needs besides: ids, masks, logits in float32, what a compiled forward holds. compiled: how its forward is; None: not
     at all.
     """

@@ -214,8 +214,8 @@ def _then(name: str, row: Mapping[str, Json], old: Mapping[str, Json]) -> Json:
 
 
 def remarks(now: Sequence[Mapping[str, Json]], by: Mapping[str, Json], earlier: Earlier) -> Iterator[str]:
-    """What to know of a comparison, a line each: rows that differ in a setting and so are not compared, settings that
-    the earlier file does not say, and what else was another. by: as made_by says of now.
+    """What to know of a comparison, a line each. Rows that differ in a setting are not compared; the earlier file may
+    lack settings; versions or devices may differ. by: as made_by says of now.
     """
     pairs = list(_pairs(now, earlier.rows))
     apart = [(row, every) for row, every in pairs if all(_unlike(row, old) for old in every)]

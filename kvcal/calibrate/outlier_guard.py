@@ -109,8 +109,8 @@ def grade(kl: float) -> str | None:
 def warnings(
     model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None = None
 ) -> list[str]:
-    """One line for each scheme whose forecast KL on text is high, and for each that packs nothing of the text and so
-    has no forecast; empty if there is none. ids: token windows (N, T) int64, of which those of `window_of` are taken.
+    """One line for each scheme whose forecast KL on text is high. A scheme that packs nothing of the text has no
+    forecast, and a line, too. ids: token windows (N, T) int64, of which those of `window_of` are taken.
     """
     if not schemes:
         return []
@@ -395,8 +395,8 @@ def _alike(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
 
 
 def say_forecasts(scan: Scan, schemes: Mapping[str, Scheme]) -> None:
-    """What these schemes are forecast to cost on held-out windows, where that is much; on training windows too, where
-    the held-out ones together are too short for a block of each. Of random weights nothing is forecast.
+    """Say what these schemes are forecast to cost on held-out windows, where that is much. Training windows are taken
+    too, where the held-out ones together are too short for a block of each. Of random weights nothing is forecast.
     """
     from .forecast import least_tokens
 

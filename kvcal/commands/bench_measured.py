@@ -227,9 +227,9 @@ def _record(o: BenchOptions, source: ModelSource) -> dict[str, object]:
 
 @dataclass
 class RowCheckpoint:
-    """Rows that a killed run had measured, by what they are of: kernels of one shape all in one run, and so next to
-    FP16 of the same; of whole models each scheme. resumed: how many rows were taken over; copies: bytes a second that
-    the runs which measured them copied at.
+    """Rows that a killed run had measured. Kernels of one shape are stored together, so that FP16 is of the same run;
+    of whole models each scheme is stored alone. resumed: how many rows were taken over; copies: bytes a second that the
+    runs which measured them copied at.
     """
 
     work: CommandCheckpoint

@@ -138,8 +138,8 @@ def required_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedT
 def tokenizer_for(o: RunOptions, source: ModelSource, *origins: str | None) -> PreTrainedTokenizerBase | None:
     """The model's tokenizer, so that a text is read before any weights are; None for random weights of a hub model.
 
-    Raises, in this order, what `configuration.check_config` raises, TextError for one of the texts `origins` that is no
-    file kvcal reads, UsageError for a --device or --dtype that cannot be used, ModelUnavailable for a tokenizer that
+    First raises what `configuration.check_config` does. Then come TextError for one of the texts `origins` that kvcal
+    cannot read, UsageError for a --device or --dtype that cannot be used, and ModelUnavailable for a tokenizer that
     cannot be read.
     """
     configuration.check_config(source, random_weights=o.random_weights)

@@ -91,8 +91,8 @@ def calibration_options(o: RecommendOptions, source: ModelSource) -> Calibration
 
 @dataclass
 class Run:
-    """One recommendation on its way. schemes: by name of the ladder, as they are known; rungs: those that fit the
-    model; work: what a killed run leaves; ranks: the processes that share the schemes; started: on the clock of
+    """One recommendation on its way. schemes: by name of the ladder, as they become available. rungs: those that fit
+    the model. work: what a killed run leaves. ranks: the processes that share the schemes. started: on the clock of
     `time.monotonic`.
     """
 

@@ -1,8 +1,8 @@
 """What a scheme does to attention, layer by layer, on the very keys and values of the full-precision model.
 
 The model runs over a window once, with exact keys and values in every layer, so that each is judged on the same inputs.
-What a token would have attended to in a cache of the scheme, packed blocks of older tokens decoded, is compared with
-what it attended to, on the model's own queries. Where what blocks decode to changes with the text behind them (run-time
+In a cache of the scheme a token attends to packed blocks of older tokens, decoded. This is compared with what it
+attended to, on the model's own queries. Where what blocks decode to changes with the text behind them (run-time
 statistics), the cache is run in steps instead.
 """
 

@@ -1,8 +1,8 @@
 """InnerQ (Tayaranian et al. 2026): groups along the inner dimension, and keys evened out by a factor a channel.
 
-The codecs need no data: innerq-base, -hybrid and -small are presets (data_free.py, registry.py). What is measured on
-text is the key normalisation of section 4.3, f_c = sqrt(max |K_c|) for each kv head and channel after RoPE; the
-bundle carries it, and the cache divides keys by it before they are rounded. Ours: queries on text also say how much
+The codecs need no data: innerq-base, -hybrid and -small are presets (kvcal_artifacts.presets, codecs.named). What is
+measured on text is the key normalisation of section 4.3: f_c = sqrt(max |K_c|) for each kv head and channel after RoPE.
+The bundle carries it, and the cache divides keys by it before they are rounded. Ours: queries on text also say how much
 each channel's error counts when the scale of a group is searched.
 """
 

@@ -93,8 +93,8 @@ def _by_head(name: str) -> CodecMaker:
 
 
 def no_factors(codec: str) -> tuple[str, str] | None:
-    """Why factors from text are of no use to keys of that codec, and which codec is the same without factors
-    of its own, "" for none; None where they are of use. Raises UsageError for an unknown name.
+    """Why factors from text are of no use to keys of that codec; None where they are of use. Second: which codec is the
+    same without factors of its own, "" for none. Raises UsageError for an unknown name.
     """
     make = codec_maker(codec)
     if NEXT in codec:

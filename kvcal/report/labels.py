@@ -27,7 +27,7 @@ def label_points(axis: Axes, points: Sequence[tuple[float, float]], texts: Seque
     """Write each text next to its point, in data units of `axis`; limits and layout of the figure are fixed by it.
 
     A label takes the first of STEPS at which it lies within the axes, on no label before it and AROUND from the other
-    points; where none is free, the one with the least overlap.
+    points. Where none is free, it takes the one with the least overlap.
     """
     figure = axis.get_figure(root=True)
     assert figure is not None

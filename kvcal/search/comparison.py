@@ -72,8 +72,8 @@ def token_bytes(scheme: Scheme, row: Mapping[str, object], itemsize: int) -> flo
 
 
 def bytes_at(row: Mapping[str, object], length: int, *, at_16_bit: bool = False) -> int:
-    """Bytes of one sequence of `length` tokens, from what a row measured at the end of its windows (packed blocks,
-    exact tokens, run-time statistics, predictors and codebooks) and the bytes that one token more takes.
+    """Bytes of one sequence of `length` tokens. They follow from what a row measured at the end of its windows (packed
+    blocks, exact tokens, statistics, predictors, codebooks) and from what one token more takes.
 
     at_16_bit: exact tokens and layers at 16 bits per value, whatever the model's dtype is. Raises KVCalError where the
     row, of a file, lacks a figure.

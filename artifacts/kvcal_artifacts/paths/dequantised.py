@@ -1,6 +1,6 @@
 """Layers whose blocks a kernel dequantises (AQUA-KV, HIGGS that no query can be rotated for) for the model's attention.
 
-One layer at a time is decoded into storage that a cache's layers share: the keys and values of a call are written where
+One layer at a time is decoded into storage that a cache's layers share. The keys and values of a call are written where
 attention reads them, and nothing is copied.
 """
 

@@ -218,8 +218,8 @@ class Choice:
 
 
 def recommended(planned_rows: Sequence[Row], budget: float | None) -> Choice | None:
-    """The smallest cache of the schemes that fit, whose KL with its spread is below `budget` (without one the lowest
-    class's end), and that are within EVEN of the fastest of these.
+    """The smallest cache of the schemes that fit and whose KL with its spread is below `budget` (without one: the end
+    of the lowest class). Only those count that are within EVEN of the fastest.
 
     A scheme that held on every measured model goes before one that held on this architecture's alone: outliers differ
     between models of one architecture. Where speeds are not known, one that a kernel attends to goes before one that is
