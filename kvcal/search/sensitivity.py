@@ -54,8 +54,8 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Assignment:
-    """A codec for each layer and side. key, value: the most frequent codec of each side; per_layer: exceptions, as of
-    --per-layer.
+    """A codec for each layer and side. key, value: the most frequent codec of each side; per_layer: exceptions, as
+    --per-layer has them.
     """
 
     key: str

@@ -182,6 +182,21 @@ def test_circles_are_seen() -> None:
     ]
 
 
+@pytest.mark.parametrize("package", SOURCE_ROOTS)
+def test_modules_share_public_names_alone(package: str) -> None:
+    found = [
+        use for name, path in modules(package) for use in house.private_uses(name, ast.parse(path.read_text("utf-8")))
+    ]
+    assert found == []
+
+
+def test_private_names_of_other_modules_are_seen() -> None:
+    source = (
+        "from . import launch as common, _own\nfrom .a import B, _c\nimport os\ncommon._d, common.e, B._f, os._exit"
+    )
+    assert list(house.private_uses("p.m", ast.parse(source))) == ["p.m: _own", "p.m: _c", "p.m: common._d"]
+
+
 LARGEST = {"module": 600, "class": 400, "function": 120}  # lines
 PARAMETERS, COMPLEXITY = 40, 20
 KERNELS = {  # lines, parameters, complexity: docs/decisions.md says why

@@ -172,6 +172,24 @@ def computed_imports(package: str) -> Iterator[str]:
                 yield f"{name}: {ast.unparse(node)}"
 
 
+def private_uses(module: str, tree: ast.Module) -> Iterator[str]:
+    """Names that begin with "_" and that a module takes from another of its package: by import, or from the module."""
+    sources: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith(module.split(".")[0])):
+            sources.update(alias.asname or alias.name for alias in node.names)
+            yield from (f"{module}: {alias.name}" for alias in node.names if is_private(alias.name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and is_private(node.attr):
+            holder = node.value.id
+            if holder in sources and holder.islower():  # a module, not a class
+                yield f"{module}: {holder}.{node.attr}"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
 def walk(node: ast.AST, top: bool) -> Iterator[tuple[ast.AST, bool]]:
     for child in ast.iter_child_nodes(node):
         yield child, top
