@@ -47,8 +47,8 @@ ROOM = TOKENS + 1
 class Called:
     """How long generate() takes from one token to the next, in microseconds; `Ran` explains bytes, apart and read.
 
-    taken: of a step, packing shared out over all. flush: of a step that packs. mean: of the `timed` steps, as they came.
-    wrong: why the figure is none.
+    taken: of a step, packing shared out over all. flush: of a step that packs. mean: of the `timed` steps, as they
+    came. wrong: why the figure is none.
     """
 
     length: int

@@ -184,8 +184,8 @@ def _of_layers(layers: Mapping[str, Any]) -> list[Heads]:
 
 
 def memory(row: Mapping[str, Any], facts: Mapping[str, object]) -> Sequence[tuple[int, float]] | None:
-    """Bytes of one sequence at LENGTHS: those measured, and more or fewer tokens at the row's stored bits per value. None
-    where the row does not say enough.
+    """Bytes of one sequence at LENGTHS: those measured, and more or fewer tokens at the row's stored bits per value.
+    None where the row does not say enough.
     """
     window, bits = facts.get("length"), row["bits_per_value"]
     if not isinstance(window, int) or window < 1 or bits is None or not row["bytes_at_16_bit"]:

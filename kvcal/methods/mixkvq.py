@@ -29,11 +29,11 @@ from .base import Carry, LayerFit, layer_by_layer
 
 @dataclass(frozen=True)
 class MixKVQ:
-    """The fields are those of the codec (kvcal_artifacts.codecs.MixKVQ). The paper's group 32 and buffer R = 128, which is our
-    block; the windows of AQUA-KV (the ablation's sink of 32 and the paper's buffer, emptied at once, are `sink=32,
-    recent=0`). raw: dtype of the first tier; "auto" is bfloat16 for models in bfloat16, else float16: float32 would
-    cost 32 bits per value. With full and four float16 for all, which the fused kernel reads: it holds bfloat16 exactly
-    from 2^-14 to 65504.
+    """The fields are those of the codec (kvcal_artifacts.codecs.MixKVQ). The paper's group 32 and buffer R = 128, which
+    is our block; the windows of AQUA-KV (the ablation's sink of 32 and the paper's buffer, emptied at once, are
+    `sink=32, recent=0`). raw: dtype of the first tier; "auto" is bfloat16 for models in bfloat16, else float16: float32
+    would cost 32 bits per value. With full and four float16 for all, which the fused kernel reads: it holds bfloat16
+    exactly from 2^-14 to 65504.
     """
 
     name: ClassVar[str] = "mixkvq"

@@ -125,8 +125,8 @@ def _check_shared(layer: int, factor: Tensor, partners: Tensor) -> None:
     if not bool((factor == other).all()):
         head, channel = (int(i) for i in (factor != other).nonzero()[0])
         raise UsageError(
-            f"layer {layer}, kv head {head}: channels {channel} and {int(partners[channel])} rotate together under RoPE "
-            f"and have factors {float(factor[head, channel]):.4g} and {float(other[head, channel]):.4g}; "
+            f"layer {layer}, kv head {head}: channels {channel} and {int(partners[channel])} rotate together under "
+            f"RoPE and have factors {float(factor[head, channel]):.4g} and {float(other[head, channel]):.4g}; "
             "fit with --factors pair"
         )
 

@@ -53,8 +53,7 @@ class KVCalCache(Cache):
     by the kernel's reference in torch. max_length: columns that a row can have. Layers that take the kernel then have
     all their storage from the first call on. Their decode steps of up to 16 tokens work under a CUDA graph and
     generate()'s compiled forward (`is_compileable`). require_kernels: raises errors.KernelsUnavailable unless every
-    compressed layer takes the kernel, or another decodes it: here as far as it can be known, else when the first keys
-    come.
+    compressed layer takes the kernel, or another decodes it: here where that is known, else when the first keys come.
     """
 
     layers: list[AnyLayer]

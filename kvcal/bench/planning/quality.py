@@ -50,8 +50,8 @@ class MeasuredModel(TypedDict):
 
 
 class Figures(TypedDict):
-    """KL in nats per token and stored bits per value of one scheme on one model. kl_se: its standard error over windows,
-    None of one window.
+    """KL in nats per token and stored bits per value of one scheme on one model. kl_se: its standard error over
+    windows, None of one window.
     """
 
     kl: float
