@@ -256,7 +256,7 @@ def test_attention_launches_what_is_chosen(
     """On 8 multiprocessors two groups are few, and have few blocks up to a room of 799."""
     from kvcal_kernels.attention import triton
 
-    monkeypatch.setattr(triton.launch, "_processors", lambda device: 8)
+    monkeypatch.setattr(triton.launch, "processors_of", lambda device: 8)
     own = made(Case("symmetric 2", "symmetric 2", dim=64, heads=2, ratio=2, blocks=(blocks,), spare=0))
     assert own.keys.words.shape[2] == blocks
     triton.attend(*own.arguments())

@@ -65,7 +65,7 @@ _follows_triton = triton.constexpr_function(ring_follows_triton)
 
 @triton.constexpr_function
 def ring_address(size, beyond):
-    """Return assembly for where the ring begins. beyond: behind the shared memory that Triton manages, see `_examine`;
+    """Return assembly for where the ring begins. beyond: behind the shared memory that Triton manages, see `launch.examine`;
     with several warps, or next to tables, it would not fit the 48 KB of shared memory that assembly may declare.
     """
     if beyond:
