@@ -1,20 +1,25 @@
-"""Hold README.md and the site's pages to short sentences and the field's words; lab notes are exempt.
+"""Hold README.md, the site's pages and docstrings to short sentences and the field's words; lab notes are exempt.
 
     python docs/prose.py            # one line a finding; exit code 1 where there is one
 
 Checked: no sentence of a paragraph, list item or table cell has more than 30 words, and no page has a word of PRIVATE.
-Code, links' targets, equations and tables written by scripts do not count.
+Code, links' targets, equations and tables written by scripts do not count. Docstrings of what kvcal and kvcal_artifacts
+make public are held to the 30 words, except for those that long_docstrings.py lists, which may only become fewer.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from long_docstrings import LONG
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+PACKAGES = (ROOT / "kvcal", ROOT / "artifacts" / "kvcal_artifacts")
 LONGEST = 30
 PRIVATE = {  # what nobody outside of this project writes -> what to write
     r"bits a value": "bits per value",
@@ -40,7 +45,7 @@ GENERATED = re.compile(r"<!-- \w+ by method_pages\.py -->.*?<!-- end -->", flags
 FENCE = re.compile(r"^ *```.*?^ *```", flags=re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"^\$\$.*?^\$\$|^:::.*?(?=\n\n|\Z)|<!--.*?-->", flags=re.DOTALL | re.MULTILINE)
 ITEM = re.compile(r"(?:[^\n]+(?:\n(?![ \t]*(?:[-*|#]|\d+\.)|\n))?)+")  # lines up to a blank one or the next item
-END = re.compile(r"(?<=[.!?])\s+(?=[\"'(\w])")
+END = re.compile(r"(?<=[.!?])\s+(?=[\"'(\w])|\s*→\s*")  # stations of a journey are sentences of their own
 ABBREVIATION = re.compile(r"\b(e\.g|i\.e|vs|et al|cf|approx|Eq|Fig|No)\.", flags=re.IGNORECASE)
 
 
@@ -48,6 +53,8 @@ def pages() -> list[Path]:
     """Those that are held: written for readers, not kept as a log."""
     site = [
         DOCS / "index.md",
+        DOCS / "architecture.md",
+        DOCS / "decisions.md",
         DOCS / "benchmarks" / "index.md",
         DOCS / "reference" / "python.md",
         DOCS / "lab" / "index.md",
@@ -79,10 +86,14 @@ def plain(text: str) -> str:
     return re.sub(r"[*_#>]+|^\s*[-|]\s+", " ", text)
 
 
+def words_in(sentence: str) -> int:
+    return len(re.findall(r"[\w'%×.,–-]*\w[\w'%×.,–-]*", sentence))
+
+
 def findings(page: Path, text: str) -> Iterator[str]:
     name = page.relative_to(ROOT)
     for line, sentence in sentences(text):
-        words = len(re.findall(r"[\w'%×.,–-]*\w[\w'%×.,–-]*", sentence))
+        words = words_in(sentence)
         if words > LONGEST:
             yield f"{name}:{line}: {words} words, at most {LONGEST}: {sentence[:70]}…"
         for word, instead in PRIVATE.items():
@@ -90,11 +101,49 @@ def findings(page: Path, text: str) -> Iterator[str]:
                 yield f"{name}:{line}: {found[0]!r}: write {instead!r}"
 
 
+def public(prefix: str, node: ast.AST) -> Iterator[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef]]:
+    """A module, its classes and functions and their methods, by dotted names; without names that begin with "_"."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+        yield prefix, node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef):
+            if not child.name.startswith("_"):
+                yield from public(f"{prefix}.{child.name}", child)
+        elif not isinstance(child, ast.expr):
+            yield from public(prefix, child)
+
+
+def long_docstrings(module: str, source: str) -> Iterator[tuple[str, int, int, str]]:
+    """(name, line, words, sentence) of the first sentence that is too long of each docstring that has one."""
+    for name, node in public(module, ast.parse(source)):
+        text = ast.get_docstring(node, clean=not isinstance(node, ast.Module)) or ""
+        text = re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)  # code is indented
+        for part in re.split(r"\n\s*\n", text):
+            split = END.split(ABBREVIATION.sub(r"\1", plain(part)))
+            if long := [sentence for sentence in split if words_in(sentence) > LONGEST]:
+                yield name, node.body[0].lineno, words_in(long[0]), " ".join(long[0].split())
+                break
+
+
+def docstring_findings() -> Iterator[str]:
+    seen = set()
+    for package in PACKAGES:
+        for path in sorted(package.rglob("*.py")):
+            parts = path.relative_to(package.parent).with_suffix("").parts
+            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            for name, line, words, sentence in long_docstrings(module, path.read_text("utf-8")):
+                seen.add(name)
+                if name not in LONG:
+                    yield f"{path.relative_to(ROOT)}:{line}: {name}: {words} words, at most {LONGEST}: {sentence[:70]}…"
+    yield from (f"docs/long_docstrings.py: {name}: is no longer too long: take it out" for name in sorted(LONG - seen))
+
+
 def main() -> int:
     found = [finding for page in pages() for finding in findings(page, page.read_text("utf-8"))]
+    found += docstring_findings()
     for finding in found:
         print(finding, file=sys.stderr)
-    print(f"{len(pages())} pages, {len(found)} findings")
+    print(f"{len(pages())} pages, {len(LONG)} docstrings listed as too long, {len(found)} findings")
     return 1 if found else 0
 
 

@@ -41,18 +41,18 @@ def load_cache(
     """A Transformers cache for `model.generate(past_key_values=cache)` that stores what the bundle says.
 
     bundle: a path, what load_bundle gave, or a preset that looks at the model and chooses codecs: auto-4, auto-3 or
-    auto-2 (describe()["auto"] says which and why; a file of such a name is ./auto-4). keep: store only this share of
-    the tokens, of these the share `heavy` (0.5) by the attention they get (H2O, see scheme.HeavyHitters); None: as the
-    bundle says. subspace: prompt, calibrated or both, for keys that SQuat stores; None: as the bundle says. The other
-    options are those of KVCalCache. Raises errors.IncompatibleBundle, naming both values, if the bundle was made for
-    another model, errors.UnsupportedModel for a model that cannot be compressed, and errors.UsageError for what is no
-    loaded model, such as its name.
+    auto-2. describe()["auto"] then says which and why; a file of such a name is ./auto-4. keep: store only this share
+    of the tokens, of these the share `heavy` (0.5) by the attention they get (H2O, see scheme.HeavyHitters); None: as
+    the bundle says. subspace: prompt, calibrated or both, for keys that SQuat stores; None: as the bundle says. The
+    other options are those of KVCalCache. Raises errors.IncompatibleBundle, naming both values, if the bundle was made
+    for another model. Raises errors.UnsupportedModel for a model that cannot be compressed, and errors.UsageError for
+    what is no loaded model, such as its name.
     """
-    from .auto_names import AUTO_BITS
     from .bundle import Bundle
     from .cache import KVCalCache
     from .errors import UsageError
     from .hf import check_supported
+    from .presets import AUTO_BITS
     from .scheme import HeavyHitters
 
     if keep is None and heavy is not None:

@@ -273,8 +273,8 @@ def file_behind(path: Path, option: str = "") -> Path:
     """The file that `path` names, symlinks followed, there already or not: what a rename may replace.
 
     option: what the caller calls the path, put before it in messages. Raises KVCalError for what is there and is no
-    regular file, which a rename would destroy, for a file that is protected from writing, for the file that standard
-    output or standard error goes to, whose text it would lose, and as `refuse_dash`.
+    regular file, which a rename would destroy, and for a file that is protected from writing. Also for the file that
+    standard output or standard error goes to, whose text it would lose, and as `refuse_dash`.
     """
     refuse_dash(path, option)
     name = f"{option} {named(path)}".lstrip()
@@ -352,3 +352,12 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise KVCalError(f"{path}: cannot be written: {error.strerror or error}; nothing was changed there") from error
+
+
+def existing_path(name: str) -> Path | None:
+    """The path of that name, if there is one; an empty name would be the current folder and is none."""
+    try:
+        path = Path(name).expanduser()
+        return path if name.strip() and path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long, a home that does not exist, a NUL byte
+        return None

@@ -29,9 +29,10 @@ import kvcal.cli.app  # noqa: F401, whose commands defaults_of asks
 from kvcal.cli.defaults import defaults_of
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.mixkvq import MixKVQ
-from kvcal.methods.registry import codec_maker, divisor
+from kvcal.methods.registry import codec_maker
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.codecs.residual_vq import PAPER_CODE_BITS
+from kvcal_artifacts.presets import divisor
 from kvcal_artifacts.scheme import LayerCodecs
 
 HERE = Path(__file__).parent
@@ -52,7 +53,7 @@ BUNDLES: dict[
 
 
 def count(what: dict[str, Any], row: dict[str, Any], heads: tuple[int, int]) -> tuple[float | None, str | None]:
-    """A row's bits a value as its paper counts, None where the row does not say; and where that comes from, if not from
+    """A row's bits per value as its paper counts, None where the row does not say; and where that comes from, if not from
     its settings. what: as run.py's keys have it.
     """
     told, options = row.get("told", {}), what["options"]

@@ -1,4 +1,4 @@
-"""A whole model on a GPU: largest batch and tokens a second at memory saturation, and one row of 128k tokens.
+"""A whole model on a GPU: largest batch and tokens per second at memory saturation, and one row of 128k tokens.
 
     PYTHONPATH=.:kernels:artifacts python docs/benchmarks/generation.py [--out DIR] [--seconds 480]
 

@@ -1,4 +1,4 @@
-"""The plan of `kvcal plan` beside what this GPU measures: memory and tokens a second of a whole model.
+"""The plan of `kvcal plan` beside what this GPU measures: memory and tokens per second of a whole model.
 
     PYTHONPATH=.:kernels:artifacts python docs/benchmarks/plan.py [--out FOLDER or FILE.json] [--seconds 300]
 
@@ -7,7 +7,7 @@ each scheme with its own windows, at each length: caches filled with random pack
 as `kvcal bench -o generate` takes them. Peak memory by the driver (all that is in use on the device) and by torch's
 allocator. `prefill` and `prefill-chunks`: a prompt of the first length in one forward and 2048 tokens at a time, memory
 alone. Each line has measured, planned and their ratio; the last one says how many are within 5 % (memory) and 15 %
-(tokens a second). Prefill has no limit: its plan rests on no measurement yet.
+(tokens per second). Prefill has no limit: its plan rests on no measurement yet.
 
 Kernels are compiled first, side by side: for each scheme and length a process of its own runs the same rows of a model of
 one layer, whose figures are thrown away. With one process alone an H100 had 3 of 11 rows in 180 s.

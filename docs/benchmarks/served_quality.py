@@ -69,7 +69,7 @@ def served(
 
 
 def divergence(full: list[Tensor], logprobs: list[Tensor]) -> float:
-    """KL of all windows' rows, nats a token."""
+    """KL of all windows' rows, nats per token."""
     pairs = zip(full, logprobs, strict=True)
     return float(torch.cat([(a.exp() * (a - b)).sum(-1).double() for a, b in pairs]).mean())
 

@@ -139,8 +139,9 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # as configs
 
 
 def weight_bytes(model: CausalLM) -> int | None:
-    """Bytes of the parameters that a decode step must read: all but the table of input embeddings, of which it reads a
-    row a token, unless the output's is the same. None with experts: which ones are read depends on the tokens.
+    """Bytes of the parameters that a decode step must read. The table of input embeddings does not count, as a step
+    reads a row per token, unless the output has the same table. None with experts: which ones are read depends on the
+    tokens.
     """
     config = hf.config_of(model)
     if any(getattr(config, name, None) for name in EXPERTS):

@@ -45,9 +45,10 @@ ROOM = TOKENS + 1
 
 @dataclass(frozen=True)
 class Called:
-    """Microseconds from one token of generate() to the next, packing shared out over the steps from one to the next;
-    flush: of a step that packs; mean: of all that were timed, as they came; timed: how many they are. wrong: why the
-    figure is none. bytes, apart, read: as of Ran.
+    """How long generate() takes from one token to the next, in microseconds; `Ran` explains bytes, apart and read.
+
+    taken: of a step, packing shared out over all. flush: of a step that packs. mean: of the `timed` steps, as they
+    came. wrong: why the figure is none.
     """
 
     length: int

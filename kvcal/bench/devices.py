@@ -349,8 +349,8 @@ def _as_large(one: Device, memory: float | None) -> bool:
 
 
 def of_gpu(called: str, memory: float, sms: int) -> Device | None:
-    """The Jetson whose GPU calls itself so, as "Orin", and has so many GiB and SMs; None where there is none, or where
-    two are alike (Orin Nano and Orin Nano Super; Orin NX of 8 GB, too).
+    """The Jetson whose GPU calls itself so, as "Orin", and has so many GiB and SMs. None where there is none, or where
+    two are alike: Orin Nano, Orin Nano Super and Orin NX of 8 GB are.
     """
     part = chip(called)
     if part is None:

@@ -48,7 +48,7 @@ FLOOR = 2.0**-22  # of the squares: float32 sums and products
 
 
 def misread(filled: Filled, role: int, decoded: Tensor) -> str | None:
-    """What is wrong with keys (role 0) or values (1) as they were read, (B, H, N * b, D); None if every block of every
+    """What is wrong with keys (role 0) or values (1) as they were read, (B, H, N * b, D). None if every block of every
     row lies as near to the input as its format promises. What it promises is computed of SAMPLE tokens in some_rows, as
     are the nearest codewords that lengths are compared with.
     """

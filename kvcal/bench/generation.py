@@ -1,4 +1,4 @@
-"""Whole models with random weights: tokens a second, largest batch and longest generation on a memory, peak memory.
+"""Whole models with random weights: tokens per second, largest batch and longest generation on a memory, peak memory.
 
 Caches start filled with random packed data (caches.py), so that no prefill of the length is needed. Decode steps then
 run through the model, eagerly and as a CUDA graph (decoding.py), each in a row of its own; or generate() itself takes
@@ -77,7 +77,7 @@ def generate_rows(
     steps: int = decoding.STEPS,
     copy: float | None = None,
 ) -> Iterator[Row]:
-    """Tokens a second of each kind at each (batch, length), as they are measured: one row eager, one of a graph.
+    """Tokens per second of each kind at each (batch, length), as they are measured: one row eager, one of a graph.
 
     steps: timed ones, at most. copy: bytes a second of a large copy, for the rows' fraction of it.
     """
@@ -191,7 +191,7 @@ def called_rows(
     device: str,
     copy: float | None = None,
 ) -> Iterator[Row]:
-    """Tokens a second that generate() gives with each kind at each (batch, length). copy: as of generate_rows."""
+    """Tokens per second that generate() gives with each kind at each (batch, length). copy: see `generate_rows`."""
     for batch, length in shapes:
         for kind in every:
             try:
@@ -211,7 +211,7 @@ def largest_called_rows(
     copy: float | None = None,
     compiled: CompileConfig | None = None,
 ) -> list[Row]:
-    """generate() at the largest batch of decode steps, or at a somewhat smaller one if there is no room for what it
+    """generate() at the largest batch of decode steps. The batch is somewhat smaller where memory does not hold what it
     needs besides: ids, masks, logits in float32, what a compiled forward holds. compiled: how its forward is; None: not
     at all.
     """
@@ -300,7 +300,7 @@ def _with_fp16_ratio(row: Row, rows: Sequence[Row]) -> Row:
 
 
 def _speed(row: Row) -> float:
-    """Tokens a second."""
+    """Tokens per second."""
     speed = row.more["tokens_per_second"]
     assert isinstance(speed, (int, float))
     return float(speed)
@@ -365,10 +365,10 @@ def largest_batch_rows(
     largest: dict[str, int] | None = None,
     copy: float | None = None,
 ) -> Iterator[Row]:
-    """Measured: the largest batch at that length, and the tokens a second there, as they are found.
+    """Measured: the largest batch at that length, and the tokens per second there, as they are found.
 
     A batch fits where its steps run, under a graph if there can be one. Small batches give an estimate, which is tried
-    with its neighbours. largest: of earlier calls, by path; is added to. copy: as of generate_rows.
+    with its neighbours. largest: of earlier calls, by path; is added to. copy: see `generate_rows`.
     """
     largest = {} if largest is None else largest
     for kind in every:

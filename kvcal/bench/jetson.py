@@ -125,8 +125,8 @@ def _row_of_table_4(machine: Machine, geometry: Geometry, scheme: str, part: str
 def projected(
     device: Device, benched: Sequence[Benched], geometry: Geometry, model: str, batch: int, length: int
 ) -> list[Row]:
-    """Fused decode attention of one layer on that device, FP16 first; rows say why where Triton has no code for it, the
-    fused kernel does not take the scheme, or the layer's own bytes do not fit its memory.
+    """Fused decode attention of one layer on that device, FP16 first. A row without a time says why: Triton has no code
+    for the device, the fused kernel does not take the scheme, or the layer does not fit its memory.
 
     Times are those of `kvcal plan` (planning/speed.py), whose rates one H200 reached: another card may reach others.
     """

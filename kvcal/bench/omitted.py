@@ -27,7 +27,7 @@ def omitted_rows(
     new: int = 1,
 ) -> Iterator[Row]:
     """A row with `refused` and no figure for each scheme and operation that `measured`, of one shape (batch, length),
-    has no row of; none where an operation is `alone` and so has its row without a scheme.
+    lacks. An operation that is `alone` has its row without a scheme, and gets none here.
     """
     there = {(row.operation, row.scheme) for row in measured}
     for one in schemes:

@@ -34,7 +34,7 @@ class Settings(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. microseconds: the median, None where `refused` says why there is none. stored_bits: bits a value as
+    """One figure. microseconds: the median, None where `refused` says why there is none. stored_bits: bits per value as
     stored, windows excluded. fraction_of_copy: the time in which this device copies as many bytes as the operation must
     move, over the median. ratio_to_fp16: the best FP16 attention of the same run over the median, fp16_backend which
     one it was. projected: computed from a device profile, not measured. path: which code ran. dtype: of the model, or
@@ -214,8 +214,8 @@ def _then(name: str, row: Mapping[str, Json], old: Mapping[str, Json]) -> Json:
 
 
 def remarks(now: Sequence[Mapping[str, Json]], by: Mapping[str, Json], earlier: Earlier) -> Iterator[str]:
-    """What to know of a comparison, a line each: rows that differ in a setting and so are not compared, settings that
-    the earlier file does not say, and what else was another. by: as made_by says of now.
+    """What to know of a comparison, a line each. Rows that differ in a setting are not compared; the earlier file may
+    lack settings; versions or devices may differ. by: as made_by says of now.
     """
     pairs = list(_pairs(now, earlier.rows))
     apart = [(row, every) for row, every in pairs if all(_unlike(row, old) for old in every)]

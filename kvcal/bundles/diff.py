@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, TypedDict
+from typing import Literal, Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -16,8 +16,33 @@ from kvcal_artifacts.codecs import state_of
 
 from ..report.records import check_depth, is_number
 
-Difference = dict[str, Any]  # "what" and the values, as `diff` says
 SECTIONS = ("model", "settings", "scheme", "codecs", "tensors", "metrics")
+
+
+class Change(TypedDict, total=False):
+    """How two values a and b differ. only_in: the one bundle that has the value. change: b - a of numbers.
+
+    tensor: dtype and shape of two tensors, which differ in `differing` of their `of` entries. at: the place of the
+    first of these; largest: the largest difference; relative: the norm of all over that of the first tensor, None where
+    that is zero.
+    """
+
+    only_in: Literal["a", "b"]
+    a: object
+    b: object
+    change: float
+    tensor: str
+    differing: int
+    of: int
+    at: list[int]
+    largest: float
+    relative: float | None
+
+
+class Difference(Change, total=False):
+    """A difference as `diff` says. what: path of the value."""
+
+    what: Required[str]
 
 
 class Differences(TypedDict):
@@ -63,15 +88,16 @@ def compared(a: object, b: object, where: str = "") -> list[Difference]:
         return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in compared(x, y, f"{where}.{i}")]
     if a == b and isinstance(a, bool) == isinstance(b, bool):
         return []
-    change: Difference = {"change": b - a} if is_number(a) and is_number(b) and is_number(b - a) else {}
+    change: Change = {"change": b - a} if is_number(a) and is_number(b) and is_number(b - a) else {}
     return [{"what": where, "a": a, "b": b, **change}]
 
 
 def _member(a: Mapping[str, object], b: Mapping[str, object], name: str, where: str) -> list[Difference]:
     if name in a and name in b:
         return compared(a[name], b[name], where)
-    side = "a" if name in a else "b"
-    return [{"what": where, "only_in": side, side: (a if name in a else b)[name]}]
+    if name in a:
+        return [{"what": where, "only_in": "a", "a": a[name]}]
+    return [{"what": where, "only_in": "b", "b": b[name]}]
 
 
 def _scheme(bundle: Bundle) -> dict[str, object]:
@@ -104,15 +130,15 @@ def _tensors(a: Bundle, b: Bundle) -> Iterator[Difference]:
     for name in sorted({*mine, *theirs}, key=_place):
         x, y = mine.get(name), theirs.get(name)
         if x is None or y is None:
-            side = "a" if y is None else "b"
-            tensor = x if y is None else y
-            assert tensor is not None
-            yield {"what": name, "only_in": side, side: _kind(tensor)}
+            if x is not None:
+                yield {"what": name, "only_in": "a", "a": _kind(x)}
+            elif y is not None:
+                yield {"what": name, "only_in": "b", "b": _kind(y)}
             continue
         pair = _digest(x, hashes), _digest(y, hashes)
         if pair[0] != pair[1] and pair not in reported:
             reported.add(pair)
-            yield {"what": name} | _change(x, y)
+            yield {"what": name, **_change(x, y)}
 
 
 def _place(name: str) -> tuple[int, str]:
@@ -134,7 +160,7 @@ def _digest(tensor: Tensor, digests: dict[int, str]) -> str:
     return digests[id(tensor)]
 
 
-def _change(x: Tensor, y: Tensor) -> Difference:
+def _change(x: Tensor, y: Tensor) -> Change:
     """How many entries differ, the first of them, the largest difference, and the root of |x - y|^2 over |x|^2."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return {"a": _kind(x), "b": _kind(y)}

@@ -31,7 +31,7 @@ from .record_checks import (
     tasks_of,
     whole_of,
 )
-from .recorded_settings import FITS, Options
+from .recorded_settings import FITS
 
 TOKENS = 1 << 28  # of all windows: 1,024 windows of 8,192 tokens are 2**23
 DEEPEST = 16  # bundles made of bundles
@@ -59,7 +59,7 @@ class Recorded:
     """
 
     command: str
-    options: Options
+    options: dict[str, Any]
     positional: tuple[str, ...] = ()
     text: str | None = None
     other_text: str | None = None
@@ -222,13 +222,13 @@ def _text(label: object) -> str | None:
     return None if label.startswith("random-tokens:") else label
 
 
-def _weights(model: Fields) -> Options:
+def _weights(model: Fields) -> dict[str, object]:
     if model["random_weights"]:
         return {"random_weights": True}
     return {"revision": model["revision"]} if model["kind"] == "hub" and model["revision"] else {}
 
 
-def _selection(p: Fields) -> Options:
+def _selection(p: Fields) -> dict[str, object]:
     if p.get("selection") is None:
         return {}
     selection = table_of(p, "selection")
@@ -237,7 +237,7 @@ def _selection(p: Fields) -> Options:
 
 def _preset(p: Fields) -> Recorded:
     settings, model, method = table_of(p, "settings"), table_of(p, "model"), string_of(p, "method")
-    options: Options = {name: settings[name] for name in ("sink", "recent", "block")}
+    options: dict[str, object] = {name: settings[name] for name in ("sink", "recent", "block")}
     if "rope" in settings:
         options["frame"] = settings["rope"]
         preset = PRESETS.get(method)
@@ -269,7 +269,7 @@ def _fold(p: Fields, depth: int) -> Recorded:
     unfolded = {name: value for name, value in p.items() if name != "folded_from"} | {"model": model}
     unfolded["tool"] = before.get("tool", p["tool"])
     output = table_of(p, "model")["name"]
-    options: Options = {"output": output, "dtype": before.get("dtype", "auto"), **_weights(model)}
+    options: dict[str, object] = {"output": output, "dtype": before.get("dtype", "auto"), **_weights(model)}
     source = _input(before.get("bundle", "unfolded"), before["bundle_sha256"], unfolded, depth)
     return Recorded("fold", options, model=model, inputs=(source,))
 

@@ -68,9 +68,9 @@ def push(
 ) -> Pushed:
     """Bundle, card and plots in one commit; the repository is made where there is none. The bundle is checked first.
 
-    private: of a new repository. Raises UsageError (a name that `pull` would not find; private, and there is a public
-    one already), ModelUnavailable (offline, no permission, no such branch; then no repository is made), CorruptBundle
-    where the hub then holds another hash.
+    private: of a new repository. Raises UsageError for a name that `pull` would not find, and for `private` where there
+    is a public repository. Raises ModelUnavailable offline, without permission, or where there is no such branch; then
+    no repository is made. Raises CorruptBundle where the hub then holds another hash.
     """
     from huggingface_hub import CommitOperationAdd
 

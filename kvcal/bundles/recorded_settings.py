@@ -5,7 +5,6 @@ the command's own value.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.scheme import Frame
@@ -13,10 +12,8 @@ from kvcal_artifacts.scheme import Frame
 from ..methods.squat import TASKS, paper_settings
 from .record_checks import Fields, list_of, table_of
 
-Options = dict[str, Any]  # of a command, by name
 
-
-def _renamed(settings: Fields, names: Mapping[str, str], drop: tuple[str, ...] = ()) -> Options:
+def _renamed(settings: Fields, names: Mapping[str, str], drop: tuple[str, ...] = ()) -> dict[str, object]:
     return {names.get(name, name): value for name, value in settings.items() if name not in drop}
 
 
@@ -24,16 +21,16 @@ def _joined(values: Iterable[object]) -> str:
     return ",".join(map(str, values)) or "none"
 
 
-def _aqua_kv(s: Fields, p: Fields) -> Options:
+def _aqua_kv(s: Fields, p: Fields) -> dict[str, object]:
     inputs = {name: _joined(list_of(s, name)) for name in ("key_inputs", "value_inputs")}
     return _renamed(s, {"rope": "frame"}) | inputs
 
 
-def _innerq(s: Fields, p: Fields) -> Options:
+def _innerq(s: Fields, p: Fields) -> dict[str, object]:
     return {"search": "plain"} | _renamed(s, {"key": "keys", "value": "values"})  # bundles of before the option
 
 
-def _squat(s: Fields, p: Fields) -> Options:
+def _squat(s: Fields, p: Fields) -> dict[str, object]:
     options = _renamed(s, {"rope": "frame", "prompt": "prompt_tokens"}, ("search_ranks", "search_strengths"))
     if s["search_ranks"]:  # a search names no point; --settings says where it starts from
         rank, strength = options.pop("rank"), options.pop("strength")
@@ -52,7 +49,7 @@ def _task(model: object, frame: object, rank: object, strength: object) -> str:
     return TASKS[0]
 
 
-def _vqkv(s: Fields, p: Fields) -> Options:
+def _vqkv(s: Fields, p: Fields) -> dict[str, object]:
     names = {"high": "high_dims", "split": "split_by", "rope": "frame"}
     options = _renamed(s, names, ("training", "shared", "stages", "sizes"))
     training = {"least": "min_iterations", "most": "max_iterations", "batch": "batch_vectors"}
@@ -63,7 +60,7 @@ def _vqkv(s: Fields, p: Fields) -> Options:
     )
 
 
-def _mixkvq(s: Fields, p: Fields) -> Options:
+def _mixkvq(s: Fields, p: Fields) -> dict[str, object]:
     drop = ("tau_low", "tau_high", "normalise", "value_group")
     options = _renamed(s, {"raw": "raw_dtype"}, drop) | {"raw_salience": s["normalise"] == "none"}
     if p.get("search") is None:
@@ -79,11 +76,11 @@ def _mixkvq(s: Fields, p: Fields) -> Options:
     return options | ({"step": goal["step"]} if "step" in goal else {})
 
 
-def _kvtuner(s: Fields, p: Fields) -> Options:
+def _kvtuner(s: Fields, p: Fields) -> dict[str, object]:
     return _renamed(s, {"choices": "bits"}) | {"bits": _joined(list_of(s, "choices"))}
 
 
-FITS: dict[str, tuple[str, Callable[[Fields, Fields], Options]]] = {
+FITS: dict[str, tuple[str, Callable[[Fields, Fields], dict[str, object]]]] = {
     "aqua-kv": ("fit-predictors", _aqua_kv),
     "innerq": ("fit-norms", _innerq),
     "squat": ("measure-subspaces", _squat),

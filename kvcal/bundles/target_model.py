@@ -12,8 +12,8 @@ from .record_checks import Fields, check_model, string_of, table_of
 
 @dataclass(frozen=True)
 class TargetModel:
-    """The model that a bundle was made for, as its provenance names it: a name of the hub or of the catalogue, or, of a
-    local folder, its name without its place. seed: of random weights.
+    """The model that a bundle was made for, as its provenance names it: a name of the hub or of the catalogue. A local
+    folder is named without its place. seed: of random weights.
     """
 
     name: str

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from kvcal_artifacts.bundle import Bundle, Fingerprint, load_bundle
 from kvcal_artifacts.bundle.canonical import canonical, sha256_text
@@ -302,6 +302,16 @@ def _forget(folder: Path) -> None:
                 shutil.rmtree(old)
 
 
+class EvaluationState(TypedDict):
+    """How far an evaluation came, as JSON has it. windows: how many are done; sums: over their tokens, by row; watched:
+    what was observed in the caches of rows.
+    """
+
+    windows: int
+    sums: dict[str, dict[str, Any]]
+    watched: NotRequired[dict[str, Mapping[str, Any]]]
+
+
 class BatchCheckpoint:
     """A kvcal.evaluate.perplexity.Batches in `work` under `name`, which says where it goes on. label: what is measured;
     windows: of the text. resumed: how many of them were there.
@@ -313,9 +323,9 @@ class BatchCheckpoint:
         self._work, self._name, self._label, self._windows, self._say = work, name, label, windows, say
         self.resumed = 0
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self) -> EvaluationState | None:
         """The state that was kept, as `keep` was given it; None: there is none."""
-        saved: dict[str, Any] | None = self._work.read(self._name)
+        saved: EvaluationState | None = self._work.read(self._name)
         if saved is not None and self._name not in self._work.written:
             self.resumed = saved["windows"]
             self._say(
@@ -323,7 +333,7 @@ class BatchCheckpoint:
             )
         return saved
 
-    def keep(self, state: dict[str, Any]) -> None:
+    def keep(self, state: EvaluationState) -> None:
         self._work.keep(self._name, state)
 
 

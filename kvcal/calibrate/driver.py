@@ -60,9 +60,8 @@ def fit(
 ) -> FitResult:
     """Calibrate every layer and write the bundle; the same arguments give the same bytes.
 
-    searched, selection: as of FitJob. other: windows of another text, for methods that compare; they come behind the
-    held-out ones.
-    Raises KVCalError for models or windows that cannot be calibrated, before any work.
+    searched, selection: `FitJob` explains them. other: windows of another text, for methods that compare; they come
+    behind the held-out ones. Raises KVCalError for models or windows that cannot be calibrated, before any work.
     """
     job = FitJob(method, output, seed, searched, selection)
     return fit_together(
@@ -342,7 +341,7 @@ def train(
     say: Say = lambda line: None,
     selection: HeavyHitters | None = None,
 ) -> TrainResult:
-    """Codebooks of all layers into a bundle; the same arguments give the same bytes. selection: as of fit.
+    """Codebooks of all layers into a bundle; the same arguments give the same bytes. selection: `FitJob` explains it.
 
     Raises KVCalError for models, windows or settings that cannot be trained, before any work.
     """

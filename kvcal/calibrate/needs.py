@@ -1,7 +1,7 @@
 """Whether a text is enough for what is fitted on it: too little is said before the work, in numbers.
 
-With n tokens for p inputs, least squares errs on other text by about n / (n - p) times what it must: 1.33 at four times
-as many tokens as inputs, without bound at as many.
+With n tokens for p inputs, least squares errs on other text by about n / (n - p) times what it must. That is 1.33 times
+with four tokens per input, and without bound with one.
 """
 
 from __future__ import annotations

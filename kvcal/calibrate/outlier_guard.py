@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcal_artifacts.codecs import Codec, Predicted, Role
+from kvcal_artifacts.codecs.named import CODEC_MAKERS
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.hf import config_of
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
@@ -28,7 +29,7 @@ from kvcal_kernels.device import on
 from ..capture.scan import Capture, LayerSource, WholeModel
 from ..methods.base import Carry, coded_tokens
 from ..methods.calibrated import CalibratedFactors
-from ..methods.registry import CODEC_MAKERS, codes_apart
+from ..methods.registry import codes_apart
 from ..methods.statistics import TrainingData
 from ..models.spread import input_device
 from ..report.progress import progress
@@ -43,7 +44,7 @@ GRADES = ((1.0, "breaks the model"), (0.3, "costs much quality"), (0.1, "costs n
 # (`_advice`): models with such channels have 10 to 95. Below that balanced factors may help, too (1-bit keys on `tiny`,
 # whose ratio is 6), but there is no channel to point at.
 OUTLIER = 10.0
-# More bits a value, of keys and values, that count as "about the same": scales of groups along tokens take 0.38 more
+# More bits per value, of keys and values, that count as "about the same": scales of groups along tokens take 0.38 more
 # than one of a whole head; another bit of keys takes 0.5.
 WIDER = 0.5
 BETTER = 0.5  # an alternative is named where its forecast is at most so many times the scheme's
@@ -402,8 +403,8 @@ def _alike(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
 
 
 def say_forecasts(scan: Scan, schemes: Mapping[str, Scheme]) -> None:
-    """What these schemes are forecast to cost on held-out windows, where that is much; on training windows too, where
-    the held-out ones together are too short for a block of each. Of random weights nothing is forecast.
+    """Say what these schemes are forecast to cost on held-out windows, where that is much. Training windows are taken
+    too, where the held-out ones together are too short for a block of each. Of random weights nothing is forecast.
     """
     from .forecast import least_tokens
 

@@ -53,9 +53,9 @@ def collect(method: VQKV, capture: Capture, train: int, heads: int, say: Say = l
 
 
 class Collection:
-    """A seeded sample of method.vectors keys and as many values from the first `train` windows, fewer if there are
-    fewer, and a held-out one from the others; the sink's tokens are never taken. length: tokens a window; ranks: the
-    processes that divide the vectors.
+    """A seeded sample of at most method.vectors keys, and as many values, from the first `train` windows, and a
+    held-out one from the others. Tokens of the sink are never taken. length: tokens a window; ranks: the processes that
+    divide the vectors.
     """
 
     def __init__(self, method: VQKV, train: int, heads: int, layers: int, length: int, ranks: Ranks = ALONE) -> None:

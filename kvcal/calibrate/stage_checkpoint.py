@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,7 +27,18 @@ from .checkpoint import LayerCheckpoint, partial_folder
 from .sampled_vectors import Sample
 
 Restored = TypeVar("Restored")
-Record: TypeAlias = dict[str, Any]  # of a file: what strangers may have written
+
+
+class Record(TypedDict):
+    """What a file says beside its tensors; strangers may have written it. report: of a stage, the fields of a
+    StageReport. roles, rotary, probe: of a layer's vectors. sha256: of all tensors.
+    """
+
+    sha256: str
+    report: dict[str, Any]
+    roles: list[str]
+    rotary: int
+    probe: list[float]
 
 
 class StageCheckpoint(LayerCheckpoint):

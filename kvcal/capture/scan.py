@@ -399,8 +399,8 @@ class LayerTaps:
 
     @contextmanager
     def shared(self) -> Iterator[LayerTaps]:
-        """The same layer for one of several readers, of use within: all passes of these taps, an advancing one too,
-        leave the layer's input as it is, so that the next reader sees the same q, k and v.
+        """The same layer for one of several readers. Within the block no pass of these taps changes the layer's input,
+        not even one that advances. So the next reader sees the same q, k and v.
         """
         self._check_order()
         reader = LayerTaps(self._capture, self.index, self._layer, self._probes)

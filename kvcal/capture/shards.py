@@ -136,8 +136,8 @@ B = TypeVar("B", bound=HasRows)
 
 
 class ShardSums(Generic[S]):
-    """The sums of one pass, given to `LayerTaps.batches`: the batch at hand is added to `part`, and `total` holds
-    those of all shards, of every rank, when the pass is over.
+    """The sums of one pass, given to `LayerTaps.batches`. The batch at hand is added to `part`; when the pass is over,
+    `total` holds the sums of all shards of every rank.
 
     empty: makes sums of nothing. Ranks tell each other the sums of many shards at once: waiting for each other takes
     longer than sending.

@@ -42,7 +42,7 @@ from kvcal.cli.help import METHODS, Command, Group, Methods
 from kvcal.report.version import __version__
 from kvcal_artifacts.shown import message
 
-COMMANDS: dict[str, Callable[..., Any]] = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan.plan,
     "recommend": recommend.recommend,
     "fit-predictors": fit.fit_predictors,

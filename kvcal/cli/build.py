@@ -40,7 +40,7 @@ def build(o: BuildOptions, typed: Typed) -> None:
 
 
 def _next(o: BuildOptions, result: dict[str, Any]) -> None:
-    """What is planned is built, what is built gets a card."""
+    """Print the next command: `kvcal build` after a dry run, else `kvcal card` for the first bundle."""
     if o.dry_run:
         print_next("build", o.recipe)
     elif result["bundles"]:

@@ -129,7 +129,7 @@ def diff(o: DiffOptions, typed: Typed) -> None:
         raise typer.Exit(DIFFERENT)
 
 
-def print_differences(differences: dict[str, Any], wide: bool = False) -> None:
+def print_differences(differences: Mapping[str, Any], wide: bool = False) -> None:
     """Sections in order; in each what differs first. wide: all of it, values whole."""
     from kvcal.bundles.diff import SECTIONS, VALUE, phrase
 

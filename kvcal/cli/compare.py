@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from kvcal.cli.evaluate import FULL, unequal_windows, windows_of
 from kvcal.cli.output import (
-    Result,
     line,
     note,
     print_json,
@@ -19,6 +20,9 @@ from kvcal.cli.output import (
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import CompareOptions
 from kvcal.evaluate.spread import difference, few_windows, quantile
+
+if TYPE_CHECKING:
+    from kvcal.commands.results import EvaluationRow
 
 
 @command(CompareOptions, spread=True)
@@ -51,7 +55,7 @@ COLUMNS = (
 ONLY_WIDE = ("windows", "block", "paper_bits", "kl_median", "kl_p99", "kl_max", "logit_error", "output_error")
 
 
-def print_compared(result: Result, wide: bool = False) -> None:
+def print_compared(result: Mapping[str, Any], wide: bool = False) -> None:
     """Rows of a comparison as a table, full precision first, and the best of them."""
     full = _full(result)
     rows = [
@@ -74,7 +78,7 @@ def print_compared(result: Result, wide: bool = False) -> None:
         _print_pairs(result["rows"])
 
 
-def _print_pairs(rows: list[Result]) -> None:
+def _print_pairs(rows: list[EvaluationRow]) -> None:
     """Which pairs of rows are apart: the difference in KL over its standard error, in brackets where it decides
     nothing. Nothing for one row, or one window.
     """
@@ -94,7 +98,7 @@ def _print_pairs(rows: list[Result]) -> None:
     )
 
 
-def _pair(first: Result, second: Result) -> str:
+def _pair(first: EvaluationRow, second: EvaluationRow) -> str:
     gap = difference(first, second)
     if gap is None or first is second:
         return "-"
@@ -102,7 +106,7 @@ def _pair(first: Result, second: Result) -> str:
     return signed if gap.apart else f"({signed})"
 
 
-def _sizes(row: Result, full: Result) -> Result:
+def _sizes(row: EvaluationRow, full: EvaluationRow) -> dict[str, object]:
     """Size and ratio with exact tokens at 16 bits a number, as full precision's; a result file of before has no such
     size.
     """
@@ -110,7 +114,7 @@ def _sizes(row: Result, full: Result) -> Result:
     return {"bytes_at_length": size, "smaller": full["bytes_at_length"] / size if size else row["smaller"]}
 
 
-def _full(result: Result) -> Result:
+def _full(result: Mapping[str, Any]) -> EvaluationRow:
     """The row of full precision, whose cache is counted at 16 bits per value."""
     first = result["rows"][0]
     return {

@@ -5,30 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvcal.cli.signature import options_class
 from kvcal.pipeline.spec import Options
 
-_PROGRAM: dict[str, Any] = {"commands": None, "app": None}
+if TYPE_CHECKING:
+    from typer import Typer
+    from typer._click import Command, Parameter
 
 
-def register(commands: Mapping[str, Callable[..., Any]], app: Any) -> None:
-    """Called once, by app.py, which knows the commands: they are asked here for each other's options, so that this
-    module cannot import it.
+class _Program:
+    """The commands by name, and the program that Typer makes of them; `register` sets both."""
+
+    commands: Mapping[str, Callable[..., None]]
+    app: Typer
+
+
+def register(commands: Mapping[str, Callable[..., None]], app: Typer) -> None:
+    """Set the commands and the program. app.py, which imports all commands, calls this once: commands ask this module
+    for each other's options, so it cannot import app.py.
     """
-    _PROGRAM.update(commands=commands, app=app)
+    _Program.commands, _Program.app = commands, app
 
 
 def defaults_of(command: str) -> dict[str, object]:
     """Option name -> default, as `kvcal COMMAND` alone would have them; without those that must be given."""
-    options = options_class(_PROGRAM["commands"][command])
+    options = options_class(_Program.commands[command])
     return {one.name: one.default for one in fields(options) if one.default is not MISSING}
 
 
-def options_of(command: str, values: Mapping[str, Any]) -> Options:
-    """All options of `kvcal COMMAND`, these in place, read and checked as on the command line; a list is repeated, or
-    joined by commas where the option is given once. Raises UsageError in the words of the command line.
+def options_of(command: str, values: Mapping[str, object]) -> Options:
+    """All options of `kvcal COMMAND`: `values`, read and checked as on the command line, and else the defaults.
+
+    A list is repeated, or joined by commas where the option is given once. Raises UsageError in the words of the
+    command line.
     """
     from kvcal_artifacts.errors import UsageError
 
@@ -41,19 +52,20 @@ def options_of(command: str, values: Mapping[str, Any]) -> Options:
         if not hasattr(error, "format_message"):
             raise
         raise UsageError(" ".join(error.format_message().split()).rstrip(".")) from error
-    return options_class(_PROGRAM["commands"][command])(**{name: read[name] for name in values})
+    return options_class(_Program.commands[command])(**{name: read[name] for name in values})
 
 
 @cache
-def _parsers() -> Any:
+def _parsers() -> Mapping[str, Command]:
     """Every command's; made once, as a recipe asks again and again."""
     import typer
 
-    root: Any = typer.main.get_command(_PROGRAM["app"])
+    root = typer.main.get_command(_Program.app)
+    assert isinstance(root, typer.core.TyperGroup)  # of several commands
     return root.commands
 
 
-def _words(parameter: Any, value: Any) -> list[str]:
+def _words(parameter: Parameter, value: object) -> list[str]:
     """What stands on the command line for an option with this value."""
     from kvcal_artifacts.errors import UsageError
 

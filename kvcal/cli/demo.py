@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvcal.cli.evaluate import FULL
-from kvcal.cli.output import Result, line, note, print_json, print_rows, prose, wrapped
+from kvcal.cli.output import line, note, print_json, print_rows, prose, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import DemoOptions
 from kvcal.report.quantities import size
+
+if TYPE_CHECKING:
+    from kvcal.commands.results import DemoRow
 
 
 @command(DemoOptions)
@@ -14,7 +19,7 @@ def demo(o: DemoOptions, typed: Typed) -> None:
     """The whole way in a minute: calibrate the embedded model, write a bundle, load it elsewhere, generate, compare."""
     from kvcal.commands.demo import run_demo
 
-    result: Result = run_demo(o.output, note)
+    result = run_demo(o.output, note)
     if o.json:
         print_json(result)
         return
@@ -36,7 +41,7 @@ def demo(o: DemoOptions, typed: Typed) -> None:
     line(f"next: {result['next']}")
 
 
-def _row(row: Result, full: int) -> Result:
+def _row(row: DemoRow, full: int) -> dict[str, object]:
     name, bits = (FULL, 16.0) if row["name"] == "full" else (row["name"], row["bits_per_value"])
     same = f"{row['same']}/{row['of']}"
     return row | {"cache": name, "bits_per_value": bits, "smaller": full / row["nbytes"], "same": same}

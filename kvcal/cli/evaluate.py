@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from kvcal.cli.output import Result, line, note, print_json, print_open, print_rows, print_table, prose, wrapped
+from kvcal.cli.output import line, note, print_json, print_open, print_rows, print_table, prose, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import GenerateOptions
 from kvcal.evaluate.spread import few_windows
 from kvcal.pipeline.options import EvalOptions
 from kvcal.report.quantities import percent, size, written
+
+if TYPE_CHECKING:
+    from kvcal.commands.results import EvaluationRow, TaskScores
+    from kvcal.pipeline.gates import Check
 
 
 @command(EvalOptions, spread=True)
@@ -55,7 +59,7 @@ def check_reports(junit: Path | None, summary: Path | None) -> None:
             check_output(path, option)
 
 
-def print_gates(checks: list[Any], wide: bool = False) -> None:
+def print_gates(checks: list[Check], wide: bool = False) -> None:
     """A line a gate; nothing without gates."""
     if checks:
         rows = [["passed" if check.passed else "FAILED", check.line] for check in checks]
@@ -71,7 +75,7 @@ ONLY_WIDE = ("windows", "block", "kl_median", "kl_p99", "kl_max")
 FULL = "fp16"  # what full precision, `full` in --json, is called in tables: its cache is counted at 16 bits per value
 
 
-def print_evaluation(rows: list[Result], wide: bool = False) -> None:
+def print_evaluation(rows: list[EvaluationRow], wide: bool = False) -> None:
     """Rows of an evaluation as a table; sizes are of one window's end, exact tokens at 16 bits a number."""
     shown = [
         row | {"name": _name(row), "windows": windows_of(row), "bytes": round(row["bytes_at_16_bit"] / row["smaller"])}
@@ -89,12 +93,12 @@ def print_evaluation(rows: list[Result], wide: bool = False) -> None:
         )
 
 
-def windows_of(row: Result) -> str | None:
+def windows_of(row: EvaluationRow) -> str | None:
     """Exact tokens of a row, first and last ones; full precision, and a result file of before, has none."""
     return f"{row['sink']} + {row['recent']}" if "sink" in row else None
 
 
-def unequal_windows(rows: list[Result]) -> str | None:
+def unequal_windows(rows: list[EvaluationRow]) -> str | None:
     """A line that says which rows keep how many exact tokens; None where all keep as many."""
     by_windows: dict[tuple[str, int], list[str]] = {}
     for row in rows:
@@ -114,7 +118,7 @@ def unequal_windows(rows: list[Result]) -> str | None:
     )
 
 
-def _name(row: Result) -> str:
+def _name(row: EvaluationRow) -> str:
     return FULL if row["name"] == "full" else str(row["name"])
 
 
@@ -122,7 +126,7 @@ def kl(value: float, wide: bool) -> str | None:
     return written("kl", value, whole=wide)
 
 
-def print_tasks(rows: list[Result], wide: bool = False) -> None:
+def print_tasks(rows: list[EvaluationRow], wide: bool = False) -> None:
     """A line a task and row: scores, their difference with its interval, McNemar's p-value; nothing without tasks."""
     lines = [(row["name"], name, paired) for row in rows for name, paired in row.get("tasks", {}).items()]
     if lines:
@@ -138,7 +142,7 @@ def print_tasks(rows: list[Result], wide: bool = False) -> None:
             )
 
 
-def _task_cells(paired: Result) -> list[str]:
+def _task_cells(paired: TaskScores) -> list[str]:
     p_value = paired["mcnemar"]
     figures = [f"{paired[name]:.4f}" for name in ("score", "full", "difference", "low", "high")]
     return [*figures, "-" if p_value is None else f"{p_value:.3f}", f"{paired['n']:,}"]

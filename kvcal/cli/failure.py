@@ -6,12 +6,15 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import typer
 
 from kvcal_artifacts.shown import message
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 DIFFERENT, INTERRUPTED = 7, 130
 EXIT_CODES = {
@@ -41,11 +44,11 @@ def say(line: str) -> None:
     print(f"kvcal: {line}", file=sys.stderr)
 
 
-def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
+def guarded(command: Callable[P, R]) -> Callable[P, R]:
     """`command`, with every exception but Typer's own turned into a line and an exit code."""
 
     @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
         _check_sizes(kwargs)
         try:
             return command(*args, **kwargs)
@@ -61,7 +64,7 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _check_sizes(options: dict[str, Any]) -> None:
+def _check_sizes(options: Mapping[str, object]) -> None:
     """A number of no use to anybody would end in an overflow of torch's."""
     for name, value in options.items():
         if isinstance(value, int) and value > LARGEST:

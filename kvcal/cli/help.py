@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from typer.core import TyperCommand, TyperGroup
+
+if TYPE_CHECKING:
+    from typer._click import Context, HelpFormatter
 
 GROUPS: dict[str, dict[str, str]] = {  # heading -> command -> what it does, on a line of 80 columns
     "Start": {
@@ -164,7 +167,7 @@ def grouped(names: list[str]) -> Iterator[tuple[str, list[str]]]:
 class Command(TyperCommand):
     """A command whose options stand in the help under the headings of their panels."""
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
+    def format_options(self, ctx: Context, formatter: HelpFormatter) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -176,7 +179,7 @@ class Command(TyperCommand):
             with formatter.section(panel):
                 formatter.write_dl(sorted(records, key=_place))
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+    def format_epilog(self, ctx: Context, formatter: HelpFormatter) -> None:
         write_examples(ctx, formatter)
 
 
@@ -191,7 +194,7 @@ def _place(record: tuple[str, str]) -> int:
     return 2 if record[0].startswith("-h") else 0 if re.match(r"-\w,", record[0]) else 1
 
 
-def write_examples(ctx: Any, formatter: Any) -> None:
+def write_examples(ctx: Context, formatter: HelpFormatter) -> None:
     words = ctx.command_path.removeprefix("kvcal").strip()
     if lines := examples_of(words):
         formatter.write_paragraph()
@@ -201,22 +204,22 @@ def write_examples(ctx: Any, formatter: Any) -> None:
 class Methods(TyperGroup):
     """`kvcal fit`: a method a line."""
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
         with formatter.section("Methods"):
             formatter.write_dl([(method, summary_of(name).partition(" (")[0]) for method, name in METHODS.items()])
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+    def format_epilog(self, ctx: Context, formatter: HelpFormatter) -> None:
         write_examples(ctx, formatter)
 
 
 class Group(TyperGroup):
     """The program: its commands in groups."""
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
         for heading, names in grouped(self.list_commands(ctx)):
             with formatter.section(heading):
                 formatter.write_dl([(name, summary_of(name) or self._short(ctx, name)) for name in names])
 
-    def _short(self, ctx: Any, name: str) -> str:
+    def _short(self, ctx: Context, name: str) -> str:
         command = self.get_command(ctx, name)
         return "" if command is None else str(command.get_short_help_str(limit=55))

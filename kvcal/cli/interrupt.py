@@ -1,8 +1,8 @@
 """Ctrl-C that is never lost.
 
-torch's C extension clears a KeyboardInterrupt that arrives while it is imported (6 of 7 signals sent 0.27 to 0.32 s
-after the start of `kvcal fit-predictors` vanished, and the run went on to its end). So a signal that arrives during
-such an import is kept until the import is over.
+torch's C extension clears a KeyboardInterrupt that arrives while it is imported. Of 7 signals sent 0.27 to 0.32 s after
+the start of `kvcal fit-predictors` 6 vanished, and the run went on to its end. So a signal that arrives during such an
+import is kept until the import is over.
 """
 
 from __future__ import annotations

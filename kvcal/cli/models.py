@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvcal.cli.output import print_json, print_table
 from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.spec import Options
+
+if TYPE_CHECKING:
+    from kvcal.models.catalogue import ModelRow
 
 COLUMNS = [
     "model",
@@ -39,8 +42,9 @@ def models(o: Options, typed: Typed) -> None:
         print_table(shown, [[row[column] for column in shown] for row in cells], wide=o.wide)
 
 
-def _cells(row: dict[str, Any]) -> list[Any]:
+def _cells(row: ModelRow) -> list[str | None]:
     size = row["parameters"]
     parameters = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.0f}M"
-    geometry = [f"{row[field]:,}" for field in ("layers", "hidden", "kv_heads", "head_dim", "context")]
+    counts = (row["layers"], row["hidden"], row["kv_heads"], row["head_dim"], row["context"])
+    geometry = [f"{count:,}" for count in counts]
     return [row["name"], parameters, *geometry, f"{row['kv_bytes_per_token'] / 1024:g}", row["hub_id"]]

@@ -16,7 +16,7 @@ def names(o: NamesOptions, typed: Typed) -> None:
     own.
     """
     from kvcal.commands.names import run_names
-    from kvcal_artifacts.auto_names import AUTO_BITS
+    from kvcal_artifacts.presets import AUTO_BITS
 
     rows = run_names(o.kind, o.model, typed)
     if o.json:

@@ -23,8 +23,6 @@ from typing import Any, Literal
 from kvcal.cli.failure import NO_STDOUT
 from kvcal_artifacts.shown import COMMANDS, message, shown
 
-Result = dict[str, Any]  # what a command returns, or a row of it, as --json prints it
-
 ANY_WIDTH = 10_000  # of --wide: whole cells can be read, copied and cut
 USUAL_WIDTH, LEAST_WIDTH = 80, 40
 GAP = 2  # between columns
@@ -155,10 +153,10 @@ def print_rows(
     keys: int = 1,
     wide: bool = False,
 ) -> None:
-    """A table of rows by key of --json, with the name and the form that each quantity has everywhere.
+    """Print a table of rows whose keys are those of --json. Each quantity has the name and form that it has everywhere.
 
-    only_wide: columns that are there with --wide alone, as are those without a value. names: headings of this table.
-    keys: as of `print_table`.
+    only_wide: columns that --wide alone prints; it also prints those in which no row has a value. names: headings that
+    differ in this table. keys: how many first columns each part of a table that is too wide begins with.
     """
     from kvcal.report.quantities import quantity, written
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from kvcal.cli.output import Result, command_line, line, note, on_stdout, print_json, print_table, wrapped
+from kvcal.cli.output import command_line, line, note, on_stdout, print_json, print_table, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import PlanOptions
 from kvcal.report.quantities import significant
+
+if TYPE_CHECKING:
+    from kvcal.bench.planning.paged import PagedRow
+    from kvcal.bench.planning.projection import KL, Row
+    from kvcal.bench.planning.quality import MeasuredModel
+    from kvcal.commands.plan import Assumed, PlanHead, PlanResult, ServedPlan
 
 
 @command(PlanOptions, light=True)
@@ -29,18 +35,25 @@ def plan(o: PlanOptions, typed: Typed) -> None:
     with on_stdout():
         for text in _head(result):
             wrapped(text, wide=o.wide)
-    if o.serve is not None:
+    if "refused" in result:
         print_table(PAGED, [_paged(row) for row in result["rows"]], wide=o.wide)
-    elif o.wide:
-        print_table(WIDE, [_wide(row) for row in result["rows"]], wide=True)
+        foot = [*_foot_of_pages(result)]
     else:
-        print_table(COLUMNS, [_cells(row) for row in result["rows"]])
-        line()
-        print_table(["scheme", "next"], [[row["scheme"], row["next"]] for row in result["rows"] if row["next"]])
+        _table(result["rows"], o.wide)
+        foot = _foot(result)
     with on_stdout():
-        for text in _foot(result) if o.serve is None else _foot_of_pages(result):
+        for text in foot:
             wrapped(text, indent="    ", wide=o.wide)
         _recommendation(result, o.wide)
+
+
+def _table(rows: Sequence[Row], wide: bool) -> None:
+    if wide:
+        print_table(WIDE, [_wide(row) for row in rows], wide=True)
+        return
+    print_table(COLUMNS, [_cells(row) for row in rows])
+    line()
+    print_table(["scheme", "next"], [[row["scheme"], row["next"]] for row in rows if row["next"]])
 
 
 COLUMNS = ["scheme", "× smaller", "fits", "longest", "prompt", "tokens/s", "batch: tokens/s", "KL"]
@@ -52,7 +65,7 @@ PAGED = ["scheme", "bits in pages", "× FP16's tokens", "tokens in vLLM", "reque
 SHORT = {"in chunks": "chunks"}  # of the column `fits`
 
 
-def _cells(row: Result) -> list[Any]:
+def _cells(row: Row) -> list[str | None]:
     fits, most = row["fits"] != "no", row["tokens_per_second_of_largest_batch"]
     speed = row["tokens_per_second"] if fits else None
     batch = f"{row['largest_batch']:,}"
@@ -79,11 +92,11 @@ def _short(speed: float) -> str:
     return significant(speed) if speed < 10_000 else f"{speed / 1000:,.0f}k"
 
 
-def _kl(row: Result) -> str:
+def _kl(row: KL) -> str:
     return "not measured" if row["kl"] is None else significant(row["kl"])
 
 
-def _wide(row: Result) -> list[Any]:
+def _wide(row: Row) -> list[str | None]:
     cells = _cells(row)
     peaks = [f"{row[name] / 2**30:.2f}" for name in ("cache_bytes", "decode_peak_bytes", "prefill_peak_bytes")]
     whole = f"{row['longest_context_whole_prompt']:,}"
@@ -92,7 +105,7 @@ def _wide(row: Result) -> list[Any]:
     return [*first, *cells[4:], *rest, row["step"], row["next"]]
 
 
-def _paged(row: Result) -> list[Any]:
+def _paged(row: PagedRow) -> list[str | None]:
     return [
         row["scheme"],
         f"{row['bits']:.2f}",
@@ -103,7 +116,7 @@ def _paged(row: Result) -> list[Any]:
     ]
 
 
-def _head(result: Result) -> list[str]:
+def _head(result: PlanHead) -> list[str]:
     model, gpu = result["model"], result["gpu"]
     rate = "" if gpu["bytes_per_second"] is None else f", {gpu['bytes_per_second'] / 1e9:,.0f} GB/s"
     server = "" if result["serve"] is None else ", served by vLLM on the GPU"
@@ -116,7 +129,7 @@ def _head(result: Result) -> list[str]:
     ]
 
 
-def _foot(result: Result) -> list[str]:
+def _foot(result: PlanResult) -> list[str]:
     rows, assumed = result["rows"], result["assumed"]
     rate = "tokens/s: of all rows that are planned; behind batch: of as many rows as fit"
     lines = ["", f"longest, batch: with prompts fed {assumed['chunk_tokens']:,} tokens at a time", rate]
@@ -136,7 +149,7 @@ def _foot(result: Result) -> list[str]:
     return [*lines, "vLLM serves fewer schemes on a GPU: kvcal plan --serve vllm"]
 
 
-def _chunks_line(result: Result) -> str:
+def _chunks_line(result: PlanResult) -> str:
     """What it means that a row fits in chunks only: how the prompt is fed, and how fast its two ways are."""
     assumed = result["assumed"]
     eager = 1 / (result["model"]["layers"] * assumed["eager_seconds_a_layer"])
@@ -147,7 +160,7 @@ def _chunks_line(result: Result) -> str:
     )
 
 
-def _prompt_line(assumed: Result) -> str:
+def _prompt_line(assumed: Assumed) -> str:
     """What the time of a prompt rests on."""
     return (
         f"prompt: seconds to prefill, its operations at {assumed['prompt_products_at']:.0%} of the card's sheet, as "
@@ -156,7 +169,7 @@ def _prompt_line(assumed: Result) -> str:
     )
 
 
-def _kl_lines(rows: list[Result], models: dict[str, Result]) -> Iterator[str]:
+def _kl_lines(rows: Sequence[Row | PagedRow], models: Mapping[str, MeasuredModel]) -> Iterator[str]:
     """Lines that name the models on which the KL was measured, of which architecture they are, and over how many
     tokens.
     """
@@ -165,7 +178,7 @@ def _kl_lines(rows: list[Result], models: dict[str, Result]) -> Iterator[str]:
         yield f"KL: nats per token as measured on {', '.join(alike)}, of the same architecture"
     others: dict[str, list[str]] = {}
     for row in rows:
-        if row["kl_same_architecture"] is False:
+        if row["kl_same_architecture"] is False and row["kl_model"] is not None:
             others.setdefault(row["kl_model"], []).append(row["scheme"])
     for model, schemes in others.items():
         yield f"KL of {', '.join(schemes)}: as measured on {model}, the worst of other architectures"
@@ -175,7 +188,7 @@ def _kl_lines(rows: list[Result], models: dict[str, Result]) -> Iterator[str]:
         yield f"KL is of windows of {tokens} tokens and grows with length; yours: kvcal eval --length N"
 
 
-def _foot_of_pages(result: Result) -> Iterator[str]:
+def _foot_of_pages(result: ServedPlan) -> Iterator[str]:
     assumed = result["assumed"]
     yield ""
     yield (
@@ -193,29 +206,32 @@ def _foot_of_pages(result: Result) -> Iterator[str]:
         yield f"not served: {', '.join(schemes)}: {why}"
 
 
-def _recommendation(result: Result, wide: bool) -> None:
+def _recommendation(result: PlanResult | ServedPlan, wide: bool) -> None:
     """The command to run, and why that scheme; or why there is none."""
     best = next((row for row in result["rows"] if row["scheme"] == result["recommended"]), None)
-    if best is None:
+    if best is None or best["next"] is None:
         wrapped(f"recommended: {_nothing(result)}", indent="    ", wide=wide)
         return
     command_line(shlex.split(best["next"]), before="recommended: ", wide=wide)
     wrapped(f"why {best['scheme']}: {result['recommended_why']}", indent="    ", wide=wide)
 
 
-def _nothing(result: Result) -> str:
+def _nothing(result: PlanResult | ServedPlan) -> str:
     """What to do where no scheme is recommended: the budget that the best of those that fit needs."""
-    fitting = [row for row in result["rows"][1:] if _fits(row, result["batch"]) and row["kl_upper"] is not None]
+    fitting = [
+        (row["kl_upper"], row["scheme"])
+        for row in result["rows"][1:]
+        if _fits(row, result["batch"]) and row["kl_upper"] is not None
+    ]
     if not fitting:
         return "none, no scheme fits that was measured: less --context or --batch, or a smaller model"
-    least = min(fitting, key=lambda row: float(row["kl_upper"]))
-    upper = float(least["kl_upper"])
+    upper, scheme = min(fitting, key=lambda pair: pair[0])
     unit = 10 ** (math.floor(math.log10(upper)) - 1) if upper > 0 else 1.0
     return (
-        f"none; of what fits {least['scheme']} has the lowest KL, up to {significant(upper)}: "
+        f"none; of what fits {scheme} has the lowest KL, up to {significant(upper)}: "
         f"--budget-kl {math.ceil(upper / unit) * unit:.2g} takes it"
     )
 
 
-def _fits(row: Result, batch: int) -> bool:
-    return bool(row["fits"] != "no" if "fits" in row else row["requests"] >= batch)
+def _fits(row: Row | PagedRow, batch: int) -> bool:
+    return row["requests"] >= batch if "requests" in row else row["fits"] != "no"

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from kvcal.cli.output import Result, command_line, line, note, on_stdout, print_json, print_rows, wrapped
+from kvcal.cli.output import command_line, line, note, on_stdout, print_json, print_rows, wrapped
 from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import RecommendOptions
 from kvcal.report.quantities import duration, significant
+
+if TYPE_CHECKING:
+    from kvcal.commands.results import Recommendation, RecommendedRow
+    from kvcal.evaluate.attention_error import ErrorRow
+    from kvcal.evaluate.key_outliers import HeadOutlier
 
 
 @command(RecommendOptions, spread=True)
@@ -36,12 +42,11 @@ def recommend(o: RecommendOptions, typed: Typed) -> None:
         line(f"next: {result['next']}")
 
 
-def _chosen(result: Result) -> Result:
-    row: Result = next(row for row in result["rows"] if row["scheme"] == result["chosen"])
-    return row
+def _chosen(result: Recommendation) -> RecommendedRow:
+    return next(row for row in result["rows"] if row["scheme"] == result["chosen"])
 
 
-def _rows(result: Result) -> Iterator[Result]:
+def _rows(result: Recommendation) -> Iterator[Mapping[str, object]]:
     """Full precision, and the ladder with the first two marked."""
     yield {"scheme": "fp16", "bits_per_value": 16.0, "times_smaller": 1.0, "kl": 0.0}
     marks = {result["runner_up"]: "2nd ", result["chosen"]: "1st "}
@@ -49,9 +54,9 @@ def _rows(result: Result) -> Iterator[Result]:
         yield row | {"scheme": marks.get(row["scheme"], "") + row["scheme"]}
 
 
-def _foot(result: Result) -> Iterator[str]:
+def _foot(result: Recommendation) -> Iterator[str]:
     """What was chosen and why, what it was measured on, where it is."""
-    rows = {row["scheme"]: row for row in result["rows"]}
+    rows: dict[str | None, RecommendedRow] = {row["scheme"]: row for row in result["rows"]}
     chosen, second, naive = (rows.get(result[name]) for name in ("chosen", "runner_up", "instead_of"))
     assert chosen is not None
     yield ""
@@ -60,7 +65,7 @@ def _foot(result: Result) -> Iterator[str]:
     best = "fewest bits" if result["max_bits"] is None else "smallest KL"
     yield f"chosen: {chosen['scheme']}, {best} of {limit} among those measured"
     for name, row in (("it has", chosen), ("runner-up", second), ("instead of", naive)):
-        if row is not None and (row is not chosen or name == "it has"):
+        if row is not None and row["kl"] is not None and (row is not chosen or name == "it has"):
             error = "" if row["kl_se"] is None else f" ± {row['kl_se']:.1g}"
             scheme = "" if row is chosen else f"{row['scheme']}, "
             bits = significant(row["bits_per_value"])
@@ -75,14 +80,14 @@ def _foot(result: Result) -> Iterator[str]:
     yield f"written: {result['bundle']}"
 
 
-def _outliers(rows: list[Result]) -> Iterator[str]:
+def _outliers(rows: list[HeadOutlier]) -> Iterator[str]:
     worst = max(rows, key=lambda row: row["ratio"])
     many = sum(row["ratio"] >= 10 for row in rows)
     yield f"key outliers: {many} of {len(rows)} heads have a channel 10 times the median or more;"
     yield f"  the largest: {worst['ratio']:.0f} times, layer {worst['layer']}, head {worst['head']}"
 
 
-def _worst(rows: list[Result] | None) -> Iterator[str]:
+def _worst(rows: list[ErrorRow] | None) -> Iterator[str]:
     """The head whose attention outputs err most."""
     heads = [(error, row["layer"], head) for row in rows or [] for head, error in enumerate(row["output_head_errors"])]
     if heads:

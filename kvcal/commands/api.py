@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from kvcal_artifacts.bundle import Bundle
     from kvcal_artifacts.cache import KVCalCache
     from kvcal_artifacts.codecs import Codec
+    from kvcal_artifacts.codecs.named import CodecMaker
     from kvcal_artifacts.scheme import Scheme
 
     from ..evaluate.codec_contract import Outcome
     from ..evaluate.perplexity import Row
     from ..methods.base import Method
     from ..methods.data_free import DataFree
-    from ..methods.registry import CodecMaker
     from ..methods.vqkv import VQKV
+    from .plan import PlanResult, ServedPlan
 
     SchemeLike: TypeAlias = str | os.PathLike[str] | Bundle | Scheme | DataFree
 
@@ -72,9 +73,9 @@ def cache(
 
 def _bundle_of(model: nn.Module, scheme: SchemeLike) -> Bundle | str:
     """What load_cache takes: a bundle, or a preset of kvcal_artifacts.cache.auto."""
-    from kvcal_artifacts.auto_names import AUTO_BITS
     from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint, load_bundle
     from kvcal_artifacts.errors import UsageError
+    from kvcal_artifacts.presets import AUTO_BITS
     from kvcal_artifacts.scheme import Scheme
 
     from ..methods.data_free import PRESETS, preset
@@ -266,7 +267,7 @@ def plan(
     weights: str | None = None,
     dtype: str = "bfloat16",
     say: Callable[[str], None] = _silent,
-) -> dict[str, Any]:
+) -> PlanResult | ServedPlan:
     """What fits on a GPU under each scheme, without weights: the document that `kvcal plan --json` prints.
 
     model: a short name, a hub id or a folder. gpu: a profile, as rtx-4090; or memory, as 24GB, with a bandwidth, as
@@ -321,7 +322,7 @@ def register(
 
         _add("method", METHODS, {method.name: method})
     if backbones is not None:
-        from ..methods.registry import CODEC_MAKERS
+        from kvcal_artifacts.codecs.named import CODEC_MAKERS
 
         _add("codec", CODEC_MAKERS, backbones)
     if presets is not None:
@@ -348,7 +349,10 @@ def check_codec(codec: str | type[Codec] | CodecMaker) -> list[Outcome]:
     return check(codec)
 
 
-def _add(kind: str, table: dict[str, Any], more: Mapping[str, Any]) -> None:
+T = TypeVar("T")
+
+
+def _add(kind: str, table: dict[str, T], more: Mapping[str, T]) -> None:
     """Add to a table by name. Raises KVCalError where another has the name."""
     from kvcal_artifacts.errors import KVCalError
 

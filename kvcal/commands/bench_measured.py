@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,6 +49,10 @@ from .common import Say
 from .doctor import machine
 from .options import BenchOptions
 
+if TYPE_CHECKING:
+    from ..models.geometry import Geometry
+    from ..models.structure import CausalLM
+
 
 @dataclass(frozen=True)
 class Session:
@@ -61,7 +65,7 @@ class Session:
     device: torch.device
     operations: list[str]
     source: ModelSource
-    geometry: Any
+    geometry: Geometry
     benched: list[Benched]
     shapes: list[tuple[int, int]]
     dtype: torch.dtype
@@ -207,7 +211,7 @@ def _kernel_rows(session: Session, able: bool) -> list[Row]:
     return rows
 
 
-def _record(o: BenchOptions, source: ModelSource) -> dict[str, Any]:
+def _record(o: BenchOptions, source: ModelSource) -> dict[str, object]:
     """What all rows of a run depend on."""
     files = ("bundle", "csv", "plot", "compare", "json", "wide", "resume", "model", "revision")
     here = {name: value for name, value in machine().items() if name != "GPU memory free"}
@@ -223,9 +227,9 @@ def _record(o: BenchOptions, source: ModelSource) -> dict[str, Any]:
 
 @dataclass
 class RowCheckpoint:
-    """Rows that a killed run had measured, by what they are of: kernels of one shape all in one run, and so next to
-    FP16 of the same; of whole models each scheme. resumed: how many rows were taken over; copies: bytes a second that
-    the runs which measured them copied at.
+    """Rows that a killed run had measured. Kernels of one shape are stored together, so that FP16 is of the same run;
+    of whole models each scheme is stored alone. resumed: how many rows were taken over; copies: bytes a second that the
+    runs which measured them copied at.
     """
 
     work: CommandCheckpoint
@@ -302,10 +306,12 @@ class Generating:
 
     session: Session
     name: str
-    model: Any
+    model: CausalLM
     kinds: list[Kind]
 
-    def rows(self, label: str, rows_of: Callable[..., Iterable[Row]], *arguments: Any, **options: Any) -> list[Row]:
+    def rows(
+        self, label: str, rows_of: Callable[..., Iterable[Row]], *arguments: object, **options: object
+    ) -> list[Row]:
         """Measured, or taken over from a killed run; label: what they are of."""
         return self.session.rows.rows(label, partial(rows_of, self.name, self.model, *arguments, **options))
 

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +24,9 @@ from ..report.plots import check_plot
 from ..report.suggest import allowed
 from .common import refuse_idle
 from .options import BenchOptions
+
+if TYPE_CHECKING:
+    from ..models.geometry import Geometry
 
 PAPER_SCHEMES = tuple(name for name in paper.TABLE_4 if name != "fp16")
 
@@ -231,7 +234,7 @@ def resolve_operations(asked: Sequence[str] | None, where: Target) -> list[str]:
     return operations
 
 
-def benched_schemes(o: BenchOptions, geometry: Any, default: tuple[str, ...]) -> list[Benched]:
+def benched_schemes(o: BenchOptions, geometry: Geometry, default: tuple[str, ...]) -> list[Benched]:
     names, bundles = list(o.preset or ()), list(o.bundle or ())
     if not names and not bundles:
         groups = [GROUP_SCHEMES[name] for name in o.operation or () if name in GROUP_SCHEMES]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from ..models import configuration
 from ..models.names import resolve
 from .bench_options import PAPER_SCHEMES, SIZED, TABLE_4, benched_schemes, dtype_of, memory_gib, numbers, paper_dtype
 from .options import BenchOptions
+
+if TYPE_CHECKING:
+    from ..models.geometry import Geometry
 
 
 def projected(o: BenchOptions, where: Target, model: str, operations: list[str]) -> dict[str, Any]:
@@ -68,7 +71,7 @@ def assumptions(rows: list[Row], table_4: bool) -> dict[str, Any]:
 
 
 def memory_rows(
-    o: BenchOptions, operations: list[str], benched: list[Benched], geometry: Any, model: str, where: Target
+    o: BenchOptions, operations: list[str], benched: list[Benched], geometry: Geometry, model: str, where: Target
 ) -> list[Row]:
     """largest-batch and longest-generation, as far as asked for, from bytes."""
     if not set(SIZED) & set(operations):

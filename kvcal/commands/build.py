@@ -61,7 +61,7 @@ def run_build(
     typed: Collection[str] = (),
 ) -> dict[str, Any]:
     """Build what changed and hold it to its gates; rows of bundles, and checks. dry_run: only say what would be done.
-    gpus: as of `gpus_of`, for processes instead of so many `jobs`.
+    gpus: `gpus_of` reads it; each has a process, instead of so many `jobs`.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """

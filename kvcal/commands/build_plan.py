@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from kvcal_artifacts.bundle.canonical import canonical, sha256_text
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Windows
 
@@ -126,7 +126,7 @@ class Planner:
 
     def __init__(self, recipe: BuildRecipe, lock: Lock) -> None:
         self.recipe, self.lock, self.code = recipe, lock, code_identity()
-        self._rows_by_label: dict[str, dict[str, Any]] = {}
+        self._rows_by_label: dict[str, dict[str, Json]] = {}
 
     def plan(self) -> list[Planned]:
         plans: dict[str, Planned] = {}
@@ -137,9 +137,9 @@ class Planner:
             plans[entry.name] = planned(entry, self.recipe.output, inputs, self.lock)
         return list(plans.values())
 
-    def _inputs(self, entry: Entry) -> dict[str, Any]:
+    def _inputs(self, entry: Entry) -> dict[str, Json]:
         o = entry.built
-        inputs: dict[str, Any] = {
+        inputs: dict[str, Json] = {
             "method": entry.method,
             "model": self._once(["model", *_model_key(o)], lambda: model_identity(o)),
             "settings": settings_identity(o),
@@ -157,18 +157,18 @@ class Planner:
                 inputs["other_text"] = self._text(entry, o, other, "other_text")
         return inputs
 
-    def _combined(self, entry: Entry, plans: Mapping[str, Planned]) -> dict[str, Any]:
+    def _combined(self, entry: Entry, plans: Mapping[str, Planned]) -> dict[str, Json]:
         """The key of what its parts are made of: parts that come out the same need no new combination."""
         keys, values = (plans[part] for part in entry.parts)
         return {"method": "combine", "keys": keys.key, "values": values.key, "code": self.code}
 
-    def _text(self, entry: Entry, o: CalibrationOptions, origin: str, name: str) -> dict[str, Any]:
+    def _text(self, entry: Entry, o: CalibrationOptions, origin: str, name: str) -> dict[str, Json]:
         if origin == RANDOM_TOKENS:
             return {"source": origin}
         earlier = self.lock.bundles.get(entry.name, {}).get("inputs", {}).get(name)
         return self._once(["text", origin, o.column], lambda: text_identity(origin, o.column, earlier))
 
-    def _once(self, key: list[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _once(self, key: Sequence[object], make: Callable[[], dict[str, Json]]) -> dict[str, Json]:
         label = json.dumps(key, default=str)
         if label not in self._rows_by_label:
             self._rows_by_label[label] = make()

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.codecs import state_of
@@ -14,7 +14,7 @@ from kvcal_artifacts.codecs.origins import origins_of
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_bytes, write_atomically
 
-from ..bundles.diff import diff
+from ..bundles.diff import Differences, diff
 from ..bundles.paths import bundle_at
 from ..evaluate.errors import HeadErrors, head_errors_fault, measured_head_errors, stored_head_errors
 from ..report.records import Table, check_depth
@@ -128,7 +128,14 @@ def _draw(bundle: Bundle, errors: dict[str, Any] | None, o: InspectOptions, path
     write_atomically(path, as_file(picture, path, 120), "--plot")
 
 
-def run_diff(first: Path, second: Path) -> dict[str, Any]:
+class BundleDifferences(Differences):
+    """What `kvcal diff --json` prints. a, b: the two files."""
+
+    a: str
+    b: str
+
+
+def run_diff(first: Path, second: Path) -> BundleDifferences:
     """What differs between two bundles; every hash of both is checked."""
     differences = diff(bundle_at(first), bundle_at(second), same_bytes=read_bytes(first) == read_bytes(second))
     return {"a": str(first), "b": str(second), **differences}
@@ -137,7 +144,16 @@ def run_diff(first: Path, second: Path) -> dict[str, Any]:
 COMPARES = ("revision", "random_weights", "seed", "device")
 
 
-def run_verify(o: VerifyOptions, typed: Collection[str] = ()) -> dict[str, Any]:
+class Verified(TypedDict):
+    """What `kvcal verify --json` prints. checked: what was, in words."""
+
+    bundle: str
+    sha256: str
+    ok: bool
+    checked: list[str]
+
+
+def run_verify(o: VerifyOptions, typed: Collection[str] = ()) -> Verified:
     """Format and hashes; with a model also that the bundle was made for it.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import HeavyHitters
@@ -150,7 +150,7 @@ def refuse_ranks(what: str, instead: str) -> None:
         raise UsageError(f"{what} is not spread over processes, and torchrun started {count}: {instead}")
 
 
-def written(result: FitResult) -> dict[str, Any]:
+def written(result: FitResult) -> dict[str, object]:
     """The bundle, for a command's result."""
     return {
         "bundle": str(result.path),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import cast
+from typing import TypedDict, cast
 
 from kvcal_artifacts.codecs import CODECS, Shape, load_plugins
 from kvcal_artifacts.errors import KVCalError, UsageError
 
-from ..evaluate.codec_contract import check_codec
+from ..evaluate.codec_contract import Outcome, check_codec
 from ..evaluate.codec_contract.subject import Make
 from ..methods.registry import codec_maker
 
@@ -37,11 +36,19 @@ def maker_of(name: str) -> Make:
     return cast("Make", kind)
 
 
-def run_check_codec(name: str) -> dict[str, object]:
+class CheckedCodec(TypedDict):
+    """What `kvcal check-codec` returns. passed: whether every check was."""
+
+    codec: str
+    passed: bool
+    checks: list[Outcome]
+
+
+def run_check_codec(name: str) -> CheckedCodec:
     """The outcome of every check, and whether the codec passed all. Raises UsageError as `maker_of` does."""
     outcomes = check_codec(maker_of(name))
     return {
         "codec": name,
         "passed": all(outcome.passed for outcome in outcomes),
-        "checks": [asdict(outcome) for outcome in outcomes],
+        "checks": outcomes,
     }

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import Bundle
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.paths.fused import QUERIES
 from kvcal_artifacts.paths.preflight.verdicts import triton_version
@@ -41,6 +43,9 @@ from .idle import refuse_idle as refuse_idle
 from .idle import refuse_idle_seed as refuse_idle_seed
 from .options import CompareOptions, ProbeOptions
 from .workbench import default_output
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Say = Callable[[str], None]
 RANDOM_TOKENS = "random token ids (random weights)"
@@ -140,24 +145,24 @@ def check_column(column: str | None, *origins: str | None) -> None:
         )
 
 
-def say_coverage(model: Any, say: Say) -> None:
+def say_coverage(model: nn.Module, say: Say) -> None:
     """How many layers are compressed, where some keep a cache of their own."""
     config = hf.config_of(model)
     if skipped := hf.unsupported_layers(config):
         say(coverage(config.num_hidden_layers, skipped))
 
 
-def required_tokenizer(tokenizer: Any) -> Any:
+def required_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
     if tokenizer is None:
         raise UsageError("--random-weights of a hub model comes without a tokenizer: no --text or --prompt can be read")
     return tokenizer
 
 
-def tokenizer_for(o: RunOptions, source: ModelSource, *origins: str | None) -> Any:
+def tokenizer_for(o: RunOptions, source: ModelSource, *origins: str | None) -> PreTrainedTokenizerBase | None:
     """The model's tokenizer, so that a text is read before any weights are; None for random weights of a hub model.
 
-    Raises, in this order, what `configuration.check_config` raises, TextError for one of the texts `origins` that is no
-    file kvcal reads, UsageError for a --device or --dtype that cannot be used, ModelUnavailable for a tokenizer that
+    First raises what `configuration.check_config` does. Then come TextError for one of the texts `origins` that kvcal
+    cannot read, UsageError for a --device or --dtype that cannot be used, and ModelUnavailable for a tokenizer that
     cannot be read.
     """
     configuration.check_config(source, random_weights=o.random_weights)
@@ -171,7 +176,7 @@ def tokenizer_for(o: RunOptions, source: ModelSource, *origins: str | None) -> A
 
 
 def evaluation_text(
-    o: TextOptions, source: ModelSource, tokenizer: Any, origin: str, length: int, say: Say
+    o: TextOptions, source: ModelSource, tokenizer: PreTrainedTokenizerBase | None, origin: str, length: int, say: Say
 ) -> token_windows.EvaluationWindows:
     if origin == RANDOM_TOKENS:
         vocabulary, count = configuration.geometry(source).vocab, o.windows or RANDOM_WINDOWS
@@ -199,7 +204,7 @@ def window_numbers(o: CalibrationText, source: ModelSource) -> tuple[int, int, i
 
 
 def calibration_windows(
-    o: CalibrationText, source: ModelSource, tokenizer: Any, text_source: str, say: Say
+    o: CalibrationText, source: ModelSource, tokenizer: PreTrainedTokenizerBase | None, text_source: str, say: Say
 ) -> token_windows.Windows:
     """Windows as asked for, by default as the model's preset has them."""
     count, holdout, length = window_numbers(o, source)
@@ -226,7 +231,12 @@ def other_text(o: CalibrationOptions) -> str | None:
 
 
 def other_windows(
-    o: CalibrationOptions, tokenizer: Any, text_source: str, windows: int, length: int, say: Say
+    o: CalibrationOptions,
+    tokenizer: PreTrainedTokenizerBase | None,
+    text_source: str,
+    windows: int,
+    length: int,
+    say: Say,
 ) -> token_windows.Windows | None:
     """Windows of --other-text, as many as of the text, for methods that compare; None without it."""
     if (other := other_text(o)) is None:
@@ -243,7 +253,7 @@ def decided_by(
     dtype: torch.dtype,
     device: torch.device,
     *ids_sha256: str,
-) -> dict[str, Any]:
+) -> dict[str, Json]:
     """What the last bits of figures of these token ids depend on, besides a command's own settings: code and versions,
     model, machine, and how many windows run at a time.
     """

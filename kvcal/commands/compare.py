@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
 from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, UsageError
 from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.scheme import FRAMES, Frame, HeavyHitters
@@ -66,6 +67,9 @@ from .guard import measured_warnings
 from .options import CompareOptions
 from .target_model import with_model_of
 from .workbench import bundle_row, cache_makers, check_rows, named_error, open_model_of, raise_first
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
 PREDICTED = ("first_layer", "key_inputs", "value_inputs")
@@ -269,10 +273,10 @@ def _texts(o: CompareOptions, rows: list[Candidate], say: Say) -> Texts:
     return Texts(source, length, text, fitting)
 
 
-def _settings(o: CompareOptions, texts: Texts, loaded: LoadedModel, selection: HeavyHitters | None) -> dict[str, Any]:
+def _settings(o: CompareOptions, texts: Texts, loaded: LoadedModel, selection: HeavyHitters | None) -> dict[str, Json]:
     """What all rows of a file have in common."""
     text, length = texts.evaluation, texts.length
-    settings = {
+    settings: dict[str, Json] = {
         "model": texts.source.public,
         "revision": loaded.revision,
         "random_weights": loaded.random_weights,
@@ -301,7 +305,7 @@ def _measure_rows(
     loaded: LoadedModel,
     texts: Texts,
     makers: Callable[[str, DataFree | Bundle], dict[str, CacheMaker]],
-    settings: Mapping[str, Any],
+    settings: Mapping[str, Json],
     batch: int | None,
     say: Say,
 ) -> dict[str, KVCalError]:
@@ -374,7 +378,7 @@ def _ties(measured: list[dict[str, Any]], chosen: dict[str, Any], max_bits: floa
 
 
 def measure(
-    loaded: Any,
+    loaded: LoadedModel,
     ids: Tensor,
     makers: Mapping[str, CacheMaker],
     settings: Mapping[str, Any],
@@ -385,7 +389,7 @@ def measure(
     all.
 
     settings: step, attention_windows, at_length; attention_tokens, if attention errors are of windows' first tokens
-    only. saved: as of `evaluate`.
+    only. saved: `evaluate` explains it.
     """
     full, *rows = evaluate(loaded.model, ids, makers, step=settings["step"], batch=batch, saved=saved)
     part = ids[: settings["attention_windows"], : settings.get("attention_tokens")]
@@ -418,7 +422,9 @@ def _order(row: dict[str, Any]) -> tuple[float, float]:
     return (float("inf") if bits is None else bits, row["kl"])
 
 
-def _calibration(o: CompareOptions, source: ModelSource, tokenizer: Any, say: Say) -> dict[str, Any]:
+def _calibration(
+    o: CompareOptions, source: ModelSource, tokenizer: PreTrainedTokenizerBase | None, say: Say
+) -> dict[str, Any]:
     options = FitPredictorsOptions(
         text=o.calibration,
         random_weights=o.random_weights,
@@ -437,7 +443,7 @@ def _calibration(o: CompareOptions, source: ModelSource, tokenizer: Any, say: Sa
 
 
 def _fitted(
-    method: AquaKV, loaded: Any, fitting: dict[str, Any], work: CommandCheckpoint, name: str, say: Say
+    method: AquaKV, loaded: LoadedModel, fitting: dict[str, Any], work: CommandCheckpoint, name: str, say: Say
 ) -> Bundle:
     """Fit the method, or take the bundle from `work`, where a killed run left it, whole or some layers of it. name: of
     its file.

@@ -8,7 +8,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from kvcal_artifacts.errors import KVCalError
 
@@ -16,6 +15,7 @@ from ..pipeline.options import FitPredictorsOptions
 from ..report.outputs import check_output
 from .common import Say
 from .fit_predictors import run_fit_predictors
+from .results import Demo, DemoRow
 
 DEMO_FIT = FitPredictorsOptions(windows=48, holdout=6, length=1024)  # of 72: the whole demo within 90 s on 2 cores
 DEMO_PRESETS = ["kivi-4", "higgs-3", "kivi-sink-2"]
@@ -28,7 +28,7 @@ DEMO_PROMPT = (
 NEXT = "kvcal plan --model llama-3.1-8b --gpu rtx-4090 --context 32k"
 
 
-def run_demo(output: Path, say: Say) -> dict[str, Any]:
+def run_demo(output: Path, say: Say) -> Demo:
     """Fit, compare and generate on the embedded model; generate runs in a process of its own."""
     started = time.monotonic()
     check_output(output)
@@ -45,14 +45,14 @@ def run_demo(output: Path, say: Say) -> dict[str, Any]:
         "rows": rows,
         "bundle": str(output.resolve()),
         "sha256": fitted["sha256"],
-        "sample": generated["text"],
+        "sample": str(generated["text"]),
         "generated": generated,
         "next": NEXT,
         "seconds": round(time.monotonic() - started, 1),
     }
 
 
-def compared(bundle: Path) -> list[dict[str, Any]]:
+def compared(bundle: Path) -> list[DemoRow]:
     """Rows of `kvcal.evaluate.agreement`, full precision first and the bundle last."""
     from ..evaluate.agreement import agreement
     from ..models.loading import load_model
@@ -65,10 +65,20 @@ def compared(bundle: Path) -> list[dict[str, Any]]:
     text = evaluation_windows(loaded.tokenizer, "embedded:evaluation", windows=DEMO_ROWS, length=DEMO_LENGTH)
     methods = rows_named(DEMO_PRESETS, [bundle])
     makers = cache_makers(loaded.model, methods, loaded.revision)
-    return [row.as_dict() for row in agreement(loaded.model, text.ids, makers, DEMO_STEPS)]
+    return [
+        {
+            "name": row.name,
+            "nbytes": row.nbytes,
+            "bits_per_value": row.bits_per_value,
+            "kl": row.kl,
+            "same": row.same,
+            "of": row.of,
+        }
+        for row in agreement(loaded.model, text.ids, makers, DEMO_STEPS)
+    ]
 
 
-def _generated(bundle: Path) -> dict[str, Any]:
+def _generated(bundle: Path) -> dict[str, object]:
     """What `kvcal generate --sample` prints as JSON in a process of its own."""
     options = [
         "--bundle",
@@ -88,5 +98,5 @@ def _generated(bundle: Path) -> dict[str, Any]:
         raise KVCalError(
             f"generating in a fresh process failed with exit code {done.returncode}; its own line is above"
         )
-    generated: dict[str, Any] = json.loads(done.stdout)
+    generated: dict[str, object] = json.loads(done.stdout)
     return generated

@@ -8,7 +8,7 @@ import os
 import pkgutil
 import platform
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -19,10 +19,34 @@ from ..bench import devices, target
 from ..bench.devices import OLDEST_TRITON, TRITON_LEAST
 from ..report.version import __version__
 
+
+class Kernels(TypedDict):
+    """Whether a family of kernels runs on this machine's GPU, and why, or why not."""
+
+    kernel: str
+    runs: bool
+    why: str
+
+
+class Preflight(TypedDict):
+    """Where verdicts are stored, and what they say: None for a kernel that passes."""
+
+    file: str
+    verdicts: dict[str, str | None]
+
+
+class Facts(TypedDict):
+    """What `kvcal doctor --json` prints."""
+
+    machine: dict[str, str | int | None]
+    kernels: list[Kernels]
+    preflight: Preflight
+
+
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "flashinfer-python", "optimum-quanto")
 
 
-def run_doctor() -> dict[str, Any]:
+def run_doctor() -> Facts:
     """Versions, device and memory; each kernel family with whether its Triton kernels run here and why (not); and what
     was found when they were first used on a GPU.
     """
@@ -34,7 +58,7 @@ def run_doctor() -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, Any]:
+def machine() -> dict[str, str | int | None]:
     """Versions, device and memory of this machine; None for what it has not."""
     gpu = torch.cuda.is_available()
     memory = torch.cuda.mem_get_info() if gpu else None
@@ -86,10 +110,10 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def kernels(capability: tuple[int, int] | None, triton: str | None) -> list[dict[str, Any]]:
+def kernels(capability: tuple[int, int] | None, triton: str | None) -> list[Kernels]:
     """A row for each family of kvcal_kernels: whether its kernels run on a GPU of that capability, and why (not)."""
     why_not = blocked(capability, triton)
-    rows = []
+    rows: list[Kernels] = []
     for family in sorted(one.name for one in pkgutil.iter_modules(kvcal_kernels.__path__) if one.ispkg):
         installed = any(_has_triton(Path(path) / family) for path in kvcal_kernels.__path__)
         why = why_not if installed else "has no GPU kernel in this version; torch operations run on any device"

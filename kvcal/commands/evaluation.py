@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, Scheme
 from kvcal_artifacts.scheme.subspace import choose, has_subspace
@@ -20,8 +21,8 @@ from ..calibrate.outlier_guard import warnings
 from ..capture import ranks
 from ..capture.ranks import RankEndedError
 from ..capture.spread import spread
-from ..evaluate.canary import Audit, Canary, canary
-from ..evaluate.layers import LayerErrors
+from ..evaluate.canary import Audit, AuditState, Canary, canary
+from ..evaluate.layers import Figure, LayerErrors, State
 from ..evaluate.perplexity import CacheMaker, Row, evaluate
 from ..methods.data_free import DataFree
 from ..models import configuration
@@ -60,6 +61,11 @@ from .options import GenerateOptions
 from .target_model import with_model_of
 from .tasks import Answered, judged, run_tasks, task_names
 from .workbench import cache_makers, check_rows, named_error, open_model_of, rows_named
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..models.structure import CausalLM
 
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
@@ -198,7 +204,7 @@ def _opened(o: EvalOptions, plan: Plan, say: Say) -> tuple[LoadedModel, dict[str
     return loaded, cache_makers(loaded.model, plan.methods, loaded.revision, plan.selection, plan.require)
 
 
-def _record(o: EvalOptions, plan: Plan, model: Any, text: EvaluationWindows) -> dict[str, Any]:
+def _record(o: EvalOptions, plan: Plan, model: CausalLM, text: EvaluationWindows) -> dict[str, Json]:
     """What the figures depend on: the key of the checkpoint."""
     return decided_by(o, model.dtype, model.device, text.ids_sha256) | {
         "rows": {name: row_key(method) for name, method in plan.methods.items()},
@@ -265,7 +271,7 @@ class Measured:
 
 
 def _measured(
-    model: Any,
+    model: CausalLM,
     ids: torch.Tensor,
     makers: Mapping[str, CacheMaker],
     o: EvalOptions,
@@ -320,6 +326,13 @@ def with_subspace(rows: dict[str, DataFree | Bundle], subspace: str | None) -> d
     return rows | chosen
 
 
+class WatchedState(TypedDict):
+    """What `Watched` has added up, as JSON has it."""
+
+    errors: State
+    audit: AuditState
+
+
 class Watched:
     """Makes caches whose LayerErrors, of what they pack and read, and Audit are added up batch by batch. length: tokens
     of a window.
@@ -338,7 +351,7 @@ class Watched:
         return audit.attach(cache)
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Figure]]:
         return self._errors.rows()
 
     def take(self) -> tuple[LayerErrors, Audit]:
@@ -348,7 +361,7 @@ class Watched:
         self._errors.merge(part[0])
         self.audit.merge(part[1])
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> WatchedState:
         return {"errors": self._errors.state(), "audit": self.audit.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -364,7 +377,7 @@ class _Counting:
     def __init__(self, advance: Callable[..., None]) -> None:
         self._advance, self._prompt = advance, True
 
-    def put(self, tokens: Any) -> None:
+    def put(self, tokens: torch.Tensor) -> None:
         if not self._prompt:
             self._advance()
         self._prompt = False
@@ -373,7 +386,7 @@ class _Counting:
         """Nothing is held back."""
 
 
-def prompt_ids(tokenizer: Any, prompt: str, chat: bool, label: str) -> torch.Tensor:
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, label: str) -> torch.Tensor:
     """Token ids (1, T) of a prompt; chat: as a user's message, with the start of the answer that is to follow.
 
     Raises UsageError for a tokenizer without a chat template, and for a prompt that makes no tokens.
@@ -384,9 +397,8 @@ def prompt_ids(tokenizer: Any, prompt: str, chat: bool, label: str) -> torch.Ten
                 f"--chat: the tokenizer of {label} has no chat template; leave --chat out, or give an instruct model"
             )
         try:
-            prompt = tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-            )
+            messages = [{"role": "user", "content": prompt}]
+            prompt = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template raises what it likes
             raise UsageError(f"--chat: the chat template of {label} refuses the prompt ({one_line(error)})") from error
     ids = torch.tensor([tokenizer(prompt, add_special_tokens=not chat).input_ids], dtype=torch.int64, device="cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from ..calibrate.kv_scales import ScaleSettings, check_exportable, kv_scales, span
 from ..models import configuration, names
@@ -16,7 +15,7 @@ from .workbench import open_model
 WINDOWS, LENGTH = 16, 2048
 
 
-def run_export(o: ExportOptions, say: Say) -> dict[str, Any]:
+def run_export(o: ExportOptions, say: Say) -> dict[str, object]:
     """A new checkpoint: the model's weights, `k_scale` and `v_scale` of each layer, and config.json that names them."""
     started = time.monotonic()
     settings = ScaleSettings(o.to, o.per_head)

@@ -10,10 +10,11 @@ import torch
 
 from kvcal_artifacts.codecs import Scaled
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.presets import INNERQ_KEYS, INNERQ_VALUES
 from kvcal_artifacts.scheme import Scheme
 
 from ..methods.innerq import InnerQ
-from ..methods.registry import INNERQ_KEYS, INNERQ_VALUES, no_factors
+from ..methods.registry import no_factors
 from ..models import names
 from ..pipeline.options import FitNormsOptions
 from .calibration import prepare, written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -67,7 +67,7 @@ def check_taken(method: AquaKV, typed: Collection[str]) -> None:
         )
 
 
-def run_fit_predictors(o: FitPredictorsOptions, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
+def run_fit_predictors(o: FitPredictorsOptions, say: Say, typed: Collection[str] = ()) -> dict[str, object]:
     """What was written and how good it is.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.errors import UsageError
@@ -21,7 +20,7 @@ from .options import FoldOptions
 from .workbench import check_bundle, key_probe, model_record
 
 
-def run_fold(o: FoldOptions, say: Say) -> dict[str, Any]:
+def run_fold(o: FoldOptions, say: Say) -> dict[str, object]:
     """A new checkpoint with a bundle's key factors in W_K and W_Q, and, on request, the bundle that then needs none."""
     output = Path(o.output)
     refuse_dash(output, "--output")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -19,6 +19,9 @@ from ..calibrate.outlier_guard import LENGTH, WINDOWS, measured_warning, window_
 from ..methods.data_free import DataFree
 from ..text import token_windows
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 TEXT = "embedded:evaluation"
 
 
@@ -27,7 +30,7 @@ def schemes_of(model: nn.Module, rows: Mapping[str, DataFree | Bundle]) -> dict[
     return {name: row.scheme if isinstance(row, Bundle) else row.scheme(model) for name, row in rows.items()}
 
 
-def guard_window(tokenizer: Any, schemes: Mapping[str, Scheme]) -> Tensor:
+def guard_window(tokenizer: PreTrainedTokenizerBase, schemes: Mapping[str, Scheme]) -> Tensor:
     """Windows (N, LENGTH) of embedded text, consecutive; joined they are long enough for a block of each scheme, if the
     text is.
     """

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvcal_artifacts.codecs import Role, Shape
+from kvcal_artifacts.codecs.named import CODEC_MAKERS, CodecMaker
 from kvcal_artifacts.errors import KVCalError
 
 from ..bench import schemes
 from ..bench.devices import DEVICES, MEASURED
 from ..bench.operations import OPERATIONS
 from ..methods.data_free import PRESETS
-from ..methods.registry import BY_HEAD, CALIBRATED, CODEC_MAKERS, EXAMPLE, CodecMaker
+from ..methods.registry import BY_HEAD, CALIBRATED, EXAMPLE
 from ..models.geometry import Geometry
 from ..pipeline.names import NameRow
 from .bench_options import ALWAYS_PROJECTED, GENERATION, GROUPS

@@ -4,9 +4,9 @@ the plug-in for vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict, final
 
 from kvcal_artifacts.errors import UnsupportedModel, UsageError
 
@@ -14,16 +14,107 @@ from ..bench import devices
 from ..bench.planning import cards, projection, quality, schemes, units
 from ..bench.planning.cards import Card
 from ..bench.planning.memory import ALLOCATOR, CHUNK, RUNTIME, Model
-from ..bench.planning.projection import Goal
+from ..bench.planning.projection import Choice, Goal
 from ..bench.planning.schemes import Planned
 from ..models import plain_config
 from ..models.names import ModelSource, resolve
 from ..report.suggest import allowed
 from .options import PlanOptions
 
+if TYPE_CHECKING:
+    from ..bench.planning.paged import PagedRow
+
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 SERVERS = ("vllm",)
 Say = Callable[[str], None]
+
+
+class ModelRecord(TypedDict):
+    """The model that is planned for. context: tokens; weights_bytes: in `dtype`; kv_bytes_per_token: at that width."""
+
+    name: str
+    architecture: str
+    context: int
+    dtype: str
+    weights_bytes: int
+    parameters: int | None
+    layers: int
+    sliding_layers: int
+    kv_bytes_per_token: int
+
+
+class CardRecord(TypedDict):
+    """The card that is planned for. asked: whether its driver said so; sources: of each figure, where it is from."""
+
+    name: str
+    title: str
+    asked: bool
+    memory_bytes: int
+    bytes_per_second: float | None
+    flops: float | None
+    no_kernels: str | None
+    sources: Mapping[str, str]
+
+
+class Assumed(TypedDict):
+    """What a plan rests on: kvcal.bench.planning says of each figure what it is and where it was measured."""
+
+    runtime_bytes: float
+    allocator_part: float
+    chunk_tokens: int
+    weights_read_at: float
+    full_cache_read_at: float
+    seconds_a_layer: float
+    seconds_an_attention: float
+    prompt_products_at: float
+    packed_prompt_times: float
+    eager_seconds_a_layer: float
+    prompt_in_chunks_times: float
+    prompt_measured_on: str
+    measured_on: str
+    memory_of_the_system_counted: bool | None
+    kl_models: Mapping[str, quality.MeasuredModel]
+
+
+class AssumedOfEngine(TypedDict):
+    """What a plan for vLLM rests on: its options, bytes that torch takes, and the models that KL was measured on."""
+
+    gpu_memory_utilization: float
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    runtime_bytes: float
+    kl_models: Mapping[str, quality.MeasuredModel]
+
+
+class PlanHead(TypedDict):
+    """What is planned. context: tokens of each of `batch` rows; budget_kl: nats per token."""
+
+    model: ModelRecord
+    gpu: CardRecord
+    context: int
+    batch: int
+    budget_kl: float | None
+    serve: str | None
+    recommended: str | None
+    recommended_why: str | None
+
+
+@final
+class PlanResult(PlanHead):
+    """What `kvcal plan --json` prints."""
+
+    assumed: Assumed
+    rows: list[projection.Row]
+
+
+@final
+class ServedPlan(PlanHead):
+    """What `kvcal plan --serve vllm --json` prints. refused: schemes that the plug-in does not serve, and why."""
+
+    assumed: AssumedOfEngine
+    rows: list[PagedRow]
+    refused: dict[str, str]
 
 
 def check(options: PlanOptions) -> None:
@@ -40,7 +131,7 @@ def check(options: PlanOptions) -> None:
         raise UsageError(f"--bandwidth {options.bandwidth} goes with --memory; --gpu has a bandwidth of its own")
 
 
-def run_plan(options: PlanOptions, say: Say) -> dict[str, Any]:
+def run_plan(options: PlanOptions, say: Say) -> PlanResult | ServedPlan:
     """What the model takes on the card and how fast it runs, for FP16 and each scheme. say: prints assumptions."""
     check(options)
     source = _source(options)
@@ -55,36 +146,41 @@ def run_plan(options: PlanOptions, say: Say) -> dict[str, Any]:
         context = geometry.context
     reads_all = not plain_config.experts(source)
     goal = Goal(source.name, model, context, geometry.context, options.batch, options.budget_kl, reads_all)
-    top = {
-        "model": _model_record(source, model, options),
+    if options.serve is not None:
+        return _served(goal, chosen, card, _head(source, goal, card, options))
+    rows = projection.rows(goal, chosen, card)
+    choice = projection.recommended(rows, options.budget_kl)
+    head = _head(source, goal, card, options)
+    return {**_chosen(head, choice), "assumed": _assumed(card), "rows": rows}
+
+
+def _head(source: ModelSource, goal: Goal, card: Card, options: PlanOptions) -> PlanHead:
+    return {
+        "model": _model_record(source, goal.model, options),
         "gpu": _card_record(card),
-        "context": context,
+        "context": goal.context,
         "batch": options.batch,
         "budget_kl": options.budget_kl,
         "serve": options.serve,
-    }
-    if options.serve is not None:
-        return top | _served(goal, chosen, card)
-    rows = projection.rows(goal, chosen, card)
-    choice = projection.recommended(rows, options.budget_kl)
-    return top | {
-        "recommended": None if choice is None else choice.scheme,
-        "recommended_why": None if choice is None else choice.why,
-        "assumed": _assumed(card),
-        "rows": rows,
+        "recommended": None,
+        "recommended_why": None,
     }
 
 
-def _served(goal: Goal, chosen: Sequence[Planned], card: Card) -> dict[str, Any]:
-    """What of the result is of vLLM."""
+def _chosen(head: PlanHead, choice: Choice | None) -> PlanHead:
+    if choice is not None:
+        head["recommended"], head["recommended_why"] = choice.scheme, choice.why
+    return head
+
+
+def _served(goal: Goal, chosen: Sequence[Planned], card: Card, head: PlanHead) -> ServedPlan:
+    """What vLLM holds of each scheme that the plug-in serves on a GPU."""
     from ..bench.planning import paged
 
     rows, refused = paged.rows(goal, chosen, card)
-    choice = paged.recommended(rows, goal.budget, goal.batch)
     engine = paged.engine(card, goal.context)
     return {
-        "recommended": None if choice is None else choice.scheme,
-        "recommended_why": None if choice is None else choice.why,
+        **_chosen(head, paged.recommended(rows, goal.budget, goal.batch)),
         "assumed": {
             "gpu_memory_utilization": engine.utilisation,
             "max_num_batched_tokens": engine.step_tokens,
@@ -120,7 +216,7 @@ def _card(options: PlanOptions) -> Card:
 
 
 def _source(options: PlanOptions) -> ModelSource:
-    """The source that --model names, as of every command. Here a config.json may be named itself, too."""
+    """The source that --model names, as in every command. Here a config.json may be named itself, too."""
     path = Path(options.model)
     named_file = path.name == "config.json" and path.is_file()
     return resolve(str(path.parent.resolve()) if named_file else options.model, options.revision)
@@ -149,7 +245,7 @@ def _model(source: ModelSource, options: PlanOptions, say: Say) -> Model:
     return Model(geometry, geometry.parameters * width, width)
 
 
-def _model_record(source: ModelSource, model: Model, options: PlanOptions) -> dict[str, Any]:
+def _model_record(source: ModelSource, model: Model, options: PlanOptions) -> ModelRecord:
     geometry = model.geometry
     return {
         "name": source.name,
@@ -164,7 +260,7 @@ def _model_record(source: ModelSource, model: Model, options: PlanOptions) -> di
     }
 
 
-def _card_record(card: Card) -> dict[str, Any]:
+def _card_record(card: Card) -> CardRecord:
     return {
         "name": card.name,
         "title": card.title,
@@ -177,7 +273,7 @@ def _card_record(card: Card) -> dict[str, Any]:
     }
 
 
-def _assumed(card: Card) -> dict[str, Any]:
+def _assumed(card: Card) -> Assumed:
     from ..bench.planning import speed
 
     return {

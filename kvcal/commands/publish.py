@@ -61,13 +61,13 @@ def _evaluation(path: Path) -> dict[str, Any]:
     return evaluation
 
 
-def run_push(o: PushOptions, defaults_of: DefaultsOf, options_of: OptionsOf) -> dict[str, Any]:
+def run_push(o: PushOptions, defaults_of: DefaultsOf, options_of: OptionsOf) -> dict[str, object]:
     """What was pushed and the commit that holds it."""
     card = _card(o, o.repo, defaults_of, options_of)
     return asdict(push(o.bundle, o.repo, card, branch=o.branch, message=o.message, private=o.private))
 
 
-def run_pull(o: PullOptions) -> dict[str, Any]:
+def run_pull(o: PullOptions) -> dict[str, object]:
     """What was pulled, and from which commit."""
     folder = Path(o.output)
     pulled = pull(o.repo, folder, revision=o.revision, file=o.file, sha256=o.sha256)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,8 +26,8 @@ from ..capture import ranks
 from ..capture.ranks import Ranks
 from ..capture.scan import WholeModel
 from ..capture.spread import spread
-from ..evaluate.attention_error import attention_errors
-from ..evaluate.key_outliers import key_outliers
+from ..evaluate.attention_error import ErrorRow, attention_errors
+from ..evaluate.key_outliers import HeadOutlier, key_outliers
 from ..evaluate.perplexity import CacheMaker, Row, evaluate
 from ..methods.aqua_kv import AquaKV
 from ..methods.base import settings_of
@@ -57,10 +57,14 @@ from .common import (
 from .options import RecommendOptions
 from .workbench import model_record, open_model, spread_of
 
+if TYPE_CHECKING:
+    from ..models.structure import CausalLM
+    from .results import Recommendation, RecommendedRow
+
 NUMBERS = {"cuda": (36, 4, 1024), "cpu": (10, 2, 512)}  # windows in all, held-out ones, tokens a window
 ERROR_WINDOWS = 2  # held-out windows that attention errors and outliers are measured on
 FORECASTS = 5  # schemes in a pass
-STEP = 32  # tokens a forward pass, as of `kvcal eval`
+STEP = 32  # tokens per forward pass, as `kvcal eval` has by default
 LEAST_SECONDS_SHOWN = 5.0
 
 
@@ -87,8 +91,8 @@ def calibration_options(o: RecommendOptions, source: ModelSource) -> Calibration
 
 @dataclass
 class Run:
-    """One recommendation on its way. schemes: by name of the ladder, as they are known; rungs: those that fit the
-    model; work: what a killed run leaves; ranks: the processes that share the schemes; started: on the clock of
+    """One recommendation on its way. schemes: by name of the ladder, as they become available. rungs: those that fit
+    the model. work: what a killed run leaves. ranks: the processes that share the schemes. started: on the clock of
     `time.monotonic`.
     """
 
@@ -108,13 +112,12 @@ class Run:
         self.say(f"step {number} of 5{after}: {what}")
 
     @property
-    def model(self) -> Any:
+    def model(self) -> CausalLM:
         return self.loaded.model
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.model.device
-        return device
+        return self.model.device
 
     def makers(self, names: Sequence[str]) -> dict[str, CacheMaker]:
         """Makers of caches of these schemes."""
@@ -124,7 +127,7 @@ class Run:
         }
 
 
-def run_recommend(o: RecommendOptions, say: Say) -> dict[str, Any]:
+def run_recommend(o: RecommendOptions, say: Say) -> Recommendation:
     """Measure the ladder, write the bundle of the scheme that is chosen, and say why.
 
     Nothing but the finished bundle is written to the output; what a killed run measured and fitted lies next to it, and
@@ -196,7 +199,7 @@ def run_recommend(o: RecommendOptions, say: Say) -> dict[str, Any]:
     }
 
 
-def _fitting(model: Any, length: int) -> tuple[dict[str, Rung], dict[str, Scheme], dict[str, str]]:
+def _fitting(model: CausalLM, length: int) -> tuple[dict[str, Rung], dict[str, Scheme], dict[str, str]]:
     """The rungs that fit the model and windows of so many tokens, the schemes of those that need no text, and why the
     others are left out.
     """
@@ -222,7 +225,7 @@ def _fitting(model: Any, length: int) -> tuple[dict[str, Rung], dict[str, Scheme
     return rungs, schemes, omitted
 
 
-def _outliers(run: Run) -> list[dict[str, Any]]:
+def _outliers(run: Run) -> list[HeadOutlier]:
     """Key outliers of held-out windows, by layer and kv head."""
     if (saved := _stored(run, "rows-outliers")) is not None:
         return list(saved)
@@ -351,7 +354,7 @@ def _with_kl(run: Run, rows: list[Figures], batch: Sequence[Figures]) -> list[Fi
     ]
 
 
-def _errors(run: Run, name: str) -> list[dict[str, Any]] | None:
+def _errors(run: Run, name: str) -> list[ErrorRow] | None:
     """Attention error by layer and kv head on held-out windows."""
     [(_, make)] = run.makers([name]).items()
     errors = attention_errors(run.model, run.text.holdout[:ERROR_WINDOWS], make, step=STEP)
@@ -390,7 +393,7 @@ def _by_kernel(scheme: Scheme) -> bool:
     return not scheme.chained and all(pair.key.fused() and pair.value.fused() for pair in pairs)
 
 
-def _row(row: Figures, run: Run, model: str, text: str) -> dict[str, Any]:
+def _row(row: Figures, run: Run, model: str, text: str) -> RecommendedRow:
     rung, scheme = run.rungs[row.name], run.schemes[row.name]
     return {
         "scheme": row.name,

@@ -26,7 +26,7 @@ NUMBERS = ("perplexity", "kl_se", "kl_median", "kl_p99", "kl_max", "same_top", "
 PAIRED = ("score", "full", "difference", "low", "high", "n")
 
 
-def run_report(o: ReportOptions, say: Say) -> dict[str, Any]:
+def run_report(o: ReportOptions, say: Say) -> dict[str, object]:
     """Write --output from files of `kvcal eval --json`, `kvcal compare --json` or `--output`, `kvcal bench --json`, and
     bundles.
     """
@@ -99,7 +99,7 @@ def read_result(path: Path) -> dict[str, Any]:
     return {"rows": rows, "layers": layers, "facts": facts, "speeds": timed}
 
 
-def _speed(row: Mapping[str, Any]) -> Speed:
+def _speed(row: Mapping[str, object]) -> Speed:
     """A row of `kvcal bench`. Raises ValueError, KeyError or TypeError for one with something else in it."""
     if row["projected"] not in (True, False):
         raise ValueError(f"projected is {row['projected']!r:.40}")
@@ -116,7 +116,7 @@ def _speed(row: Mapping[str, Any]) -> Speed:
         microseconds=_number(row["microseconds"]),
         share=share,
         faster=faster,
-        projected=row["projected"],
+        projected=bool(row["projected"]),
     )
 
 
@@ -144,13 +144,13 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if not is_number(value):
         raise ValueError(f"{value!r:.40} where a number belongs")
     return float(value) if isinstance(value, float) else int(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r:.40} where a name belongs")
     return value
@@ -184,8 +184,8 @@ def _of_layers(layers: Mapping[str, Any]) -> list[Heads]:
 
 
 def memory(row: Mapping[str, Any], facts: Mapping[str, object]) -> Sequence[tuple[int, float]] | None:
-    """Bytes of one sequence at LENGTHS: those measured, and more or fewer tokens at the row's stored bits a value. None
-    where the row does not say enough.
+    """Bytes of one sequence at LENGTHS: those measured, and more or fewer tokens at the row's stored bits per value.
+    None where the row does not say enough.
     """
     window, bits = facts.get("length"), row["bits_per_value"]
     if not isinstance(window, int) or window < 1 or bits is None or not row["bytes_at_16_bit"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import IncompatibleBundle, UsageError
@@ -13,6 +13,9 @@ from ..bundles.target_model import TargetModel, target_model
 from ..pipeline.options import EvalOptions
 from ..pipeline.shared_options import ModelOptions
 from .options import CompareOptions, GenerateOptions
+
+if TYPE_CHECKING:
+    from torch import nn
 
 WithBundles = TypeVar("WithBundles", EvalOptions, CompareOptions, GenerateOptions)
 DEFAULT = ModelOptions().model
@@ -40,7 +43,7 @@ def with_model_of(o: WithBundles, rows: Iterable[object], typed: Collection[str]
 
 
 def check_target_model(
-    bundle: Bundle, model: Any, revision: str | None = None, probe: tuple[float, ...] | None = None
+    bundle: Bundle, model: nn.Module, revision: str | None = None, probe: tuple[float, ...] | None = None
 ) -> None:
     """`bundle.check`, whose IncompatibleBundle also says which model to give."""
     try:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_text
@@ -22,6 +22,11 @@ from ..pipeline.gates import Check
 from ..pipeline.options import EvalOptions
 from ..text import sources
 from .common import Say
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..models.structure import CausalLM
 
 TEXT = "embedded:evaluation"
 UNITS = {"k": 1024, "": 1}
@@ -92,14 +97,19 @@ class Answered:
     tasks: dict[str, dict[str, Paired]] = field(default_factory=dict)
     needles: dict[str, dict[str, float]] = field(default_factory=dict)
 
-    def of(self, row: str) -> dict[str, Any]:
+    def of(self, row: str) -> dict[str, object]:
         """What a row of `kvcal eval --json` says of it."""
         paired = {name: asdict(one) for name, one in self.tasks.get(row, {}).items()}
         return ({"tasks": paired} if paired else {}) | ({"needles": self.needles[row]} if row in self.needles else {})
 
 
 def run_tasks(
-    o: EvalOptions, model: Any, tokenizer: Any, makers: Mapping[str, CacheMaker], work: CommandCheckpoint, say: Say
+    o: EvalOptions,
+    model: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    makers: Mapping[str, CacheMaker],
+    work: CommandCheckpoint,
+    say: Say,
 ) -> Answered:
     """Every task through every cache. What a killed run answered is not asked again."""
     names, options = task_names(o), task_options(o)
@@ -123,7 +133,9 @@ def run_tasks(
     return answered
 
 
-def _answers(names: list[str], model: Any, tokenizer: Any, options: TaskOptions) -> dict[str, Answer]:
+def _answers(
+    names: list[str], model: CausalLM, tokenizer: PreTrainedTokenizerBase, options: TaskOptions
+) -> dict[str, Answer]:
     """What answers each task; lm-eval's are all loaded together, before any is run."""
     answers: dict[str, Answer] = {}
     if any(name in CONTEXT_TASKS for name in names):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame
@@ -16,6 +16,9 @@ from ..models import configuration, names
 from ..pipeline.options import TrainCodebooksOptions
 from .calibration import prepare, written
 from .common import Say, output_for, refuse_idle
+
+if TYPE_CHECKING:
+    from ..models.geometry import Geometry
 
 OF_ADAM = ("rate", "batch_vectors", "beta", "gamma")
 
@@ -29,7 +32,7 @@ def _triple(option: str, text: str) -> Triple:
     return values, low, high
 
 
-def vqkv_method(o: TrainCodebooksOptions, geometry: Any) -> VQKV:
+def vqkv_method(o: TrainCodebooksOptions, geometry: Geometry) -> VQKV:
     """Options over the preset that suits the model."""
     name = default_sizes(geometry.parameters) if o.preset is None else o.preset
     if name not in SIZES:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
 from kvcal_artifacts.bundle.fingerprint import Fingerprint, probed_layers
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import UsageError
 
 from ..calibrate.checkpoint import CommandCheckpoint, command_checkpoint, short
@@ -114,7 +115,7 @@ def run_tune_kl(o: TuneBitsOptions, say: Say) -> dict[str, Any]:
     say_coverage(loaded.model, say)
     base = Preset(codecs[0], codecs[0], sink=o.sink, recent=o.recent, block=o.block)
     record = decided_by(o, loaded.model.dtype, loaded.model.device, text.ids_sha256)
-    settings = {"codecs": codecs, "base": asdict(base), "predict": o.predict}
+    settings: dict[str, Json] = {"codecs": codecs, "base": asdict(base), "predict": o.predict}
     settings |= {} if o.head_groups == 1 else {"head_groups": o.head_groups}
     work, ranks = command_checkpoint("tune-bits", record | settings, output=output, resume=o.resume, say=say), current()
     model = model_record(source, loaded.revision, o.random_weights)
@@ -218,7 +219,7 @@ def _fit(
     o: TuneBitsOptions,
     loaded: LoadedModel,
     text: Windows,
-    model: dict[str, Any],
+    model: Mapping[str, Json],
     work: CommandCheckpoint,
     say: Say,
 ) -> Callable[[Mapping[str, AquaKV]], dict[str, Bundle]]:
@@ -253,7 +254,7 @@ def _fit(
     return bundles
 
 
-def _probe(model: Any) -> tuple[float, ...]:
+def _probe(model: CausalLM) -> tuple[float, ...]:
     """The fingerprint's probe of a whole model."""
     from kvcal_artifacts import hf
 

@@ -22,7 +22,7 @@ from ..report.drawn import machine_and_date
 from ..report.extras import require
 from ..search.thresholds import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
 from .calibration import prepare, refuse_ranks
-from .common import Say, machine, output_for, refuse_idle
+from .common import Say, machine, output_for, refuse_idle, required_tokenizer
 from .workbench import Opened
 
 Searched = TypeVar("Searched", TuneBitsOptions, TuneThresholdsOptions)
@@ -121,7 +121,8 @@ def _objective(
 
     check_installed()
     tasks = tasks_of({"objective": name})
-    return lambda: TaskScore(model, opened.tokenizer, tasks, o.tasks_path, o.limit, o.metric, o.batch or 1)
+    tokenizer = required_tokenizer(opened.tokenizer)
+    return lambda: TaskScore(model, tokenizer, tasks, o.tasks_path, o.limit, o.metric, o.batch or 1)
 
 
 def run_tune_thresholds(o: TuneThresholdsOptions, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:

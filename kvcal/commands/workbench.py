@@ -6,12 +6,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import SUFFIX, Bundle, probed_layers
+from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Frame, HeavyHitters
 
@@ -31,6 +33,8 @@ from .options import CompareOptions, GenerateOptions
 from .target_model import check_target_model
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from ..evaluate.perplexity import CacheMaker
 
 
@@ -43,10 +47,10 @@ class Opened:
     revision: str
     random_weights: bool
     device: torch.device
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase | None
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Json]:
         """What provenance says of the model."""
         return model_record(self.name, self.revision, self.random_weights)
 
@@ -72,7 +76,7 @@ def open_for_fit(
     return Opened(WholeModel(loaded.model), source, loaded.revision, random_weights, where, loaded.tokenizer)
 
 
-def _tokenizer(source: names.ModelSource, random_weights: bool) -> Any:
+def _tokenizer(source: names.ModelSource, random_weights: bool) -> PreTrainedTokenizerBase | None:
     return None if random_weights and source.kind == "hub" else files.read_tokenizer(source)
 
 
@@ -153,7 +157,7 @@ def key_probe(parts: LayerwiseWeights) -> tuple[float, ...]:
     return probe
 
 
-def model_record(source: names.ModelSource, revision: str | None, random_weights: bool) -> dict[str, Any]:
+def model_record(source: names.ModelSource, revision: str | None, random_weights: bool) -> dict[str, Json]:
     """What provenance says of a model; no paths of this machine."""
     return {
         "name": source.public,
@@ -218,7 +222,7 @@ def check_selection(source: names.ModelSource, selection: HeavyHitters | None, *
         _check_sites(configuration.structure(source, random_weights=random_weights), selection)
 
 
-def _check_sites(model: Any, selection: HeavyHitters | None, frame: Frame = "post_rope") -> None:
+def _check_sites(model: nn.Module, selection: HeavyHitters | None, frame: Frame = "post_rope") -> None:
     """Raises UnsupportedModel where layers that can be compressed cannot give keys in `frame`, or select tokens."""
     sites = hf.attention_sites(model)
     hf.check_frame(sites, frame)
@@ -254,7 +258,7 @@ def check_rows(
 
 
 def cache_makers(
-    model: Any,
+    model: nn.Module,
     rows: dict[str, DataFree | Bundle],
     revision: str | None = None,
     selection: HeavyHitters | None = None,

@@ -1,8 +1,8 @@
 """What a scheme does to attention, layer by layer, on the very keys and values of the full-precision model.
 
 The model runs over a window once, with exact keys and values in every layer, so that each is judged on the same inputs.
-What a token would have attended to in a cache of the scheme, packed blocks of older tokens decoded, is compared with
-what it attended to, on the model's own queries. Where what blocks decode to changes with the text behind them (run-time
+In a cache of the scheme a token attends to packed blocks of older tokens, decoded. This is compared with what it
+attended to, on the model's own queries. Where what blocks decode to changes with the text behind them (run-time
 statistics), the cache is run in steps instead.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from kvcal_artifacts.hf import AttentionSite
 
 from ..models.spread import input_device
 from ..report.progress import progress
-from .layers import Figure
 
 if TYPE_CHECKING:
     from ..models.structure import CausalLM
@@ -63,6 +62,16 @@ def _squares(x: Tensor) -> Tensor:
     return x.square().sum([0, *range(2, x.ndim)], dtype=torch.float64)
 
 
+class ErrorRow(TypedDict):
+    """Attention errors of a layer, and of each of its kv heads."""
+
+    layer: int
+    logit_error: float
+    output_error: float
+    logit_head_errors: list[float]
+    output_head_errors: list[float]
+
+
 @dataclass(frozen=True)
 class AttentionErrors:
     """Root of summed squared error over summed squares, by layer. logit: of scores q . k over the tokens that a query
@@ -75,7 +84,7 @@ class AttentionErrors:
     logit_heads: dict[int, list[float]] = field(default_factory=dict)
     output_heads: dict[int, list[float]] = field(default_factory=dict)
 
-    def rows(self) -> list[dict[str, Figure]]:
+    def rows(self) -> list[ErrorRow]:
         """One table for each layer: its errors, and those of its kv heads."""
         return [
             {

@@ -108,8 +108,8 @@ class Audit:
     """Compares what caches' layers hand to attention with what their packed blocks decode to just before, key and
     value.
 
-    last: columns after the call that is always compared; before it, whenever a layer holds twice the blocks it held at
-    the last comparison, so that a long evaluation decodes little more. compared: layers; bypassed: where the two
+    last: columns after the call that is always compared. Before it a layer is compared whenever it holds twice the
+    blocks of the last time, so that a long evaluation decodes little more. compared: layers; bypassed: where the two
     differed.
     """
 

@@ -155,7 +155,7 @@ def _asked(
 
 def agreement(model: CausalLM, haystack: Haystack, maker: CacheMaker | None, options: TaskOptions) -> Scores:
     """How long greedy decoding says what full precision says: the share of AGREEMENT_TOKENS tokens before the first
-    other one, behind contexts of each length, as agreement@1024; `--limit` contexts of each.
+    other one. Contexts have each length, as agreement@1024, `--limit` of each.
     """
     lengths, repeats = options.lengths or LENGTHS, options.limit or REPEATS
     scores: Scores = {}

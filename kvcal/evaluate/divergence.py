@@ -95,8 +95,8 @@ class Spread:
 
     @classmethod
     def of(cls, packed: Sequence[Sequence[str]], length: int, first_packed: int | None) -> Spread:
-        """The spread over batches of tokens. packed: batches as of `Tokens.pack`. length: tokens of a window that have
-        a next one. first_packed: the first position that sees a packed block.
+        """The spread over batches of tokens. packed: what `Tokens.pack` gave for each batch. length: tokens of a window
+        that have a next one. first_packed: the first position that sees a packed block.
         """
         kl, same = Tokens.unpack(packed, length)
         behind = (

@@ -136,8 +136,8 @@ class Harness:
 
 
 def by_question(name: str, samples: Sequence[Mapping[str, Any]], higher: Mapping[str, object]) -> Scores:
-    """Scores of one task's questions, from what lm-eval logs of them: of its first metric of which more is better, by
-    the first filter; of metrics named for lengths each that has questions, as NAME@LENGTH.
+    """Scores of one task's questions, from what lm-eval logs of them: those of its first metric of which more is
+    better, by the first filter. Metrics that are named for lengths give scores each, as NAME@LENGTH.
 
     Raises UsageError where no metric is a number a question of which more is better.
     """

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from ..capture.scan import Capture, LayerSource
 from ..report.progress import tracked
+
+
+class HeadOutlier(TypedDict):
+    """A KeyOutlier as results and reports have it, its ratio to two digits."""
+
+    layer: int
+    head: int
+    channel: int
+    ratio: float
 
 
 @dataclass(frozen=True)
@@ -20,7 +30,7 @@ class KeyOutlier:
     channel: int
     ratio: float
 
-    def as_dict(self) -> dict[str, int | float]:
+    def as_dict(self) -> HeadOutlier:
         return {"layer": self.layer, "head": self.head, "channel": self.channel, "ratio": round(self.ratio, 2)}
 
 

@@ -72,9 +72,9 @@ class LayerErrors:
         return errors
 
     def rows(self) -> list[dict[str, Figure]]:
-        """One a layer: key_relative_error and value_relative_error, |x - decoded|^2 / |x|^2 over all packed tokens,
-        None where nothing was packed, and key_head_errors and value_head_errors, a list of them by kv head, as in
-        bundles' metrics; blocks_read: summed over calls.
+        """A row per layer. key_relative_error, value_relative_error: |x - decoded|^2 / |x|^2 over all packed tokens,
+        None where nothing was packed. key_head_errors, value_head_errors: the same by kv head, as in bundles' metrics.
+        blocks_read: summed over calls.
         """
         return [
             {"layer": index}
@@ -110,8 +110,8 @@ def _by_head(total: Tensor | None) -> list[float] | None:
 
 @dataclass(frozen=True)
 class Blame:
-    """A layer's keys or values, or those of one kv head of it. error: as of LayerErrors. recorded: what the bundle says
-    of it, None if it says nothing.
+    """A layer's keys or values, or those of one kv head of it. error: relative and squared, see
+    `LayerErrors`. recorded: what the bundle says of it, None if it says nothing.
     """
 
     layer: int
@@ -132,9 +132,9 @@ class Blame:
 
 
 def worst_layer(rows: Sequence[Mapping[str, object]], recorded: Recorded | None) -> Blame | None:
-    """The layer and role, or head of them where the bundle recorded heads, whose error is the most times what it
-    recorded when it was fitted; where nothing was recorded, the layer with the largest error. rows: of LayerErrors.
-    None if nothing was packed.
+    """The layer and role whose error is the most times what the bundle recorded when it was fitted, and the head, where
+    it recorded heads. Where it recorded nothing: the layer with the largest error. rows: of LayerErrors. None if
+    nothing was packed.
     """
     blames = [blame for row in rows for role in ROLES for blame in _blames(row, role, recorded)]
     drifts = [blame for blame in blames if blame.drift is not None]

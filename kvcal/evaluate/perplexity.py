@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from kvcal_artifacts.cache import KVCalCache
 
+    from ..calibrate.checkpoint import EvaluationState
     from ..models.structure import CausalLM
 
 CacheMaker: TypeAlias = Callable[[], "KVCalCache"]
@@ -39,13 +40,16 @@ TOKENS_PER_BATCH = {"cuda": 1 << 18, "cpu": 1 << 13}
 
 @dataclass(frozen=True)
 class Row:
-    """One cache on the whole text. kl: mean nats to the full-precision logits. Bytes are of one window's end, mean.
+    """What one cache gives on the whole text. Bytes are those at the end of a window, averaged over windows.
 
-    bits_per_value: stored bits of packed blocks over the values they stand for. The `full` row is counted in 16-bit
-    numbers, the model's own, whatever dtype measured it. paper_bits: as the codecs' own papers count. bytes_at_16_bit:
-    what the same tokens take uncompressed at 16 bits a value. kl_se: standard error of kl over windows, None of one
-    window. kl_windows: kl of each window, in order. nll_windows: likewise the negative log-likelihood of the text, mean
-    nats; perplexity is exp of their mean. kl_median to positions: as of `Spread`. smaller: 16-bit bytes of full
+    The row `full` counts 16 bits per number, whatever dtype measured it. perplexity: exp of the mean of nll_windows.
+    kl: mean KL divergence from the logits of full precision, in nats per token. kl_se: its standard error over windows,
+    None for one window. kl_windows, nll_windows: KL and negative log-likelihood of each window, in nats per token.
+    kl_median, kl_p99, kl_max, same_top, kl_behind, positions: the spread over tokens, which `Spread` explains.
+
+    bits_per_value: stored bits of packed blocks over the values they stand for. paper_bits: the same as the codecs'
+    papers count it. cache_bytes: packed blocks. window_bytes: exact tokens. resident_bytes: predictors and codebooks.
+    bytes_at_16_bit: what the same tokens take uncompressed at 16 bits per value. smaller: 16-bit bytes of full
     precision over those of this cache (packed blocks, windows at 16 bits, run-time statistics).
     """
 
@@ -77,10 +81,10 @@ class Row:
 class Batches(Protocol):
     """Where an evaluation keeps how far it came, and goes on from."""
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self) -> EvaluationState | None:
         """What was last kept; None: begin."""
 
-    def keep(self, state: dict[str, Any]) -> None:
+    def keep(self, state: EvaluationState) -> None:
         """Keep what was summed after a batch of windows. state: as JSON has it; "windows" that are done, their "sums",
         and what was "watched" in caches.
         """
@@ -98,7 +102,7 @@ class Watching(Protocol):
     def merge(self, part: Any) -> None:
         """Add what `take` gave, here or in another process."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Mapping[str, Any]:
         """All that was added, as JSON has it."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -131,7 +135,7 @@ class _Sums:
     resident: int = 0
     first_packed: int | None = None  # position
     by_token: list[list[str]] = field(default_factory=list)  # as of Tokens.pack, by batch
-    paper: list[list[float]] = field(default_factory=list)  # bits a value, and of how many values, by batch
+    paper: list[list[float]] = field(default_factory=list)  # bits per value, and of how many values, by batch
 
     def merge(self, other: _Sums) -> None:
         """Add those of the windows behind."""
@@ -214,10 +218,11 @@ def _quiet(tokens: int) -> None:
     """Progress of a batch among those of other ranks: it counts when it is done."""
 
 
-def _state(done: int, sums: Mapping[str, _Sums], watching: Mapping[str, Watching]) -> dict[str, Any]:
-    state = {"windows": done, "sums": {name: asdict(total) for name, total in sums.items()}}
-    watched = {name: maker.state() for name, maker in watching.items()}
-    return state | ({"watched": watched} if watched else {})
+def _state(done: int, sums: Mapping[str, _Sums], watching: Mapping[str, Watching]) -> EvaluationState:
+    state: EvaluationState = {"windows": done, "sums": {name: asdict(total) for name, total in sums.items()}}
+    if watching:
+        state["watched"] = {name: maker.state() for name, maker in watching.items()}
+    return state
 
 
 class _FullBatch:

@@ -1,9 +1,9 @@
 """Linear probes of the cache (AQUA-KV section 3.1): how much of each layer's keys and values others predict.
 
-A probe predicts keys or values (all heads of a token) from those of the same token one to three layers below, from
-those of earlier tokens in the same layer, from the other role, or from several of these. Fitted by ridge on training
-windows, scored by explained variance on held-out ones: one pass over the windows a layer. Nothing is quantised,
-everything is exact.
+A probe predicts keys or values, all heads of a token. Its inputs are those of the same token one to three layers below,
+those of earlier tokens in the same layer, the other role, or several of these. Fitted by ridge on training windows,
+scored by explained variance on held-out ones: one pass over the windows a layer. Nothing is quantised, everything is
+exact.
 """
 
 from __future__ import annotations
@@ -254,8 +254,8 @@ def mean_explained(gram: Gram, weight: Tensor, bias: Tensor) -> float:
 
 
 def table(settings: Settings, layers: Mapping[int, Scores]) -> list[dict[str, object]]:
-    """A row a probe: its score in every layer, None where it does not exist; the mean over the layers that it has, and
-    over those that all probes have (None if there is no such layer).
+    """A row per probe: its score in every layer, None where it does not exist. Its means are over the layers that it
+    has, and over those that all probes have (None if there is no such layer).
     """
     deepest = max(probe.reach for probe in settings.probes)
     rows: list[dict[str, object]] = []

@@ -1,8 +1,8 @@
 """Programs that a model wrote, run where they can reach nothing: no network, no file of ours, little memory and time.
 
-Linux namespaces of an unprivileged user (unshare of util-linux) give a program an own process table, no network device,
-and a root that holds Python and its libraries, read-only, and an empty /tmp. The program itself then runs in a second
-user namespace, in which none of that can be undone.
+Linux namespaces of an unprivileged user (unshare of util-linux) give a program a process table of its own and no
+network device. Its root holds Python and its libraries, read-only, and an empty /tmp. The program itself then runs in a
+second user namespace, in which none of that can be undone.
 """
 
 from __future__ import annotations

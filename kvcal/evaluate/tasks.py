@@ -260,7 +260,7 @@ class TaskScore:
         return {"name": "task", **settings, "lm_eval": version("lm_eval")}
 
     def score(self, scheme: Scheme) -> tuple[float, float | None]:
-        """Mean score, and stored bits a value (None if nothing was packed)."""
+        """Mean score, and stored bits per value (None if nothing was packed)."""
         from lm_eval.api.model import LM
         from lm_eval.evaluator import evaluate
 

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvcal_artifacts.codecs import Role
+from kvcal_artifacts.codecs.named import CodecMaker
 from kvcal_artifacts.errors import UsageError
 
 from .calibrated import Calibrated, calibration_of
-from .registry import CodecMaker, codec_maker
+from .registry import codec_maker
 
 EXCEPTION = re.compile(r"(?P<first>-?\d+)(-(?P<last>\d+))?(:(?P<role>keys|values))?=(?P<codec>.+)")
 ROLES: dict[str, Role] = {"keys": "key", "values": "value"}

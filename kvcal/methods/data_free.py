@@ -1,5 +1,5 @@
 """Methods that need no data: one codec for keys, one for values, exceptions by layer. Presets of `kvcal eval
---preset`. What their short names mean (kivi-2, innerq-base, innerq-small, ...) is in registry.py.
+--preset`: their table (kivi-2, innerq-base, ...) is kvcal_artifacts.presets, their codecs kvcal_artifacts.codecs.named.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from kvcal_artifacts import hf
+from kvcal_artifacts import hf, presets
 from kvcal_artifacts.codecs import Codec, Role, Shape, load_plugins
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme, Windows
@@ -18,7 +18,6 @@ from ..report.suggest import allowed, refuse_auto
 from .base import layer_by_layer
 from .composition import DataFreeComposition
 from .mixkvq import MixKVQ
-from .registry import INNERQ_VALUES
 
 COMPOSED = "composed"  # instead of a preset's name, where codecs are named one by one
 ROLES: tuple[Role, Role] = ("key", "value")
@@ -63,29 +62,7 @@ class Preset:
 DataFree = Preset | MixKVQ  # what has a scheme without calibration
 
 PRESETS: dict[str, DataFree] = {
-    **{f"higgs-{bits}": Preset(f"higgs-{bits}", f"higgs-{bits}") for bits in (2, 3, 4)},
-    **{f"higgs-{bits}-debiased": Preset(f"higgs-{bits}-debiased", f"higgs-{bits}-debiased") for bits in (2, 3, 4)},
-    **{f"uniform-{bits}": Preset(f"uniform-{bits}", f"uniform-{bits}") for bits in (2, 3, 4, 8)},
-    **{f"kivi-{bits}": Preset(f"kivi-{bits}", f"kivi-{bits}", sink=0, recent=32) for bits in (2, 4)},  # R = 32
-    "kivi-sink-2": Preset("kivi-2", "kivi-2", sink=32, recent=96),  # InnerQ section 5.1
-    **{f"turboquant-{k}": Preset(f"turboquant-{k}", f"turboquant-{k}", sink=0) for k in (2, 3, 4)},
-    # as InnerQ section 5.1 compares it
-    **dict.fromkeys(("turboquant-4-3", "turboquant-k4v3"), Preset("turboquant-4", "turboquant-3", sink=0)),
-    # grids whose points are bytes, which attention reads faster; ours (docs/lab/methods.md)
-    **{f"higgs-2-bytes{gain}": Preset(f"higgs-2-bytes{gain}", f"higgs-2-bytes{gain}") for gain in ("", "-debiased")},
-    **{f"turboquant-{k}-bytes": Preset(f"turboquant-{k}-bytes", f"turboquant-{k}-bytes", sink=0) for k in (2, 3, 4)},
-    "turboquant-4-3-bytes": Preset("turboquant-4-bytes", "turboquant-3-bytes", sink=0),
-    # innerq-base, innerq-hybrid, innerq-small
-    **{f"innerq-{name}": Preset(f"innerq-{name}", f"innerq-{name}", sink=32, recent=96) for name in INNERQ_VALUES},
-    **{
-        f"innerq-{name}-plain": Preset(f"innerq-{name}-plain", f"innerq-{name}-plain", sink=32, recent=96)
-        for name in INNERQ_VALUES
-    },
-    "fp8": Preset("fp8", "fp8", sink=0, recent=0),
-    "bf16": Preset("exact-bf16", "exact-bf16"),
-    **{f"squat-{bits}": Preset(f"squat-{bits}", f"squat-{bits}", sink=0, recent=32) for bits in (2, 3, 4)},
-    **{f"squat-pre-{b}": Preset(f"squat-{b}", f"squat-{b}", "pre_rope", sink=0, recent=32) for b in (2, 3, 4)},
-    "exact": Preset("exact-32", "exact-32"),
+    **{name: Preset(one.key, one.value, one.frame, one.sink, one.recent) for name, one in presets.PRESETS.items()},
     "mixkvq": MixKVQ(),
 }
 

@@ -1,8 +1,8 @@
 """InnerQ (Tayaranian et al. 2026): groups along the inner dimension, and keys evened out by a factor a channel.
 
-The codecs need no data: innerq-base, -hybrid and -small are presets (data_free.py, registry.py). What is measured on
-text is the key normalisation of section 4.3, f_c = sqrt(max |K_c|) for each kv head and channel after RoPE; the
-bundle carries it, and the cache divides keys by it before they are rounded. Ours: queries on text also say how much
+The codecs need no data: innerq-base, -hybrid and -small are presets (kvcal_artifacts.presets, codecs.named). What is
+measured on text is the key normalisation of section 4.3: f_c = sqrt(max |K_c|) for each kv head and channel after RoPE.
+The bundle carries it, and the cache divides keys by it before they are rounded. Ours: queries on text also say how much
 each channel's error counts when the scale of a group is searched.
 """
 
@@ -19,6 +19,7 @@ from kvcal_artifacts import hf
 from kvcal_artifacts.checked import Json
 from kvcal_artifacts.codecs import Codec, Scaled, Uniform
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.presets import INNERQ_KEYS, INNERQ_VALUES
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
 from ..capture.scan import LayerTaps, TapBatch
@@ -26,7 +27,7 @@ from ..capture.shards import Added, Largest, ShardSums
 from .base import Carry, HoldoutError, LayerFit, flat
 from .composition import DataFreeComposition
 from .factors import by_queries, channel_factor, outlier_ratios, share_pairs
-from .registry import INNERQ_KEYS, INNERQ_VALUES, no_factors
+from .registry import no_factors
 
 FACTORS = ("channel", "pair", "none")
 SEARCHES = ("queries", "plain")

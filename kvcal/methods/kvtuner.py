@@ -17,13 +17,13 @@ from typing import ClassVar
 from kvcal_artifacts.codecs import Codec, Shape, Uniform
 from kvcal_artifacts.codecs.base import Role
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.presets import divisor
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
 from ..capture.scan import LayerTaps
 from ..capture.shards import ShardSums
 from .attention import OutputError, Probe, probe
 from .base import Carry, LayerFit
-from .registry import divisor
 
 Pair = tuple[int, int]  # key bits, value bits
 
@@ -31,7 +31,7 @@ Pair = tuple[int, int]  # key bits, value bits
 @dataclass(frozen=True)
 class KVTuner:
     """A search for bits of each layer, like KVTuner. choices: bits that a layer's keys and values may have. max_bits:
-    stored bits a value, scales and minima included, at most on average. Keys per channel in groups of `group` tokens,
+    stored bits per value, scales and minima included, at most on average. Keys per channel in groups of `group` tokens,
     values per token in groups of `group` channels.
     """
 

@@ -17,6 +17,7 @@ from kvcal_artifacts import codecs
 from kvcal_artifacts.codecs import Codec, Shape, Uniform
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.hf.protocols import attribute
+from kvcal_artifacts.presets import divisor
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 from kvcal_artifacts.storage import block_store
 
@@ -24,16 +25,15 @@ from ..capture.scan import LayerTaps
 from ..capture.shards import ShardSums
 from .attention import OutputError, probe
 from .base import Carry, LayerFit, layer_by_layer
-from .registry import divisor
 
 
 @dataclass(frozen=True)
 class MixKVQ:
-    """Fields as of the codec (kvcal_artifacts.codecs.MixKVQ). The paper's group 32 and buffer R = 128, which is our
-    block; the windows of AQUA-KV (the ablation's sink of 32 and the paper's buffer, emptied at once, are `sink=32,
-    recent=0`). raw: dtype of the first tier; "auto" is bfloat16 for models in bfloat16, else float16: float32 would
-    cost 32 bits a value. With full and four float16 for all, which the fused kernel reads: it holds bfloat16 exactly
-    from 2^-14 to 65504.
+    """The fields are those of the codec (kvcal_artifacts.codecs.MixKVQ). The paper's group 32 and buffer R = 128, which
+    is our block; the windows of AQUA-KV (the ablation's sink of 32 and the paper's buffer, emptied at once, are
+    `sink=32, recent=0`). raw: dtype of the first tier; "auto" is bfloat16 for models in bfloat16, else float16: float32
+    would cost 32 bits per value. With full and four float16 for all, which the fused kernel reads: it holds bfloat16
+    exactly from 2^-14 to 65504.
     """
 
     name: ClassVar[str] = "mixkvq"
@@ -90,7 +90,7 @@ class MixKVQ:
         return Uniform(shape, "value", self.value_bits, divisor(self.value_group, shape.dim), "channel")
 
     def least_bits(self, shape: Shape, dtype: torch.dtype) -> float:
-        """Stored bits a value, keys and values, that no thresholds go below. dtype: of the model.
+        """Stored bits per value, keys and values, that no thresholds go below. dtype: of the model.
 
         All channels at 2 bits, or all exact, which has no scales: less only in groups of one or two tokens.
         """

@@ -1,5 +1,5 @@
-"""Codecs by a short name, as users write them: higgs-2, uniform-4, uniform-2-channel, kivi-2, inner-3-symmetric,
-exact-16.
+"""Codecs by a short name, as users write them: those that need no data (kvcal_artifacts.codecs.named), by kv head
+(1xhiggs-4+2xhiggs-2), and those that are learned from text (vq-2).
 """
 
 from __future__ import annotations
@@ -13,155 +13,18 @@ from kvcal_artifacts.codecs import (
     Codec,
     Exact,
     Float8,
-    Higgs,
     MixKVQ,
     Role,
     Scaled,
     Shape,
     Squat,
-    Uniform,
     load_plugins,
 )
-from kvcal_artifacts.codecs.higgs import Axis, Gain, Points, Span
+from kvcal_artifacts.codecs.named import CODEC_MAKERS, CodecMaker, mixkvq
 from kvcal_artifacts.codecs.transform import MSE as TRANSFORM_MSE
-from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import UsageError
 
 from ..report.suggest import allowed
-
-CodecMaker = Callable[[Shape, Role], Codec]
-QUANTO_GROUP = 64  # AQUA-KV section 4.1: Quanto, group size 64, per token
-CHANNEL_GROUP = 32  # tokens a group along the token axis: one block
-KIVI_GROUP = INNER_GROUP = 32  # KIVI; InnerQ section 5.1
-
-
-INNERQ_KEYS = "inner-3-symmetric"  # InnerQ section 4.4: keys of all variants
-INNERQ_VALUES = {"base": "inner-3-symmetric", "hybrid": "inner-2-hybrid", "small": "inner-2-symmetric"}
-
-
-def divisor(limit: int, length: int) -> int:
-    """The largest size up to `limit` that divides `length`."""
-    return next(size for size in range(min(limit, length), 0, -1) if length % size == 0)
-
-
-def _higgs(
-    d: int, n: int, rotation: Span, axis: Axis = "channel", gain: Gain = "mse", points: Points = "exact"
-) -> CodecMaker:
-    return lambda shape, role: Higgs(shape, role, d=d, n=n, rotation=rotation, axis=axis, gain=gain, points=points)
-
-
-def _uniform(bits: int, axis: str) -> CodecMaker:
-    def make(shape: Shape, role: Role) -> Codec:
-        if axis == "token":
-            return Uniform(shape, role, bits, divisor(CHANNEL_GROUP, shape.block), "token")
-        return Uniform(shape, role, bits, divisor(QUANTO_GROUP, shape.dim), "channel")
-
-    return make
-
-
-def _kivi(bits: int, group: int = KIVI_GROUP) -> CodecMaker:
-    """Asymmetric; keys in groups of tokens of one channel, values in groups of channels of one token (KIVI section
-    3.2).
-
-    A group is no longer than a block (keys) or a head (values).
-    """
-
-    def make(shape: Shape, role: Role) -> Codec:
-        if role == "key":
-            return Uniform(shape, role, bits, divisor(group, shape.block), "token")
-        return Uniform(shape, role, bits, divisor(group, shape.dim), "channel")
-
-    return make
-
-
-def _squat(bits: int, group: int = KIVI_GROUP) -> CodecMaker:
-    """SQuat's keys at its Appendix D.2 settings, g being half of head_dim (64 of 128); its values are KIVI's."""
-    plain = _kivi(bits, group)
-
-    def make(shape: Shape, role: Role) -> Codec:
-        inner = plain(shape, role)
-        assert isinstance(inner, Uniform)
-        return Squat(inner, channels=-(-shape.dim // 2)) if role == "key" else inner
-
-    return make
-
-
-def _mixkvq(full: int | None = None, four: int | None = None) -> CodecMaker:
-    """MixKVQ's keys, the first tier in float16: at the thresholds of the preset, or so many channels a head in the
-    first two tiers. Its values are KIVI's of 2 bits.
-    """
-
-    def make(shape: Shape, role: Role) -> Codec:
-        if role == "value":
-            return _kivi(2)(shape, role)
-        return MixKVQ(shape, role, group=divisor(KIVI_GROUP, shape.block), full=full, four=four)
-
-    return make
-
-
-def _inner(bits: int, mode: str, search: bool) -> CodecMaker:
-    """Groups along the dimension that attention contracts: keys' channels, values' tokens (InnerQ section 4.4)."""
-
-    def make(shape: Shape, role: Role) -> Codec:
-        length = shape.dim if role == "key" else shape.block
-        axis = "channel" if role == "key" else "token"
-        return Uniform(shape, role, bits, divisor(INNER_GROUP, length), axis, mode, search)  # type: ignore[arg-type]
-
-    return make
-
-
-def _by_role(key: CodecMaker, value: CodecMaker) -> CodecMaker:
-    return lambda shape, role: (key if role == "key" else value)(shape, role)
-
-
-def _from_prefill(make: CodecMaker) -> CodecMaker:
-    """Keys divided by factors of the row's own first tokens (InnerQ section 4.3)."""
-    return lambda shape, role: Scaled(make(shape, role), None, "prefill")
-
-
-def _turboquant(bits: int, points: Points = "exact") -> CodecMaker:
-    return lambda shape, role: Higgs(shape, role, d=1, n=2**bits, norm="head", points=points)
-
-
-GAINS: tuple[tuple[str, Gain], ...] = (("", "mse"), ("-debiased", "debiased"))  # by the ends of names
-
-
-def _table() -> dict[str, CodecMaker]:
-    table: dict[str, CodecMaker] = {}
-    for name, d, n in (("2", 2, 16), ("3", 2, 64), ("4", 2, 256), ("2-d4", 4, 256)):
-        for suffix, gain in GAINS:
-            table[f"higgs-{name}{suffix}"] = _higgs(d, n, "head", gain=gain)
-            table[f"higgs-{name}-wide{suffix}"] = _higgs(d, n, "token", gain=gain)
-            table[f"higgs-{name}-channel{suffix}"] = _higgs(d, n, "token", "token", gain=gain)
-    for suffix, gain in GAINS:
-        table[f"higgs-2-bytes{suffix}"] = _higgs(2, 16, "head", gain=gain, points="bytes")
-    for bits in range(1, 9):
-        table[f"uniform-{bits}"] = _uniform(bits, "channel")
-        table[f"uniform-{bits}-channel"] = _uniform(bits, "token")
-    for bits in (2, 3, 4, 8):
-        table[f"kivi-{bits}"] = _kivi(bits)
-    for bits in (2, 3, 4):
-        table[f"turboquant-{bits}"] = _turboquant(bits)
-        table[f"turboquant-{bits}-bytes"] = _turboquant(bits, "bytes")
-        for mode in MODES:
-            table[f"inner-{bits}-{mode}"] = _inner(bits, mode, search=True)
-            table[f"inner-{bits}-{mode}-max"] = _inner(bits, mode, search=False)
-    for variant, value in INNERQ_VALUES.items():
-        table[f"innerq-{variant}"] = _by_role(_from_prefill(table[INNERQ_KEYS]), table[value])
-        table[f"innerq-{variant}-plain"] = _by_role(table[INNERQ_KEYS], table[value])
-    for format, name in (("e4m3fn", "fp8"), ("e5m2", "fp8-e5m2")):
-        table[name] = lambda shape, role, format=format: Float8(shape, role, format)  # type: ignore[misc]
-    for bits in (2, 3, 4):
-        table[f"squat-{bits}"] = _squat(bits)
-        table[f"kivi-{bits}-g128"], table[f"squat-{bits}-g128"] = _kivi(bits, 128), _squat(bits, 128)
-    table["mixkvq"] = _mixkvq()
-    for bits, dtype in ((16, "float16"), (32, "float32")):
-        table[f"exact-{bits}"] = lambda shape, role, dtype=dtype: Exact(shape, role, dtype)  # type: ignore[misc]
-    table["exact-bf16"] = lambda shape, role: Exact(shape, role, "bfloat16")
-    return table
-
-
-CODEC_MAKERS = _table()
 
 # Names of methods and of the format's codecs that mean nothing by themselves -> their own command; what to name
 # instead.
@@ -186,7 +49,7 @@ def codec_maker(name: str) -> CodecMaker:
     if name in CODEC_MAKERS:
         return CODEC_MAKERS[name]
     if tiers := FIXED_TIERS.fullmatch(name):
-        return _mixkvq(int(tiers[1]), int(tiers[2]))
+        return mixkvq(int(tiers[1]), int(tiers[2]))
     if NEXT in name:
         return _by_head(name)
     if name in FITTED:
@@ -230,8 +93,8 @@ def _by_head(name: str) -> CodecMaker:
 
 
 def no_factors(codec: str) -> tuple[str, str] | None:
-    """Why factors from text are of no use to keys of that codec, and which codec is the same without factors
-    of its own, "" for none; None where they are of use. Raises UsageError for an unknown name.
+    """Why factors from text are of no use to keys of that codec; None where they are of use. Second: which codec is the
+    same without factors of its own, "" for none. Raises UsageError for an unknown name.
     """
     make = codec_maker(codec)
     if NEXT in codec:

@@ -22,13 +22,13 @@ from kvcal_artifacts.checked import Json
 from kvcal_artifacts.codecs import Context, Shape, Uniform
 from kvcal_artifacts.codecs.squat import CHOICES, LEAST
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.presets import divisor
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Windows
 from kvcal_artifacts.storage.ledger import Ledger
 
 from ..capture.scan import LayerTaps
 from ..capture.shards import ShardSums
 from .base import Carry, HoldoutError, LayerFit, flat, summed
-from .registry import divisor
 
 DEVIATION_RANKS = (1, 2, 5, 10, 20, 30, 40, 60, 80, 100, 120)
 # Table 3's grid; over the root of the length, strengths that do the same to a few thousand queries

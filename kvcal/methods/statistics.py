@@ -1,5 +1,5 @@
-"""What calibration knows of a layer's keys and values: the run-time statistics that a cache would have when it packs
-each block of a window, what a layer stores on the training windows, and the moments of it.
+"""What calibration learns of a layer's keys and values. It has the run-time statistics that a cache would have when it
+packs each block, what a layer stores on the training windows, and its moments.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Sizes:
         return 2 * int(self.high * dim / PAPER_DIM / 2 + 0.5)
 
 
-# The first two are the paper's (section 4.1). The others spend the bits a value of 3b (2.75) on smaller codebooks.
+# The first two are the paper's (section 4.1). The others spend the bits per value of 3b (2.75) on smaller codebooks.
 SIZES = {
     "8b": Sizes((8, 20, 16), (65536, 65536, 16384), 10_000_000),
     "3b": Sizes((10, 20, 14), (65536, 65536, 65536), 10_000_000),

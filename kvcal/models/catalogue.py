@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from kvcal_artifacts.errors import ModelUnavailable
 
@@ -171,12 +171,30 @@ ALIASES: dict[str, str] = {alias: entry.name for entry in _ENTRIES for alias in 
 BY_HUB_ID: dict[str, ModelEntry] = {entry.hub_id: entry for entry in _ENTRIES if entry.hub_id}
 
 
-def models_table() -> list[dict[str, str | int | None]]:
+class ModelRow(TypedDict):
+    """A row of `kvcal models`. context, sliding_window: tokens; kv_bytes_per_token: at 16 bits, all layers."""
+
+    name: str
+    hub_id: str
+    architecture: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    kv_width: int
+    context: int
+    sliding_window: int | None
+    kv_bytes_per_token: int
+    parameters: int
+
+
+def models_table() -> list[ModelRow]:
     """The rows of `kvcal models`, in catalogue order."""
     return [_row(entry) for entry in CATALOGUE.values()]
 
 
-def _row(entry: ModelEntry) -> dict[str, str | int | None]:
+def _row(entry: ModelEntry) -> ModelRow:
     geometry = entry.geometry
     return {
         "name": entry.name,

@@ -125,8 +125,8 @@ def _check_shared(layer: int, factor: Tensor, partners: Tensor) -> None:
     if not bool((factor == other).all()):
         head, channel = (int(i) for i in (factor != other).nonzero()[0])
         raise UsageError(
-            f"layer {layer}, kv head {head}: channels {channel} and {int(partners[channel])} turn together under RoPE "
-            f"and have factors {float(factor[head, channel]):.4g} and {float(other[head, channel]):.4g}; "
+            f"layer {layer}, kv head {head}: channels {channel} and {int(partners[channel])} rotate together under "
+            f"RoPE and have factors {float(factor[head, channel]):.4g} and {float(other[head, channel]):.4g}; "
             "fit with --factors pair"
         )
 
@@ -227,7 +227,9 @@ def write_model(
 
 
 def _open_up(folder: Path) -> None:
-    """The permissions that new files get there: safetensors' are their owner's alone."""
+    """Give all files of a folder the permissions that new files get there: safetensors writes files that only their
+    owner reads.
+    """
     mode = new_file_mode(folder)
     for path in folder.iterdir():
         path.chmod(mode)

@@ -1,7 +1,7 @@
 """The Hugging Face hub: files in, one-line errors out, and never a long wait where there is no network.
 
-Without a network huggingface_hub retries every request for about 25 s and prints a line each time, so one
-probe with a hard limit decides first whether the hub is reachable; if not, only the local cache is asked.
+Without a network huggingface_hub retries every request for about 25 s and prints a line each time. So one probe with a
+hard limit decides first whether the hub is reachable. If not, only the local cache is asked.
 """
 
 from __future__ import annotations

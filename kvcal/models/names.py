@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
-from kvcal_artifacts.files import kind_of
+from kvcal_artifacts.files import existing_path, kind_of
 
 from ..report.suggest import nearest
 from .catalogue import ALIASES, BY_HUB_ID, CATALOGUE, TINY, ModelEntry
@@ -54,7 +54,7 @@ def resolve(name: str, revision: str | None = None) -> ModelSource:
     entry = CATALOGUE.get(ALIASES.get(key, key))
     if entry is not None:
         return _named(entry, revision)
-    path = _existing(name)
+    path = existing_path(name)
     if path is not None and path.is_dir():
         return _folder(name, path, revision)
     if path is not None:
@@ -88,15 +88,6 @@ def _folder(name: str, path: Path, revision: str | None) -> ModelSource:
 def _no_revision(name: str, revision: str | None) -> None:
     if revision is not None:
         raise UsageError(f"--revision {revision}: only models on the hub have revisions, {name} is local")
-
-
-def _existing(name: str) -> Path | None:
-    """The path of that name, if there is one; an empty name would be the current folder and is none."""
-    try:
-        path = Path(name).expanduser()
-        return path if name.strip() and path.exists() else None
-    except (OSError, RuntimeError, ValueError):  # too long, a home that does not exist, a NUL byte
-        return None
 
 
 def _looks_like_path(name: str) -> bool:

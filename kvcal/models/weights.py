@@ -129,8 +129,8 @@ def check_shapes(label: str, index: Path, model: PreTrainedModel) -> None:
 class RandomWeights:
     """Seeded parameters: matrices uniform with the config's standard deviation, norms one, biases zero.
 
-    Every value is an integer hash of seed, parameter name and position, so that one layer alone, the whole
-    model, any device and any torch version give the same bits, and no random generator is touched.
+    Every value is an integer hash of seed, parameter name and position, and no random generator is touched. So one
+    layer alone, the whole model, any device and any torch version give the same bits.
     """
 
     def __init__(self, seed: int, std: float) -> None:

@@ -30,9 +30,9 @@ SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 @dataclass(frozen=True)
 class Limits:
     """Limits that bundles are checked against. None: no such gate. max_ppl_increase: a share of the full-precision
-    perplexity (0.01 is 1 %). max_kl: nats. max_bits: stored bits a value. max_cache_bytes: packed blocks and windows at
-    one window's end. max_layer_drift: how many times what the bundle recorded the relative error of a layer, or of a kv
-    head where it recorded those, may be.
+    perplexity (0.01 is 1 %). max_kl: nats. max_bits: stored bits per value. max_cache_bytes: packed blocks and windows
+    at one window's end. max_layer_drift: how many times what the bundle recorded the relative error of a layer, or of a
+    kv head where it recorded those, may be.
     """
 
     max_ppl_increase: float | None = None
@@ -165,7 +165,7 @@ def check_row(
     row: Mapping[str, object],
     full: Mapping[str, object],
     limits: Limits,
-    layers: Sequence[dict[str, object]],
+    layers: Sequence[Mapping[str, object]],
     alive: Canary,
     bundle: Bundle | None,
     scheme: Scheme,

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvcal_artifacts.bundle.canonical import canonical, sha256_text
 
@@ -20,13 +21,16 @@ from ..text import documents, hub_datasets, sources
 from .options import FROM_MODEL, HOW, NOT_IN_RECIPE, BuiltOptions, TuneThresholdsOptions
 from .shared_options import WeightsOptions
 
+if TYPE_CHECKING:
+    from kvcal_artifacts.checked import Json
+
 IN_IDENTITY = ("text", "other_text", "recipe", "device", "tasks_path", "random_weights")  # stated by content instead
 
 
-def model_identity(o: WeightsOptions) -> dict[str, object]:
+def model_identity(o: WeightsOptions) -> dict[str, Json]:
     """The weights' revision and, of a folder, a hash of its other files: config and tokenizer decide bytes too."""
     source = resolve(o.model, o.revision)
-    identity: dict[str, object] = {
+    identity: dict[str, Json] = {
         "name": source.stem,
         "revision": weights_revision(source, random_weights=o.random_weights, seed=o.seed),
     }
@@ -43,7 +47,7 @@ def files_sha256(files: Iterable[Path]) -> str:
     return sha256_text(canonical(listed))
 
 
-def text_identity(origin: str, column: str | None, earlier: Mapping[str, object] | None = None) -> dict[str, object]:
+def text_identity(origin: str, column: str | None, earlier: Mapping[str, Json] | None = None) -> dict[str, Json]:
     """Where a text comes from and its content's hash; of a hub data set its commit, or, offline, the `earlier` one."""
     source = sources.resolve_text(origin, column=column)
     if source.dataset is not None:
@@ -85,7 +89,7 @@ def _source_hash() -> str:
     return digest.hexdigest()
 
 
-def settings_identity(o: BuiltOptions) -> dict[str, object]:
+def settings_identity(o: BuiltOptions) -> dict[str, Json]:
     """Every option that may decide a byte and is not stated by content elsewhere."""
     excluded = {*FROM_MODEL, *NOT_IN_RECIPE, *HOW, *IN_IDENTITY}
     settings: dict[str, object] = {name: value for name, value in o.by_name().items() if name not in excluded}

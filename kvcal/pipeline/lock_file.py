@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcal_artifacts.bundle.canonical import canonical, sha256_text
 from kvcal_artifacts.errors import KVCalError
@@ -17,6 +17,9 @@ from .build_recipe import Entry
 from .gates import Check
 from .identity import differences
 from .scheme_file import table_of
+
+if TYPE_CHECKING:
+    from kvcal_artifacts.checked import Json
 
 
 @dataclass
@@ -103,12 +106,12 @@ class Planned:
 
     entry: Entry
     path: Path
-    inputs: dict[str, object]
+    inputs: Mapping[str, Json]
     key: str
     why: str | None
 
 
-def planned(entry: Entry, folder: Path, inputs: dict[str, object], lock: Lock) -> Planned:
+def planned(entry: Entry, folder: Path, inputs: Mapping[str, Json], lock: Lock) -> Planned:
     path, row = folder / entry.file, lock.bundles.get(entry.name)
     key = sha256_text(canonical(inputs))
     if row is None:

@@ -2,14 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from .quantities import quantity, significant, written
 
-Record = dict[str, Any]
 TABLE_4 = "innerq-table-4 "
+
+
+class BenchRow(TypedDict, total=False):
+    """A row of `kvcal bench`, as kvcal.bench.rows.Row and its remarks have it: times in µs, rates in GB/s."""
+
+    operation: str
+    scheme: str
+    model: str
+    device: str
+    batch: int
+    length: int
+    path: str
+    microseconds: float | None
+    stored_bits: float | None
+    fraction_of_copy: float | None
+    ratio_to_fp16: float | None
+    projected: bool
+    refused: str | None
+    queries: int | None
+    peak_bytes: int | None
+    paper_table: str
+    paper_bits: float
+    paper_microseconds: float
+    paper_device: str
+    paper_longest: int
+
+
+class Compared(TypedDict):
+    """A row next to that of an earlier file. earlier, now: µs; times_as_fast: the first over the second."""
+
+    operation: str
+    scheme: str
+    batch: int
+    length: int
+    path: str
+    earlier: float | None
+    now: float | None
+    times_as_fast: float | None
+    projected: bool
 
 
 @dataclass(frozen=True)
@@ -18,13 +56,13 @@ class Table:
 
     title: str
     columns: Sequence[str]
-    rows: list[list[Any]]
+    rows: Sequence[Sequence[str | int | None]]
     keys: int = 1
 
 
-def tables(result: Record, wide: bool = False) -> Iterator[Table]:
+def tables(result: Mapping[str, Any], wide: bool = False) -> Iterator[Table]:
     """All rows of run_bench, grouped as they are read. wide: with all columns and digits."""
-    rows: list[Record] = result["rows"]
+    rows: list[BenchRow] = result["rows"]
     paper = [row for row in rows if row["operation"].startswith(TABLE_4)]
     if paper:
         yield from _table_4(paper, wide)
@@ -39,7 +77,7 @@ def tables(result: Record, wide: bool = False) -> Iterator[Table]:
         yield _compared(result["compared"], wide)
 
 
-def rates(result: Record) -> Iterator[str]:
+def rates(result: Mapping[str, Any]) -> Iterator[str]:
     """What the rows' `of copy` is of: the device's rates in this run, and those of runs before it that measured some
     rows.
     """
@@ -54,19 +92,19 @@ def rates(result: Record) -> Iterator[str]:
         yield f"{rows} rows are of a run before this one, beside its copy: {copies} GB/s read and written"
 
 
-def _hidden(row: Record) -> bool:
+def _hidden(row: BenchRow) -> bool:
     """A backend of torch that does not run here: said in --json, no line of a table."""
     return row["operation"] == "decode-attention" and row["microseconds"] is None and not row["projected"]
 
 
-def origin_of(row: Record) -> str:
+def origin_of(row: BenchRow | Compared) -> str:
     return "projected" if row["projected"] else "measured"
 
 
 TIMED = ("operation", "scheme", "batch", "length", "microseconds", "stored_bits", "fraction_of_copy", "ratio_to_fp16")
 
 
-def _timed(rows: list[Record], wide: bool) -> Table:
+def _timed(rows: list[BenchRow], wide: bool) -> Table:
     """How a row was timed, and whether that was measured or projected, stand in each line with --wide alone; the
     heading says it where it is the same in all rows.
     """
@@ -77,7 +115,7 @@ def _timed(rows: list[Record], wide: bool) -> Table:
     columns = [*heads, *([""] if mixed else []), *(["how"] if wide else []), "remark"]
     table_rows = []
     for row in rows:
-        cells: list[str | None] = [written(name, row[name], whole=wide) for name in TIMED]
+        cells: list[str | None] = [written(name, row.get(name), whole=wide) for name in TIMED]
         cells += [origin_of(row)] if mixed else []
         cells += [row["path"].removeprefix("projected: ")] if wide else []
         table_rows.append([*cells, "; ".join(filter(None, [row["refused"] or "", _remark(row)]))])
@@ -92,7 +130,7 @@ def _timed(rows: list[Record], wide: bool) -> Table:
     return Table(title + _by_torch(rows), columns, table_rows, keys=2)
 
 
-def _by_torch(rows: list[Record]) -> str:
+def _by_torch(rows: list[BenchRow]) -> str:
     """Which papers' tables the rows have times of torch for, where the papers' are of kernels."""
     tables = [row["paper_table"] for row in rows if row.get("paper_table") and row["path"].startswith("reference")]
     if not tables:
@@ -100,7 +138,7 @@ def _by_torch(rows: list[Record]) -> str:
     return f"; of {' and '.join(dict.fromkeys(tables))}, rows of reference are torch's times, no kernel's"
 
 
-def _remark(row: Record) -> str:
+def _remark(row: BenchRow) -> str:
     parts = []
     if "paper_microseconds" in row:
         parts.append(f"paper {row['paper_microseconds']:g} ({row['paper_device']})")
@@ -120,15 +158,15 @@ def _remark(row: Record) -> str:
         ("made_up", "{}"),
     ):
         if row.get(key) is not None:
-            parts.append(form.format(row[key]))
-    if (row.get("queries") or 1) > 1:
-        parts.append(f"{row['queries']} new tokens a call")
-    if row.get("peak_bytes"):
-        parts.append(f"peak {row['peak_bytes'] / 2**30:.2f} GiB")
+            parts.append(form.format(row.get(key)))
+    if (queries := row.get("queries") or 1) > 1:
+        parts.append(f"{queries} new tokens a call")
+    if peak := row.get("peak_bytes"):
+        parts.append(f"peak {peak / 2**30:.2f} GiB")
     return ", ".join(parts)
 
 
-def _table_4(rows: list[Record], wide: bool) -> Iterator[Table]:
+def _table_4(rows: list[BenchRow], wide: bool) -> Iterator[Table]:
     lengths = list(dict.fromkeys(row["length"] for row in rows))
     columns = ["part", "scheme", "bits/value", *map(str, lengths), *([""] if wide else [])]
 
@@ -166,10 +204,10 @@ def _table_4(rows: list[Record], wide: bool) -> Iterator[Table]:
 LONGEST = ("scheme", "batch", "stored_bits", "memory_gib", "longest_length")
 
 
-def _longest(rows: list[Record], wide: bool) -> Table:
+def _longest(rows: list[BenchRow], wide: bool) -> Table:
     table_rows = [
         [
-            *(written(name, row[name], whole=wide) for name in LONGEST),
+            *(written(name, row.get(name), whole=wide) for name in LONGEST),
             origin_of(row),
             *([row["path"].removeprefix("projected: ")] if wide else []),
             row["refused"] or (f"paper {row['paper_longest']:,}" if "paper_longest" in row else ""),
@@ -180,12 +218,12 @@ def _longest(rows: list[Record], wide: bool) -> Table:
     return Table(f"longest generation of {rows[0]['model']}", columns, table_rows)
 
 
-def _compared(rows: list[Record], wide: bool) -> Table:
+def _compared(rows: list[Compared], wide: bool) -> Table:
     table_rows = [
         [
-            *(row[name] for name in ("operation", "scheme", "batch", "length")),
+            *(row["operation"], row["scheme"], row["batch"], row["length"]),
             *([row["path"]] if wide else []),
-            *(None if row[name] is None else f"{row[name]:,.1f}" for name in ("earlier", "now")),
+            *(None if time is None else f"{time:,.1f}" for time in (row["earlier"], row["now"])),
             None if row["times_as_fast"] is None else significant(row["times_as_fast"]),
             origin_of(row),
         ]

@@ -24,7 +24,7 @@ def commit() -> str | None:
 
 def commit_of(files: Iterable[Path]) -> str | None:
     """The commit of the checkout that has all these files, in which the first is kvcal/__init__.py of a project named
-    kvcal; None if no checkout has them as its own: installed packages may lie in one of something else.
+    kvcal. None if no checkout tracks them: installed packages may lie in one of something else.
     """
     files = list(files)
     top = files[0].parent.parent

@@ -74,8 +74,8 @@ class Speed:
 
 @dataclass(frozen=True)
 class Report:
-    """What a page of an evaluation shows. title: what was measured. facts: names and values below it. rows: as of
-    `kvcal eval --json`, full precision first. front: names of rows that no other beats. heads: errors by layer and
+    """What a page of an evaluation shows. title: what was measured. facts: names and values below it. rows: those
+    of `kvcal eval --json`, full precision first. front: names of rows that no other beats. heads: errors by layer and
     head. memory: by row, tokens and bytes. speeds: in the order of their files.
     """
 

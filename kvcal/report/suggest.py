@@ -6,8 +6,8 @@ import difflib
 import re
 from collections.abc import Collection
 
-from kvcal_artifacts.auto_names import AUTO_BITS
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.presets import AUTO_BITS
 
 FEW = 8  # so many names are read at a glance; of more the nearest are said, and the command that lists them
 SUGGESTIONS = 3

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class PhaseTimer:
     """`with timer("forward"): ...` adds wall time to a phase; an inner phase interrupts the outer one.
 
-    Kernels run after the call that launched them, so a phase begins and ends by waiting for the current CUDA
-    stream (only that one: copies that run ahead on other streams stay in flight).
+    Kernels run after the call that launched them, so a phase begins and ends by waiting for the current CUDA stream.
+    Copies that run ahead on other streams stay in flight.
 
     device: whose stream that is; it may be set later, where phases come before it is known.
     """

@@ -29,7 +29,7 @@ def figure(row: Mapping[str, object], name: str) -> float:
 
 
 def _stored_bits(row: Mapping[str, object]) -> float | None:
-    """Stored bits a value; None where nothing was packed."""
+    """Stored bits per value; None where nothing was packed."""
     return None if row["bits_per_value"] is None else figure(row, "bits_per_value")
 
 
@@ -61,19 +61,19 @@ def _cost(row: Mapping[str, object], cost: str) -> float:
 
 
 def best(rows: Iterable[Row], max_bits: float, quality: str = "kl") -> Row | None:
-    """The row of least error at no more than `max_bits` stored bits a value."""
+    """The row of least error at no more than `max_bits` stored bits per value."""
     fitting = [row for row in rows if within(row, max_bits)]
     return min(fitting, key=lambda row: (figure(row, quality), figure(row, "bits_per_value")), default=None)
 
 
 def within(row: Mapping[str, object], max_bits: float) -> bool:
-    """Whether a row stores no more than `max_bits` bits a value; not where it packed nothing."""
+    """Whether a row stores no more than `max_bits` bits per value; not where it packed nothing."""
     bits = _stored_bits(row)
     return bits is not None and bits <= max_bits
 
 
 def token_bytes(scheme: Scheme, row: Mapping[str, object], itemsize: int) -> float:
-    """Bytes that one token more takes at the row's stored bits a value.
+    """Bytes that one token more takes at the row's stored bits per value.
 
     itemsize: of the model's dtype, in which layers are that the scheme leaves alone.
     """
@@ -86,8 +86,8 @@ def token_bytes(scheme: Scheme, row: Mapping[str, object], itemsize: int) -> flo
 
 
 def bytes_at(row: Mapping[str, object], length: int, *, at_16_bit: bool = False) -> int:
-    """Bytes of one sequence of `length` tokens, from what a row measured at the end of its windows (packed blocks,
-    exact tokens, run-time statistics, predictors and codebooks) and the bytes that one token more takes.
+    """Bytes of one sequence of `length` tokens. They follow from what a row measured at the end of its windows (packed
+    blocks, exact tokens, statistics, predictors, codebooks) and from what one token more takes.
 
     at_16_bit: exact tokens and layers at 16 bits per value, whatever the model's dtype is. Raises KVCalError where the
     row, of a file, lacks a figure.

@@ -12,8 +12,9 @@ MOST_KL = 0.01  # nats per token, where no limit is given: the lowest class of `
 
 @dataclass(frozen=True)
 class Limit:
-    """What is asked for: the smallest KL of at most `bits` stored bits per value, or the fewest bits whose KL, plus its
-    standard error, is at most `kl` nats per token: a margin, where `kvcal.evaluate.spread` tests two schemes.
+    """The limit of a choice: the smallest KL of at most `bits` stored bits per value, or the fewest bits whose KL is at
+    most `kl` nats per token. A standard error is added to the KL as a margin; `kvcal.evaluate.spread` tests two
+    schemes.
     """
 
     bits: float | None = None

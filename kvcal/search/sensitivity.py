@@ -54,8 +54,8 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Assignment:
-    """A codec for each layer and side. key, value: the most frequent codec of each side; per_layer: exceptions, as of
-    --per-layer.
+    """A codec for each layer and side. key, value: the most frequent codec of each side; per_layer: exceptions, as
+    --per-layer has them.
     """
 
     key: str
@@ -128,7 +128,7 @@ def _span(layers: list[int]) -> str:
 
 
 def budget_of(schemes: Schemes, max_bits: float) -> int:
-    """Bytes that a block of all layers may take at `max_bits` stored bits a value."""
+    """Bytes that a block of all layers may take at `max_bits` stored bits per value."""
     values = sum(pair.key.shape.values + pair.value.shape.values for pair in schemes.exact.layers if pair is not None)
     return int(max_bits * values / 8 + 1e-6)
 
@@ -235,7 +235,7 @@ def choose(
     codecs: Collection[str] = (),
     ranks: Ranks = ALONE,
 ) -> Chosen:
-    """The assignment of at most `max_bits` stored bits a value that has the least KL on held-out windows (N, T).
+    """The assignment of at most `max_bits` stored bits per value that has the least KL on held-out windows (N, T).
 
     codecs: those that a uniform assignment may have, of all heads of a side; by default all. The best assignment of
     these alone is a candidate, too. ranks: the processes that share the candidates.

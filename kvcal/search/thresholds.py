@@ -57,7 +57,7 @@ class Objective(Protocol):
         """Its settings, for provenance."""
 
     def __call__(self, method: MixKVQ) -> tuple[float, float]:
-        """Quality, and stored bits a value of the packed blocks (keys and values)."""
+        """Quality, and stored bits per value of the packed blocks (keys and values)."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the search. max_bits: stored bits a value, at most, of the point that is chosen."""
+    """Settings of the search. max_bits: stored bits per value, at most, of the point that is chosen."""
 
     trials: int = 30
     seed: int = 0

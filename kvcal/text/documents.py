@@ -39,7 +39,7 @@ def source_files(source: TextSource) -> list[Path]:
 
 def check_local(text: str) -> None:
     """Raises TextError for a text that is neither there nor a data set's name, and for a file of a kind that is not
-    read; UsageError for a data set where the package that reads it is missing.
+    read. Raises UsageError for a data set where the package that reads it is missing.
     """
     source = resolve_text(text)
     if source.dataset is None:

@@ -1,6 +1,6 @@
 """A local file's documents: plain text is one, of .json, .csv and .parquet every row is one, read in bounded memory.
 
-`datasets` reads the hub, not local files: it holds a JSON array or a long line whole, unpacks a Parquet page of any
+`datasets` reads the hub, not local files. It holds a JSON array or a long line whole, unpacks a Parquet page of any
 size, and guesses column types from the first rows.
 """
 

@@ -1,6 +1,6 @@
 """The text of a row: which columns hold it, chats through the tokenizer's template, rows without any.
 
-Of the columns the one asked for is taken, else the first group of `GROUPS` in which the row has text: `text` or
+The column asked for is taken, else the first group of `GROUPS` in which the row has text. A group is `text` or
 `content`, several columns joined by line ends (question and answer, instruction and output), or a chat.
 """
 

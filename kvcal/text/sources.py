@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcal_artifacts.errors import TextError, UsageError
+from kvcal_artifacts.files import existing_path
 
 from .file_kinds import looks_like_file
 
@@ -51,7 +52,7 @@ def resolve_text(text: str, *, column: str | None = None) -> TextSource:
         raise TextError("text '-': standard input is not read; write the text to a file and give that")
     if text in EMBEDDED:
         return TextSource("embedded", text, path=EMBEDDED[text])
-    path = _existing(text)
+    path = existing_path(text)
     if path is not None and path.is_dir():
         return TextSource("folder", f"folder:{path.resolve().name}", path=path, column=column)
     if path is not None:
@@ -61,14 +62,6 @@ def resolve_text(text: str, *, column: str | None = None) -> TextSource:
     if text.startswith("embedded:"):
         raise TextError(f"text {text!r}: embedded are {', '.join(EMBEDDED)}")
     raise TextError(f"text {text!r}: no such file or folder; a data set on the hub reads org/name[:config][:split]")
-
-
-def _existing(text: str) -> Path | None:
-    try:
-        path = Path(text).expanduser()
-        return path if text.strip() and path.exists() else None
-    except (OSError, RuntimeError, ValueError):  # too long, a home that does not exist, a NUL byte
-        return None
 
 
 def _dataset(text: str, column: str | None) -> TextSource:

@@ -182,6 +182,21 @@ def test_circles_are_seen() -> None:
     ]
 
 
+@pytest.mark.parametrize("package", SOURCE_ROOTS)
+def test_modules_share_public_names_alone(package: str) -> None:
+    found = [
+        use for name, path in modules(package) for use in house.private_uses(name, ast.parse(path.read_text("utf-8")))
+    ]
+    assert found == []
+
+
+def test_private_names_of_other_modules_are_seen() -> None:
+    source = (
+        "from . import launch as common, _own\nfrom .a import B, _c\nimport os\ncommon._d, common.e, B._f, os._exit"
+    )
+    assert list(house.private_uses("p.m", ast.parse(source))) == ["p.m: _own", "p.m: _c", "p.m: common._d"]
+
+
 LARGEST = {"module": 600, "class": 400, "function": 120}  # lines
 PARAMETERS, COMPLEXITY = 40, 20
 KERNELS = {  # lines, parameters, complexity: docs/decisions.md says why
@@ -204,6 +219,31 @@ def test_sizes_have_limits(package: str) -> None:
     listed = TOO_LARGE.get(package, set())
     assert [str(size) for name, size in offenders.items() if name not in listed] == []
     assert sorted(listed - offenders.keys()) == [], "no longer too large: take these names out of TOO_LARGE"
+
+
+MOST_ANY, MOST_SKIPPED = 299, 19
+
+
+def test_values_have_types() -> None:
+    """The word Any, counted as `grep -rwo Any --include=*.py kvcal artifacts` counts it."""
+    assert sum(house.words(package).any_ for package in ("kvcal", "kvcal_artifacts")) <= MOST_ANY
+
+
+def test_few_statements_are_laid_out_by_hand() -> None:
+    packages = ("kvcal", "kvcal_artifacts", "kvcal_kernels")
+    assert sum(house.words(package).skipped for package in packages) <= MOST_SKIPPED
+
+
+def test_only_kernels_are_outside_the_formatter() -> None:
+    excluded = house.outside_formatter()
+    assert [str(path.relative_to(ROOT)) for path in excluded if not house.has_kernels(path)] == []
+
+
+def test_functions_of_triton_are_seen(tmp_path: Path) -> None:
+    for decorator, expected in (("@triton.jit", True), ("@triton.jit(debug=True)", True), ("@cache", False)):
+        file = tmp_path / "kernel.py"
+        file.write_text(f"{decorator}\ndef kernel(x):\n    '@triton.jit'\n")
+        assert house.has_kernels(file) is expected
 
 
 NINTH_DECILE = 320  # lines of modules

@@ -1,5 +1,5 @@
-"""The journeys of docs/architecture.md: their stations are files, none comes twice unless the page says `again`, and a
-running program enters the modules that the page names in exactly that order.
+"""The journeys of docs/architecture.md: their stations are files, and none comes twice unless the page says `again`. A
+running program enters the modules of journeys 1 and 5 in exactly that order, and those of 3 and 4 for the first time.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from typing import Any
 import pytest
 import torch
 
+from kvcal.cli.app import app
 from kvcal.commands import workbench
 from kvcal.methods.data_free import preset
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
+from kvcal_artifacts import load_cache
+from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.cache import KVCalCache
 from tests.support import house as support
 from tests.support.house import ROOT, SOURCE_ROOTS
 from tests.support.models_fixture import write_model
 
-MOST_STATIONS = 8
+MOST_STATIONS, MOST_WORDS, LINE = 8, 1000, 120
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,9 @@ def journeys() -> dict[int, Journey]:
     """The journeys by their numbers, as docs/architecture.md has them: the first file of a package is named in full."""
     page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     found: dict[int, Journey] = {}
-    for number, text in re.findall(r"^\*\*(\d)\. .*?\*\* (.*)$", page, re.M):
+    for number, text in re.findall(r"^\*\*(\d)\. .*?\*\* (.*?)\n\n", page, re.M | re.S):
         package, modules = "", []
-        for station, again in re.findall(r"`([\w/]+\.py)`( again)?", text):
+        for station, again in re.findall(r"`([\w/]+\.py)`(\s+again)?", text):
             first, _, rest = station.partition("/")
             package, inside = (first, rest) if first in SOURCE_ROOTS else (package, station)
             modules.append((SOURCE_ROOTS[package] / package / inside, bool(again)))
@@ -56,6 +59,12 @@ def journeys() -> dict[int, Journey]:
 
 
 JOURNEYS = journeys()
+
+
+def test_the_page_is_short() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    assert len(text.split()) <= MOST_WORDS
+    assert [line for line in text.splitlines() if len(line) > LINE] == []
 
 
 def test_there_are_five() -> None:
@@ -160,6 +169,34 @@ def test_a_layer_of_a_decode_step_goes_as_the_page_says() -> None:
                 assert seen.order == files
                 return
     raise AssertionError("no step packed a block")
+
+
+def first_entered(seen: Visits) -> list[str]:
+    return [file.name for file in dict.fromkeys(seen.order)]
+
+
+@pytest.mark.parametrize(("kernels", "absent"), [("torch", "verdicts.py"), ("auto", "fused.py")])
+def test_a_bundle_reaches_attention_as_the_page_says(kernels: str, absent: str, tmp_path: Path) -> None:
+    """On the CPU, where either the reference in torch attends, or a verdict is asked for; none reaches a launch."""
+    model: Any = load_model(resolve("tiny"), dtype="float32", device="cpu").model
+    path = tmp_path / "preset.kvcal.safetensors"
+    Bundle(Fingerprint.of(model, None), preset("kivi-4").scheme(model), {}).write(path)
+    files = [file for file in JOURNEYS[3].files if "kvcal_kernels" not in file.parts]
+    ids = torch.zeros(1, 128, dtype=torch.long)
+    with visits(files) as seen, load_cache(path, model, kernels=kernels) as cache, torch.no_grad():
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+    assert len(files) == len(JOURNEYS[3].files) - 2
+    assert first_entered(seen) == [file.name for file in files if file.name != absent]
+
+
+def test_a_preset_becomes_codecs_as_the_page_says(tmp_path: Path) -> None:
+    files = JOURNEYS[4].files
+    path = tmp_path / "preset.kvcal.safetensors"
+    with visits(files) as seen:
+        app(["preset", "kivi-4", "--model", "tiny", "--output", str(path)], standalone_mode=False)
+    assert path.exists()
+    assert first_entered(seen) == [file.name for file in files]
 
 
 def test_a_return_is_seen() -> None:

@@ -230,7 +230,22 @@ def prose(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_prose_keeps_the_rules(prose: ModuleType) -> None:
     found = [line for page in prose.pages() for line in prose.findings(page, page.read_text("utf-8"))]
+    found += prose.docstring_findings()
     assert not found, "\n".join(found)
+
+
+def test_long_sentences_of_docstrings_are_seen(prose: ModuleType) -> None:
+    long = "word " * 31
+    source = "\n".join(
+        (
+            f'"""Short.\n\n    {long}\n"""',  # code is indented
+            f"def f():\n    'One. {long}'\n    def _inner():\n        '{long}'",
+            f"class A:\n    'Short.'\n    def method(self):\n        'Short.\\n\\n{long}'",
+            f"def _private():\n    '{long}'",
+        )
+    )
+    found = [(name, words) for name, _, words, _ in prose.long_docstrings("m", source)]
+    assert found == [("m.f", 31), ("m.A.method", 31)]
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_an_examination_that_failed_is_made_again(fails: str, ring: int, monkeyp
     monkeypatch.setattr(
         triton.launch, "make_backend", lambda target: SimpleNamespace(pack_metadata=lambda m: f"packed {m.shared}")
     )
-    monkeypatch.setattr(triton.launch, "_AT_ONCE", {})
+    monkeypatch.setattr(triton.launch, "PROGRAMS_AT_ONCE", {})
 
     def refused(made: Any) -> int:
         raise RuntimeError("CUDA error 201")
@@ -173,14 +173,14 @@ def test_an_examination_that_failed_is_made_again(fails: str, ring: int, monkeyp
         then.setattr(triton.launch, "programs_at_once", lambda made: 3)
         then.setattr(triton.launch, fails, refused)
         with pytest.raises(RuntimeError, match="CUDA error 201"):
-            triton.launch._examine(ring, own)
+            triton.launch.examine(ring, own)
     assert own.module is None and own.metadata.shared == 1000 and own.packed_metadata == "packed 1000"
-    assert not triton.launch._AT_ONCE
+    assert not triton.launch.PROGRAMS_AT_ONCE
     monkeypatch.setattr(triton.launch, "_allow", lambda made: None)
     monkeypatch.setattr(triton.launch, "programs_at_once", lambda made: 3)
-    triton.launch._examine(ring, own)
+    triton.launch.examine(ring, own)
     assert own.loaded == [shared, shared] and own.packed_metadata == f"packed {shared}"
-    assert {id(own): 3} == triton.launch._AT_ONCE
+    assert {id(own): 3} == triton.launch.PROGRAMS_AT_ONCE
 
 
 def test_a_kernel_that_was_loaded_without_its_ring_is_refused() -> None:
@@ -189,7 +189,7 @@ def test_a_kernel_that_was_loaded_without_its_ring_is_refused() -> None:
     own = Loadable()
     own._init_handles()
     with pytest.raises(RuntimeError, match="loaded before its shared memory was enlarged"):
-        triton.launch._examine(4096, own)
+        triton.launch.examine(4096, own)
 
 
 class Attention(Kernel):
@@ -217,7 +217,7 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Attention:
 
     own = Attention()
     monkeypatch.setattr(triton.launch, "attend_kernel", own)
-    monkeypatch.setattr(triton.launch, "_examine", lambda ring, compiled: None)
+    monkeypatch.setattr(triton.launch, "examine", lambda ring, compiled: None)
     monkeypatch.setattr(triton.launch, "_PREPARED", type(triton.launch._PREPARED)())
     return own
 
@@ -256,7 +256,7 @@ def test_attention_launches_what_is_chosen(
     """On 8 multiprocessors two groups are few, and have few blocks up to a room of 799."""
     from kvcal_kernels.attention import triton
 
-    monkeypatch.setattr(triton.launch, "_processors", lambda device: 8)
+    monkeypatch.setattr(triton.launch, "processors_of", lambda device: 8)
     own = made(Case("symmetric 2", "symmetric 2", dim=64, heads=2, ratio=2, blocks=(blocks,), spare=0))
     assert own.keys.words.shape[2] == blocks
     triton.attend(*own.arguments())

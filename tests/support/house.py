@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import re
 import statistics
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -171,6 +172,24 @@ def computed_imports(package: str) -> Iterator[str]:
                 yield f"{name}: {ast.unparse(node)}"
 
 
+def private_uses(module: str, tree: ast.Module) -> Iterator[str]:
+    """Names that begin with "_" and that a module takes from another of its package: by import, or from the module."""
+    sources: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith(module.split(".")[0])):
+            sources.update(alias.asname or alias.name for alias in node.names)
+            yield from (f"{module}: {alias.name}" for alias in node.names if is_private(alias.name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and is_private(node.attr):
+            holder = node.value.id
+            if holder in sources and holder.islower():  # a module, not a class
+                yield f"{module}: {holder}.{node.attr}"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
 def walk(node: ast.AST, top: bool) -> Iterator[tuple[ast.AST, bool]]:
     for child in ast.iter_child_nodes(node):
         yield child, top
@@ -321,25 +340,52 @@ def _decision(node: ast.AST) -> int:
 
 @dataclass(frozen=True)
 class Words:
-    """bound: names as `names_bound` has them; vague: those that `is_vague`. any_: uses of `Any`."""
+    """Counts of a package. bound: names as `names_bound` has them; vague: those that `is_vague`.
+
+    any_: the word `Any` in the text, imports and prose included; any_names: its uses as a name in code. skipped:
+    `# fmt: skip`. unformatted: lines of files that the formatter leaves alone.
+    """
 
     bound: int
     vague: int
     any_: int
+    any_names: int
+    skipped: int
     unformatted: int
 
 
 @cache
 def words(package: str) -> Words:
     bound: list[str] = []
-    used_any = unformatted = 0
+    used_any = any_names = skipped = unformatted = 0
+    excluded = outside_formatter()
     for _, path in modules(package):
         source = path.read_text("utf-8")
-        unformatted += source.count("# fmt: skip")
+        used_any += len(re.findall(r"\bAny\b", source))
+        skipped += source.count("# fmt: skip")
+        unformatted += len(source.splitlines()) if path in excluded else 0
         tree = ast.parse(source)
         bound += names_bound(tree)
-        used_any += sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
-    return Words(len(bound), sum(map(is_vague, bound)), used_any, unformatted)
+        any_names += sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
+    return Words(len(bound), sum(map(is_vague, bound)), used_any, any_names, skipped, unformatted)
+
+
+@cache
+def outside_formatter() -> frozenset[Path]:
+    """Files that pyproject.toml excludes from the formatter. Raises FileNotFoundError for a name that is none."""
+    patterns: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["ruff"]["format"][
+        "exclude"
+    ]
+    matched = {pattern: list(ROOT.glob(pattern)) for pattern in patterns}
+    if stale := [pattern for pattern, files in matched.items() if not files]:
+        raise FileNotFoundError(f"pyproject.toml, [tool.ruff.format] exclude: no file is named {stale[0]}")
+    return frozenset(path for files in matched.values() for path in files)
+
+
+def has_kernels(path: Path) -> bool:
+    """Whether a module defines functions of Triton, which its compiler reads."""
+    functions = (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, Function.__args__))
+    return any("triton.jit" in ast.unparse(decorator) for one in functions for decorator in one.decorator_list)
 
 
 @cache
@@ -462,9 +508,11 @@ def table() -> list[list[str]]:
         ["entries at the top", *count(lambda package: len(rooms(package)))],
         ["vague names", *count(lambda package: words(package).vague)],
         ["vague names per 1000", *count(lambda package: round(1000 * words(package).vague / words(package).bound, 1))],
-        ["uses of Any", *count(lambda package: words(package).any_)],
+        ["Any in the text", *count(lambda package: words(package).any_)],
+        ["Any as a name", *count(lambda package: words(package).any_names)],
         ["docstrings not readable alone", *count(lambda package: len(docstrings_in_need(package)))],
-        ["# fmt: skip", *count(lambda package: words(package).unformatted)],
+        ["# fmt: skip", *count(lambda package: words(package).skipped)],
+        ["lines outside the formatter", *count(lambda package: words(package).unformatted)],
     ]
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from .. import hf
-from ..auto_names import AUTO_BITS
 from ..codecs import Codec, Higgs, Shape, Uniform
 from ..errors import NonFiniteError
+from ..presets import AUTO_BITS
 from ..scheme import LayerCodecs, Scheme, Windows
 
 POINTS = {4: 256, 3: 64, 2: 16}  # of the grid of pairs

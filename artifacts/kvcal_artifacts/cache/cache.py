@@ -1,8 +1,8 @@
 """KVCalCache: a Transformers cache whose tokens are sinks, packed blocks and a recent window.
 
 Prefill attends to the exact keys and values of the current call; what leaves the recent window is packed in the same
-update, for later calls. Decode steps read packed blocks by the fused kernel where paths/choose.py says so; else, on the
-reference path, blocks are decoded for the attention of the current call and dropped again.
+update, for later calls. Decode steps read packed blocks by the fused kernel where paths/choose.py says so. On the
+reference path blocks are decoded for the attention of the current call and dropped again.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class KVCalCache(Cache):
     blocks are stored too (nbytes("decoded")) instead of decoding them at each call: for evaluation, faster and not
     smaller.
 
-    kernels: "auto": decode steps of 1 to 16 tokens read packed blocks by the fused Triton kernel on a GPU where it
-    passes its check; "off": never; "triton": anywhere (on a CPU in Triton's interpreter); "torch": by its reference in
-    torch. max_length: columns that a row can have; layers that take the kernel then have all their storage from the
-    first call on, and decode steps of up to 16 tokens work under a CUDA graph and generate()'s compiled forward
-    (`is_compileable`). require_kernels: raises errors.KernelsUnavailable unless every compressed layer takes the
-    kernel, or another decodes it: here as far as it can be known, else when the first keys come.
+    kernels: with "auto" decode steps of 1 to 16 tokens read packed blocks by the fused Triton kernel, on a GPU where it
+    passes its check. With "off" they never do, with "triton" anywhere (on a CPU in Triton's interpreter), with "torch"
+    by the kernel's reference in torch. max_length: columns that a row can have. Layers that take the kernel then have
+    all their storage from the first call on. Their decode steps of up to 16 tokens work under a CUDA graph and
+    generate()'s compiled forward (`is_compileable`). require_kernels: raises errors.KernelsUnavailable unless every
+    compressed layer takes the kernel, or another decodes it: here where that is known, else when the first keys come.
     """
 
     layers: list[AnyLayer]

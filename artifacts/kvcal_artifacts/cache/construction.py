@@ -50,7 +50,7 @@ def local_heads(
 ) -> tuple[Scheme, dict[int, hf.AttentionSite], hf.HeadShard | None, str | None]:
     """The scheme and the sites by which one process of a tensor-parallel model stores its heads.
 
-    Also which part of the heads it has, None where the model is not spread; and why it stores the heads of all
+    Also which part of the heads it has, None where the model is not spread. Last why it stores the heads of all
     processes nevertheless, where codecs store them together: each then holds the whole cache.
     """
     sites = {site.index: site for site in hf.attention_sites(model)}

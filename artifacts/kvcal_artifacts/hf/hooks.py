@@ -1,9 +1,8 @@
 """What a cache is told of its model during a forward.
 
-One forward hook per layer tells keys before RoPE, one hook on the rotary module tells positions, cosines and sines, and
-one pre-hook on the decoder tells the 2-D attention mask, none of which a cache is given otherwise. Where tokens were
-evicted, the model's mask of all columns does not fit what the cache returns: one pre-hook per attention module then
-replaces it.
+A cache is not given these otherwise: one forward hook per layer tells keys before RoPE. One hook on the rotary module
+tells positions, cosines and sines; one pre-hook on the decoder tells the 2-D attention mask. Where tokens were evicted,
+the model's mask of all columns does not fit what the cache returns: one pre-hook per attention module then replaces it.
 """
 
 from __future__ import annotations

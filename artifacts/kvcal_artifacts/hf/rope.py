@@ -19,8 +19,8 @@ _CHANNELS: weakref.WeakKeyDictionary[nn.Module, dict[str, int | None]] = weakref
 def rotary_channels(decoder: Decoder, index: int) -> int | None:
     """The last dimension of a layer's cos and sin; None where the rotary module gives something else.
 
-    It is found on another module than the model's, which may be on the meta device and remembers lengths: on a new one,
-    or on a copy where one cannot be made so.
+    The model's module may be on the meta device and remembers lengths. So the dimension is taken from a new one, or
+    from a copy where one cannot be made so.
     """
     rotary = decoder.rotary_emb
     kind, channels = layer_kind(decoder.config, index), _CHANNELS.setdefault(rotary, {})

@@ -1,10 +1,9 @@
 """Attention over packed blocks instead of a model's own attention function.
 
 A module finds its attention function by the name in its own `config`. A module whose cache may take the kernel gets a
-stand-in with our name (`SeamConfig`); our function calls the model's own one, unless the cache has just noted
-(`HandOff`) that it holds back this call's keys and that the operator is to be called. Where the cache gives all keys to
-the model's own one, one token more each step, torch must not use the backend that prepares for each number of keys
-anew.
+stand-in with our name (`SeamConfig`). Our function calls the model's own one, unless the cache has just noted
+(`HandOff`) that the operator is to be called, as it holds back this call's keys. Where the cache gives all keys to the
+model's own one, one token more each step, torch must not use the backend that prepares for each number of keys anew.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where a layer's keys and queries appear before RoPE, and how the layer rotates them.
 
 A cache gets keys after RoPE, without cosines, sines or positions. Keys before it are the output of `k_norm`, `k_proj`
-or the middle of `qkv_proj`; which one, and how RoPE is applied to it, `trial` finds out on the attention module itself.
+or the middle of `qkv_proj`. Which one, and how RoPE is applied to it, `trial` finds out on the attention module itself.
 """
 
 from __future__ import annotations

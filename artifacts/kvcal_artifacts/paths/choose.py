@@ -26,7 +26,7 @@ RATIO = 16  # query heads per kv head, at most
 MANY_HEADS = f"query heads a kv head: the fused kernel takes {RATIO} at most"
 DECODED = "keys before RoPE are rotated after they are decoded"
 GAPS = f"{DECODED}: positions of a row's tokens do not follow one another"
-UNEVEN = f"{DECODED}: the model's RoPE does not turn evenly from token to token"
+UNEVEN = f"{DECODED}: the model's RoPE does not rotate evenly from token to token"
 DTYPES_TAKEN = "the fused kernel takes float16 and bfloat16"
 
 
@@ -174,7 +174,7 @@ def rotation_refusal(pair: LayerCodecs, rotary: int) -> str | None:
         what = "keys divided by factors"
     else:
         return rope.refusal(rotary)
-    return f"{DECODED}: the kernel turns plain integers, not {what}"
+    return f"{DECODED}: the kernel rotates plain integers, not {what}"
 
 
 def _odd_pairs(site: hf.AttentionSite, rotary: int) -> str | None:

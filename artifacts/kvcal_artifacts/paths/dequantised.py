@@ -1,6 +1,6 @@
 """Layers whose blocks a kernel dequantises (AQUA-KV, HIGGS that no query can be rotated for) for the model's attention.
 
-One layer at a time is decoded into storage that a cache's layers share: the keys and values of a call are written where
+One layer at a time is decoded into storage that a cache's layers share. The keys and values of a call are written where
 attention reads them, and nothing is copied.
 """
 
@@ -99,7 +99,7 @@ class LayerDequantiser:
         """Whether it reads keys with RoPE of so many channels; on a GPU that is tried once."""
         if self._rotating is None:
             if self._by == "auto" and (why := verdicts.dequantise_verdict(self._pair.key, self._dtype, rotary, device)):
-                notices.warn(f"reconstruction with RoPE: {why}", "keys are turned by torch", why)
+                notices.warn(f"reconstruction with RoPE: {why}", "keys are rotated by torch", why)
                 return False
             self._rotating = Dequantiser(self._pair.key, self._dtype, rotary, self._by)
         return True

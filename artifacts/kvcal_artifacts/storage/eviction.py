@@ -44,9 +44,9 @@ class EvictingLedger:
     """The bookkeeping of a cache whose scheme selects tokens; ledger.Ledger is that of others.
 
     columns: of the attention mask, all there ever were. tokens (B, P) int32: the column in each slot, -1 if it holds
-    none; mass (B, P) float64, on the device. Per row, int64 (B,): real tokens so far; tokens in the recent window;
-    blocks' worth of tokens that left it; packed blocks; how many of these hold recent tokens; the newest column that
-    left (-1: none).
+    none; mass (B, P) float64, on the device. Per row, int64 (B,): real tokens so far, tokens in the recent window and
+    blocks' worth of tokens that left it. Then packed blocks, how many of these hold recent tokens, and the newest
+    column that left (-1: none).
     """
 
     windows: Windows

@@ -32,7 +32,7 @@ class TransformSide:
 
     @property
     def inner(self) -> bool:
-        """Probabilities are multiplied by norms before they are float16 (`softmax._slack`)."""
+        """Probabilities are multiplied by norms before they are float16 (`softmax.slack`)."""
         return False
 
     @property

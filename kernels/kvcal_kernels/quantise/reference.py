@@ -11,7 +11,7 @@ are only ever set; blocks of a head with one are not to be used.
 A row's tokens lie, in order, in its sink, its packed blocks and its recent window, a ring: token j of the window is in
 slot (32 * blocks + j) mod capacity, blocks being the packed blocks of the row. So neither packing nor cropping moves
 anything. Counts of all rows are on the device (`Counts`); one `advance` a forward moves them, every layer then carries
-it out (`append`). Letters: docs/architecture.md.
+it out (`append`). Letters: docs/interfaces.md.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.presets import divisor
 
 Role = Literal["key", "value"]
 TRANSFORM_DIMS = (64, 128)
@@ -50,11 +51,6 @@ def codec(name: str, role: Role, shape: Shape) -> Codec:
     )
 
 
-def _divisor(limit: int, length: int) -> int:
-    """The largest size up to `limit` that divides `length`."""
-    return next(size for size in range(min(limit, length), 0, -1) if length % size == 0)
-
-
 def _packed(count: int, bits: int) -> int:
     """Bytes of `count` codes, each cut into planes of 8, 4, 2 and 1 bits (kvcal_kernels.packing)."""
     total = 0
@@ -84,15 +80,15 @@ def _kernel_shape(shape: Shape) -> bool:
 
 def _uniform(match: re.Match[str], role: Role, shape: Shape) -> Codec:
     if match["channel"]:
-        return _integers(role, shape, int(match["bits"]), _divisor(32, shape.block), "token")
-    return _integers(role, shape, int(match["bits"]), _divisor(64, shape.dim), "channel")
+        return _integers(role, shape, int(match["bits"]), divisor(32, shape.block), "token")
+    return _integers(role, shape, int(match["bits"]), divisor(64, shape.dim), "channel")
 
 
 def _kivi(match: re.Match[str], role: Role, shape: Shape) -> Codec:
     """KIVI, and SQuat, whose codes and scales lie in the same way."""
     group = 128 if match["long"] else 32
     length, axis = (shape.block, "token") if role == "key" else (shape.dim, "channel")
-    return _integers(role, shape, int(match["bits"]), _divisor(group, length), axis)
+    return _integers(role, shape, int(match["bits"]), divisor(group, length), axis)
 
 
 def _inner(match: re.Match[str], role: Role, shape: Shape) -> Codec:
@@ -101,7 +97,7 @@ def _inner(match: re.Match[str], role: Role, shape: Shape) -> Codec:
 
 def _inner_of(bits: int, mode: str, role: Role, shape: Shape) -> Codec:
     length, axis = (shape.dim, "channel") if role == "key" else (shape.block, "token")
-    return _integers(role, shape, bits, _divisor(32, length), axis, mode != "symmetric")
+    return _integers(role, shape, bits, divisor(32, length), axis, mode != "symmetric")
 
 
 INNERQ_VALUES = {"base": (3, "symmetric"), "hybrid": (2, "hybrid"), "small": (2, "symmetric")}
@@ -143,9 +139,9 @@ def _grid(role: Role, shape: Shape, d: int, code_bits: int, span: str) -> Codec:
 def _tiers(match: re.Match[str], role: Role, shape: Shape) -> Codec:
     """MixKVQ with so many channels a head in 16 and in 4 bits, the rest in 2."""
     if role == "value":
-        return _integers(role, shape, 2, _divisor(32, shape.dim), "channel")
+        return _integers(role, shape, 2, divisor(32, shape.dim), "channel")
     full, four = int(match["full"]), int(match["four"])
-    groups = shape.block // _divisor(32, shape.block)
+    groups = shape.block // divisor(32, shape.block)
     two = shape.dim - full - four
     if two < 0:
         raise UsageError(f"codec {match[0]!r}: {full} and {four} channels a head, head_dim is {shape.dim}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import final
 
 from kvcal_artifacts.codecs import Codec, Role, Shape, Transform
 from kvcal_artifacts.errors import UsageError
@@ -30,6 +31,7 @@ LARGE_FROM = 70 * 2.0**30
 VLLM_FP8 = "fp8"  # vLLM's own cache, without the plug-in: shown beside, not recommended
 
 
+@final
 class PagedRow(KL):
     """A scheme that vLLM serves on a GPU, or FP16. bits: of memory in pages for each number. tokens: that vLLM holds,
     of all requests. requests: of the planned context that this is. KL is of every token packed.

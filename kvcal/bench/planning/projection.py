@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypedDict, TypeVar
+from typing import Generic, TypedDict, TypeVar, final
 
 from ...report.quantities import significant
 from . import quality, schemes, speed
@@ -18,13 +18,13 @@ FULL = "fp16"
 MOST_ROWS = 1 << 16
 YES, CHUNKS, NO = "yes", "in chunks", "no"  # whether it fits: as it is, if the prompt is fed in chunks, not at all
 EAGER = "eager"  # how a step begins that no CUDA graph has
-EVEN = 0.95  # of the fastest scheme's tokens a second, within which a smaller cache is the better choice
+EVEN = 0.95  # of the fastest scheme's tokens per second, within which a smaller cache is the better choice
 
 
 @dataclass(frozen=True)
 class Goal:
     """What is planned. name: of the model, in commands; read: whether weights that a step reads are known (not with
-    experts); context: tokens a row; longest: of the model; budget: of KL, nats a token.
+    experts); context: tokens a row; longest: of the model; budget: of KL, nats per token.
     """
 
     name: str
@@ -76,6 +76,7 @@ class KL(TypedDict):
     kl_same_architecture: bool | None
 
 
+@final
 class Row(KL):
     """A scheme, or FP16, on the model and card. Bytes of a row of `context` tokens; seconds and KL where known."""
 
@@ -234,8 +235,8 @@ class Choice:
 
 
 def recommended(planned_rows: Sequence[Row], budget: float | None) -> Choice | None:
-    """The smallest cache of the schemes that fit, whose KL with its spread is below `budget` (without one the lowest
-    class's end), and that are within EVEN of the fastest of these.
+    """The smallest cache of the schemes that fit and whose KL with its spread is below `budget` (without one: the end
+    of the lowest class). Only those count that are within EVEN of the fastest.
 
     A scheme that held on every measured model goes before one that held on this architecture's alone: outliers differ
     between models of one architecture. Where speeds are not known, one that a kernel attends to goes before one that is

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TypedDict
 
 FILE = Path(__file__).with_name("measured_kl.json")
-CLASSES = (0.01, 0.05, 0.2)  # nats a token: upper ends of the classes
+CLASSES = (0.01, 0.05, 0.2)  # nats per token: upper ends of the classes
 
 
 @dataclass(frozen=True)
 class Quality:
-    """A scheme's measured quality. kl: nats a token between next-token distributions with the scheme and without.
+    """A scheme's measured quality. kl: nats per token between next-token distributions with the scheme and without.
     upper: kl and two standard errors over windows, by which it is judged; kl itself where it is of one window. It is a
     margin to one side of a limit and no test between schemes, so that Student's t has no part in it. models: on which
     it was measured; where more than one, kl and upper are the largest. alike: whether the model is of the same
@@ -53,8 +53,8 @@ class MeasuredModel(TypedDict):
 
 
 class Figures(TypedDict):
-    """KL in nats a token and stored bits a value of one scheme on one model. kl_se: its standard error over windows,
-    None of one window.
+    """KL in nats per token and stored bits per value of one scheme on one model. kl_se: its standard error over
+    windows, None of one window.
     """
 
     kl: float
@@ -104,5 +104,5 @@ def expected(scheme: str, model_type: str, served: bool = False) -> Quality | No
 
 
 def largest_bits(scheme: str) -> float:
-    """The most stored bits a value that a scheme took on a measured model, for those whose blocks differ in size."""
+    """The most stored bits per value that a scheme took on a measured model, for those whose blocks differ in size."""
     return max(row["bits"] for row in _measured()["schemes"][scheme].values())

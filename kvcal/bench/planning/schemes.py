@@ -50,7 +50,7 @@ class Planned:
 class Sizes:
     """What one scheme stores on one model. blocks: bytes of a packed block of each compressed layer, lowest first.
     why_decoded: why its blocks are decoded before attention, None where a kernel reads them. constants: bytes of
-    predictors and codebooks. bits: stored bits a value, over all compressed layers. expected: what the bytes rest on,
+    predictors and codebooks. bits: stored bits per value, over all compressed layers. expected: what the bytes rest on,
     where blocks differ in size.
     """
 

@@ -14,10 +14,10 @@ from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.text import token_windows
 from kvcal_artifacts import hf, load_cache
-from kvcal_artifacts.auto_names import AUTO_BITS
 from kvcal_artifacts.cache.auto import EXCESS, auto_scheme, channel_excess
 from kvcal_artifacts.codecs import Higgs, Uniform
 from kvcal_artifacts.errors import NonFiniteError, UnsupportedModel
+from kvcal_artifacts.presets import AUTO_BITS
 from kvcal_artifacts.scheme import Scheme
 from tests.support.architectures import HYBRID, TINY, initialise
 

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from kvcal.methods.data_free import PRESETS, Preset
-from kvcal.methods.registry import CODEC_MAKERS
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache, former_names
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape
+from kvcal_artifacts.codecs.named import CODEC_MAKERS
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 from kvcal_kernels.layout import Form

@@ -836,7 +836,7 @@ def test_rope_that_changes_with_the_length_or_does_not_turn_evenly_is_the_hosts(
     caches = fixed(KIVI, served), opened(made(KIVI), served, kernels="off")
     calls.clear()
     close(steps(caches, token_ids(1, 83), [80, 81]))
-    assert not calls and "does not turn evenly" in str(caches[0].describe()["compileable"])
+    assert not calls and "does not rotate evenly" in str(caches[0].describe()["compileable"])
 
 
 def test_layers_without_rope_step_beside_those_with() -> None:

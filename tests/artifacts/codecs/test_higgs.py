@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcal.methods.registry import CODEC_MAKERS, codec_maker
+from kvcal.methods.registry import codec_maker
 from kvcal_artifacts.codecs import Higgs, Role, Shape, Transform, build, state_of
 from kvcal_artifacts.codecs.higgs import Span
 from kvcal_artifacts.codecs.higgs_grids import GRID_MSE, gaussian_grid
+from kvcal_artifacts.codecs.named import CODEC_MAKERS
 from kvcal_artifacts.errors import KVCalError
 from kvcal_kernels.hadamard import Mix, cosines, largest_power_of_two, paley, paley_order, rotate, signs, unrotate
 

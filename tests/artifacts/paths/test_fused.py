@@ -1500,7 +1500,7 @@ def test_rope_that_does_not_turn_evenly_takes_the_reference_path(
     monkeypatch.setattr(rotary, "forward", lambda x, position_ids: plain(rotary, x, position_ids.float() ** 1.2))
     caches = before_rope("kivi-4", served)
     close(steps(caches, token_ids(1, 83), [80, 81]))
-    assert not calls and "does not turn evenly" in caches[0].describe()["path"]
+    assert not calls and "does not rotate evenly" in caches[0].describe()["path"]
 
 
 @pytest.mark.gpu

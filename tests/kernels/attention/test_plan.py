@@ -131,7 +131,7 @@ def test_programs_of_few_blocks_have_four_warps(
     from kvcal_kernels.attention import triton as fused
     from kvcal_kernels.layout import Form
 
-    monkeypatch.setattr(fused.launch, "_processors", lambda device: 132)
+    monkeypatch.setattr(fused.launch, "processors_of", lambda device: 132)
     keys, values, device = Form("key", 128, 4), Form("value", 128, 4), torch.device("cpu")
     own = fused.chosen(keys, values, 4, False, 8 * batch, length // 32, device)
     assert own.warps == warps and own in fused.launches(keys, values, 4)
@@ -182,7 +182,7 @@ def test_a_reserved_workspace_never_grows(scheme: tuple[int, Any, int, int], mon
     from kvcal_kernels.attention.plan import merge_width_of
     from kvcal_kernels.layout import Form
 
-    monkeypatch.setattr(fused.launch, "_processors", lambda device: 132)
+    monkeypatch.setattr(fused.launch, "processors_of", lambda device: 132)
     bits, vector, rows, room = scheme
     keys, values = (Form(role, 128, bits, **({"vector": vector} if vector else {})) for role in ("key", "value"))
     space, windows = fused.Workspace(torch.device("cpu")), (32, 96)

@@ -34,7 +34,7 @@ from kvcal.cli.plan import _cells, _foot
 from kvcal.commands.api import plan
 from kvcal.commands.plan import PlanOptions, run_plan
 from kvcal.methods.data_free import PRESETS, Preset
-from kvcal.methods.registry import CODEC_MAKERS, codec_maker
+from kvcal.methods.registry import codec_maker
 from kvcal.models import configuration, plain_config
 from kvcal.models.catalogue import CATALOGUE
 from kvcal.models.geometry import Geometry
@@ -43,6 +43,7 @@ from kvcal.models.names import resolve
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.cache.static.layer import StaticLayer
 from kvcal_artifacts.codecs import Shape, Transform
+from kvcal_artifacts.codecs.named import CODEC_MAKERS
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, UnsupportedModel, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from tests.support import architectures

@@ -335,7 +335,7 @@ def test_a_sample_is_seeded_and_does_not_touch_the_global_generator(base: Path) 
 
 
 def test_json_has_no_nan(base: Path) -> None:
-    """Nothing is packed yet, so there are no bits a value."""
+    """Nothing is packed yet, so there are no bits per value."""
     found = kvcal(
         "generate", "--model", base / "model", "--preset", "higgs-2", "--prompt", "a", "--tokens", 1, "--json"
     )

@@ -11,10 +11,11 @@ from kvcal.commands import early
 from kvcal.commands.names import KINDS, run_names
 from kvcal.methods.calibrated import calibration_of
 from kvcal.methods.data_free import PRESETS, preset
-from kvcal.methods.registry import CALIBRATED, CODEC_MAKERS, codec_maker
+from kvcal.methods.registry import CALIBRATED, codec_maker
 from kvcal.pipeline.options import PresetOptions
 from kvcal.report.suggest import allowed, nearest
 from kvcal_artifacts.codecs import Shape
+from kvcal_artifacts.codecs.named import CODEC_MAKERS
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
 from tests.support.models_fixture import kvcal
 

@@ -22,7 +22,7 @@ from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods.data_free import preset
 from kvcal.methods.factors import by_queries, channel_factor, outlier_ratios, query_weight, share_pairs
 from kvcal.methods.innerq import InnerQ
-from kvcal.methods.registry import INNERQ_VALUES, codec_maker
+from kvcal.methods.registry import codec_maker
 from kvcal.models import folding
 from kvcal.models.folding import fold_in_place, write_folded
 from kvcal.models.loading import load_model
@@ -35,6 +35,7 @@ from kvcal_artifacts.codecs.predictors import Bias
 from kvcal_artifacts.codecs.uniform import SCALES
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.paths import packing_rules
+from kvcal_artifacts.presets import INNERQ_VALUES
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 from tests.support.architectures import TINY
 from tests.support.models_fixture import SUFFIX, Done, kvcal, write_model, write_text, write_tokenizer
@@ -523,7 +524,7 @@ def test_what_cannot_be_folded(base: Path, tmp_path: Path) -> None:
         assert done.code == code, done.err
         return done.complaint
 
-    assert "layer 0, kv head 0: channels 1 and 9 turn together under RoPE and have factors" in refused(unshared)
+    assert "layer 0, kv head 0: channels 1 and 9 rotate together under RoPE and have factors" in refused(unshared)
     assert "no key factors to fold" in refused(plain)
     assert "is there already" in refused(unshared, "--output", tmp_path / "there")
     assert "put it beside" in refused(unshared, "--bundle-output", tmp_path / "new" / "x")

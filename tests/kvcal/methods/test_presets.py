@@ -78,7 +78,7 @@ def test_turboquant_is_a_scalar_grid_with_a_norm_a_head() -> None:
         assert float(error.mean()) < 1.01 * bar and float(error.max()) < 1.1 * bar
 
 
-# At Llama-3.1-8B's geometry: bits a value, sink, recent
+# At Llama-3.1-8B's geometry: bits per value, sink, recent
 PAPERS = {
     "kivi-2": (3.0, 0, 32),
     "kivi-4": (5.0, 0, 32),

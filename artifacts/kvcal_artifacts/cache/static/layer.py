@@ -1,10 +1,10 @@
 """A layer whose storage is allocated once, and whose decode step leaves every decision to the device.
 
-Counts, lengths and whether a block is due are tensors; a step runs the same operations with the same shapes each time,
+Counts, lengths and whether a block is due are tensors. A step runs the same operations with the same shapes each time,
 so that one CUDA graph of it, or one compiled forward, serves all. Prefill, crops and reordering happen on the host as
-for other layers; `publish` of the storage (storage.py) then writes their result into what is allocated, `settle` of
-the cache reads counts back. What differs from other layers is in the storage, but for the step itself and for what
-Transformers asks before one: how many columns there are, how wide a mask is, how many columns there can be.
+for other layers. `publish` of the storage (storage.py) then writes their result into what is allocated; `settle` of the
+cache reads counts back. What differs from other layers is in the storage. Here are the step itself, and what
+Transformers asks before one: how many columns there are and can be, and how wide a mask is.
 """
 
 from __future__ import annotations

@@ -14,6 +14,16 @@ from .launch import Workspace, attend, chosen, programs_at_once, reserve
 from .paged_launch import attend_pages
 
 __all__ = [
-    "Launch", "Workspace", "attend", "attend_kernel", "attend_pages", "check_layouts", "chosen", "launches",
-    "programs_at_once", "reserve", "settings", "usual",
+    "Launch",
+    "Workspace",
+    "attend",
+    "attend_kernel",
+    "attend_pages",
+    "check_layouts",
+    "chosen",
+    "launches",
+    "programs_at_once",
+    "reserve",
+    "settings",
+    "usual",
 ]

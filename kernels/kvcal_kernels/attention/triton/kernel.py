@@ -38,7 +38,7 @@ from .tiles import interleaved_row
 
 
 @triton.jit
-def _step(
+def step(
     p_k, p_ks, p_v, p_vs, i_head, first, stop, ring, q, plain, sums, unit, b_m, b_l, acc,
     p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, capacity, KEYS: tl.constexpr, VALUES: tl.constexpr,
     PAIRS: tl.constexpr, SLICES: tl.constexpr, STEP: tl.constexpr, PAIRED: tl.constexpr,
@@ -112,7 +112,7 @@ def _norm_head(i_batch, i_head, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _query_of(
+def query_of(
     p_q, p_sign, p_near, p_fit, b_q, b_down, b_up, i_head, i_kv, i_chunk, o_q, b_row, KEYS: tl.constexpr,
     SLICES: tl.constexpr, WIDTH: tl.constexpr, PEAK: tl.constexpr, LOWEST: tl.constexpr, PAIRED: tl.constexpr,
     PAIRS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
@@ -145,7 +145,7 @@ def _query_of(
 
 
 @triton.jit
-def _output_of(
+def output_of(
     acc, b_m, b_l, p_sign, i_kv, v_unit, VALUES: tl.constexpr, SLICES: tl.constexpr, WIDE: tl.constexpr,
     WIDTH: tl.constexpr, PAIRED: tl.constexpr, LAID: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
@@ -174,7 +174,7 @@ def _all_blocks(
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
     """Attend to a program's blocks, NW at a time, one for each warp. origins, base: of the ring, where FETCH. queries:
-    of `_query_of`; prepared: what else the decoders need.
+    of `query_of`; prepared: what else the decoders need.
     """
     p_k, p_ks, p_v, p_vs, p_kt, p_vt, p_order, p_fit, p_first, p_near = pointers
     q, plain, sums, plain_q = queries
@@ -198,7 +198,7 @@ def _all_blocks(
                 tables, p_kt, p_vt, unit, b_m, b_l, acc, capacity, KEYS, VALUES, SAME, SLICES, NW, N, ASM,
             )
         else:
-            b_m, b_l, acc = _step(
+            b_m, b_l, acc = step(
                 p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
                 p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, capacity, KEYS, VALUES,
                 PAIRS, SLICES, STEP, PAIRED, NW, N, ASM, False,
@@ -209,7 +209,7 @@ def _all_blocks(
         for first in tl.range(middle, stop, NW, num_stages=1):
             if FETCH:
                 wait_for_blocks(0, PRIVATE_BLOCKS, NW)
-            b_m, b_l, acc = _step(
+            b_m, b_l, acc = step(
                 p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
                 p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, capacity, KEYS, VALUES,
                 PAIRS, SLICES, STEP, PAIRED, NW, N, ASM, True,
@@ -299,7 +299,7 @@ def attend_kernel(
     i_group = i_head * CHUNKS + i_chunk
     # where this program's output will lie
     p_fit = p_partial.to(tl.pointer_type(tl.float16)) + (i_group * splits + i_split) * (2 * QUERY_ROWS * D)
-    q, plain, sums, plain_q, b_up = _query_of(
+    q, plain, sums, plain_q, b_up = query_of(
         p_q, p_k_sign, p_near, p_fit, b_q, b_down, b_up, i_head, i_kv, i_chunk, o_q, b_row, KEYS, SLICES, WIDTH, PEAK,
         LOWEST, PAIRED, PAIRS, RATIO, QUERIES, NW, N, ASM,
     )
@@ -333,7 +333,7 @@ def attend_kernel(
         VALUES, SAME, PAIRS, SLICES, STEP, PAIRED, SLOTS, STAGES, FETCH, NW, N, ASM,
     )
     LAID: tl.constexpr = 1 if VALUES.points and VALUES.group > 1 else PAIRED  # how channels of values lie in outputs
-    out, b_m, b_l = _output_of(
+    out, b_m, b_l = output_of(
         acc, b_m, b_l, p_v_sign, i_kv, v_unit, VALUES, SLICES, WIDE, WIDTH, PAIRED, LAID, NW, N, ASM
     )
 

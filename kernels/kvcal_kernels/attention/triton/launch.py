@@ -44,7 +44,7 @@ def chosen(
     on an H200 (docs/benchmarks/decode_attention.md); those of other GPUs follow by their count of multiprocessors,
     untimed. A capacity that grows into these limits, or out of them, takes another compiled kernel from there on.
     """
-    choices, processors = launches(keys, values, rows, before_rope), _processors(device)
+    choices, processors = launches(keys, values, rows, before_rope), processors_of(device)
     few = 4 * groups <= processors and capacity >= 64 and groups * capacity < FEW * processors
     return choices[-1] if few else choices[0]
 
@@ -76,7 +76,13 @@ def attend(
     same = keys.grid is not None and k_table.data_ptr() == v_table.data_ptr()
     inputs = (q, packed_q, blocks, *sink, *recent)
     key = (
-        keys.launch_key, values.launch_key, *map(_CHECKED, inputs), packed_q is q, same, launch, ring,
+        keys.launch_key,
+        values.launch_key,
+        *map(_CHECKED, inputs),
+        packed_q is q,
+        same,
+        launch,
+        ring,
         None if rope is None else rope.launch_key,
     )
     prepared = _PREPARED.get(key)
@@ -86,11 +92,25 @@ def attend(
         check_arguments(q, packed_q, keys, values, blocks, sink, recent, rope)
     out = torch.empty_like(q)
     before = (
-        packed_q, q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2],
-        blocks, sink[2], recent[2],
+        packed_q,
+        q,
+        out,
+        keys.words,
+        keys.scale,
+        values.words,
+        values.scale,
+        *sink[:2],
+        *recent[:2],
+        blocks,
+        sink[2],
+        recent[2],
     )
     behind = (
-        k_table, v_table, k_sign, v_sign, keys.words if keys.order is None else keys.order,
+        k_table,
+        v_table,
+        k_sign,
+        v_sign,
+        keys.words if keys.order is None else keys.order,
         *_rope_words(rope, keys.scale),
     )
     if not reusable:
@@ -104,12 +124,21 @@ def attend(
 _CHECKED = attrgetter("shape", "dtype", "device")  # with contiguity all that is checked of a tensor
 LOG2E = 1.4426950408889634
 _PREPARED: Prepared[tuple[Ready, tuple[int, ...], tuple[int, ...]]] = Prepared()
-_AT_ONCE: dict[int, int] = {}  # of compiled kernels that were examined, which stay: programs of a multiprocessor
+PROGRAMS_AT_ONCE: dict[int, int] = {}  # on a multiprocessor, of compiled kernels that were examined, which stay
 
 
 def _prepared(
-    q: Tensor, keys: Blocks, values: Blocks, sink: Exact, recent: Exact, launch: Launch | None, same: bool, ring: bool,
-    rope: Rope | None, before: tuple[Tensor, ...], behind: tuple[Tensor, ...],
+    q: Tensor,
+    keys: Blocks,
+    values: Blocks,
+    sink: Exact,
+    recent: Exact,
+    launch: Launch | None,
+    same: bool,
+    ring: bool,
+    rope: Rope | None,
+    before: tuple[Tensor, ...],
+    behind: tuple[Tensor, ...],
 ) -> tuple[Ready, tuple[int, ...], tuple[int, ...]]:
     """Return all of a launch that follows from shapes: what starts it, what it takes of a workspace, and whole numbers.
     before, behind: the launch's tensors except for the workspace's. The kernel is compiled for them, as only then it is
@@ -121,12 +150,10 @@ def _prepared(
         launch = chosen(keys.form, values.form, ratio * queries, rope is not None, batch * heads, capacity, q.device)
     pairs = 0 if rope is None else rope.pairs
     constants = settings(keys.form, values.form, heads, ratio, queries, launch.warps, same, pairs)
-    options: dict[str, object] = {**constants} | {
-        "STAGES": launch.stages, "ASM": not interpreted(), "RING": ring, "LONG": capacity + SPARE > SHORT
-    }
-    options |= {"num_warps": launch.warps, "num_stages": launch.stages}
+    options: dict[str, object] = {**constants, "STAGES": launch.stages, "ASM": not interpreted(), "RING": ring}
+    options |= {"LONG": capacity + SPARE > SHORT, "num_warps": launch.warps, "num_stages": launch.stages}
     options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
-    ready = Ready(attend_kernel, (1, 1, 1), options, functools.partial(_examine, ring_bytes(constants)))
+    ready = Ready(attend_kernel, (1, 1, 1), options, functools.partial(examine, ring_bytes(constants)))
     runs = 0 if rope is None or len(rope.first) == 1 else rope.first.shape[1]
 
     def numbers(plan: Plan, merge_width: int) -> tuple[int, ...]:
@@ -134,23 +161,22 @@ def _prepared(
         sink_splits, merges = -(-windows[0] // tail_tokens), -(-splits // merge_width)
         return capacity, *windows, *plan.numbers(), sink_splits, splits, tail_tokens, merge_width, merges, runs
 
-    at_once = _by_registers(launch)
+    at_once = by_registers(launch)
     if q.is_cuda and not interpreted():
         some = q.new_empty(16, dtype=torch.float32)
         arguments = (
             (*before, some, some, some.view(torch.int32), *behind),
             (*numbers(Plan(2, 1, 16, ALONE), 1), 1.0, 1.0, 1.0),
         )
-        at_once = _AT_ONCE[id(ready.compiled(*arguments))]
+        at_once = PROGRAMS_AT_ONCE[id(ready.compiled(*arguments))]
     layout = _plan(constants, batch, capacity, windows, launch, at_once, q.device)
     merge_width = launch.merge_width or merge_width_of(layout.splits, constants["AT_ONCE"])
     ready.grid = (batch, heads * constants["CHUNKS"], layout.splits)
-    return ready, (
-        batch * ready.grid[1], layout.splits, constants["N"], constants["D"], merge_width
-    ), numbers(layout, merge_width)
+    workspace = (batch * ready.grid[1], layout.splits, constants["N"], constants["D"], merge_width)
+    return ready, workspace, numbers(layout, merge_width)
 
 
-def _by_registers(launch: Launch) -> int:
+def by_registers(launch: Launch) -> int:
     """Return how many programs a multiprocessor of 65536 registers runs at a time."""
     return max(1, 2048 // (launch.registers or 168) // launch.warps)
 
@@ -182,7 +208,7 @@ def _plan(
     device: torch.device,
 ) -> Plan:
     groups = batch * constants["HEADS"] * constants["CHUNKS"]
-    return plan(groups, capacity, windows, launch.warps, at_once * _processors(device), _carried(constants), launch)
+    return plan(groups, capacity, windows, launch.warps, at_once * processors_of(device), _carried(constants), launch)
 
 
 def _carried(constants: Settings) -> bool:
@@ -195,8 +221,16 @@ def _carried(constants: Settings) -> bool:
 
 
 def reserve(
-    space: Workspace, keys: Form, values: Form, batch: int, heads: int, ratio: int, capacity: int,
-    windows: tuple[int, int], queries: int = 1, pairs: int = 0,
+    space: Workspace,
+    keys: Form,
+    values: Form,
+    batch: int,
+    heads: int,
+    ratio: int,
+    capacity: int,
+    windows: tuple[int, int],
+    queries: int = 1,
+    pairs: int = 0,
 ) -> None:
     """Let `space` have what a launch over exactly so many blocks of capacity needs, however many programs run at a
     time: under a CUDA graph it must not grow. A smaller capacity may need more (`chosen`). windows: capacities of sink
@@ -205,15 +239,15 @@ def reserve(
     launch = chosen(keys, values, ratio * queries, pairs > 0, batch * heads, capacity, space.counter.device)
     constants = settings(keys, values, heads, ratio, queries, launch.warps, pairs=pairs)
     device, most = space.counter.device, min(MOST_AT_ONCE, MOST_WARPS // launch.warps)
-    plans = {_plan(
-        constants, batch, capacity, windows, launch, at_once, device
-    ).splits for at_once in range(1, most + 1)}
+    plans = {
+        _plan(constants, batch, capacity, windows, launch, at_once, device).splits for at_once in range(1, most + 1)
+    }
     for splits in sorted(plans, reverse=True):
         merge_width = launch.merge_width or merge_width_of(splits, constants["AT_ONCE"])
         space.take(batch * heads * constants["CHUNKS"], splits, constants["N"], constants["D"], merge_width)
 
 
-def _examine(ring: int, kernel: Kernel) -> None:
+def examine(ring: int, kernel: Kernel) -> None:
     """Check a compiled kernel's layouts, and give it its ring behind the shared memory that Triton manages: launches of
     the kernel, not yet loaded, have so many bytes of shared memory more. What assembly declares is limited to 48 KB, in
     which tables of grids leave no space for a ring.
@@ -228,7 +262,7 @@ def _examine(ring: int, kernel: Kernel) -> None:
     try:
         kernel._init_handles()  # which gives the thread the kernel's context
         _allow(kernel)
-        _AT_ONCE[id(kernel)] = programs_at_once(kernel)
+        PROGRAMS_AT_ONCE[id(kernel)] = programs_at_once(kernel)
     except Exception:  # as it was, so that another launch can try again
         kernel.metadata, kernel.packed_metadata = before
         kernel.module = kernel.function = None
@@ -258,7 +292,7 @@ def _of_grid(blocks: Blocks) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 

@@ -54,8 +54,8 @@ def two_floats(x, ASM: tl.constexpr):
 
 @triton.jit
 def transposed(x, NW: tl.constexpr, N: tl.constexpr):
-    """Return the transpose of the first N rows of [NW, ROWS, 16]: [NW, 16, N]. It moves nothing: it is how a lane has a
-    second operand.
+    """Return the transpose of the first N rows of [NW, ROWS, 16]: [NW, 16, N]. No number moves to another lane: a
+    product's second operand lies in the lanes in this way.
     """
     if N == 8:
         x, _ = tl.split(tl.permute(tl.reshape(x, [NW, 2, 8, 16]), [0, 2, 3, 1]))

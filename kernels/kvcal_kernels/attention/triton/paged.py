@@ -10,7 +10,7 @@ import triton.language as tl
 from ...hadamard import largest_power_of_two
 from ..plan import power_of_two
 from .grids import load_tables
-from .kernel import _output_of, _query_of, _step
+from .kernel import output_of, query_of, step
 from .merge import blocks_of_split, merge_splits, store_split
 from .numbers import LOW, zeros
 from .queries import powers
@@ -82,7 +82,7 @@ def paged_kernel(
     PEAK: tl.constexpr = 16.0
     LOWEST: tl.constexpr = (51 if KEYS.grid else 27) << 23  # as in `attend_kernel`
     b_down, b_up = powers(p_q, o_q, b_row, KEYS, SLICES, PEAK, LOWEST, False, N)
-    q, plain, sums, _, b_up = _query_of(
+    q, plain, sums, _, b_up = query_of(
         p_q, p_k_sign, p_k_sign, p_partial, 0, b_down, b_up, i_head, i_kv, i_chunk, o_q, b_row, KEYS, SLICES, WIDTH,
         PEAK, LOWEST, PAIRED, 0, RATIO, QUERIES, NW, N, ASM,
     )
@@ -108,35 +108,23 @@ def paged_kernel(
     whole = tl.maximum(length - count + 1, 0) // 32  # blocks all of whose tokens every query sees
     middle = start + tl.maximum(tl.minimum(stop, whole) - start, 0) // NW * NW
     o_word = o_head // 2
-    for first in tl.range(start, middle, NW, num_stages=1):
-        if ASM:
-            wait_for_blocks(SLOTS - 2, PRIVATE_BLOCKS, NW)
-            behind = to + tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
-            fetch_pages(p_head, pages, page_stride, behind, lane, swapped, KEYS, VALUES, NW)
-            pages = pages_of(p_row, first + SLOTS * NW, stop, NW)
-        b_m, b_l, acc = _step(
-            p_k, p_ks, p_v, p_vs, o_word, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt,
-            (o_word, o_word), p_k, p_k, 0, p_k, p_k, 0, 0, KEYS, VALUES, 0, SLICES, STEP, PAIRED, NW, N, ASM, False,
-            p_row, limit,
-        )
-        if ASM:
-            o_slot = tl.where(o_slot == SLOT * (SLOTS - 1), 0, o_slot + SLOT)
-    for first in tl.range(middle, stop, NW, num_stages=1):
-        if ASM:
-            wait_for_blocks(SLOTS - 2, PRIVATE_BLOCKS, NW)
-            behind = to + tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
-            fetch_pages(p_head, pages, page_stride, behind, lane, swapped, KEYS, VALUES, NW)
-            pages = pages_of(p_row, first + SLOTS * NW, stop, NW)
-        b_m, b_l, acc = _step(
-            p_k, p_ks, p_v, p_vs, o_word, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt,
-            (o_word, o_word), p_k, p_k, 0, p_k, p_k, 0, 0, KEYS, VALUES, 0, SLICES, STEP, PAIRED, NW, N, ASM, True,
-            p_row, limit,
-        )
-        if ASM:
-            o_slot = tl.where(o_slot == SLOT * (SLOTS - 1), 0, o_slot + SLOT)
+    for MASKED in tl.static_range(2):  # the second time over blocks with tokens that some query does not see
+        for first in tl.range(middle if MASKED else start, stop if MASKED else middle, NW, num_stages=1):
+            if ASM:
+                wait_for_blocks(SLOTS - 2, PRIVATE_BLOCKS, NW)
+                behind = to + tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
+                fetch_pages(p_head, pages, page_stride, behind, lane, swapped, KEYS, VALUES, NW)
+                pages = pages_of(p_row, first + SLOTS * NW, stop, NW)
+            b_m, b_l, acc = step(
+                p_k, p_ks, p_v, p_vs, o_word, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc, p_kt,
+                p_vt, (o_word, o_word), p_k, p_k, 0, p_k, p_k, 0, 0, KEYS, VALUES, 0, SLICES, STEP, PAIRED, NW, N, ASM,
+                MASKED == 1, p_row, limit,
+            )
+            if ASM:
+                o_slot = tl.where(o_slot == SLOT * (SLOTS - 1), 0, o_slot + SLOT)
     if ASM:
         wait_for_blocks(0, PRIVATE_BLOCKS, NW)
-    out, b_m, b_l = _output_of(
+    out, b_m, b_l = output_of(
         acc, b_m, b_l, p_v_sign, i_kv, v_unit, VALUES, SLICES, WIDE, WIDTH, PAIRED, PAIRED, NW, N, ASM
     )
     store_split(

@@ -32,8 +32,11 @@ from .paged import paged_kernel
 
 @dataclass(frozen=True)
 class Pages:
-    """What a launch over pages is given, without what decodes them: see `reference.attend_pages`. queries: the most of
-    a row. blocks: the most that a row is expected to have, 0 for as many as a row of the table has.
+    """The arguments of `reference.attend_pages` that say where queries and blocks lie, without what decodes blocks.
+
+    q: queries. pages: bytes, each page laid out as `form` says. table: which pages a row has. lengths: tokens of each
+    row. starts: where each row's queries begin in q. queries: the most that a row has. blocks: the most that a row is
+    expected to have; 0: as many as the table has columns.
     """
 
     q: Tensor
@@ -62,32 +65,38 @@ class Pages:
 
 
 class PreparedLaunch:
-    """A launch over pages of one shape: all of it that follows from shapes.
+    """A compiled launch over pages of one shape, with all its numbers that follow from shapes.
 
-    kernel: takes queries, outputs, pages, table, lengths, starts, a workspace and `behind`; then numbers. constants:
-    its compile-time constants. ring: bytes behind the shared memory that Triton manages. units: how many numbers follow
-    in each call.
+    kernel: takes tensors (queries, outputs, pages, table, lengths, starts, those of a workspace, `behind`), then
+    numbers. constants: its compile-time constants. ring: bytes of shared memory that the kernel manages itself, behind
+    Triton's. units: how many numbers each call adds at the end.
     """
 
     def __init__(
-        self, call: Pages, kernel: Kernel, constants: dict[str, Any], launch: Launch, ring: int,
-        behind: tuple[Tensor, ...], units: int,
+        self,
+        call: Pages,
+        kernel: Kernel,
+        constants: dict[str, Any],
+        launch: Launch,
+        ring: int,
+        behind: tuple[Tensor, ...],
+        units: int,
     ) -> None:
         q, pages, (batch, capacity) = call.q, call.pages, call.table.shape
         options: dict[str, object] = {**constants, "ASM": not interpreted(), "LONG": capacity + SPARE > SHORT}
         options |= {"num_warps": launch.warps, "num_stages": launch.stages}
         options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
-        self._ready = Ready(kernel, (1, 1, 1), options, functools.partial(common._examine, ring))
+        self._ready = Ready(kernel, (1, 1, 1), options, functools.partial(common.examine, ring))
         strides = q.stride(0), pages.stride(0), pages.stride(1), call.table.stride(0), capacity
-        at_once = common._by_registers(launch)
+        at_once = common.by_registers(launch)
         if q.is_cuda and not interpreted():
             some = q.new_empty(16, dtype=torch.float32)
             before = (q, torch.empty_like(q), pages, call.table, call.lengths, call.starts)
             tensors = (*before, some, some, some.view(torch.int32), *behind)
             numbers = (*strides, 2, 2, 1, *[1.0] * units)
-            at_once = common._AT_ONCE[id(self._ready.compiled(tensors, numbers))]
+            at_once = common.PROGRAMS_AT_ONCE[id(self._ready.compiled(tensors, numbers))]
         groups = batch * pages.shape[1] * constants["CHUNKS"]
-        slots = at_once * common._processors(q.device)
+        slots = at_once * common.processors_of(q.device)
         splits = plan(groups, call.likely, (0, 0), launch.warps, slots, False, launch).splits
         merge_width = launch.merge_width or merge_width_of(splits, constants["AT_ONCE"])
         self._ready.grid = (batch, pages.shape[1] * constants["CHUNKS"], splits)
@@ -108,8 +117,13 @@ _PREPARED: Prepared[PreparedLaunch] = Prepared()
 
 
 def launched(
-    call: Pages, out: Tensor | None, workspace: Workspace | None, name: object, prepare: Callable[[], PreparedLaunch],
-    behind: tuple[Tensor, ...], *units: float,
+    call: Pages,
+    out: Tensor | None,
+    workspace: Workspace | None,
+    name: object,
+    prepare: Callable[[], PreparedLaunch],
+    behind: tuple[Tensor, ...],
+    *units: float,
 ) -> Tensor:
     """Check and launch; `prepare` is called for the first launch of its kind. name: what else it follows from."""
     key = (name, *call.key())

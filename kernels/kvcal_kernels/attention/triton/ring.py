@@ -65,8 +65,9 @@ _follows_triton = triton.constexpr_function(ring_follows_triton)
 
 @triton.constexpr_function
 def ring_address(size, beyond):
-    """Return assembly for where the ring begins. beyond: behind the shared memory that Triton manages, see `_examine`;
-    with several warps, or next to tables, it would not fit the 48 KB of shared memory that assembly may declare.
+    """Return assembly for where the ring begins. beyond: behind the shared memory that Triton manages, see
+    `launch.examine`; with several warps, or next to tables, it would not fit the 48 KB of shared memory that assembly
+    may declare.
     """
     if beyond:
         text = f"{{ .reg .b32 t; mov.u32 t, %dynamic_smem_size; add.u32 t, t, -{size};"

@@ -1,5 +1,5 @@
 """The online softmax of a warp: maxima that rise (`raised`), and probabilities as second operands. The exponentials
-themselves are in `kernel._step`, of integer keys and values in `int8/step`, of exact tokens in `exact`; their sums over
+themselves are in `kernel.step`, of integer keys and values in `int8/step`, of exact tokens in `exact`; their sums over
 programs in `merge`.
 """
 
@@ -18,7 +18,7 @@ def by_parity(b_p, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
         first, second = tl.inline_asm_elementwise(
             _movmatrix(True), "=r,=r,=r,=r,r,r", [b_p], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
-        return _second(first, NW, N), _second(second, NW, N)
+        return second_of(first, NW, N), second_of(second, NW, N)
     odd = (-(tl.arange(0, N) % 2)).to(tl.int16)[None, None, :]
     bits = b_p.to(tl.int16, bitcast=True)
     both = tl.join(bits & ~odd, bits & odd).to(b_p.dtype, bitcast=True)
@@ -55,7 +55,7 @@ def declare_parities():
 
 
 @triton.jit
-def _second(x, NW: tl.constexpr, N: tl.constexpr):
+def second_of(x, NW: tl.constexpr, N: tl.constexpr):
     """Return `_movmatrix`'s result, [NW, 16, N], as a second operand."""
     return tl.reshape(tl.permute(tl.reshape(x, [NW, 2, 8, N // 8, 8]), [0, 1, 4, 3, 2]), [NW, 16, N])
 
@@ -69,7 +69,7 @@ def second_operand(b_p, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr):
         transposed = tl.inline_asm_elementwise(
             _movmatrix(False), "=r,=r,r,r", [b_p], dtype=tl.float16, is_pure=True, pack=4
         )
-        b_p = _second(transposed, NW, N)
+        b_p = second_of(transposed, NW, N)
     return b_p
 
 
@@ -121,7 +121,7 @@ def faded(acc, fade):
 
 
 @triton.constexpr_function
-def _slack(values):
+def slack(values):
     """Return the powers of two by which scores may pass the maximum that is subtracted from them, and by which it is
     above the scores when it rises. Probabilities alone are float16 up to 2^15. Times a scale or a norm, which may be
     65504, they must not pass 1.
@@ -132,9 +132,9 @@ def _slack(values):
 @triton.jit
 def raised(b_0, b_1, b_m, b_l, unit, acc, VALUES: tl.constexpr, ASM: tl.constexpr):
     """Return maxima b_m [NW, 16, N], rows alike, and sums and outputs relative to them, after scores b_0, b_1 times
-    unit. They stay as they are while no score of a warp passes its column's maximum by more than `_slack` allows.
+    unit. They stay as they are while no score of a warp passes its column's maximum by more than `slack` allows.
     """
-    SLACK: tl.constexpr = _slack(VALUES)
+    SLACK: tl.constexpr = slack(VALUES)
     if ASM:
         COUNT: tl.constexpr = 1 + len(acc)
         changed = tl.inline_asm_elementwise(

@@ -18,16 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...attention.triton.numbers import cast
+from ...attention.triton.numbers import cast, multiply_add
 from ...triton import half
 from .points import fields, points_of
-
-
-@triton.jit
-def _dot(a, b, acc, ASM: tl.constexpr):
-    if ASM:
-        return tl.dot(a, b, acc)
-    return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")  # bfloat16 is wrong there
 
 
 @triton.jit
@@ -53,7 +46,7 @@ def _multiply(p_x, p_weight, o_row, b_live, columns, b_inside, acc, s_head, firs
         else:
             a = tl.load(p_a, mask=b_live[:, None], other=0.0)
             b = tl.load(p_b, mask=b_inside[None, :], other=0.0)
-        acc = _dot(a, b, acc, ASM)
+        acc = multiply_add(a, b, acc, ASM)
     return acc
 
 
@@ -137,14 +130,14 @@ def _decoded(
     if CODES.dense:
         o_matrix = o_matrix + i_n * (BN * BN * (TILES - 1))
     matrix = tl.load(p_matrix + o_matrix)
-    acc = _dot(points.to(tl.float16), matrix, tl.zeros([BM, BN], tl.float32), ASM)
+    acc = multiply_add(points.to(tl.float16), matrix, tl.zeros([BM, BN], tl.float32), ASM)
     if CODES.dense:
         for other in tl.range(1, TILES, num_stages=1):  # matrices in flight would not leave the predictor its memory
             points = points_of(p_codes, p_grid, o_code, b_place, b_some, other * BN, s_code_head, CODES, BM, BN)
             matrix = tl.load(p_matrix + o_matrix + other * (BN * BN))
-            acc = _dot(points.to(tl.float16), matrix, acc, ASM)
+            acc = multiply_add(points.to(tl.float16), matrix, acc, ASM)
     if WHOLE:
-        acc = _dot((points - points.to(tl.float16).to(tl.float32)).to(tl.float16), matrix, acc, ASM)
+        acc = multiply_add((points - points.to(tl.float16).to(tl.float32)).to(tl.float16), matrix, acc, ASM)
     return acc
 
 

@@ -44,7 +44,10 @@ def dequantise(
     x = [*inputs, *([inputs[0]] if inputs else [out]) * (MOST_INPUTS - len(inputs))]
     table = prepared.grid if rotation is None else rotation.table
     strides = (
-        *coded.codes.stride()[:2], *coded.norm.stride()[:2], *x[0].stride()[:2], *out.stride()[:2],
+        *coded.codes.stride()[:2],
+        *coded.norm.stride()[:2],
+        *x[0].stride()[:2],
+        *out.stride()[:2],
         table.stride(0) if len(table) > 1 else 0,
     )
     kind = launch, rows, strides, out.dtype
@@ -54,10 +57,17 @@ def dequantise(
         constants |= {"ASM": not interpreted(), "num_warps": launch.warps, "num_stages": launch.stages}
         ready = prepared.launches[kind] = Ready(dequantise_kernel, grid, constants)
     tensors = (
-        out, out if rotated is None else rotated, coded.codes, coded.norm, prepared.grid, prepared.matrix,
+        out,
+        out if rotated is None else rotated,
+        coded.codes,
+        coded.norm,
+        prepared.grid,
+        prepared.matrix,
         prepared.matrix if prepared.factors is None else prepared.factors,
         prepared.matrix if prepared.bias is None else prepared.bias,
-        prepared.matrix if prepared.weight is None else prepared.weight, *x, table,
+        prepared.matrix if prepared.weight is None else prepared.weight,
+        *x,
+        table,
     )
     ready(tensors, rows, tokens, heads * dim // depth_of(coded, launch), *strides)
     return out, rotated

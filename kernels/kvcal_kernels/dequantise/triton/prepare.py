@@ -21,8 +21,7 @@ CHANNELS = 128  # of a program
 
 @dataclass(frozen=True)
 class Launch:
-    """How the kernel is launched. tokens: of a program. depth: rows of the weights a step. stages: of loads in flight.
-    """
+    """How the kernel is launched. tokens: of a program; depth: rows of weights per step; stages: loads in flight."""
 
     tokens: int
     depth: int = 64
@@ -225,6 +224,12 @@ def settings(coded: Coded, prepared: Prepared, inputs: int, rows: int, launch: L
         coded.factors is not None,
     )
     return {
-        "CODES": codes, "INPUTS": inputs, "R": prepared.rotary_dim, "FULL": rows % launch.tokens == 0 and whole,
-        "BM": launch.tokens, "BN": channels, "BK": depth_of(coded, launch), "STAGES": launch.stages,
+        "CODES": codes,
+        "INPUTS": inputs,
+        "R": prepared.rotary_dim,
+        "FULL": rows % launch.tokens == 0 and whole,
+        "BM": launch.tokens,
+        "BN": channels,
+        "BK": depth_of(coded, launch),
+        "STAGES": launch.stages,
     }

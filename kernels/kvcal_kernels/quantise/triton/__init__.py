@@ -8,6 +8,15 @@ from .kernel import advance_kernel, append_kernel, observe_kernel
 from .launch import GRID_STEP, Launch, advance, append, launch_of, observe, quantise, settings
 
 __all__ = [
-    "GRID_STEP", "Launch", "advance", "advance_kernel", "append", "append_kernel", "launch_of", "observe",
-    "observe_kernel", "quantise", "settings",
+    "GRID_STEP",
+    "Launch",
+    "advance",
+    "advance_kernel",
+    "append",
+    "append_kernel",
+    "launch_of",
+    "observe",
+    "observe_kernel",
+    "quantise",
+    "settings",
 ]

@@ -96,13 +96,13 @@ def side_of(rule: AnyRule) -> Side:
 
 
 @functools.cache
-def _factors(rule: Rule, device: torch.device) -> Tensor:
+def factors_of(rule: Rule, device: torch.device) -> Tensor:
     """Return a rule's factors, (n, 2) float32. They are made once, as a CUDA graph must find them where they were."""
     return torch.tensor(rule.factors, dtype=torch.float32, device="cpu").to(device)
 
 
 def _table(rule: AnyRule, device: torch.device) -> Tensor:
-    return rule.table if isinstance(rule, GridRule) else _factors(rule, device)
+    return rule.table if isinstance(rule, GridRule) else factors_of(rule, device)
 
 
 def advance(counts: Counts, new: Tensor) -> None:
@@ -139,8 +139,17 @@ def observe(peak: Tensor, fixed: Tensor, counts: Counts, keys: Tensor, ratio: in
     sizes = (heads, ratio, dim, triton.next_power_of_2(heads), triton.next_power_of_2(dim))
     with on(peak.device):
         observe_kernel[(batch,)](
-            keys.contiguous(), peak, fixed.view(torch.uint8), counts.data, factor, wide,
-            batch, queries, windows.sink + windows.recent + windows.block, *sizes, num_warps=4,
+            keys.contiguous(),
+            peak,
+            fixed.view(torch.uint8),
+            counts.data,
+            factor,
+            wide,
+            batch,
+            queries,
+            windows.sink + windows.recent + windows.block,
+            *sizes,
+            num_warps=4,
         )
     return factor[:, :, None], wide[:, :, None]
 
@@ -279,14 +288,29 @@ def _prepared(
         if tuple(factor.shape) not in shapes or not factor.is_contiguous():
             raise ValueError(f"factor {tuple(factor.shape)}: must be {shapes[0]} or {shapes[1]}, contiguous")
     options = settings(key, value) | {
-        "HEADS": heads, "WRITE": write, "PACK": pack, "STORED": stored, "FACTOR": factor is not None,
-        "DUE": 0 if due is None else due.shape[2], "NW": launch.warps,
-        "ASM": not interpreted(), "num_warps": launch.warps, "num_stages": 1, "enable_fp_fusion": False,
+        "HEADS": heads,
+        "WRITE": write,
+        "PACK": pack,
+        "STORED": stored,
+        "FACTOR": factor is not None,
+        "DUE": 0 if due is None else due.shape[2],
+        "NW": launch.warps,
+        "ASM": not interpreted(),
+        "num_warps": launch.warps,
+        "num_stages": 1,
+        "enable_fp_fusion": False,
     }
     options |= {"maxnreg": launch.registers} if launch.registers else {}
     numbers = (
-        programs, batch, queries, layer.keys.words.shape[2], layer.sink[0].shape[2], layer.recent[0].shape[2],
-        *k.stride()[:3], *v.stride()[:3], heads * dim if factor is not None and factor.ndim == 4 else 0,
+        programs,
+        batch,
+        queries,
+        layer.keys.words.shape[2],
+        layer.sink[0].shape[2],
+        layer.recent[0].shape[2],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        heads * dim if factor is not None and factor.ndim == 4 else 0,
     )
     return Ready(append_kernel, (programs, heads, 2 * batch), options), numbers
 

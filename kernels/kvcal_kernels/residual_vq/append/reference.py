@@ -1,5 +1,5 @@
 """`append` of residual vector codes in plain PyTorch, in operations of fixed shape: every step searches for a block of
-tokens, and stores the codes in rows where one is due. Letters: docs/architecture.md; bands: residual_vq/attention.
+tokens, and stores the codes in rows where one is due. Letters: docs/interfaces.md; bands: residual_vq/attention.
 """
 
 from __future__ import annotations

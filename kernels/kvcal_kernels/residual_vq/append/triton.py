@@ -25,7 +25,7 @@ from ...quantise.reference import VALUES, Counts
 from ...triton import Prepared, Ready, interpreted
 from ..attention import Band, Coded
 from ..attention.triton import Workspace
-from ..nearest.triton import FAR, WIDEST, launch_for, propose_settings
+from ..nearest.triton import FAR, WIDEST, launch_for, load_rows, propose_settings
 from .reference import LARGEST as LARGEST_
 from .reference import Pair
 
@@ -81,14 +81,6 @@ def _scaled(p_rest, o_rest, live, scale, start, d, WIDTH: tl.constexpr):
     inside = live[:, None] & (cols < d)[None, :]
     b_x = tl.load(p_rest + o_rest[:, None] + cols[None, :], mask=inside, other=0.0)
     return (b_x * scale[:, None]).to(tl.float16)
-
-
-@triton.jit
-def _tile(p, codes, in_book, start, d, WIDTH: tl.constexpr):
-    """Load a chunk of the codewords of a tile."""
-    cols = start + tl.arange(0, WIDTH)
-    inside = in_book[:, None] & (cols < d)[None, :]
-    return tl.load(p + codes[:, None] * d + cols[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -188,13 +180,13 @@ def encode_kernel(
         for tile in range(TILES):
             codes = tile * BN + columns
             in_book = codes < (K if not EVEN else 0x7FFFFFFF)
-            b_score = tl.dot(x0, tl.trans(_tile(p_stage, codes, in_book, 0, d, D0)))
+            b_score = tl.dot(x0, tl.trans(load_rows(p_stage, codes, in_book, 0, d, D0)))
             if D1 > 0:
-                b_score = tl.dot(x1, tl.trans(_tile(p_stage, codes, in_book, D0, d, D1)), b_score)
+                b_score = tl.dot(x1, tl.trans(load_rows(p_stage, codes, in_book, D0, d, D1)), b_score)
             if D2 > 0:
-                b_score = tl.dot(x2, tl.trans(_tile(p_stage, codes, in_book, D0 + D1, d, D2)), b_score)
+                b_score = tl.dot(x2, tl.trans(load_rows(p_stage, codes, in_book, D0 + D1, d, D2)), b_score)
             if D3 > 0:
-                b_score = tl.dot(x3, tl.trans(_tile(p_stage, codes, in_book, D0 + D1 + D2, d, D3)), b_score)
+                b_score = tl.dot(x3, tl.trans(load_rows(p_stage, codes, in_book, D0 + D1 + D2, d, D3)), b_score)
             half = tl.load(p_half + s * K + codes, mask=in_book, other=FAR)
             score = half[None, :] - b_score * unit[:, None]
             marked = (score.to(tl.int32, bitcast=True) & (-1 - INDEX)) | (tile * FOLD + part)[None, :]

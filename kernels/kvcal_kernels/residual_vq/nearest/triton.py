@@ -56,7 +56,8 @@ def scale_kernel(p_x, p_half, p_unit, n, d: tl.constexpr, BM: tl.constexpr, BD: 
 
 
 @triton.jit
-def _load(p, rows, live, start, d, WIDTH: tl.constexpr):
+def load_rows(p, rows, live, start, d, WIDTH: tl.constexpr):
+    """Load a chunk of the columns of vectors or codewords, of those that are `live`."""
     cols = start + tl.arange(0, WIDTH)
     inside = live[:, None] & (cols < d)[None, :]
     return tl.load(p + rows[:, None] * d + cols[None, :], mask=inside, other=0.0)
@@ -75,13 +76,13 @@ def propose_kernel(
     """
     i_rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     live = i_rows < n
-    x0 = _load(p_x, i_rows, live, 0, d, D0)
+    x0 = load_rows(p_x, i_rows, live, 0, d, D0)
     if D1 > 0:
-        x1 = _load(p_x, i_rows, live, D0, d, D1)
+        x1 = load_rows(p_x, i_rows, live, D0, d, D1)
     if D2 > 0:
-        x2 = _load(p_x, i_rows, live, D0 + D1, d, D2)
+        x2 = load_rows(p_x, i_rows, live, D0 + D1, d, D2)
     if D3 > 0:
-        x3 = _load(p_x, i_rows, live, D0 + D1 + D2, d, D3)
+        x3 = load_rows(p_x, i_rows, live, D0 + D1 + D2, d, D3)
     unit = tl.load(p_unit + i_rows, mask=live, other=0.0)
     BEST: tl.constexpr = BN // FOLD
     b_best = tl.full([BM, BEST], FAR, tl.float32)
@@ -90,13 +91,13 @@ def propose_kernel(
     for tile in range(TILES):
         codes = tile * BN + columns
         inside = codes < (k if not EVEN else 0x7FFFFFFF)
-        b_score = tl.dot(x0, tl.trans(_load(p_book, codes, inside, 0, d, D0)))
+        b_score = tl.dot(x0, tl.trans(load_rows(p_book, codes, inside, 0, d, D0)))
         if D1 > 0:
-            b_score = tl.dot(x1, tl.trans(_load(p_book, codes, inside, D0, d, D1)), b_score)
+            b_score = tl.dot(x1, tl.trans(load_rows(p_book, codes, inside, D0, d, D1)), b_score)
         if D2 > 0:
-            b_score = tl.dot(x2, tl.trans(_load(p_book, codes, inside, D0 + D1, d, D2)), b_score)
+            b_score = tl.dot(x2, tl.trans(load_rows(p_book, codes, inside, D0 + D1, d, D2)), b_score)
         if D3 > 0:
-            b_score = tl.dot(x3, tl.trans(_load(p_book, codes, inside, D0 + D1 + D2, d, D3)), b_score)
+            b_score = tl.dot(x3, tl.trans(load_rows(p_book, codes, inside, D0 + D1 + D2, d, D3)), b_score)
         half = tl.load(p_half + codes, mask=inside, other=FAR)
         score = half[None, :] - b_score * unit[:, None]  # |x - c|^2 / 2 up to |x|^2 / 2
         marked = (score.to(tl.int32, bitcast=True) & (-1 - INDEX)) | (tile * FOLD + part)[None, :]

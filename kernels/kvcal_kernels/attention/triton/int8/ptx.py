@@ -138,6 +138,7 @@ def _half_matrix(name: str, byte: int, further: int) -> str:
 # Of each kind of code: assembly, then (kind, set in the lower half of its registers, those registers); the upper half
 # is the next set.
 
+
 @constexpr_function
 def _codes_of_four_bits(name: str, tiles: int) -> tuple[list[str], list[tuple[str, int, list[str]]]]:
     """Return assembly and registers of 4-bit codes, and of these codes with their highest bit inverted."""

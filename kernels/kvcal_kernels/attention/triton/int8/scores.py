@@ -198,8 +198,15 @@ def _chained(slices: int, pieces: int, tiles: int, bits: int, queries: list[str]
         else:
             text += separated_fields(bits, p, [f"ka{i}" for i in range(4)], words)
         text += [f".reg .b32 {d}<4>;"] if (h, place) not in begun else []
-        text += [int8_mma(d, [f"ka{i}" for i in range(4)], queries[2 * g : 2 * g + 2],
-                      [f"{d}{i}" for i in range(4)] if (h, place) in begun else magic, "u8.s8")]
+        text += [
+            int8_mma(
+                d,
+                [f"ka{i}" for i in range(4)],
+                queries[2 * g : 2 * g + 2],
+                [f"{d}{i}" for i in range(4)] if (h, place) in begun else magic,
+                "u8.s8",
+            )
+        ]
         begun.add((h, place))
     return text + _added_up(begun)
 
@@ -229,8 +236,10 @@ def renewed_queries(
             text += [f"ld.shared.v2.b32 {{a{2 * half}, a{2 * half + 1}}}, [key_scales+{scales + 64 * i + 32 * half}];"]
             text += [f"mul.f16x2 {t}, a{2 * half}, {plain[2 * i + half]}; abs.f16x2 u, {t}; max.f16x2 w, w, u;"]
         # scales are its upper rows, zero points the lower ones, as a load leaves them in registers
-        text += ["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {n0, n1, n2, n3}, {a0, a1, a2, a3}, "
-                 f"{{{plain[2 * i]}, {plain[2 * i + 1]}}}, {{n0, n1, n2, n3}};"]
+        text += [
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {n0, n1, n2, n3}, {a0, a1, a2, a3}, "
+            f"{{{plain[2 * i]}, {plain[2 * i + 1]}}}, {{n0, n1, n2, n3}};"
+        ]
     text += ["mov.b32 {h0, h1}, w; cvt.f32.f16 top, h0; cvt.f32.f16 x, h1; max.f32 top, top, x;"]
     for step in (1, 2):
         text += [f"shfl.sync.bfly.b32 x, top, {step}, 31, 0xffffffff; max.f32 top, top, x;"]

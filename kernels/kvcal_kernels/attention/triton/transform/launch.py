@@ -205,9 +205,7 @@ def attend(
     if prepared is None or not all(map(Tensor.is_contiguous, tensors)):
         check(q, keys, values, blocks, sink, recent)
     out, constants = torch.empty_like(q), constants_of(keys, values)
-    before = (
-        q, out, *_pointers(keys), *_pointers(values), *sink[:2], *recent[:2], blocks, sink[2], recent[2],
-    )
+    before = (q, out, *_pointers(keys), *_pointers(values), *sink[:2], *recent[:2], blocks, sink[2], recent[2])
     if prepared is None:
         prepared = _PREPARED[key] = _prepared(q, keys, values, sink, recent, launch, ring, before, constants)
     ready, take, numbers = prepared
@@ -234,8 +232,15 @@ def check(
 
 
 def _prepared(
-    q: Tensor, keys: TransformBlocks, values: TransformBlocks, sink: Exact, recent: Exact, launch: Launch | None,
-    ring: bool, before: tuple[Tensor, ...], behind: tuple[Tensor, ...],
+    q: Tensor,
+    keys: TransformBlocks,
+    values: TransformBlocks,
+    sink: Exact,
+    recent: Exact,
+    launch: Launch | None,
+    ring: bool,
+    before: tuple[Tensor, ...],
+    behind: tuple[Tensor, ...],
 ) -> tuple[Ready, tuple[int, ...], tuple[int, ...]]:
     """Return all of a launch that follows from shapes, as `..launch` does for other formats."""
     batch, heads, capacity = keys.words.shape[:3]
@@ -246,18 +251,18 @@ def _prepared(
     options: dict[str, object] = {**constants, "ASM": not interpreted(), "RING": ring, "LONG": capacity + SPARE > SHORT}
     options |= {"num_warps": launch.warps, "num_stages": launch.stages}
     options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
-    ready = Ready(transform_kernel, (1, 1, 1), options, functools.partial(common._examine, ring_bytes(constants)))
+    ready = Ready(transform_kernel, (1, 1, 1), options, functools.partial(common.examine, ring_bytes(constants)))
 
     def numbers(chosen: Plan, merge_width: int) -> tuple[int, ...]:
         splits, tail_tokens = chosen.splits, chosen.tail_tokens
         sink_splits, merges = -(-windows[0] // tail_tokens), -(-splits // merge_width)
         return capacity, *windows, *chosen.numbers(), sink_splits, splits, tail_tokens, merge_width, merges
 
-    at_once = common._by_registers(launch)
+    at_once = common.by_registers(launch)
     if q.is_cuda and not interpreted():
         some = q.new_empty(16, dtype=torch.float32)
         tensors = (*before, some, some, some.view(torch.int32), *behind)
-        at_once = common._AT_ONCE[id(ready.compiled(tensors, (*numbers(Plan(2, 1, 16, ALONE), 1), 1.0)))]
+        at_once = common.PROGRAMS_AT_ONCE[id(ready.compiled(tensors, (*numbers(Plan(2, 1, 16, ALONE), 1), 1.0)))]
     layout = _plan(constants, batch, capacity, windows, launch, at_once, q.device)
     merge_width = launch.merge_width or merge_width_of(layout.splits, constants["AT_ONCE"])
     ready.grid = (batch, heads * constants["CHUNKS"], layout.splits)
@@ -266,11 +271,16 @@ def _prepared(
 
 
 def _plan(
-    constants: dict[str, Any], batch: int, capacity: int, windows: tuple[int, int], launch: Launch, at_once: int,
+    constants: dict[str, Any],
+    batch: int,
+    capacity: int,
+    windows: tuple[int, int],
+    launch: Launch,
+    at_once: int,
     device: torch.device,
 ) -> Plan:
     groups = batch * constants["HEADS"] * constants["CHUNKS"]
-    return planned(groups, capacity, windows, launch, at_once * common._processors(device))
+    return planned(groups, capacity, windows, launch, at_once * common.processors_of(device))
 
 
 def planned(groups: int, capacity: int, windows: tuple[int, int], launch: Launch, slots: int) -> Plan:
@@ -286,8 +296,15 @@ def planned(groups: int, capacity: int, windows: tuple[int, int], launch: Launch
 
 
 def reserve(
-    space: Workspace, keys: TransformForm, values: TransformForm, batch: int, heads: int, ratio: int, capacity: int,
-    windows: tuple[int, int], queries: int = 1,
+    space: Workspace,
+    keys: TransformForm,
+    values: TransformForm,
+    batch: int,
+    heads: int,
+    ratio: int,
+    capacity: int,
+    windows: tuple[int, int],
+    queries: int = 1,
 ) -> None:
     """Let `space` have what a launch over so many blocks of capacity needs, however many programs run at a time."""
     device = space.counter.device

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..numbers import LOW
-from ..softmax import _second, _slack, by_parity, dtypes, raised
+from ..softmax import by_parity, dtypes, raised, second_of, slack
 from .codes import token_norms
 
 
@@ -84,7 +84,7 @@ def weighed_by_assembly(
 ):
     """Return what `weighed` does where all tokens count: maxima and sums are whole after `both_columns`."""
     COUNT: tl.constexpr = len(acc)
-    SLACK: tl.constexpr = _slack(VALUES)
+    SLACK: tl.constexpr = slack(VALUES)
     TEXT: tl.constexpr = _weighed(COUNT, KEYS.norm_at, KEYS.slot + VALUES.norm_at, SLACK[0], SLACK[1])
     at = tl.zeros([NW, 16, N], tl.int32) + o_slot
     changed = tl.inline_asm_elementwise(
@@ -93,7 +93,7 @@ def weighed_by_assembly(
     )
     operands = ()
     for i in tl.static_range(4):
-        operands = operands + (_second(changed[2 + COUNT + i], NW, N),)
+        operands = operands + (second_of(changed[2 + COUNT + i], NW, N),)
     return changed[0], changed[1], changed[2 : 2 + COUNT], operands
 
 

@@ -14,7 +14,7 @@ from ....layout import PageForm
 from ....layout.pages import block_bytes, token_scales, widths
 from ....triton import interpreted
 from ...reference import GridRule, Rule
-from ...triton.launch import _factors
+from ...triton.launch import factors_of
 from ...triton.launch import side_of as rule_side
 from ..reference import StoreRule, TransformRule, check_store
 from ..side import StoreSide, places
@@ -62,7 +62,7 @@ def _raster(constants: dict[str, int]) -> tuple[int, int, int, int]:
 
 
 def _table(rule: StoreRule, device: torch.device) -> Tensor:
-    return _factors(rule, device) if isinstance(rule, Rule) else rule.table
+    return factors_of(rule, device) if isinstance(rule, Rule) else rule.table
 
 
 def settings(form: PageForm, keys: StoreRule, values: StoreRule, heads: int, tokens: int) -> dict[str, Any]:
@@ -118,11 +118,36 @@ def _launch(
         y = torch.empty(2, tokens, heads, row, dtype=torch.float32, device=k.device)
         square = torch.empty(2, tokens, heads, dtype=torch.float32, device=k.device)
         coordinates_kernel[(tiles, heads, 2)](
-            k, v, slots, *tables, y, square, tokens, k.stride(0), v.stride(0),
-            **{name: constants[name] for name in FIRST}, num_warps=4, enable_fp_fusion=False,
+            k,
+            v,
+            slots,
+            *tables,
+            y,
+            square,
+            tokens,
+            k.stride(0),
+            v.stride(0),
+            **{name: constants[name] for name in FIRST},
+            num_warps=4,
+            enable_fp_fusion=False,
         )
     store_kernel[(tiles, groups, 2)](
-        k, v, pages, slots, *tables, _places_on(keys, k.device), _places_on(values, k.device), y, square, tokens,
-        k.stride(0), v.stride(0), pages.stride(0), pages.stride(1), **constants, ASM=not interpreted(), num_warps=4,
+        k,
+        v,
+        pages,
+        slots,
+        *tables,
+        _places_on(keys, k.device),
+        _places_on(values, k.device),
+        y,
+        square,
+        tokens,
+        k.stride(0),
+        v.stride(0),
+        pages.stride(0),
+        pages.stride(1),
+        **constants,
+        ASM=not interpreted(),
+        num_warps=4,
         enable_fp_fusion=False,
     )
