@@ -114,9 +114,9 @@ def warnings(
     *,
     text: str,
 ) -> list[str]:
-    """One line for each scheme whose forecast KL on text is high, and for each that packs nothing of the text and so
-    has no forecast; empty if there is none. ids: token windows (N, T) int64, of which those of `window_of` are taken.
-    text: what they are of, for the line: forecasts of one scheme on two texts differ, up to a few times.
+    """One line for each scheme whose forecast KL on text is high. A scheme that packs nothing of the text has no
+    forecast, and a line, too. ids: token windows (N, T) int64, of which those of `window_of` are taken. text: what they
+    are of, for the line. Forecasts of one scheme on two texts differ, up to a few times.
     """
     if not schemes:
         return []

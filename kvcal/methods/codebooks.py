@@ -275,9 +275,9 @@ def distinct_codewords(book: Tensor, label: str) -> Tensor:
     """A stage's codewords (k, d) float16, as they are unless vectors of few kinds, as of a layer of zeros, left fewer
     different ones than a bundle may hold.
 
-    Then those that repeat an earlier one, to which no vector went, become others, in each channel about as large: this
-    adds codewords and takes none away, so that no vector has a larger error. Where all are below float16's normal
-    numbers, they are 0 first. Raises UsageError where float16 has too few numbers, as for 65,536 codewords of one
+    Then those that repeat an earlier one, to which no vector went, become others, in each channel about as large. This
+    takes no codeword away, so that no vector has a larger error. Where all are below float16's normal numbers, they are
+    0 first. Raises UsageError where float16 has too few numbers, as for 65,536 codewords of one
     dimension.
     """
     if not no_codewords(book):

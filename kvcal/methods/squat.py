@@ -63,8 +63,8 @@ def paper_settings(task: str, model: str, frame: Frame) -> tuple[int, float, int
 
 
 def not_nothing(directions: Tensor) -> Tensor:
-    """Directions (H, R, D) float32 as they are, or axes of the least length that a bundle may hold where all queries of
-    a layer are next to nothing: they correct next to nothing, too.
+    """Directions (H, R, D) float32 as they are. Where all queries of a layer are next to nothing: axes of the least
+    length that a bundle may hold, which correct next to nothing, too.
     """
     if float(directions.norm(dim=-1).max()) >= LEAST:
         return directions

@@ -30,9 +30,9 @@ DOT = 5.0  # a dot's diameter
 
 
 def side_by_side(axis: Axes, points: Sequence[Point], spans: Sequence[tuple[float, float]]) -> list[float]:
-    """Where each point stands on the x axis, so that none hides another: those of one x, as far as their spans of y
-    (low, high) meet, stand APART from each other, in the order of `points`; all others where they are. In data units
-    of `axis`, whose limits and layout are fixed by it.
+    """Where each point stands on the x axis, so that none hides another. Points of one x whose spans of y (low, high)
+    meet stand APART from each other, in the order of `points`; all others where they are. In data units of `axis`,
+    whose limits and layout are fixed by it.
     """
     unit = _settled(axis)
     at = [axis.transData.transform(point) for point in points]
@@ -80,7 +80,8 @@ def label_points(
     """Write each text next to its point, in data units of `axis`; limits and layout of the figure are fixed by it.
 
     A label takes the first of STEPS at which it lies within the axes, on no label before it, on no bar and AROUND from
-    the other points; where none is free, the one with the least overlap. bars: low and high end of each point's bar.
+    the other points. Where none is free, it takes the one with the least overlap. bars: low and high end of each
+    point's bar.
     """
     unit = _settled(axis)
     inside = axis.get_window_extent()

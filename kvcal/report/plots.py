@@ -61,8 +61,8 @@ def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, p
 
 
 def plot_quality(rows: list[dict[str, Any]], title: str, path: Path, cost: Cost = BITS) -> None:
-    """KL against stored bits, or another cost, of rows as `kvcal compare` gives them, with bars of two standard errors
-    over windows where there are several, those on the front joined by a line. Rows of one cost that would lie on each
+    """KL against stored bits, or another cost, of rows as `kvcal compare` gives them. Bars are two standard errors over
+    windows, where there are several. Rows on the front are joined by a line. Rows of one cost that would lie on each
     other stand side by side.
 
     title: names model, text, windows, machine and date.

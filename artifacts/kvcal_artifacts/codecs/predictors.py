@@ -159,8 +159,8 @@ class QuantisedLinear(Predictor):
 
 
 def check_gain(weights: Mapping[str, Tensor], what: str) -> None:
-    """Raises KVCalError for a matrix that makes more of inputs of size 1 than float16 holds, which no fit to keys and
-    values in 16 bits does: a column's length, of 4-bit codes the largest entry that they can mean.
+    """Raises KVCalError for a matrix that makes more of inputs of size 1 than float16 holds. No fit to keys and values
+    in 16 bits does. Judged are a column's length and, of 4-bit codes, the largest entry that they can mean.
     """
     for name, weight in weights.items():
         if weight.ndim == 2 and weight.is_floating_point():

@@ -106,8 +106,8 @@ class ResidualVQ(Codec):
             raise KVCalError("residual-vq scale: must be positive in every channel")
 
     def check_range(self) -> None:
-        """Raises KVCalError where a sum of codewords, times its channel's scale, can lie beyond float16, to which it is
-        decoded in caches of float16, and where a stage's codewords say nothing.
+        """Raises KVCalError where a sum of codewords, times its channel's scale, can lie beyond float16, the dtype of
+        some caches. Raises it, too, where a stage's codewords say nothing.
         """
         for number, (band, book) in enumerate(zip(self.bands, self.codebooks, strict=True)):
             reach = once(book, "reach", partial(_reach, book))

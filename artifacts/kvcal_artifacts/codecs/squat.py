@@ -378,7 +378,7 @@ class Squat(Codec):
 
 
 def check_directions(calibrated: Tensor) -> None:
-    """Raises KVCalError for what no singular value decomposition gives: rows (H, R, D) that are not at right angles to
+    """Raises KVCalError for what no singular value decomposition gives. Such rows (H, R, D) are not at right angles to
     one another, do not fall in length, or are all next to nothing.
     """
     if calibrated.is_meta:
