@@ -87,8 +87,8 @@ def composed(name: str | None, keys: str | None, values: str | None, per_layer: 
 
 
 def block_notes(codecs: Iterable[str], block: int) -> Iterator[str]:
-    """A line for each of these codecs whose preset packs more or fewer tokens at a time. The codec has other stored bits
-    then, where it stores something per block.
+    """A line for each of these codecs whose preset packs more or fewer tokens at a time. The codec has other stored
+    bits then, where it stores something per block.
     """
     for name in dict.fromkeys(codecs):
         if (method := PRESETS.get(name)) is not None and method.block != block:

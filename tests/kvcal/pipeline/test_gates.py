@@ -271,7 +271,7 @@ def overflowing(base: Path, tmp_path: Path) -> Path:
     pair = found.scheme.layers[1]
     assert pair is not None
     [scale] = [t for name, t in pair.value.tensors().items() if name.endswith("scale")]
-    scale.fill_(6e4)
+    scale.fill_(4e3)  # 15 of them is nearly what a bundle may hold
     found.write(tmp_path / f"huge{SUFFIX}")
     return tmp_path / f"huge{SUFFIX}"
 
@@ -326,7 +326,6 @@ def altered(bundle: Path, output: Path, layer: int, role: str, name: str, change
 
 
 HARM: dict[str, tuple[int, str, str, Any, str]] = {  # layer, role, tensor, change, who is to blame
-    "grid": (0, "key", "inner.grid", lambda t: t.mul_(2), "layer 0, keys"),
     "factor": (0, "key", "factor", lambda t: t[1, ::2].mul_(8), "layer 0, keys of head 1: "),
     "key head": (4, "key", "predictor.weight", lambda t: t[:, :64].zero_(), "layer 4, keys of head 0: "),
     "value head": (7, "value", "predictor.weight", lambda t: t[:, 64:].zero_(), "layer 7, values of head "),
@@ -341,7 +340,7 @@ def test_a_good_bundle_drifts_less(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["grid", "value head", *(pytest.param(name, marks=pytest.mark.slow) for name in ("factor", "key head", "values"))],
+    ["factor", "value head", *(pytest.param(name, marks=pytest.mark.slow) for name in ("key head", "values"))],
 )
 def test_harm_to_one_head_is_found_and_named(tiny: Path, tmp_path: Path, name: str) -> None:
     layer, role, tensor, change, who = HARM[name]
