@@ -37,7 +37,7 @@ QUALITY = {  # model -> its picture, and its rows in docs/benchmarks/results
     "SmolLM2-135M": "smollm2-135m",
     "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0.5b",
 }
-MEASURED = "2026-11-26"
+MEASURED = "2026-11-26 and 27"
 SHOWN = {  # label of results.toml -> name in the picture
     "2 bits.HIGGS": "HIGGS 2",
     "3 bits.HIGGS": "HIGGS 3",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvcal.bench.planning.paged import PagedRow
     from kvcal.bench.planning.projection import KL, Row
     from kvcal.bench.planning.quality import MeasuredModel
-    from kvcal.commands.plan import Assumed, PlanHead, PlanResult, ServedPlan
+    from kvcal.commands.plan import Assumed, CardRecord, PlanHead, PlanResult, ServedPlan
 
 
 @command(PlanOptions, light=True)
@@ -120,8 +120,13 @@ def _head(result: PlanHead) -> list[str]:
     model, gpu = result["model"], result["gpu"]
     rate = "" if gpu["bytes_per_second"] is None else f", {gpu['bytes_per_second'] / 1e9:,.0f} GB/s"
     server = "" if result["serve"] is None else ", served by vLLM on the GPU"
+    whole = model["parameters"] is not None and model["weights_bytes"] in (
+        2 * model["parameters"],
+        4 * model["parameters"],
+    )
+    form = f"in {model['dtype']}" if whole else "as given" if model["parameters"] is None else "as stored"
     return [
-        f"{model['name']}: weights {model['weights_bytes'] / 2**30:.2f} GiB in {model['dtype']}, at most "
+        f"{model['name']}: weights {model['weights_bytes'] / 2**30:.2f} GiB {form}, at most "
         f"{model['context']:,} tokens",
         f"{gpu['title']}{', asked' if gpu['asked'] else ''}: {gpu['memory_bytes'] / 2**30:.2f} GiB for programs{rate}",
         f"planned: {result['batch']:,} x {result['context']:,} tokens{server}; every figure is projected",
@@ -141,12 +146,20 @@ def _foot(result: PlanResult) -> list[str]:
     if result["gpu"]["bytes_per_second"] is None:
         lines.append("tokens/s: give --bandwidth, as 1008GB/s")
     elif slow := [row["scheme"] for row in rows if row["fits"] != "no" and row["tokens_per_second"] is None]:
-        lines.append(f"tokens/s of {', '.join(slow)}: only for cards with a profile (--gpu)")
+        lines.append(f"tokens/s of {', '.join(slow)}: {_why_no_speed(result['gpu'])}")
     if result["gpu"]["no_kernels"] is not None:
         lines.append(f"no fused kernel runs there: {result['gpu']['no_kernels']}")
     if result["assumed"]["memory_of_the_system_counted"] is False:
         lines.append("a Jetson's memory is the system's too: what that takes is not counted")
-    return [*lines, "vLLM serves fewer schemes on a GPU: kvcal plan --serve vllm"]
+    return [*lines, "vLLM serves fewer schemes on a GPU: the same command with --serve vllm names them"]
+
+
+def _why_no_speed(gpu: CardRecord) -> str:
+    if gpu["name"] == "given":
+        return "only for cards with a profile (--gpu)"
+    if gpu["flops"] is None:
+        return "not known without the card's rate of 16-bit products, or no kernel of it was timed"
+    return "no kernel of it was timed"
 
 
 def _chunks_line(result: PlanResult) -> str:
@@ -223,6 +236,11 @@ def _nothing(result: PlanResult | ServedPlan) -> str:
         for row in result["rows"][1:]
         if _fits(row, result["batch"]) and row["kl_upper"] is not None
     ]
+    if not fitting and "refused" in result and result["refused"] and len(result["rows"]) == 1:
+        return "none, vLLM serves none of these schemes: leave --preset out"
+    unknown = [row["scheme"] for row in result["rows"][1:] if _fits(row, result["batch"]) and row["kl_upper"] is None]
+    if not fitting and unknown:
+        return f"none, the KL of {', '.join(unknown)} was not measured: kvcal eval measures it on your model"
     if not fitting:
         return "none, no scheme fits that was measured: less --context or --batch, or a smaller model"
     upper, scheme = min(fitting, key=lambda pair: pair[0])

@@ -17,6 +17,7 @@ from ..bench.planning.memory import ALLOCATOR, CHUNK, RUNTIME, Model
 from ..bench.planning.projection import Choice, Goal
 from ..bench.planning.schemes import Planned
 from ..models import plain_config
+from ..models.geometry import Geometry
 from ..models.names import ModelSource, resolve
 from ..report.suggest import allowed
 from .options import PlanOptions
@@ -230,11 +231,33 @@ def _model(source: ModelSource, options: PlanOptions, say: Say) -> Model:
             f"{source.label}: all its {geometry.layers} layers attend to a window of {geometry.sliding_window} tokens "
             "and keep caches of their own: there is nothing to compress"
         )
+    weights, parameters = _weights(source, geometry, width, options, say)
+    table = 0 if geometry.tied else geometry.vocab * geometry.hidden * width
+    if options.weights is not None and weights <= table:
+        raise UsageError(
+            f"--weights {options.weights}: must be more than the {table / 1e9:.2f} GB that the table of embeddings of "
+            f"{options.model} takes in {options.dtype}; give the size of all weights, as 5.7GB"
+        )
+    return Model(geometry, weights, width, parameters)
+
+
+def _weights(
+    source: ModelSource, geometry: Geometry, width: int, options: PlanOptions, say: Say
+) -> tuple[float, float]:
+    """Bytes of all weights, and how many there are."""
+    quantised = plain_config.quantised(source)
     if options.weights is not None:
-        return Model(geometry, units.bytes_of(options.weights, "--weights"), width)
-    in_files = None if source.folder is None else plain_config.parameters_in_files(source.folder, source.label)
-    if in_files is not None:
-        return Model(geometry, in_files * width, width)
+        return units.bytes_of(options.weights, "--weights"), geometry.parameters
+    stored = None if source.folder is None else plain_config.stored_weights(source.folder, source.label)
+    if stored is not None:
+        if quantised is None:
+            return stored.numbers * width, stored.numbers
+        say(f"weights of {options.model} are quantised ({quantised}): as many bytes as its files hold")
+        return stored.bytes, geometry.parameters
+    if quantised is not None:
+        raise UsageError(
+            f"--model {options.model} is quantised ({quantised}): give what its weights take, as --weights 5.7GB"
+        )
     if plain_config.experts(source):
         raise UsageError(
             f"--model {options.model} has experts, whose weights its shape does not tell: give their size, as "
@@ -242,7 +265,7 @@ def _model(source: ModelSource, options: PlanOptions, say: Say) -> Model:
         )
     if geometry.model_type not in plain_config.PLAIN:
         say(f"weights of {options.model} are estimated by its shape; --weights says what they take")
-    return Model(geometry, geometry.parameters * width, width)
+    return geometry.parameters * width, geometry.parameters
 
 
 def _model_record(source: ModelSource, model: Model, options: PlanOptions) -> ModelRecord:
@@ -253,7 +276,7 @@ def _model_record(source: ModelSource, model: Model, options: PlanOptions) -> Mo
         "context": geometry.context,
         "dtype": options.dtype,
         "weights_bytes": round(model.weights),
-        "parameters": None if options.weights is not None else round(model.weights / model.width),
+        "parameters": None if model.parameters is None or options.weights is not None else round(model.parameters),
         "layers": geometry.layers,
         "sliding_layers": geometry.sliding_layers,
         "kv_bytes_per_token": round(model.layer_token * geometry.layers),

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcal_artifacts.errors import ModelUnavailable
 
@@ -76,18 +76,58 @@ def _says_all(fields: Mapping[str, Json]) -> bool:
     return has_head_dim and (kind in UNTIED or isinstance(fields.get("tie_word_embeddings"), bool))
 
 
-def parameters_in_files(folder: Path, label: str) -> int | None:
-    """Parameters of all safetensors files of a folder, from their headers; None where there are none."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+def quantised(source: ModelSource) -> str | None:
+    """How the checkpoint's weights are quantised, by its config.json, as awq; None where they are not."""
+    if source.entry is not None:
         return None
-    total = 0
+    config = configuration.config_fields(source).get("quantization_config")
+    if not isinstance(config, dict):
+        return None
+    method = config.get("quant_method")
+    return method if isinstance(method, str) else "an unnamed method"
+
+
+class Stored(NamedTuple):
+    """A folder's weights, by the headers of its files. numbers: of all tensors; bytes: that they take there."""
+
+    numbers: int
+    bytes: int
+
+
+def stored_weights(folder: Path, label: str) -> Stored | None:
+    """The weights that Transformers reads: those of the index, or model.safetensors, or else every file but bundles,
+    adapters and Mistral's second copy. None where there are none. Raises ModelUnavailable for other content.
+    """
+    numbers = size = 0
+    files = _weight_files(folder, label)
     for path in files:
         try:
             with path.open("rb") as stream:
-                size = int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(min(size, path.stat().st_size)))
-            total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                length = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(min(length, path.stat().st_size)))
+            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+            numbers += sum(math.prod(entry["shape"]) for entry in tensors)
+            size += sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in tensors)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ModelUnavailable(f"{label}: {path.name} is no safetensors file: its header cannot be read") from error
-    return total
+    return Stored(numbers, size) if files else None
+
+
+def _weight_files(folder: Path, label: str) -> list[Path]:
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        try:
+            names = {str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelUnavailable(
+                f"{label}: {index.name} is no index of weights: its weight_map cannot be read"
+            ) from error
+        return sorted(folder / name for name in names)
+    if single.is_file():
+        return [single]
+    others = ("consolidated", "adapter")
+    return [
+        path
+        for path in sorted(folder.glob("*.safetensors"))
+        if not path.name.startswith(others) and not path.name.endswith(".kvcal.safetensors")
+    ]

@@ -27,12 +27,14 @@ KERNEL_BLOCK = 32  # tokens
 @dataclass(frozen=True)
 class Model:
     """Bytes that do not depend on the scheme. weights: all of them; width: of a number of activations, keys and values.
-    activation: of a token in a forward; row: of a row whatever its tokens, its logits.
+    parameters: how many weights there are; None: as many as `weights` holds at that width. activation: of a token in a
+    forward; row: of a row whatever its tokens, its logits.
     """
 
     geometry: Geometry
     weights: float
     width: int
+    parameters: float | None = None
 
     @property
     def activation(self) -> float:
@@ -60,9 +62,17 @@ class Model:
         """Bytes of weights that a decode step reads: the table of input embeddings is not, unless the head is the
         same.
         """
-        geometry = self.geometry
-        table = 0 if geometry.tied else geometry.vocab * geometry.hidden * self.width
-        return self.weights - table
+        return self.weights - self._table * self.width
+
+    @property
+    def multiplied(self) -> float:
+        """Parameters that a token of a decode step is multiplied with, however they are stored: all but that table."""
+        parameters = self.weights / self.width if self.parameters is None else self.parameters
+        return parameters - self._table
+
+    @property
+    def _table(self) -> int:
+        return 0 if self.geometry.tied else self.geometry.vocab * self.geometry.hidden
 
     def prompt_operations(self, length: int) -> float:
         """Multiplications and additions of a row's prompt of so many tokens: every token through all weights but the
@@ -70,7 +80,7 @@ class Model:
         """
         geometry = self.geometry
         head = geometry.vocab * geometry.hidden
-        body = self.read_bytes / self.width - head
+        body = self.multiplied - head
         window = min(length, geometry.sliding_window or length)
         full_pairs, sliding_pairs = length * (length + 1) / 2, window * (length - (window - 1) / 2)
         full_layers = geometry.layers - geometry.sliding_layers

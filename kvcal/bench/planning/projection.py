@@ -188,7 +188,7 @@ def step_of(goal: Goal, one: Candidate) -> Step | None:
         geometry.layers,
         batch,
         goal.model.read_bytes,
-        goal.model.read_bytes / goal.model.width,
+        goal.model.multiplied,
         batch * load.cache_bytes(goal.context) + load.constants,
         2.0 * batch * goal.context * geometry.kv_width * load.layers,
         timed,

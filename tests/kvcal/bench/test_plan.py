@@ -261,6 +261,49 @@ def test_weights_of_a_folder_are_counted_in_its_files(tmp_path: Path) -> None:
         run_plan(options, print)
 
 
+def test_weights_are_counted_once(tmp_path: Path) -> None:
+    """A second copy, an adapter and a bundle beside model.safetensors are not weights; shards are those of the index."""
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    options = PlanOptions(model=str(tmp_path), gpu="h100")
+    safetensors(tmp_path, a=[10, 7])
+    for name in ("consolidated", "adapter_model", "x.kvcal"):
+        (tmp_path / f"{name}.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    assert run_plan(options, print)["model"]["weights_bytes"] == 140
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+    assert run_plan(options, print)["model"]["weights_bytes"] == 140
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "consolidated.safetensors"}}))
+    assert run_plan(options, print)["model"]["weights_bytes"] == 280
+    index.write_text("[]")
+    with pytest.raises(ModelUnavailable, match="index of weights"):
+        run_plan(options, print)
+
+
+def test_quantised_weights_are_bytes_of_the_files(tmp_path: Path) -> None:
+    config = {**SMOLLM2, "quantization_config": {"quant_method": "awq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = PlanOptions(model=str(tmp_path), gpu="h100")
+    with pytest.raises(UsageError, match=r"quantised \(awq\): give .*--weights"):
+        run_plan(options, print)
+    safetensors(tmp_path, a=[10, 7])
+    said: list[str] = []
+    model = run_plan(options, said.append)["model"]
+    assert (model["weights_bytes"], model["parameters"]) == (140, 134515008)
+    assert "quantised (awq)" in said[0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_smaller_weights_do_not_make_fewer_products(dtype: str) -> None:
+    """A prompt's products are those of all parameters, however few bytes these take; a step reads less."""
+    options = PlanOptions(model="llama-3.1-8b", gpu="rtx-4090", context="8k", dtype=dtype)
+    whole, small = (run_plan(replace(options, weights=size), print)["rows"] for size in (None, "5.7GB"))
+    for one, other in zip(whole, small, strict=True):
+        assert other["prefill_seconds"] >= one["prefill_seconds"]
+        assert one["tokens_per_second"] is None or other["tokens_per_second"] >= one["tokens_per_second"]
+    with pytest.raises(UsageError, match=r"--weights 0.5GB: must be more than the 1.05 GB that the table"):
+        run_plan(replace(options, weights="0.5GB"), print)
+
+
 @pytest.mark.parametrize("name", [name for name in CATALOGUE if name != "tiny"])
 def test_a_config_is_read_as_transformers_reads_it(name: str, tmp_path: Path) -> None:
     entry = CATALOGUE[name]
