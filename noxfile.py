@@ -104,6 +104,19 @@ def tests_full(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def walks(session: nox.Session) -> None:
+    """The guides of an engineer, a researcher and a pipeline from a fresh clone: installed as the README says, run, and
+    the engineer's scheme served.
+    """
+    clone = Path(session.create_tmp()) / "clone"
+    if clone.exists():
+        session.run("rm", "-rf", str(clone), external=True)
+    session.run("git", "clone", "--quiet", ".", str(clone), external=True)
+    _install(session, "-c", CONSTRAINTS, f"{clone}[all]")
+    session.run("python", str(clone / "tests" / "support" / "walks.py"), str(clone))
+
+
+@nox.session(default=False)
 def tests_gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device."""
     _pytest(session, "-m", "gpu", "-n", "0")

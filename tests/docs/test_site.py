@@ -19,7 +19,7 @@ import pytest
 from kvcal.report.quantities import significant
 from tests.docs.test_figures import BENCHMARKS, shows
 from tests.support.fork_server import forking
-from tests.support.pages import NEEDS, ROOT, bash_blocks, run_page, sources
+from tests.support.pages import NEEDS, ROOT, asked, bash_blocks, run_page, sources
 
 DOCS = ROOT / "docs"
 GUIDES = ["engineer", "researcher", "recommend", "pipeline", "server", "vllm"]
@@ -57,28 +57,7 @@ def test_commands_of_a_page_run(page: str, tmp_path: Path, tools: Path) -> None:
 
 def test_the_server_of_the_guide_answers(tmp_path: Path) -> None:
     """The page's own commands: bundle and server are written, started in one shell and asked from another."""
-    page = DOCS / "guides" / "server.md"
-    run_page(page, tmp_path, ["2. Make the bundle, once", "3. Write the server"])
-    start, question = re.findall(r"^(?:python serve|curl) ?.*$", page.read_text("utf-8"), re.M)
-    assert "8000" in start and "8000" in question
-    server = subprocess.Popen(
-        ["bash", "-c", f"exec {start.replace('8000', '0')}"],
-        cwd=tmp_path, env=sources(tmp_path), stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        assert server.stdout is not None
-        line = server.stdout.readline()
-        port = line.removeprefix("serving on port ").strip()
-        assert port.isdecimal(), line
-        answers = []
-        for tokens in ("100", "20"):
-            words = question.replace("8000", port).replace('"tokens": 100', f'"tokens": {tokens}')
-            done = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=100, check=True)
-            answers.append(json.loads(done.stdout))
-    finally:
-        server.kill()
-        server.wait()
-    long, short = answers
+    long, short = asked(DOCS / "guides" / "server.md", tmp_path, ["100", "20"])
     assert long["text"] and long["cache_bytes"] > 0 and long["unpacked"] is None
     assert "nothing is packed yet" in short["unpacked"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -96,3 +98,36 @@ def run_page(
         done.append(Ran(block, ran.returncode, ran.stdout, ran.stderr))
         assert ran.returncode == 0, done[-1].report
     return done
+
+
+def asked(
+    page: Path,
+    folder: Path,
+    tokens: Collection[str],
+    environment: Mapping[str, str] | None = None,
+    tools: Path | None = None,
+) -> list[dict[str, Any]]:
+    """Answers of the server guide's own server, which is started in one shell and asked from another, by the page's own
+    commands, once for each number of tokens.
+    """
+    run_page(page, folder, ["2. Make the bundle, once", "3. Write the server"], environment=environment, tools=tools)
+    start, question = re.findall(r"^(?:python serve|curl) ?.*$", page.read_text("utf-8"), re.M)
+    assert "8000" in start and "8000" in question
+    server = subprocess.Popen(
+        ["bash", "-c", f"exec {start.replace('8000', '0')}"],
+        cwd=folder, env={**sources(folder), **(environment or {})}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        port = line.removeprefix("serving on port ").strip()
+        assert port.isdecimal(), line
+        answers = []
+        for number in tokens:
+            words = question.replace("8000", port).replace('"tokens": 100', f'"tokens": {number}')
+            done = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=100, check=True)
+            answers.append(json.loads(done.stdout))
+    finally:
+        server.kill()
+        server.wait()
+    return answers
