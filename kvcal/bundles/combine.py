@@ -57,7 +57,7 @@ def combine(keys: Bundle, values: Bundle, *, hashes: tuple[str, str]) -> Bundle:
 
 
 def _differences(keys: Bundle, values: Bundle) -> str:
-    """How the bundles' models differ, the first NAMED fields of it; empty if they do not. A hash is named alone only."""
+    """How the bundles' models differ, in the first NAMED fields; empty if they do not. A hash is named alone only."""
     phrases = keys.fingerprint.differences(values.fingerprint, names=("first", "second"))
     telling = [phrase for phrase in phrases if not phrase.startswith("config_sha256")] or phrases
     return "; ".join([*telling[:NAMED], *([f"and {len(telling) - NAMED} more"] if len(telling) > NAMED else [])])
