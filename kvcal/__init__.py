@@ -27,12 +27,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'kvcal' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 
-def _evaluate(*args: object, **options: object) -> object:
-    """kvcal.commands.api.evaluate, which the package of this name calls: `kvcal.evaluate(...)`."""
-    return importlib.import_module("kvcal.commands.api").evaluate(*args, **options)
-
-
-evaluate.make_callable(_evaluate)
+# `kvcal.evaluate(...)`: the package of this name calls the function
+evaluate.make_callable(lambda: importlib.import_module("kvcal.commands.api").evaluate)
 
 
 def __dir__() -> list[str]:

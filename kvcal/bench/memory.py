@@ -108,6 +108,22 @@ def too_large(model: str, geometry: Geometry, gib: float, width: int = 2) -> str
     return f"{model} in {8 * width} bits does not fit its {gib:g} GiB: its weights alone take {size:.1f} GiB"
 
 
+def too_much(every: Sequence[Footprint], gib: float, shapes: Sequence[tuple[int, int]]) -> list[str]:
+    """What to say of each (batch, length) whose caches do not fit so much memory beside the model, under some schemes.
+    Schemes whose weights, constants and runtime alone fill it are left out.
+    """
+    lines = []
+    for batch, length in shapes:
+        able = [one for one in every if one.fixed < gib * 2**30]
+        beyond = [one for one in able if one.used(batch, length) > gib * 2**30]
+        if beyond:
+            which = "every scheme" if beyond == able else ", ".join(one.name for one in beyond)
+            sizes = [one.used(batch, length) / 2**30 for one in beyond]
+            needed = f"{min(sizes):,.1f} to {max(sizes):,.1f}" if len(sizes) > 1 else f"{sizes[0]:,.1f}"
+            lines.append(f"the model with {batch} x {length:,} tokens does not fit {gib:g} GiB: {which}, {needed} GiB")
+    return lines[:2] + ([f"nor do {len(lines) - 2} more of these batches and lengths"] if len(lines) > 2 else [])
+
+
 def _row(
     operation: str, model: str, one: Footprint, batch: int, length: int, gib: float, device: str, **more: Json
 ) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcal_artifacts.bundle import Bundle
+from kvcal_artifacts.bundle.bundle import NAMED
 from kvcal_artifacts.errors import IncompatibleBundle, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
@@ -17,10 +18,8 @@ def combine(keys: Bundle, values: Bundle, *, hashes: tuple[str, str]) -> Bundle:
     Raises IncompatibleBundle for bundles of different models, UsageError for parts that cannot work together, naming
     both.
     """
-    if differences := keys.fingerprint.differences(values.fingerprint):
-        raise IncompatibleBundle(
-            f"{keys.name} and {values.name} were made for different models: {'; '.join(differences)}"
-        )
+    if differences := _differences(keys, values):
+        raise IncompatibleBundle(f"{keys.name} and {values.name} were made for different models: {differences}")
     if keys.scheme.windows != values.scheme.windows:
         raise UsageError(
             f"{keys.name} has windows {_windows(keys)}, {values.name} {_windows(values)}: make one of them again with "
@@ -55,6 +54,13 @@ def combine(keys: Bundle, values: Bundle, *, hashes: tuple[str, str]) -> Bundle:
         "model": keys.provenance.get("model", {}),
     }
     return Bundle(keys.fingerprint, scheme, record, {"bits_per_value": scheme.bits_per_value()})
+
+
+def _differences(keys: Bundle, values: Bundle) -> str:
+    """How the bundles' models differ, in the first NAMED fields; empty if they do not. A hash is named alone only."""
+    phrases = keys.fingerprint.differences(values.fingerprint, names=("first", "second"))
+    telling = [phrase for phrase in phrases if not phrase.startswith("config_sha256")] or phrases
+    return "; ".join([*telling[:NAMED], *([f"and {len(telling) - NAMED} more"] if len(telling) > NAMED else [])])
 
 
 def _check(index: int, bundle: Bundle, part: str, needs: frozenset[str], other: str) -> None:

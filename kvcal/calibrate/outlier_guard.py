@@ -29,6 +29,7 @@ from kvcal_kernels.device import on
 from ..capture.scan import Capture, LayerSource, WholeModel
 from ..methods.base import Carry, coded_tokens
 from ..methods.calibrated import CalibratedFactors
+from ..methods.data_free import preset
 from ..methods.registry import codes_apart
 from ..methods.statistics import TrainingData
 from ..models.spread import input_device
@@ -69,6 +70,7 @@ ALTERNATIVES = (  # in the order in which they are named, by bits
     Alternative("uniform-4-channel", "uniform-4"),
     Alternative("uniform-8", "uniform-8"),
 )
+PRESET = "kivi-4"  # forecast beside them whole, with its windows: key channels apart, without text, by a kernel
 
 
 PASSES_OF_ADVICE = 2  # over the model: balanced factors, and forecasts of what would be better
@@ -184,13 +186,14 @@ def _line(name: str, result: Forecast, word: str, instead: Advice, where: str) -
 @dataclass(frozen=True)
 class Tried:
     """A scheme instead of another. command: what learns it from text, "" for one that needs none. apart: in
-    contrast to the other it treats key channels apart, at about the same bits.
+    contrast to the other it treats key channels apart, at about the same bits. whole: whether it is a preset.
     """
 
     name: str
     scheme: Scheme
     apart: bool
     command: str = ""
+    whole: bool = False
 
 
 def advice(
@@ -200,8 +203,8 @@ def advice(
     device: torch.device | None = None,
 ) -> dict[str, Advice]:
     """What would be better than each of these schemes of forecast KL, on the same windows: the first of ALTERNATIVES
-    that is not warned of, and the scheme's own key codecs behind balanced factors, which have its bits. Two passes
-    serve all schemes.
+    that is not warned of, PRESET if it is not, and the scheme's own key codecs behind balanced factors, which have its
+    bits. Two passes serve all schemes.
     """
     if not schemes:
         return {}
@@ -211,8 +214,23 @@ def advice(
         str(number): one.scheme
         for number, one in enumerate(one for alternatives in tried.values() for one in alternatives)
     }
-    costs = iter(forecasts(model, ids, flat, device).values())
-    return {name: _advice([(one, next(costs).kl) for one in tried[name]], kl) for name, (_, kl) in schemes.items()}
+    whole = _preset(_source(model).model, ids.shape[1])
+    costs = forecasts(model, ids, flat | ({} if whole is None else {PRESET: whole.scheme}), device)
+    preset_cost = [] if whole is None else [(whole, costs.pop(PRESET).kl)]
+    kls = (cost.kl for cost in costs.values())
+    return {
+        name: _advice([*((one, next(kls)) for one in tried[name]), *preset_cost], kl)
+        for name, (_, kl) in schemes.items()
+    }
+
+
+def _preset(model: nn.Module, length: int) -> Tried | None:
+    """PRESET as an alternative; None where it does not fit the model's heads, or packs no block of so many tokens."""
+    try:
+        scheme = preset(PRESET).scheme(model)
+    except KVCalError:
+        return None
+    return Tried(f"preset {PRESET}", scheme, False, whole=True) if least_tokens(scheme) <= length else None
 
 
 def _tried(scheme: Scheme, balanced: Tried | None) -> list[Tried]:
@@ -240,8 +258,9 @@ def _advice(results: Sequence[tuple[Tried, float]], kl: float) -> Advice:
     most = min(BETTER * kl, sys.float_info.max)
     channels = any(one.apart and cost <= most for one, cost in results)
     better = [(one, cost) for one, cost in results if cost <= most and grade(cost) is None]
-    others, learning = ([pair for pair in better if bool(pair[0].command) == learned] for learned in (False, True))
-    if phrases := [_phrase(*pair) for pair in (*others[:1], *learning)]:
+    others = [pair for pair in better if not (pair[0].command or pair[0].whole)]
+    whole, learning = [pair for pair in better if pair[0].whole], [pair for pair in better if pair[0].command]
+    if phrases := [_phrase(*pair) for pair in (*others[:1], *whole, *learning)]:
         return Advice(" or ".join(phrases), channels)
     best = min(results, key=lambda pair: pair[1], default=None)
     if best is None or not best[1] <= most:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @command(DemoOptions)
 def demo(o: DemoOptions, typed: Typed) -> None:
-    """The whole way in a minute: calibrate the embedded model, write a bundle, load it elsewhere, generate, compare."""
+    """The whole way in a minute or two: calibrate the embedded model, write a bundle, load it, generate, compare."""
     from kvcal.commands.demo import run_demo
 
     result = run_demo(o.output, note)

@@ -22,7 +22,7 @@ EXIT_CODES = {
     1: "error",
     2: "usage: no such command or option, or a value that cannot be read",
     3: "a quality gate failed",
-    4: "the bundle is damaged, of an unknown format, or belongs to another model",
+    4: "the bundle is missing, damaged, of an unknown format, or belongs to another model",
     5: "a model, data set or repository on the hub is not available: gated, offline, no permission, no such name or "
     "revision",
     6: "out of memory, on the host or on the device",

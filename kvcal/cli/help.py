@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 GROUPS: dict[str, dict[str, str]] = {  # heading -> command -> what it does, on a line of 80 columns
     "Start": {
-        "demo": "Calibrate, save, load, generate and measure in a minute",
+        "demo": "Calibrate, save, load, generate and measure in a minute or two",
         "plan": "What fits on a GPU, how fast, at which KL; no download",
         "recommend": "Measure a ladder of schemes on a model and choose one",
         "models": "Models that have a short name",

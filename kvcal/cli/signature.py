@@ -111,17 +111,18 @@ def completion(spec: Spec) -> Callable[[str], list[str]]:
         from kvcal.models.catalogue import CATALOGUE
         from kvcal.pipeline.names import names_of
 
-        offered = [*spec.one_of, *names_of(*spec.names)]
+        offered = [*spec.one_of, *spec.words, *names_of(*spec.names)]
         offered += CATALOGUE if "model" in spec.names else []
         offered += ["auto", "cpu", "cuda"] if "machine" in spec.names else []
-        return [name for name in offered if name.startswith(incomplete)]
+        before, comma, last = incomplete.rpartition(",") if spec.listed else ("", "", incomplete)
+        return [f"{before}{comma}{name}" for name in offered if name.startswith(last)]
 
     return complete
 
 
 def _typer(name: str, spec: Spec) -> Any:
     """Typer's own description of an option."""
-    complete = completion(spec) if spec.names or spec.one_of else None
+    complete = completion(spec) if spec.names or spec.one_of or spec.words else None
     if spec.argument:
         return typer.Argument(help=spec.help, autocompletion=complete)
     flags = spec.flags or ((f"--{name.replace('_', '-')}",) if spec.only_on else ())

@@ -323,7 +323,10 @@ def _generation(session: Session) -> list[Row]:
     benched = benched_schemes(o, geometry, PAPER_SCHEMES)
     rows: list[Row] = []
     if not session.on_gpu:  # a CPU has no memory of its own to fill
-        rows += memory_rows(o, operations, benched, geometry, source.public, session.where)
+        notes: list[str] = []
+        rows += memory_rows(o, operations, benched, geometry, source.public, session.where, notes)
+        for line in notes:
+            session.say(line)
     if not runs:
         return rows
     if session.on_gpu and o.memory:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from kvcal.pipeline.options import CalibrationOptions
 from kvcal.pipeline.shared_options import (
+    DTYPES,
     FRAMES,
     LARGEST_SEED,
     Batched,
@@ -42,7 +43,11 @@ MOST_ROWS = 65_536  # of a plan
 class NamesOptions(Options):
     """The options of `kvcal names`."""
 
-    kind: str | None = argument(None, "preset, codec, scheme, operation or device; default: all of them.")
+    kind: str | None = argument(
+        None,
+        "preset, codec, scheme, operation or device; default: all of them.",
+        words=("preset", "codec", "scheme", "operation", "device"),
+    )
     model: str = option(
         "llama-3.1-8b",
         "Whose geometry the bits are for; no weights are read.",
@@ -97,12 +102,17 @@ class PlanOptions(ModelOptions):
         names=("preset",),
     )
     serve: str | None = option(
-        None, "vllm: what our plug-in serves on a GPU, and how many tokens vLLM holds there.", panel="Scheme"
+        None,
+        "vllm: what our plug-in serves on a GPU, and how many tokens vLLM holds there.",
+        panel="Scheme",
+        words=("vllm",),
     )
     weights: str | None = option(
         None, "What the weights take in memory, where they are quantised, as 5.7GB.", panel="Model"
     )
-    dtype: str = option("bfloat16", "Of weights and windows: bfloat16, float16, float32.", panel="Machine")
+    dtype: str = option(
+        "bfloat16", "Of weights and windows: bfloat16, float16, float32.", panel="Machine", words=DTYPES[1:]
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +188,7 @@ class FoldOptions(ModelOptions):
     bundle_output: Path | None = option(
         None, "Also write the bundle that the folded model needs: the same without factors."
     )
-    dtype: str = option("auto", "Of the new weights: float32, bfloat16, float16; auto: the model's.")
+    dtype: str = option("auto", "Of the new weights: float32, bfloat16, float16; auto: the model's.", words=DTYPES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,8 +317,10 @@ class CompareOptions(
 
     panel: ClassVar[str] = "Scheme"
 
-    keys: str | None = option(None, "Key codecs, as higgs-2,uniform-2-channel: with each of --values.")
-    values: str | None = option(None, "Value codecs.")
+    keys: str | None = option(
+        None, "Key codecs, as higgs-2,uniform-2-channel: with each of --values.", names=("codec",), listed=True
+    )
+    values: str | None = option(None, "Value codecs.", names=("codec",), listed=True)
     predict: bool = flag("Each pair also under AQUA-KV's predictors.")
     first_layer: str = option("higgs-4-wide-debiased", "Of --predict: codec of the first compressed layer.")
     key_inputs: str = option("k1", "Of --predict, as of fit-predictors.")
@@ -417,7 +429,9 @@ class BenchOptions(Kernels, Resumable):
     queries: int = option(1, "New tokens of a call: decode attention, append.", at_least=1, at_most=16)
     sink: int | None = option(None, "First tokens kept exact. Default: 32.", at_least=0, panel="Cache")
     recent: int | None = option(None, "Newest tokens kept exact. Default: 96.", at_least=0, panel="Cache")
-    dtype: str = option("auto", "Of windows, queries and peers: float16, bfloat16, float32.", panel="Machine")
+    dtype: str = option(
+        "auto", "Of windows, queries and peers: float16, bfloat16, float32.", panel="Machine", words=DTYPES
+    )
     memory: float | None = option(None, "GiB that largest-batch and longest-generation may fill.", panel="Machine")
     repeats: int = option(50, "Timed runs of an operation, at most.", at_least=1)
     seconds: float = option(2.0, "Seconds for timing an operation, at most.")

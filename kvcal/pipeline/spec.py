@@ -18,7 +18,8 @@ class Spec:
     """How an option is typed. flags: as --model and -m, by default made of the name. at_least, at_most: of numbers.
 
     argument: has a place instead of a name. panel: its heading in the help, where not that of its group. one_of: all
-    that it may be. names: what the shell completes it with: model, preset, codec, scheme, operation, device.
+    that it may be. The shell completes it with these, with `words`, and with all `names` of a kind: model, preset,
+    codec, scheme, operation, device. listed: whether it is several of them, with commas between.
     """
 
     help: str
@@ -30,6 +31,8 @@ class Spec:
     panel: str | None = None
     one_of: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    listed: bool = False
 
 
 def option(
@@ -41,9 +44,11 @@ def option(
     panel: str | None = None,
     one_of: tuple[str, ...] = (),
     names: tuple[str, ...] = (),
+    words: tuple[str, ...] = (),
+    listed: bool = False,
 ) -> T:
     """A field that is an option; of a bool that is on, --NAME and --no-NAME."""
-    spec = Spec(help, flags, at_least, at_most, panel=panel, one_of=one_of, names=names)
+    spec = Spec(help, flags, at_least, at_most, panel=panel, one_of=one_of, names=names, words=words, listed=listed)
     return field(default=default, metadata={"option": spec})
 
 
@@ -52,9 +57,9 @@ def flag(help: str, panel: str | None = None) -> bool:
     return field(default=False, metadata={"option": Spec(help, only_on=True, panel=panel)})
 
 
-def argument(default: T, help: str, names: tuple[str, ...] = ()) -> T:
+def argument(default: T, help: str, names: tuple[str, ...] = (), words: tuple[str, ...] = ()) -> T:
     """A field that has a place on the command line and may be left out."""
-    return field(default=default, metadata={"option": Spec(help, argument=True, names=names)})
+    return field(default=default, metadata={"option": Spec(help, argument=True, names=names, words=words)})
 
 
 def required(kind: type[T], help: str, *flags: str) -> T:

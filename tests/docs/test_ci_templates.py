@@ -25,7 +25,7 @@ import yaml
 from kvcal import __version__
 from kvcal_artifacts import load_bundle
 from tests.support.fork_server import ROOT, forking
-from tests.support.hub_stand_in import WRITER, Hub, running
+from tests.support.hub_stand_in import WRITER, File, Hub, Repository, running
 from tests.support.models_fixture import write_model, write_text
 from tests.support.pages import bash_blocks, run_page
 
@@ -179,7 +179,7 @@ def test_github(place: Place) -> None:
 def gitlab() -> tuple[dict[str, str], dict[str, list[str]]]:
     """Variables, and the lines of each job."""
     found = yaml.safe_load((CI / "gitlab.yml").read_text())
-    own = {name.upper(): GIVEN[name] for name in ("model", "evaluation", "gates", "reproduce", "repository")}
+    own = {name.upper(): GIVEN[name] for name in ("model", "evaluation", "gates", "reproduce", "repository", "install")}
     jobs = {name: job for name, job in found.items() if isinstance(job, dict) and "script" in job}
     lines = {name: found[job["extends"]]["before_script"] + job["script"] for name, job in jobs.items()}
     return {name: str(value) for name, value in found["variables"].items()} | own, lines
@@ -205,6 +205,23 @@ def both(given: Mapping[str, str]) -> dict[str, tuple[dict[str, str], list[str]]
         "github": (variables(given), [scripts["Build what changed"], scripts["Figures, cards, gates"]]),
         "gitlab": (own | {name.upper(): given[name] for name in ("gates", "model")}, ["\n".join(lines)]),
     }
+
+
+@pytest.mark.parametrize("template", ["github", "gitlab"])
+def test_bundles_name_their_model(template: str, place: Place) -> None:
+    """With no model given: one of the hub, fetched before, which is not the embedded one."""
+    files = {
+        path.name: File(path.read_bytes(), path.suffix == ".safetensors") for path in (place.folder / "model").iterdir()
+    }
+    place.hub.repositories["lab/small"] = repository = Repository()
+    commit = repository.commit("main", files, "A model")
+    fetched = Path(place.environment["HF_HOME"]) / "hub" / "models--lab--small" / "snapshots" / commit
+    shutil.copytree(place.folder / "model", fetched, dirs_exist_ok=True)
+    (place.folder / "kvcal.toml").write_text(RECIPE.replace('"model"', '"lab/small"'))
+    environment, scripts = both(GIVEN | {"model": ""})[template]
+    for script in scripts:
+        place.run(script, environment)
+    assert json.loads((place.folder / "reports" / f"{NAME}.json").read_text())["model"] == "lab/small"
 
 
 @pytest.mark.parametrize("template", ["github", "gitlab"])
@@ -300,6 +317,7 @@ def test_the_blocks_of_the_page_run(place: Place) -> None:
     for example in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
         taken = yaml.safe_load(example)
         given = taken["jobs"]["bundles"]["with"] if "jobs" in taken else taken["variables"]
+        assert given.get("install", given.get("INSTALL", "")).startswith("git+https://")
         known = set(GIVEN) if "jobs" in taken else set(yaml.safe_load((CI / "gitlab.yml").read_text())["variables"])
         assert set(given) <= known
 
@@ -316,10 +334,20 @@ def test_values_reach_the_shell_through_variables_only() -> None:
 def test_both_ways_to_start_the_workflow_take_the_same_inputs() -> None:
     on = workflow()[True]  # YAML 1.1 reads `on` as true
     called, started = on["workflow_call"]["inputs"], on["workflow_dispatch"]["inputs"]
-    assert {n: i["default"] for n, i in called.items()} == {n: i["default"] for n, i in started.items()}
+    assert {n: i.get("default") for n, i in called.items()} == {n: i.get("default") for n, i in started.items()}
     assert set(called) == set(GIVEN)
     used = re.findall(r"inputs\.(\w+)", (CI / "github.yml").read_text())
     assert set(used) == set(called)
+
+
+def test_what_pip_installs_must_be_given(place: Place) -> None:
+    """kvcal is in no index that every runner has."""
+    for inputs in (one["inputs"] for one in workflow()[True].values()):
+        assert [name for name, entry in inputs.items() if entry.get("required")] == ["install"]
+        assert "default" not in inputs["install"]
+    own, jobs = gitlab()
+    for script in jobs.values():
+        place.run(script[0], own | {"INSTALL": ""}, code=1)
 
 
 def test_actions_are_pinned_and_the_token_may_only_read() -> None:

@@ -92,19 +92,22 @@ class Fingerprint:
         entry = asdict(self)
         return {name: value for name, value in entry.items() if name != "settings" or value is not None}
 
-    def differences(self, other: Fingerprint) -> list[str]:
-        """A phrase for each field in which the other model differs; empty if this bundle fits it."""
+    def differences(self, other: Fingerprint, names: tuple[str, str] = ("bundle", "model")) -> list[str]:
+        """A phrase for each field in which the other model differs; empty if this bundle fits it. names: what the
+        phrases call the two.
+        """
+        first, second = names
         differences = [
-            f"{name}: bundle {mine!r}, model {theirs!r}"
+            f"{name}: {first} {mine!r}, {second} {theirs!r}"
             for name in ("architecture", "layers", "kv_heads", "head_dim", "rope", "config_sha256")
             if (mine := getattr(self, name)) != (theirs := getattr(other, name))
         ]
         if self.settings is not None and other.settings is not None:
-            differences += self.settings.differences(other.settings)
+            differences += self.settings.differences(other.settings, names)
         if not differences and self.revision and other.revision and self.revision != other.revision:
-            differences.append(f"weights revision: bundle {self.revision!r}, model {other.revision!r}")
+            differences.append(f"weights revision: {first} {self.revision!r}, {second} {other.revision!r}")
         if not differences and self.probe and other.probe and not _close(self.probe, other.probe):
-            differences.append(f"key weights: bundle starts {self.probe[:3]}, model {other.probe[:3]}")
+            differences.append(f"key weights: {first} starts {self.probe[:3]}, {second} {other.probe[:3]}")
         return differences
 
 

@@ -125,12 +125,14 @@ class Settings:
             values |= dict.fromkeys(LENGTHS)
         return cls(VERSION, {name: _stated(value) for name, value in values.items() if not _unset(name, value)})
 
-    def differences(self, other: Settings) -> Iterator[str]:
-        """A phrase for each field that both versions know and in which the other differs."""
+    def differences(self, other: Settings, names: tuple[str, str] = ("bundle", "model")) -> Iterator[str]:
+        """A phrase for each field that both versions know and in which the other differs. names: what the phrases call
+        the two.
+        """
         for name in FIELDS[min(self.version, other.version)]:
             mine, theirs = self.fields.get(name), other.fields.get(name)
             if mine != theirs:
-                yield _difference(name, mine, theirs)
+                yield _difference(name, mine, theirs, names)
 
 
 def plain(value: object) -> Json:
@@ -176,12 +178,13 @@ def _reads_lengths(rope: Mapping[str, object]) -> bool:
     return kind not in ("default", "linear", "llama3") and not (kind == "yarn" and rope.get("factor") is not None)
 
 
-def _difference(name: str, mine: Json, theirs: Json) -> str:
-    """What differs between a bundle's setting and a model's, in a line; of two lists of one length their first entries
-    that do.
+def _difference(name: str, mine: Json, theirs: Json, names: tuple[str, str]) -> str:
+    """What differs between the settings of these two, in a line; of two lists of one length their first entries that
+    do.
     """
+    one, other = names
     if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
         index = next(i for i, (x, y) in enumerate(zip(mine, theirs, strict=True)) if x != y)
-        return f"{name}[{index}]: bundle {shown(mine[index])}, model {shown(theirs[index])}"
-    bundle, model = ("unset" if value is None else shown(value) for value in (mine, theirs))
-    return f"{name}: bundle {bundle}, model {model}"
+        return f"{name}[{index}]: {one} {shown(mine[index])}, {other} {shown(theirs[index])}"
+    first, second = ("unset" if value is None else shown(value) for value in (mine, theirs))
+    return f"{name}: {one} {first}, {other} {second}"

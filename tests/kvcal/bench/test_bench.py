@@ -322,7 +322,7 @@ def test_layers_that_do_not_fit_the_device_have_no_projection(
 
 
 def test_a_projection_that_does_not_fit_is_shown() -> None:
-    done = kvcal("bench", "--device", "jetson-orin-nano", "--length", "4096k", "-p", "higgs-2", "--wide")
+    done = kvcal("bench", "--device", "jetson-orin-nano", "--length", "128k", "--batch", 32, "-p", "higgs-2", "--wide")
     line = next(line for line in done.out.splitlines() if line.startswith("decode-attention"))
     assert done.code == 0 and "the device has 8" in line
 
@@ -1569,6 +1569,27 @@ def test_a_model_that_a_board_cannot_hold_is_named() -> None:
     assert "llama-3.1-8b in 16 bits does not fit its 8 GiB: its weights alone take 15.0 GiB" in done.err
     other = kvcal("bench", "--device", "h200", "-o", "fused-attention", "-p", "inner-4", "--length", "4k")
     assert "does not fit" not in other.err
+
+
+def test_projected_attention_is_within_the_models_context() -> None:
+    given = ("bench", "--device", "rtx-4090", "-m", "smollm2-135m", "-p", "kivi-2")
+    done = kvcal(*given, "-o", "fused-attention", "-o", "largest-batch", "--length", "8k,64k", "--json")
+    assert {row["length"] for row in done.json["rows"]} == {8192}
+    assert {row["operation"] for row in done.json["rows"]} == {"decode-attention", "fused-attention", "largest-batch"}
+    assert done.json["why_projected"].count("no rows of 65,536 tokens, as smollm2-135m holds at most 8,192") == 1
+    for sized in ("fused-attention", "largest-batch"):
+        refused = kvcal(*given, "-o", sized, "--length", "64k")
+        assert refused.code == 2
+        assert "--length 65,536: smollm2-135m holds at most 8,192 tokens" in refused.err
+
+
+def test_caches_that_a_device_cannot_hold_are_named() -> None:
+    given = ("bench", "--device", "rtx-4090", "-m", "smollm2-135m", "-o", "fused-attention", "-p", "kivi-2")
+    few, many = (kvcal(*given, "--length", "8k", "--batch", batch, "--json").json for batch in ("64", "64,128,512"))
+    assert "does not fit" not in few["why_projected"]
+    assert "128 x 8,192 tokens does not fit 24 GiB: fp16, " in many["why_projected"]
+    assert "512 x 8,192 tokens does not fit 24 GiB: every scheme, " in many["why_projected"]
+    assert "with 64 x" not in many["why_projected"]
 
 
 def test_vqkv_table_3_is_of_the_papers_dtype_where_nothing_else_is_asked_for() -> None:

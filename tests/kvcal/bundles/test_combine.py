@@ -145,3 +145,18 @@ def test_every_pair_of_methods_runs_or_says_why_not(base: Path, monkeypatch: pyt
             assert bool(torch.isfinite(logits).all()) and not torch.equal(logits, full), (one, other)
     values_of_keys = {"aqua", "aqua crossed", "aqua x transform", "aqua x factors", "aqua x mixkvq"}
     assert refused == {(a, b) for a in MADE for b in MADE if a == "aqua crossed" or b in values_of_keys}
+
+
+def test_bundles_of_two_models_are_told_apart_in_a_line(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By which is the first, by so many differences as other refusals name, without hashes."""
+    small, large = (tmp_path / f"{name}{SUFFIX}" for name in ("small", "large"))
+    for path, model in ((small, base / "model"), (large, "tiny")):
+        made = kvcal("preset", "uniform-4", "--model", model, "--config-only", "-o", path)
+        assert made.code == 0, made.err
+    combined = ("combine", small, large, "--output", tmp_path / f"never{SUFFIX}")
+    line = "small and large were made for different models: layers: first 4, second 8; "
+    assert kvcal(*combined).complaint.endswith(f"{line}head_dim: first 16, second 64")
+    monkeypatch.setattr("kvcal.bundles.combine.NAMED", 1)
+    assert kvcal(*combined).complaint.endswith(f"{line}and 1 more")

@@ -226,7 +226,20 @@ def test_balanced_factors_are_named_only_where_they_are_better(
     monkeypatch.setattr("kvcal.methods.calibrated.channel_factor", lambda largest: torch.ones_like(largest).half())
     assert "balanced" not in advised(scheme)
     monkeypatch.setattr("kvcal.calibrate.outlier_guard.ALTERNATIVES", ())
+    monkeypatch.setattr("kvcal.calibrate.outlier_guard._preset", lambda model, length: None)
     assert advised(scheme).startswith("no codec tried is clearly better")
+
+
+@pytest.mark.usefixtures("few_alternatives")
+def test_a_preset_without_text_is_named_where_it_is_good(twin: Any, windows: torch.Tensor) -> None:
+    """With its forecast, once for all schemes; not where it is what is warned of, nor where it packs no block."""
+    scheme, kivi = (preset(name).scheme(twin) for name in ("higgs-2", "kivi-4"))
+    cost = forecasts(twin, windows[:1], {"": kivi})[""].kl
+    given = {"higgs-2": (scheme, 1.5), "much better already": (scheme, 1.5 * cost), "kivi-4": (kivi, cost)}
+    advised = advice(twin, windows[:1], given)
+    assert f"preset kivi-4: about {cost:.2g}" in advised.pop("higgs-2").text
+    assert all("preset kivi-4" not in one.text for one in advised.values())
+    assert "preset kivi-4" not in advice(twin, windows[:1, :80], {"": (scheme, 1.5)})[""].text
 
 
 @pytest.mark.usefixtures("few_alternatives")

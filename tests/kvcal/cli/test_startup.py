@@ -123,6 +123,12 @@ def test_names_in_the_file_are_those_that_the_codecs_count() -> None:
         ("kvcal bench --device jetson-x", ["jetson-xavier-nx"]),
         ("kvcal eval --device c", ["cpu", "cuda"]),
         ("kvcal fit in", ["innerq"]),
+        ("kvcal compare --keys higgs-2-d", ["higgs-2-d4"]),
+        ("kvcal compare --values uniform-4,higgs-2-d", ["uniform-4,higgs-2-d4"]),
+        ("kvcal names pre", ["preset"]),
+        ("kvcal plan --serve v", ["vllm"]),
+        ("kvcal plan --dtype f", ["float16", "float32"]),
+        ("kvcal bench --dtype b", ["bfloat16"]),
     ],
 )
 def test_the_shell_completes_names(words: str, offered: list[str]) -> None:

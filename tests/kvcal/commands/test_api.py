@@ -66,9 +66,13 @@ def test_import_kvcal_and_a_plan_import_no_torch() -> None:
         "import sys, kvcal\nprint(sorted(set(sys.modules) & {'torch', 'transformers', 'numpy', 'typer', 'rich'}))\n"
         "plan = kvcal.plan('llama-3.1-8b', gpu='rtx-4090', context='32k')\n"
         "print('torch' in sys.modules, plan['context'], plan['rows'][0]['scheme'])\n"
+        "import inspect\nparameters = list(inspect.signature(kvcal.evaluate).parameters)\n"
+        "print('torch' in sys.modules, parameters[:4], kvcal.evaluate.__doc__.split(':')[0])\n"
         "import kvcal.evaluate\nprint(callable(kvcal.evaluate), callable(kvcal.cache), dir(kvcal)[1:])\n"
     )
-    first, second, third = python(script).splitlines()
+    first, second, signature, third = python(script).splitlines()
+    parameters = "['model', 'tokenizer', 'text', 'schemes']"
+    assert signature == f"False {parameters} Perplexity and KL through the cache, as `kvcal eval` measures"
     assert (first, second) == ("[]", "False 32768 fp16")
     assert third == "True True ['cache', 'check_codec', 'evaluate', 'fit', 'plan', 'register']"
 
