@@ -113,7 +113,7 @@ def walks(session: nox.Session) -> None:
         session.run("rm", "-rf", str(clone), external=True)
     session.run("git", "clone", "--quiet", ".", str(clone), external=True)
     _install(session, "-c", CONSTRAINTS, f"{clone}[all]")
-    session.run("python", str(clone / "tests" / "support" / "walks.py"), str(clone))
+    session.run("python", str(clone / "docs" / "runs" / "walks.py"), str(clone))
 
 
 @nox.session(default=False)

@@ -1,6 +1,6 @@
 """The three walks of the guides with an installed kvcal, from the clone that it was installed from.
 
-    python tests/support/walks.py CLONE     # with the Python that kvcal is installed for; `nox -s walks` makes both
+    python docs/runs/walks.py CLONE     # with the Python that kvcal is installed for; `nox -s walks` makes both
 
 Each page's blocks run in an empty folder, with nothing of the sources on the path. The engineer's walk goes on to the
 server's page: the scheme that `kvcal plan` recommends for a card of 24 GB is the one that the server there loads, and an
