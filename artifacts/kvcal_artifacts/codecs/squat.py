@@ -389,9 +389,13 @@ def check_directions(calibrated: Tensor) -> None:
         raise KVCalError(
             f"squat codec, calibrated: no direction is longer than {float(length.max()):.3g}, needs {LEAST:.3g}"
         )
-    if bool((length[:, 1:] > length[:, :-1] * (1 + APART)).any()):
-        head = int((length[:, 1:] > length[:, :-1] * (1 + APART)).any(1).nonzero()[0])
-        raise KVCalError(f"squat codec, calibrated, head {head}: directions must not grow in length")
+    if len(grown := (length[:, 1:] > length[:, :-1] * (1 + APART)).nonzero()):
+        head, place = grown[0].tolist()
+        raise KVCalError(
+            f"squat codec, calibrated, head {head}: direction {place + 1} has length "
+            f"{float(length[head, place + 1]):.3g}, must be at most that of the one before, "
+            f"{float(length[head, place]):.3g}"
+        )
     unit = rows / length.clamp_min(1e-300)[..., None]
     cosine = (unit @ unit.mT).triu(1).abs().amax((1, 2))
     if float(cosine.max()) > APART:

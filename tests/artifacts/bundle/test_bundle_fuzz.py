@@ -1107,7 +1107,7 @@ SEEN: dict[str, tuple[str, Mutation, str]] = {
     "a subspace of one direction": (
         "squat both", in_tensor("calibrated", lambda t: t[:, :1].expand_as(t).contiguous()), "must be at right angles",
     ),
-    "a subspace from the least direction on": ("squat both", in_tensor("calibrated", lambda t: t.flip(1)), "not grow in"),
+    "a subspace from the least direction on": ("squat both", in_tensor("calibrated", lambda t: t.flip(1)), "at most that"),
     "factors of 65504": ("scaled", in_tensor("factor", lambda t: torch.full_like(t, 65504)), r"of 6.55e\+04: must be at most"),
     **{
         f"weights of 65504 of {kind}": (
