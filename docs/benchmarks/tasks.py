@@ -3,11 +3,12 @@
     python docs/benchmarks/tasks.py --qwen ./qwen2.5-coder-0.5b --smollm2 ./smollm2-135m --calibration books.txt \
         --data ../shared/data/eval --output tasks --jobs 4
 
-Every task is one `kvcal eval --task …` in a process of its own, with all schemes in it; it writes OUTPUT/NAME.json when
-it ends, to a temporary name first, and its progress to OUTPUT/NAME.log. Nothing is fetched: HumanEval and GSM8K are read
-from --data (`humaneval/HumanEval.jsonl`, `gsm8k/test.jsonl`), RULER's contexts are generated. Can be cut at any second:
-the same command leaves out what is there, and `kvcal eval` goes on behind the last task and row that were answered
-(in KVCAL_CACHE_DIR or HF_HOME, so leave these as they were). `--task-seconds` ends one task, `--budget-seconds` all.
+Every task, and every length of RULER and of needles, is one `kvcal eval --task …` in a process of its own, with all
+schemes in it. It writes OUTPUT/NAME.json when it ends, to a temporary name first, and its progress to OUTPUT/NAME.log.
+Nothing is fetched: HumanEval and GSM8K are read from --data (`humaneval/HumanEval.jsonl`, `gsm8k/test.jsonl`), RULER's
+contexts are generated. Can be cut at any second: the same command leaves out what is there, and `kvcal eval` goes on
+behind the last task and row that were answered (in KVCAL_CACHE_DIR or HF_HOME, so leave these as they were).
+`--task-seconds` ends one task, `--budget-seconds` all.
 
 Needs lm-eval; `--packages` prints what a machine lacks of it, for pip. GSM8K is lm-eval's gsm8k_cot, whose eight examples
 stand in its task file. `--table` prints Markdown from what is there.
@@ -61,6 +62,7 @@ few(fwe_utils, "sys_kwext")
 """
 PACKAGES = {  # what lm-eval and kvcal import beside torch and Transformers -> what pip calls it
     "lm_eval": "lm-eval", "datasets": "datasets", "dill": "dill", "multiprocess": "multiprocess", "pyarrow": "pyarrow",
+    "cloudpickle": "cloudpickle",
     "pandas": "pandas", "dateutil": "python-dateutil", "pytz": "pytz", "xxhash": "xxhash", "sacrebleu": "sacrebleu",
     "portalocker": "portalocker", "colorama": "colorama", "lxml": "lxml", "tabulate": "tabulate", "chardet": "chardet",
     "nltk": "nltk", "wonderwords": "wonderwords", "defusedxml": "defusedxml", "joblib": "joblib",
@@ -88,23 +90,23 @@ def tasks(args: argparse.Namespace, folder: Path) -> list[Task]:
     def at_most(questions: int) -> tuple[str, str]:
         return ("--limit", str(min(questions, args.limit or questions)))
 
-    long, short = args.qwen_lengths, args.smollm2_lengths
     path, ruler = ("--tasks-path", str(folder)), ",".join(f"{name}_few" for name in RULER)
     batch = ("--batch", str(args.batch))
     every = [
         Task("humaneval", args.qwen, ("--task", "humaneval", "--allow-code", *path, *limit, *batch)),
         Task("gsm8k", args.qwen, ("--task", "gsm8k_offline", *path, *at_most(args.gsm8k), *batch)),
-        Task("ruler-qwen", args.qwen, ("--task", ruler, "--lengths", long, *path, *at_most(args.ruler))),
-        Task("needle-qwen", args.qwen, ("--task", "needle,agreement", "--lengths", long, *at_most(args.needles))),
-        Task("ruler-smollm2", args.smollm2, ("--task", ruler, "--lengths", short, *path, *at_most(args.ruler))),
-        Task(
-            "needle-smollm2", args.smollm2, ("--task", "needle,agreement", "--lengths", short, *at_most(args.needles))
-        ),
     ]
-    chosen = args.tasks.split(",") if args.tasks else [task.name for task in every]
-    if strange := set(chosen) - {task.name for task in every}:
-        raise SystemExit(f"--tasks {sorted(strange)[0]}: allowed are {', '.join(task.name for task in every)}")
-    return [task for task in every if task.name in chosen]
+    models = (("qwen", args.qwen, args.qwen_lengths), ("smollm2", args.smollm2, args.smollm2_lengths))
+    for name, model, lengths in models:
+        for length in reversed(lengths.split(",")):
+            few = ("--task", ruler, "--lengths", length, *path, *at_most(args.ruler))
+            needles = ("--task", "needle,agreement", "--lengths", length, *at_most(args.needles))
+            every += [Task(f"ruler-{name}-{length}", model, few), Task(f"needle-{name}-{length}", model, needles)]
+    names = [task.name for task in every]
+    begun = args.tasks.split(",") if args.tasks else [""]
+    if strange := [start for start in begun if not any(name.startswith(start) for name in names)]:
+        raise SystemExit(f"--tasks {strange[0]}: allowed are {', '.join(names)}, or how they begin")
+    return [task for task in every if task.name.startswith(tuple(begun))]
 
 
 def write_tasks(data: Path, folder: Path, samples: int) -> None:
@@ -263,7 +265,7 @@ def main() -> None:
     parser.add_argument("--needles", type=int, default=4, help="questions of each length and depth")
     parser.add_argument("--limit", type=int, help="questions of every task, at most")
     parser.add_argument("--batch", type=int, default=16, help="questions at a time, of HumanEval and GSM8K")
-    parser.add_argument("--tasks", help="names, separated by commas")
+    parser.add_argument("--tasks", help="names or the beginnings of names, separated by commas")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--jobs", type=int, default=1, help="tasks at a time")
     parser.add_argument("--task-seconds", type=float, default=1200.0)
