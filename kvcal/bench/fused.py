@@ -32,7 +32,7 @@ def refuses_fused(case: Case) -> str | None:
         return why
     if not interpreted() and (why := unsupported(case.device)):
         return why if case.device.type == "cuda" else "needs a CUDA GPU"
-    if codebook.both(case.scheme.codecs) and case.new > (most := codebook.most_queries(case.group)):
+    if case.scheme.codecs.has_codes and case.new > (most := codebook.most_queries(case.group)):
         return f"vector codes are attended to by up to {most} new tokens a call at {case.group} query heads a kv head"
     return needs_window(case)
 
@@ -86,7 +86,7 @@ def fused_attention(case: Case) -> Prepared:
         raise KernelsUnavailable(f"{DTYPES_TAKEN}, not {DTYPE_NAMES[case.dtype]}; give --dtype float16")
     filled, queries = fill(case), case.queries()
     sink, recent = ((k.contiguous(), v.contiguous(), _rows(case, k.shape[2])) for k, v in (filled.sink, filled.window))
-    over = _over_vectors if codebook.both(case.scheme.codecs) else _over_blocks
+    over = _over_vectors if case.scheme.codecs.has_codes else _over_blocks
     attend, path, more = over(case, filled, sink, recent)
     return Prepared(
         lambda: attend(queries),

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from kvcal_artifacts.checked import Json
-from kvcal_artifacts.paths import codebook
 from kvcal_artifacts.paths.preflight.verdicts import triton_version
 from kvcal_artifacts.scheme import Windows
 from kvcal_kernels.layout import Form
@@ -213,7 +212,7 @@ def _instructions(case: Case) -> tuple[float | str, str | None]:
     alike = planned is not None and (planned.frame, planned.block) == (case.scheme.frame, case.scheme.windows.block)
     if alike and planned is not None and planned.timed is not None:
         return speed.SLOTS[planned.timed], roofline.timed_at(case.geometry.head_dim, case.group)
-    if codebook.both(case.scheme.codecs):
+    if case.scheme.codecs.has_codes:
         return "instructions of the compiled kernels are not counted for vector codes", None
     of = _counted_of(case)
     return roofline.counted(*of), roofline.counted_at(*of)

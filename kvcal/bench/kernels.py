@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcal_artifacts.codecs import Codec, Predicted, ResidualVQ
+from kvcal_artifacts.codecs import Codec
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.codecs.dequantise import Dequantiser
 from kvcal_artifacts.storage import block_store
@@ -139,10 +139,7 @@ def dequantise(case: Case) -> Prepared:
 
 def predictor_flops(codec: Codec, numbers: float) -> float:
     """2 * tokens * parameters of the matrices; numbers: keys or values to be predicted."""
-    if not isinstance(codec, Predicted):
-        return 0.0
-    parameters = sum(w.numel() for w in codec.predictor.weights.values() if w.ndim == 2)
-    return 2.0 * numbers / (codec.shape.heads * codec.shape.dim) * parameters
+    return 2.0 * numbers / (codec.shape.heads * codec.shape.dim) * codec.predictor_size
 
 
 def nearest(case: Case) -> Prepared:
@@ -207,13 +204,13 @@ def looked_at(n: int) -> Tensor:
 
 def needs_codebooks(case: Case) -> str | None:
     pair = (case.scheme.codecs.key, case.scheme.codecs.value)
-    return None if any(isinstance(codec, ResidualVQ) for codec in pair) else "this scheme has no codebooks"
+    return None if any(codec.codebooks for codec in pair) else "this scheme has no codebooks"
 
 
 def _codebook(case: Case) -> Tensor:
     """(k, d) float16: the first stage of the scheme's widest band, or random codewords of head_dim."""
     for codec in (case.scheme.codecs.value, case.scheme.codecs.key):
-        if isinstance(codec, ResidualVQ):
+        if codec.codebooks:
             return max(codec.codebooks, key=lambda book: book.shape[2])[0].to(case.device)
     generator = torch.Generator(case.device).manual_seed(case.seed + 1)
     return torch.randn(

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Squat
+from kvcal_artifacts.codecs import Codec, MixKVQ, Squat
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.paths import codebook
 from kvcal_artifacts.paths.choose import DTYPES_TAKEN
@@ -43,7 +43,7 @@ def rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
 def block_rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
     """Like `rules`, for whole blocks: of keys as `before_rounding` leaves them."""
     key = case.scheme.codecs.key
-    return _rules(case, key.inner if isinstance(key, Squat) else key, case.scheme.codecs.value)
+    return _rules(case, key.rounding, case.scheme.codecs.value)
 
 
 def _rules(case: Case, *codecs: Codec) -> tuple[AnyRule, AnyRule] | str:
@@ -71,7 +71,7 @@ def encoders(case: Case, codecs: LayerCodecs) -> tuple[LayerCodecs, str]:
 
 def encodes(codec: Codec, device: torch.device) -> str:
     """Which code encodes: of SQuat's corrections and MixKVQ's choice of channels torch packs the rest."""
-    if isinstance(codec, ResidualVQ):  # its codebooks may lie elsewhere yet
+    if codec.codebooks:  # its codebooks may lie elsewhere yet
         like = torch.empty(0, device=device, dtype=torch.float32)
         compiled = all(residual_vq.nearest.backend(like, book) == "triton" for book in codec.codebooks)
         return "triton: nearest codeword, stage by stage" if compiled else "reference"
@@ -137,7 +137,7 @@ def by_kernel(case: Case, rules: tuple[AnyRule, AnyRule]) -> Prepared:
         return misread(filled, filled.decoded())
 
     path = "triton: quantise"
-    if isinstance(filled.codecs.key, Squat):
+    if filled.codecs.key.corrected_channels:
         path = f"{'triton: correct' if encoder.encodes_by_kernel else 'torch: correct'}, {path}"
     return Prepared(run, sum(nbytes(x) for x in raw) + filled.packed_bytes, check, path)
 
@@ -163,8 +163,8 @@ def append_by_kernel(case: Case, rules: tuple[AnyRule, AnyRule]) -> Prepared:
     factor, path, moves, scratch = factor_of(new), "triton: append", None, None
     layer = _filled_layer(case, new, windows, rules)
     blocks, key = (layer.keys, layer.values), encoders(case, new.codecs)[0].key
-    if isinstance(key, Squat):
-        subspace = new.encoding.stats.get(key.statistic)
+    if key.corrected_channels:
+        subspace = next((now for name, now in new.encoding.stats.items() if name in key.standing_stats), None)
         moves = Digits.of(key.step_moves(None if subspace is None else subspace[:, :, 0]))
         scratch = torch.empty(
             case.batch,
@@ -178,7 +178,7 @@ def append_by_kernel(case: Case, rules: tuple[AnyRule, AnyRule]) -> Prepared:
 
     def step(counts: Counts, k: Tensor, v: Tensor) -> None:
         due = None
-        if isinstance(key, Squat) and moves is not None:
+        if moves is not None:
             due = key.due(layer.recent[0], counts, k, moves, scratch)
         kernel.append(layer, counts, k, v, *rules, factor, due)
 
@@ -196,7 +196,7 @@ def appends_vectors(case: Case) -> bool:
     """Whether a cache with max_length appends steps to this case's codes by the kernels of residual_vq.append."""
     pair = case.scheme.codecs
     runs = interpreted() or unsupported(case.device) is None
-    if not runs or case.dtype not in SIXTEEN or not codebook.both(pair):
+    if not runs or case.dtype not in SIXTEEN or not pair.has_codes:
         return False
     return unreadable(case.scheme, pair, case.group) is None and refused_on_device(pair) is None
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kvcal_artifacts.codecs import Context, Exact
+from kvcal_artifacts.codecs import Context
 from kvcal_artifacts.errors import NonFiniteError
 from kvcal_artifacts.hf import AttentionSite, Decoder, attention_site, check_frame
 from kvcal_artifacts.scheme import Scheme
@@ -175,7 +175,7 @@ class _Run:
         """Whether the layer's codecs give back what they are given."""
         pair = self.scheme.layers[index]
         codecs = () if pair is None else (pair.key, pair.value)
-        return all(isinstance(one, Exact) and one.dtype == "float32" for one in codecs)
+        return all(one.lossless for one in codecs)
 
     def pass_on(self, exact: LayerCall) -> None:
         """Hand a layer's exact keys and values to the predictors of the layers above."""

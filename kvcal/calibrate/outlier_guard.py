@@ -19,7 +19,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from kvcal_artifacts.codecs import Codec, Predicted, Role
+from kvcal_artifacts.codecs import Codec, Role
 from kvcal_artifacts.codecs.named import CODEC_MAKERS
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.hf import config_of
@@ -30,7 +30,6 @@ from ..capture.scan import Capture, LayerSource, WholeModel
 from ..methods.base import Carry, coded_tokens
 from ..methods.calibrated import CalibratedFactors
 from ..methods.data_free import preset
-from ..methods.registry import codes_apart
 from ..methods.statistics import TrainingData
 from ..models.spread import input_device
 from ..report.progress import progress
@@ -246,7 +245,7 @@ def _tried(scheme: Scheme, balanced: Tried | None) -> list[Tried]:
 def _apart(scheme: Scheme) -> bool:
     """Whether the scheme's key channels do not share a scale anyway."""
     keys = [pair.key for pair in scheme.layers if pair is not None]
-    return all(codes_apart(key.inner if isinstance(key, Predicted) else key) for key in keys)
+    return all(key.channels_apart for key in keys)
 
 
 def _advice(results: Sequence[tuple[Tried, float]], kl: float) -> Advice:
@@ -336,7 +335,7 @@ def _command(scheme: Scheme, balanced: Mapping[int, str]) -> str:
     keys = {index: balanced.get(index) or _name(pair.key, "key") for index, pair in pairs.items()}
     values = {index: _name(pair.value, "value") for index, pair in pairs.items()}
     [main, *exceptions], [value, *others] = _options("keys", keys), _options("values", values)
-    predicted = [any(isinstance(codec, Predicted) for codec in role) for role in _by_role(pairs.values())]
+    predicted = [any(codec.unpredicted is not codec for codec in role) for role in _by_role(pairs.values())]
     if None in keys.values() or None in values.values() or predicted[1] or len(exceptions) + len(others) > MANY:
         also = ["--key-inputs none"] if predicted[0] else []
         return f"`{' '.join(['kvcal fit-predictors', main, *also])}` with the scheme's other options"
@@ -406,7 +405,7 @@ def _name(codec: Codec, role: Role) -> str | None:
 
 
 def _names(codec: Codec, role: Role) -> Iterator[str]:
-    inner = codec.inner if isinstance(codec, Predicted) else codec
+    inner = codec.unpredicted
     for name, make in CODEC_MAKERS.items():
         try:
             maker = make(inner.shape, role)

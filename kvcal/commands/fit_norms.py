@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from kvcal_artifacts.codecs import Scaled
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.presets import INNERQ_KEYS, INNERQ_VALUES
 from kvcal_artifacts.scheme import Scheme
@@ -87,7 +86,7 @@ def run_fit_norms(o: FitNormsOptions, say: Say, typed: Collection[str] = ()) -> 
 def factors_in(scheme: Scheme) -> list[torch.Tensor]:
     """Factors of key channels (H, D) of the layers that have some."""
     keys = [pair.key for pair in scheme.layers if pair is not None]
-    return [key.factor for key in keys if isinstance(key, Scaled) and key.factor is not None]
+    return [key.factor for key in keys if key.factor is not None]
 
 
 def layer_rows(scheme: Scheme, metrics: list[dict[str, float]]) -> list[dict[str, Any]]:
@@ -95,7 +94,7 @@ def layer_rows(scheme: Scheme, metrics: list[dict[str, float]]) -> list[dict[str
     rows = []
     for index, (pair, measured) in enumerate(zip(scheme.layers, metrics, strict=True)):
         row: dict[str, Any] = {"layer": index, **measured}
-        if pair is not None and isinstance(pair.key, Scaled) and pair.key.factor is not None:
+        if pair is not None and pair.key.factor is not None:
             factor = pair.key.factor.float()
             row |= {"factor_min": round(float(factor.min()), 4), "factor_max": round(float(factor.max()), 4)}
         rows.append(row)

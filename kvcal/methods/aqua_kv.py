@@ -202,14 +202,13 @@ class _LayerRun:
             codec = codec.to(x.device)
             stats = window_statistics(codec, self.method.windows, self.method.frame, self.taps, batch)
             x = carry.coded(x)
-            needed = codec.inputs if isinstance(codec, Predicted) else ()
             with carry.timer("encode"):
-                context = carry.context(self.layer, needed, batch.rows)
+                context = carry.context(self.layer, codec.inputs, batch.rows)
                 context.stats = stats
                 packed, decoded, guess = reconstruct(codec, x, context)
             train = carry.training_rows(batch.rows)
             if codec.ragged:
-                inner = codec.inner if isinstance(codec, Predicted) else codec
+                inner = codec.unpredicted
                 assert isinstance(inner, MixKVQ)
                 sums.part.sizes.add(
                     inner,
@@ -232,12 +231,7 @@ class _LayerRun:
 
     def expecting(self, codec: Codec) -> Codec:
         """A codec of ragged blocks with what they took on the training windows, in `sizes`; others as they are."""
-        if isinstance(codec, Predicted) and codec.ragged:
-            return Predicted(self.expecting(codec.inner), codec.predictor, codec.inputs)
-        if isinstance(codec, MixKVQ) and codec.ragged:
-            settings = codec.config() | {"expected": list(self.sizes.means())}
-            return MixKVQ.from_state(codec.shape, codec.role, settings, {})
-        return codec
+        return codec.expecting(self.sizes.means()) if codec.ragged else codec
 
     def _pairs(
         self, inputs: tuple[str, ...], want: frozenset[str], sums: ShardSums[Gram] | None = None
@@ -285,9 +279,9 @@ def reconstruct(codec: Codec, x: Tensor, context: Context) -> tuple[Packed, Tens
 
     As Predicted.encode and decode, with the predictor run once and on all tokens: here nothing depends on block edges.
     """
-    if not isinstance(codec, Predicted):
+    guess, inner = codec.prediction(context), codec.unpredicted
+    if guess is None:
         packed = codec.encode(x, context)
         return packed, codec.decode(packed, context), None
-    guess = codec.predict(context, codec.predictor.working())
-    packed = codec.inner.encode(x.float() - guess, context)
-    return packed, codec.inner.decode(packed, context) + guess, guess
+    packed = inner.encode(x.float() - guess, context)
+    return packed, inner.decode(packed, context) + guess, guess

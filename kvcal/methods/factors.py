@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.codecs import Codec, Uniform
+from kvcal_artifacts.codecs import Codec
 from kvcal_artifacts.codecs.refusals import to_half
 from kvcal_artifacts.codecs.scaled import LARGEST
 
@@ -42,7 +42,7 @@ def by_queries(codec: Codec, squares: Tensor) -> Codec:
     """The codec of keys with a search that weighs channels by queries; itself where it searches for nothing. squares as
     of `query_weight`, (H, D).
     """
-    if isinstance(codec, Uniform) and codec.weighable:
+    if codec.weighable:
         return codec.weighted(query_weight(squares).cpu())
     return codec
 

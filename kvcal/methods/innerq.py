@@ -94,7 +94,7 @@ class InnerQ:
         largest = self._largest(taps, carry)
         codec, name = self.composition.codec, self.composition.name(layer, carry.layers, "key")
         inner = codec(layer, carry.layers, "key")(carry.shape, "key")
-        if self.search == "queries" and isinstance(inner, Uniform) and inner.weighable:
+        if self.search == "queries" and inner.weighable:
             inner = by_queries(inner, self._query_squares(taps, carry))
         value = codec(layer, carry.layers, "value")(carry.shape, "value")
         key = inner if self.factors == "none" or no_factors(name) else Scaled(inner, self._factor(largest, taps).cpu())

@@ -11,13 +11,8 @@ from dataclasses import dataclass
 from kvcal_artifacts.codecs import (
     ByHead,
     Codec,
-    Exact,
-    Float8,
-    MixKVQ,
     Role,
-    Scaled,
     Shape,
-    Squat,
     load_plugins,
 )
 from kvcal_artifacts.codecs.named import CODEC_MAKERS, CodecMaker, mixkvq
@@ -100,18 +95,11 @@ def no_factors(codec: str) -> tuple[str, str] | None:
     if NEXT in codec:
         return f"{codec} has codecs of its own for groups of heads, without factors", ""
     example = make(Shape(1, 256, 32), "key")
-    if isinstance(example, Scaled):
+    if example.divided:
         return f"{codec} divides keys by factors of each row's own already", f"{codec}-plain"
-    if codes_apart(example):
+    if example.channels_apart:
         return f"{codec} codes each key channel by itself, where a factor changes nothing", ""
     return None
-
-
-def codes_apart(codec: Codec) -> bool:
-    """Whether keys' channels do not share a scale, so that a large one costs the others nothing."""
-    if isinstance(codec, ByHead):
-        return all(codes_apart(part) for part in codec.parts)
-    return isinstance(codec, Exact | Float8 | MixKVQ | Squat) or getattr(codec, "axis", "channel") == "token"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.codecs import Predicted, Scaled
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, UsageError
 from kvcal_artifacts.files import new_file_mode, refuse_dash, temporary_folder
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
@@ -44,11 +43,11 @@ def key_factors(scheme: Scheme) -> dict[int, Tensor]:
     for index, pair in enumerate(scheme.layers):
         if pair is None:
             continue
-        if isinstance(pair.key, Predicted) and isinstance(pair.key.inner, Scaled):
+        if pair.key.unpredicted.divided and not pair.key.divided:
             raise UsageError(
                 f"layer {index}: its factors scale what a predictor leaves, not keys; they cannot be folded"
             )
-        if isinstance(pair.key, Scaled):
+        if pair.key.divided:
             if pair.key.factor is None:
                 raise UsageError(
                     f"layer {index}: its factors come from each prompt and serve one sequence only; "
@@ -63,7 +62,7 @@ def key_factors(scheme: Scheme) -> dict[int, Tensor]:
 def without_factors(scheme: Scheme) -> Scheme:
     """The scheme for a model that its factors were folded into."""
     layers = tuple(
-        LayerCodecs(pair.key.inner, pair.value) if pair is not None and isinstance(pair.key, Scaled) else pair
+        LayerCodecs(pair.key.undivided, pair.value) if pair is not None and pair.key.divided else pair
         for pair in scheme.layers
     )
     return Scheme(scheme.windows, scheme.frame, layers, scheme.skipped, scheme.selection)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.bundle import Bundle
-from kvcal_artifacts.codecs import Codec, Context, Packed, Predicted
+from kvcal_artifacts.codecs import Codec, Context, Packed
 from kvcal_artifacts.codecs.refusals import check_finite
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
@@ -93,7 +93,7 @@ class ChunkCodec:
             both = []
             for role, codec in enumerate((pair.key, pair.value)):
                 packed, at = self._packed(codec, stored, at, tokens // self.shape.block)
-                read = _decode(codec, packed, context)
+                read = codec.decode_as_encoded(packed, context)
                 chunk[role, layer] = read[0].transpose(0, 1).flatten(1)
                 context.k0 = read
                 both.append(read)
@@ -147,13 +147,6 @@ def _context(layer: int, decoded: list[tuple[Tensor, Tensor]]) -> Context:
     k1, v1 = decoded[-1] if decoded else (None, None)
     k2, v2 = decoded[-2] if len(decoded) > 1 else (None, None)
     return Context(layer, k1, v1, k2, v2)
-
-
-def _decode(codec: Codec, packed: Packed, context: Context) -> Tensor:
-    """The numbers that `encode_decode` gave: predictions by blocks, whose bits do not depend on the chunk's length."""
-    if isinstance(codec, Predicted):
-        return codec.inner.decode(packed, context) + codec.predict_blocks(context)
-    return codec.decode(packed, context)
 
 
 def _checksum(stored: Tensor, key: bytes) -> bytes:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvcal_artifacts import hf, load_bundle
 from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint
-from kvcal_artifacts.codecs import ByHead, Codec, Shape
+from kvcal_artifacts.codecs import Codec, Shape
 from kvcal_artifacts.errors import IncompatibleBundle, UnsupportedModel, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_kernels.layout import BLOCK, Form
@@ -227,8 +227,8 @@ def _refusal(codec: Codec) -> str | None:
         return "what it stores depends on the request's own tokens, so requests could not share a prefix"
     if codec.ragged:
         return "its blocks differ in size, and pages do not; give it fixed tiers (full and four)"
-    if isinstance(codec.encoding_codec, ByHead):
+    if codec.encoding_codec.mixed_heads:
         return "its heads are stored in different codecs, and a page gives every head as many bytes"
-    if getattr(codec.encoding_codec, "rotation", "head") != "head":
+    if codec.encoding_codec.heads_together:
         return "it rotates all heads of a token together, and a page keeps each head's bytes apart"
     return None

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.codecs import Codec, Packed, ResidualVQ
+from kvcal_artifacts.codecs import Codec, Packed
 from kvcal_artifacts.errors import UsageError
 from kvcal_kernels.layout import BLOCK, AnyForm, Form, TransformBlocks, decode, token_places
 from kvcal_kernels.layout.pages import block_bytes, bytes_of, from_bytes, unfit
@@ -96,10 +96,11 @@ class BlockSide:
 class CodesSide(BlockSide):
     """Residual codes (VQKV), packed along a block's tokens: every token has bits of its own."""
 
-    def __init__(self, codec: ResidualVQ) -> None:
+    def __init__(self, codec: Codec) -> None:
         super().__init__(codec)
         one, parts = torch.eye(BLOCK, dtype=torch.int32, device="cpu"), []
-        for book, bits in zip(codec.codebooks, codec.code_bits, strict=True):
+        for book in codec.codebooks:
+            bits = (book.shape[1] - 1).bit_length()
             parts.append(pack(one * ((1 << bits) - 1), bits).repeat(1, book.shape[0]))
         masks = torch.cat(parts, 1)
         self.masks = torch.nn.functional.pad(masks, (0, self.bytes - masks.shape[1]))
@@ -112,6 +113,6 @@ def side_of(codec: Codec) -> Side:
     form = codec.fused()
     if isinstance(form, Form) and form.norm_heads > 1:
         raise UsageError(str(unfit(form)))
-    if isinstance(codec, ResidualVQ):
+    if codec.codebooks:
         return CodesSide(codec)
     return BlockSide(codec) if isinstance(form, str) or unfit(form) else FormSide(codec, form)

@@ -21,6 +21,7 @@ import typer
 from kvcal.cli import failure
 from kvcal.report.progress import Items, progress, tracked
 from kvcal_artifacts import errors
+from kvcal_artifacts.codecs import CODECS
 from tests.support import house
 from tests.support.house import ROOT, SOURCE_ROOTS, Import, Size, imports, imports_of, modules
 
@@ -335,6 +336,46 @@ def test_misplaced_tests_are_seen(tmp_path: Path) -> None:
         "kvcal/no_such: no such folder in kvcal",
         "support: no __init__.py",
     ]
+
+
+def kinds_asked(file: Path) -> list[str]:
+    """Classes of codecs that a file imports and asks objects to be: by isinstance, TypeGuard or type(x) is."""
+    tree, imported = ast.parse(file.read_text()), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and "codecs" in (node.module or "").split("."):
+            imported |= {alias.asname or alias.name for alias in node.names}
+    classes = imported & {kind.__name__ for kind in CODECS.values()}
+    asked = []
+    for node in ast.walk(tree):
+        parts: list[ast.expr] = []
+        match node:
+            case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, kinds]):
+                parts = [kinds]
+            case ast.Subscript(value=ast.Name(id="TypeGuard"), slice=kinds):
+                parts = [kinds]
+            case ast.Compare(ops=[ast.Is() | ast.IsNot()], comparators=comparators):
+                parts = comparators
+        asked += [name.id for part in parts for name in ast.walk(part) if isinstance(name, ast.Name)]
+    return [name for name in asked if name in classes]
+
+
+OF_ONE_CODEC = {f"kvcal.methods.{name}" for name in ("aqua_kv", "calibrated", "innerq")} | {"kvcal.bench.tables"}
+
+
+def test_codecs_say_themselves_what_serves_them() -> None:
+    files = {module: file for package in SOURCE_ROOTS for module, file in modules(package)}
+    others = {m: f for m, f in files.items() if not within(m, "kvcal_artifacts.codecs", *OF_ONE_CODEC)}
+    assert {module: kinds for module, file in others.items() if (kinds := kinds_asked(file))} == {}
+
+
+def test_questions_for_a_kind_are_seen(tmp_path: Path) -> None:
+    file = tmp_path / "one.py"
+    file.write_text(
+        "from ..codecs import Squat, Uniform, Codec\nfrom .other import Higgs\n"
+        "isinstance(x, Squat | Higgs), isinstance(x, Codec), type(x) is Uniform, isinstance(x, (int, Uniform))\n"
+        "def f(x) -> TypeGuard[Squat]: ...\n"
+    )
+    assert sorted(kinds_asked(file)) == ["Squat", "Squat", "Uniform", "Uniform"]
 
 
 def test_only_the_command_line_imports_typer() -> None:

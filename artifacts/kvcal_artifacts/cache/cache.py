@@ -97,7 +97,7 @@ class KVCalCache(Cache):
         super().__init__(layers=layers)
         self._compressed = [layer for layer in layers if isinstance(layer, KVCalLayer)]
         # new tokens of a call that the kernels of all layers take
-        self.most_queries = min([fused.QUERIES, *(layer.limits.most_queries for layer in self.compressed_layers)])
+        self.most_queries = min([fused.QUERIES, *(layer.paths.most_queries for layer in self.compressed_layers)])
         if require_kernels:
             construction.require_kernels(self)
         self.record, self.forward = Record(), Forward(scheme, model)
@@ -108,16 +108,14 @@ class KVCalCache(Cache):
         self.steps: dict[torch.device, static_storage.Steps] = {}  # of the layers on a device
         self.memory = SharedMemory(kernels, keeps=max_length is not None)
         self.hooks = construction.hooks(self)
-        self._seams = hf.Seams(self, [layer.site for layer in self.compressed_layers if layer.replaces_attention])
+        self._seams = hf.Seams(self, [layer.site for layer in self.compressed_layers if layer.paths.replaces_attention])
         self._opened: tuple[Tensor, bool] | None = None  # of the ledger's blocks
         self.mask_history = MaskHistory()
 
     @property
     def why_not_compileable(self) -> str | None:
         """Why decode steps do not run on the device as a whole; None if they do. It is a guess until keys come."""
-        refused = (
-            f"{layer.title}: {layer.read_path.refused}" for layer in self.compressed_layers if layer.read_path.refused
-        )
+        refused = (f"{layer.title}: {layer.paths.refused}" for layer in self.compressed_layers if layer.paths.refused)
         return self.growing or next(refused, None) or (self.uneven if self.stored_rope.rotary else None)
 
     def why_not_compiled(self, query: int) -> str:
@@ -198,7 +196,7 @@ class KVCalCache(Cache):
 
     def note_decoded(self, layer: LayerProtocol, why: str) -> None:
         """Count a step that a kernel had to leave to the model's own attention. The first such layer counts for all."""
-        if next(one for one in self.compressed_layers if one.read_path.refused is None).index == layer.index:
+        if next(one for one in self.compressed_layers if one.paths.refused is None).index == layer.index:
             counts = self.record.decoded_steps
             counts[why] = counts.get(why, 0) + 1
 
@@ -210,11 +208,11 @@ class KVCalCache(Cache):
 
     def on_refused(self, layer: LayerProtocol) -> None:
         """Called when the first keys of a layer show that it does not take the kernel."""
-        assert layer.read_path.refused is not None
-        if layer.read_path.kind is choose.PathKind.DECODED:
-            choose.warn_of_shape(self.kernels, layer.codecs, layer.device, layer.read_path.refused)
+        assert layer.paths.refused is not None
+        if layer.paths.kind is choose.PathKind.DECODED:
+            choose.warn_of_shape(self.kernels, layer.codecs, layer.device, layer.paths.refused)
             if self.require_kernels:
-                choose.require([(layer.index, layer.read_path.refused)])
+                choose.require([(layer.index, layer.paths.refused)])
         self.grow_on_host()
 
     def grow_on_host(self) -> None:
@@ -229,7 +227,7 @@ class KVCalCache(Cache):
 
     def on_forward(self, mask: hf.Mask, weights: bool = False) -> None:
         """Take a forward's mask and whether it asks for weights. The methods on_* are those of hf.hooks.Listener."""
-        if weights and any(layer.read_path.refused is None for layer in self.compressed_layers):
+        if weights and any(layer.paths.refused is None for layer in self.compressed_layers):
             notices.warn("output_attentions: the fused kernel gives no attention weights")
         self.settle()
         full = full_mask(mask, self.ledger.columns, self.max_length is not None)

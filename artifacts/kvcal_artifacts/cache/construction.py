@@ -71,7 +71,7 @@ def asks_queries(pair: LayerCodecs) -> bool:
 
 def require_kernels(cache: WholeCache) -> None:
     """Raises KernelsUnavailable where a layer, as far as it can be known before keys come, takes no kernel."""
-    paths = [(layer.index, layer.read_path) for layer in cache.compressed_layers]
+    paths = [(layer.index, layer.paths) for layer in cache.compressed_layers]
     choose.require([(index, path.refused or "") for index, path in paths if path.kind is PathKind.DECODED])
 
 

@@ -16,7 +16,7 @@ from ..codecs import Codec, Context
 from ..codecs.base import Packed
 from ..errors import KVCalError
 from ..modes import without_autocast, without_grad
-from ..paths import choose, dequantised, packing_rules
+from ..paths import choose
 from ..paths.choose import PathKind
 from ..scheme import LayerCodecs
 from ..storage import block_store
@@ -59,24 +59,16 @@ class KVCalLayer(CacheLayerMixin):
         self._due: tuple[Plan, list[Tensor]] | None = None  # between update() and its attention by the kernel
         self.storage = storage or HostStorage()
         self.key_factor = KeyFactor()
-        # why no kernel reads the layer's blocks, on whatever device
-        self.unreadable = choose.refusal(cache.kernels, cache.scheme, codecs, site, self.rotary)
-        readable = self.unreadable is None
-        self.limits = choose.limits(codecs, site, readable)
-        self.replaces_attention = choose.replaces_attention(cache.kernels, cache.scheme, site, readable)
-        self.rules = packing_rules.PackingRules()
         self.expect(site.placed[1])
         self._clear()
 
     def expect(self, dtype: torch.dtype, device: torch.device | None = None) -> None:
-        """Choose the path of keys of that dtype and device; that of the layer's weights where none is named."""
-        cache, device = self.cache, device or self.site.placed[0]
-        choice = cache.kernels, cache.scheme, self.codecs, self.site, dtype, device, self.rotary
-        self.read_path, self.dequantiser = choose.read_path(*choice), None  # what dequantises blocks, where one does
-        if self.read_path.kind is PathKind.DEQUANTISED:
-            number = cache.scheme.compressed.index(self.index)  # neighbours in the chain have storage of their own
-            shared = self.codecs, dtype, cache.kernels, number, cache.scheme.reach + 1
-            self.dequantiser = dequantised.dequantiser_of(*shared)
+        """Choose the layer's paths. device: of its first keys; None before they come, for that of its weights."""
+        cache, static = self.cache, None if device is None else self.is_compileable
+        layer = self.index, self.codecs, self.site, self.rotary
+        self.paths = choose.layer_paths(
+            cache.kernels, cache.scheme, *layer, dtype, device or self.site.placed[0], static
+        )
 
     def _clear(self) -> None:
         self.storage.clear()
@@ -132,20 +124,16 @@ class KVCalLayer(CacheLayerMixin):
         self.codecs = self.cache.scheme.on(self.index, self.device, self._ratio)
         self.cache.on_keys_of(self.dtype)
         self.expect(self.dtype, self.device)
-        if self.read_path.refused is not None:
+        self.codecs = self.paths.codecs
+        if self.paths.refused is not None:
             self.cache.on_refused(self)
-        where = self.dtype, self.device
-        self.codecs = packing_rules.packing(self.cache.kernels, self.codecs, *where)
-        unpacked = "vector codes" if self.read_path.kind is PathKind.CODEBOOK else self.read_path.refused
-        static = self.is_compileable
-        self.rules = packing_rules.packing_rules(self.cache.kernels, self.codecs, *where, unpacked, static)
         self.packed = [codec.empty(key_states.shape[0], key_states.device) for codec in self.pair]
         self.is_initialized = True
 
     @property
     def packing(self) -> str:
         """The kernels, or torch, that pack whole blocks, those of prompts above all."""
-        return self.rules.packing(self.codecs)
+        return self.paths.packing.describe(self.codecs)
 
     @property
     def cache(self) -> CacheProtocol:
@@ -184,7 +172,7 @@ class KVCalLayer(CacheLayerMixin):
             return key_states, value_states
         keys, values = reading.materialise(self, plan, key_states, value_states)
         out = self.site.local(keys), self.site.local(values)
-        if self.replaces_attention:  # cuDNN serves prompts better, and builds a plan once
+        if self.paths.replaces_attention:  # cuDNN serves prompts better, and builds a plan once
             hf.note_keys(self.site, out[0], grown=plan.past > 0 and plan.query == 1)
         self.finish(plan, stored)
         return out
@@ -200,9 +188,9 @@ class KVCalLayer(CacheLayerMixin):
     def _is_for_kernel(self, cache: CacheProtocol, plan: Plan, keys: Tensor, values: Tensor) -> bool:
         """Whether the kernel computes this call's attention: a few new tokens, all real, over packed blocks."""
         forward, tokens = cache.forward, self.block_slots * cache.scheme.windows.block
-        if self.read_path.refused is not None:
+        if self.paths.refused is not None:
             return False
-        if plan.query > self.limits.most_queries or tokens <= self.limits.least_tokens:
+        if plan.query > self.paths.most_queries or tokens <= self.paths.least_tokens:
             return False
         reasons = {
             "a row's mask says 0 for a new token": not plan.whole,
@@ -260,7 +248,7 @@ class KVCalLayer(CacheLayerMixin):
         due, self._due = self._due, None
         if due is None:
             raise KVCalError(f"layer {self.index}: attention was called without update(); call reset() and start again")
-        packed = None if self.read_path.kind is PathKind.CODEBOOK else self.as_blocks(self.storage.packed)
+        packed = None if self.paths.kind is PathKind.CODEBOOK else self.as_blocks(self.storage.packed)
         with without_autocast(q.device.type):
             out, extended = attention.attend(self, packed, *due, q, scaling)
             self.finish(*due, extended)
@@ -347,16 +335,16 @@ class KVCalLayer(CacheLayerMixin):
     @property
     def why_reference(self) -> str | None:
         """Why decode steps do not take the kernel now; None if they do."""
-        return self.read_path.refused or (self.cache.uneven if self.rotary else None)
+        return self.paths.refused or (self.cache.uneven if self.rotary else None)
 
     @property
     def path(self) -> str:
         """How decode steps of this layer read its packed blocks, and why not otherwise."""
         kernels = self.cache.kernels
-        text = self.read_path.describe(self.why_reference, kernels, bool(self.codecs.needs))
+        text = self.paths.describe(self.why_reference, kernels)
         if not self.storage.is_allocated:
             return text
-        return f"{text}; steps appended by {self.rules.appending(kernels, self.read_path.kind is PathKind.CODEBOOK)}"
+        return f"{text}; steps appended by {self.paths.packing.appending(kernels, self.paths.reads_codes)}"
 
     def get_seq_length(self) -> int:
         return self.columns

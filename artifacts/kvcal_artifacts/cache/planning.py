@@ -61,7 +61,9 @@ def _begin(cache: WholeCache, batch: int, query: int) -> Plan:
         new = forward.positions.to(torch.int32).expand(batch, query)
         old = cache.ledger.positions
         cache.ledger.positions = new.clone() if old is None or past == 0 else torch.cat([old, new], 1)
-        if any(layer.unreadable is None and (layer.rotary or cache.max_length) for layer in cache.compressed_layers):
+        if any(
+            layer.paths.unreadable is None and (layer.rotary or cache.max_length) for layer in cache.compressed_layers
+        ):
             cache.full_ledger.follow(plan, new)
             if cache.max_length and cache.stored_rope.rotary and not cache.stored_rope.is_even(cache.full_ledger):
                 cache.grow_on_host()

@@ -12,9 +12,7 @@ from kvcal_kernels.layout import AnyBlocks
 
 from .. import hf
 from ..codecs import Codec, Context, Packed
-from ..paths.choose import ReadPath
-from ..paths.dequantised import LayerDequantiser
-from ..paths.packing_rules import PackingRules
+from ..paths.choose import LayerPaths
 from ..scheme import LayerCodecs, Scheme
 from ..storage.eviction import EvictingLedger
 from ..storage.ledger import Ledger
@@ -85,9 +83,7 @@ class LayerProtocol(Protocol):
     rotary: int
     title: str
     codecs: LayerCodecs
-    read_path: ReadPath
-    dequantiser: LayerDequantiser | None
-    rules: PackingRules
+    paths: LayerPaths
     statistics: dict[str, Statistic]
     remembered: tuple[list[Packed], list[Tensor]] | None
     sink: list[Tensor]

@@ -20,8 +20,9 @@ def materialise(layer: LayerProtocol, plan: Plan, new_keys: Tensor, new_values: 
     if plan.past == 0:
         layer.cache.forward.chain.leave("old", layer.index, None, None)
         return new_keys, new_values
-    if layer.dequantiser and layer.block_slots and not layer.cache.remember and not layer.learns(new_keys, new_values):
-        return _dequantise(layer, layer.dequantiser, plan, new_keys, new_values)
+    dequantiser = layer.paths.dequantiser
+    if dequantiser and layer.block_slots and not layer.cache.remember and not layer.learns(new_keys, new_values):
+        return _dequantise(layer, dequantiser, plan, new_keys, new_values)
     keys, values = layer.decode_all()
     whole = [
         ordered(plan, torch.cat([layer.storage.sink[role], x.to(layer.dtype), layer.storage.window[role]], 2))

@@ -52,7 +52,7 @@ def _pack(
 ) -> None:
     before, remembered = layer.packed, layer.remembered
     apart = not by_kernel and all(codec.encodes_by_kernel for codec in layer.pair)
-    rules = layer.rules.blocks
+    rules = layer.paths.packing.blocks
     encoded = packing.encode(layer, leaving, stats) if apart else packing.encode_by(layer, rules, leaving, stats)
     layer.packed = [
         {name: block_store.append(old[name], t, plan) for name, t in packed.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvcal_kernels.layout import Blocks, Form, TransformForm
-from kvcal_kernels.quantise import AnyRule
+from kvcal_kernels.quantise import AnyRule, Counts
+from kvcal_kernels.residual_vq.attention import Coded
+from kvcal_kernels.squat import Digits, Moves
 
 from ..errors import KVCalError
 
@@ -25,6 +28,14 @@ Packed: TypeAlias = dict[str, Any]  # tensors by name, or ragged.Ragged where it
 Specs: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of packed tensors by name
 Role = Literal["key", "value"]
 CONTEXT_TENSORS = ("k1", "v1", "k2", "v2", "k0")
+
+
+class AttentionKernel(Enum):
+    """The kernels that attend to packed tokens as they lie."""
+
+    BLOCKS = "integers, grids and tiers"
+    TRANSFORM = "coordinates of a basis"
+    CODEBOOK = "vector codes"
 
 
 @dataclass
@@ -131,7 +142,46 @@ class Codec(ABC):
         """How the fused decode-attention kernel reads the packed tensors as they lie, or in one line why it cannot."""
         return f"no fused kernel reads {self.name}"
 
-    # What kernels other than the codec's own must know of it, to serve it.
+    # Which kernels can serve it, and what they must know of it.
+
+    @property
+    def attention_kernel(self) -> AttentionKernel | None:
+        """Which kernel attends to the packed tensors as they lie; None where none does."""
+        form = self.fused()
+        if isinstance(form, str):
+            return None
+        return AttentionKernel.TRANSFORM if isinstance(form, TransformForm) else AttentionKernel.BLOCKS
+
+    @property
+    def has_attention_kernel(self) -> bool:
+        """Whether a kernel attends to blocks of this codec at some shape, if perhaps not at this one."""
+        return type(self).fused is not Codec.fused
+
+    def attention_refusal(self, other: Codec) -> str | None:
+        """Why no kernel attends to its blocks, `other` being the layer's other codec; None where one may."""
+        form = self.fused()
+        return form if isinstance(form, str) else None
+
+    @property
+    def not_rotated(self) -> str | None:
+        """What its blocks hold that the kernel cannot rotate by RoPE as it reads them; None where it can."""
+        form = self.fused()
+        if isinstance(form, TransformForm):
+            return "coordinates of a basis"
+        if isinstance(form, Form) and (form.vector or form.tiered):
+            return "grids" if form.vector else "tiers"
+        return None
+
+    def as_codes(self, packed: Packed) -> Coded:
+        """Packed vector codes as the kernels of residual_vq take them. KVCalError where the codec has none."""
+        raise KVCalError(f"codec {self.name!r}: it stores no vector codes")
+
+    codebooks: tuple[Tensor, ...] = ()  # of vector codes, each (stages, codewords, dimensions) float16
+
+    @property
+    def codewords(self) -> int:
+        """How many codewords the largest codebook has; 0 where the codec has no codebooks."""
+        return max((book.shape[1] for book in self.codebooks), default=0)
 
     same_bytes_everywhere: ClassVar[bool] = True  # whether `encode` gives the same bytes on every device
     divided: ClassVar[bool] = False  # whether keys are divided by factors before they are rounded
@@ -141,6 +191,25 @@ class Codec(ABC):
     def rule(self, within: str = "") -> AnyRule | str:
         """How quantise's kernels write what the codec stores, or why they cannot. within: the codec around it."""
         return f"no kernel quantises for {within or self.name}"
+
+    def due(
+        self, ring: Tensor, counts: Counts, new: Tensor, moves: Moves | Digits, out: Tensor | None = None
+    ) -> Tensor:
+        """Keys that a step packs, as they are rounded: (B, H, block, D) float32. Only with `corrected_channels`."""
+        raise KVCalError(f"codec {self.name!r}: it corrects no keys")
+
+    def step_moves(self, subspaces: Tensor | None) -> Moves:
+        """What corrects the blocks of steps. Only with `corrected_channels`.
+
+        subspaces: the rows' own, (B, H, R, D), which these steps do not change; None where there are none.
+        """
+        raise KVCalError(f"codec {self.name!r}: it corrects no keys")
+
+    subspace: str | None = None  # which directions corrections are made in, of those that `choose` takes
+
+    def choose(self, subspace: str) -> Codec:
+        """The same codec with another choice of subspace; packed blocks stay readable. Itself where it has none."""
+        return self
 
     @property
     def rounding(self) -> Codec:
@@ -165,7 +234,7 @@ class Codec(ABC):
         return self
 
     def encoding(self) -> str:
-        """What the code of its encoding kernels depends on, in the name of a verdict."""
+        """What the code of its kernels depends on, in the name of a verdict."""
         return f"{self.outline()}, {self.describe()}"
 
     def outline(self) -> str:
@@ -182,6 +251,55 @@ class Codec(ABC):
         """Packed tensors of `count` of the codec's blocks, integers or a grid, from the kernel's, without a copy."""
         parts = zip(self.tensor_specs(), (blocks.words, blocks.scale), strict=True)
         return {name: x.view(*x.shape[:2], count, -1) for name, x in parts}
+
+    # What methods, checks and servers must know of it.
+
+    lossless: bool = False  # whether float32 numbers come back bit for bit
+    channels_apart: bool = False  # whether channels share no scale, so that a large one costs the others nothing
+    heads_together: bool = False  # whether a token's kv heads are rotated together, and cannot be decoded one by one
+    mixed_heads: ClassVar[bool] = False  # whether kv heads are stored by different codecs
+    factor: Tensor | None = None  # of keys' channels, (H, D) float16: what `divided` ones were divided by, from text
+
+    @property
+    def undivided(self) -> Codec:
+        """The codec of what factors leave: itself, or the one inside."""
+        return self
+
+    @property
+    def weighable(self) -> bool:
+        """Whether weights of channels would change what is stored."""
+        return False
+
+    def weighted(self, weight: Tensor) -> Codec:
+        """The same codec with these weights of channels, (H, D) float16, where it is `weighable`."""
+        raise KVCalError(f"codec {self.name!r}: it weighs no channels")
+
+    inputs: tuple[str, ...] = ()  # what a predictor of its numbers reads of the Context
+
+    @property
+    def unpredicted(self) -> Codec:
+        """The codec of what a predictor leaves: itself where nothing is predicted, else the one inside."""
+        return self
+
+    def prediction(self, context: Context) -> Tensor | None:
+        """What a predictor says of the context's tokens, (B, H, T, D) float32; None where there is none."""
+        return None
+
+    def decode_as_encoded(self, packed: Packed, context: Context = EMPTY) -> Tensor:
+        """The numbers that `encode_decode` gave, bit for bit, from blocks cut in any way."""
+        return self.decode(packed, context)
+
+    @property
+    def predictor_size(self) -> int:
+        """Numbers in the matrices of a predictor; 0 without one."""
+        return 0
+
+    def expecting(self, channels: tuple[float, float]) -> Codec:
+        """A codec of tiers with the mean channels of a head in the first two, by which `ragged` ones tell their size.
+
+        Others, and those of one size, are as they are.
+        """
+        return self
 
     def for_decoding(self) -> Codec:
         """The same codec where no kernel attends to its blocks, which may then be stored otherwise, in as many bytes.
@@ -306,6 +424,13 @@ class Codec(ABC):
         """Name and settings in one line."""
         settings = ", ".join(f"{k}={v}" for k, v in self.config().items() if not isinstance(v, dict))
         return f"{self.name}({settings})" if settings else self.name
+
+
+def outline_of_form(form: Form | str) -> str:
+    """How blocks lie in one line, in the name of a verdict; a str says why no attention kernel reads them."""
+    return (
+        "plain codes" if isinstance(form, str) else ", ".join(f"{name} {value}" for name, value in vars(form).items())
+    )
 
 
 _COPIES = WeakTensorKeyDictionary()  # tensor -> its copies by device

@@ -61,6 +61,7 @@ class ByHead(Codec):
         for number, part in enumerate(parts):
             self._check(number, part)
         self.parts = tuple(part.for_decoding() for part in parts)
+        self.channels_apart = all(part.channels_apart for part in parts)
 
     def _check(self, number: int, part: Codec) -> None:
         what, shape = f"by-head codec, part {number} of {part.name!r}", part.shape
@@ -79,6 +80,8 @@ class ByHead(Codec):
     @property
     def stats(self) -> frozenset[str]:
         return frozenset[str]().union(*(part.stats for part in self.parts))
+
+    mixed_heads = True
 
     def fused(self) -> str:
         return "groups of heads in different codecs: the fused kernel reads one form for all heads of a layer"

@@ -138,22 +138,14 @@ def _linear(codec: Codec) -> tuple[Tensor | None, Tensor | None]:
     return weights["weight"], weights["bias"]
 
 
-def grid_kind(codec: Codec) -> str | None:
-    """The `kind` of a codec that is HIGGS itself; None of another codec."""
-    return kind(codec) if isinstance(codec, Higgs) else None
-
-
 def kind(codec: Codec) -> str:
     """What the kernel's code depends on, in words."""
     inner, _, factor = _parts(codec)
     assert isinstance(inner, Higgs)
     behind = f"{codec.predictor.name} of {len(codec.inputs)}" if isinstance(codec, Predicted) else "alone"
     shape = f"{codec.shape.heads} x {codec.shape.dim}, blocks of {codec.shape.block}"
-    return (
-        f"{codec.role}s of {shape}, {behind}, d {inner.d}, n {inner.n}, rotation {inner.rotation}, norm {inner.norm}"
-        + ("" if inner.mix == "none" else f", mixed by {inner.mix}")
-        + ", factors" * (factor is not None)
-    )
+    factors = "" if factor is None else ", factors"
+    return f"{codec.role}s of {shape}, {behind}, {inner.outline_of_grid()}{factors}"
 
 
 def coded(codec: Codec, packed: Packed) -> Coded:

@@ -36,7 +36,9 @@ class Exact(Codec):
         super().__init__(shape, role)
         if dtype not in DTYPES:
             raise KVCalError(f"exact codec in {dtype!r}: allowed are {', '.join(DTYPES)}")
-        self.dtype = dtype
+        self.dtype, self.lossless = dtype, dtype == "float32"
+
+    channels_apart = True
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         blocks = self.shape.blocks(x)

@@ -41,6 +41,7 @@ class Float8(Codec):
 
     name = "float8"
     head_tensors = ()
+    channels_apart = True
 
     def __init__(self, shape: Shape, role: Role, format: str = "e4m3fn", scale: float = 1.0) -> None:
         super().__init__(shape, role)

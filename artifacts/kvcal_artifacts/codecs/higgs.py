@@ -58,7 +58,7 @@ from kvcal_kernels.quantise import GridRule
 
 from ..checked import Choice, FlagOr, Schema, Whole
 from ..errors import KVCalError
-from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs, on_device
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs, on_device, outline_of_form
 from .constants import Constant, constants
 from .higgs_grids import GRID_LARGEST, GRID_MSE, GRIDS, byte_grid, check_grid, check_values, gaussian_grid, grid_table
 from .refusals import to_half
@@ -141,6 +141,7 @@ class Higgs(Codec):
         if points not in ("exact", "bytes"):
             raise KVCalError(f"HIGGS points {points!r}: allowed are 'exact' and 'bytes'")
         self.d, self.n, self.rotation, self.norm, self.seed, self.axis = d, n, rotation, norm, seed, axis
+        self.channels_apart, self.heads_together = axis == "token", rotation != "head"
         self.gain = gain
         self._gain = 1.0 if gain == "mse" else (1 - GRID_MSE[d, n]) ** (-0.5 if role == "key" else -1)
         make = byte_grid if points == "bytes" else gaussian_grid
@@ -269,6 +270,14 @@ class Higgs(Codec):
             by_token: Tensor = flat.unflatten(2, (-1, self.shape.block)).movedim(1, 3)
             return by_token.flatten(3)
         return self._load_codes(unpack(packed["codes"], self.code_bits, self._packed_count))
+
+    def outline_of_grid(self) -> str:
+        """The grid, the rotation and the norms in one line."""
+        mixed = "" if self.mix == "none" else f", mixed by {self.mix}"
+        return f"d {self.d}, n {self.n}, rotation {self.rotation}, norm {self.norm}{mixed}"
+
+    def encoding(self) -> str:
+        return f"{self.role}s of {self.outline()}, {self.outline_of_grid()}, {outline_of_form(self._form)}"
 
     def fused(self) -> Form | str:
         return self._form

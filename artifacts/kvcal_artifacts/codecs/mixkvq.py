@@ -88,6 +88,7 @@ class MixKVQ(Codec):
 
     name = "mixkvq"
     head_tensors = ()
+    channels_apart = True
 
     def __init__(
         self,
@@ -158,6 +159,10 @@ class MixKVQ(Codec):
     @property
     def ragged(self) -> bool:
         return self.full is None
+
+    def expecting(self, channels: tuple[float, float]) -> MixKVQ:
+        settings = self.config() | {"expected": list(channels)}
+        return MixKVQ.from_state(self.shape, self.role, settings, {}) if self.ragged else self
 
     def fused(self) -> Form | str:
         return self._form

@@ -59,6 +59,7 @@ class Predicted(Codec):
         self.inner, self.predictor, self.inputs = inner.for_decoding(), predictor, tuple(inputs)
         self._check_widths()
         self.needs = frozenset(inputs) | inner.needs
+        self.channels_apart = inner.channels_apart
 
     @property
     def stats(self) -> frozenset[str]:
@@ -106,6 +107,23 @@ class Predicted(Codec):
         x, weights = self._inputs(context), self.predictor.working()
         predicted = by_fixed_rows(x.flatten(0, 1), self.shape.block, lambda part: self.predictor.forward(part, weights))
         return self._heads(predicted.unflatten(0, x.shape[:2]))
+
+    def expecting(self, channels: tuple[float, float]) -> Predicted:
+        return Predicted(self.inner.expecting(channels), self.predictor, self.inputs) if self.ragged else self
+
+    @property
+    def unpredicted(self) -> Codec:
+        return self.inner
+
+    def prediction(self, context: Context) -> Tensor:
+        return self.predict(context, self.predictor.working())
+
+    def decode_as_encoded(self, packed: Packed, context: Context = EMPTY) -> Tensor:
+        return self.inner.decode(packed, context) + self.predict_blocks(context)
+
+    @property
+    def predictor_size(self) -> int:
+        return sum(w.numel() for w in self.predictor.weights.values() if w.ndim == 2)
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         self.shape.blocks(x)  # refuses a wrong shape

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TypedDict, TypeGuard
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from kvcal_kernels.residual_vq.nearest import backend, residual_codes, residual_
 
 from ..checked import HEAD_DIM, Listed, Schema, Whole, shown
 from ..errors import KVCalError, NonFiniteError
-from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs, on_device
+from .base import EMPTY, AttentionKernel, Codec, Context, Packed, Role, Shape, Specs, on_device
 from .constants import Constant, constants, once
 
 LARGEST = 65504.0  # of float16: no sum of a few codewords reaches what is far beyond
@@ -145,7 +145,24 @@ class ResidualVQ(Codec):
             vectors = vectors * self._scale
         return vectors.flatten(2, 3)
 
-    def coded(self, packed: Packed) -> Coded:
+    attention_kernel = AttentionKernel.CODEBOOK
+    not_rotated = "vector codes"
+
+    def attention_refusal(self, other: Codec) -> str | None:
+        """Why the kernels over codes do not read them, which they do only where both codecs have codes."""
+        if other.attention_kernel is not AttentionKernel.CODEBOOK:
+            return super().attention_refusal(other)
+        if self.role == "key" and len(self.bands) > 2:
+            return f"residual-vq in {len(self.bands)} bands: the kernels take two at most"
+        if (narrow := min(len(band) for band in self.bands)) < 16:
+            return f"residual-vq, a band of {narrow} dimensions: the kernels take 16 at least"
+        return None
+
+    def encoding(self) -> str:
+        books = [tuple(book.shape) for book in self.codebooks]
+        return f"{self.outline()}, codebooks {books}, scaled {self.scale is not None}"
+
+    def as_codes(self, packed: Packed) -> Coded:
         """Packed blocks as kvcal_kernels.residual_vq.attention takes them; its `fast().attend` reads them on a GPU."""
         if self._derived is None:
             self._derived = [(longest(book), halves(book)) for book in self.codebooks]
@@ -276,8 +293,3 @@ def no_codewords(book: Tensor) -> str:
 def _reach(book: Tensor) -> Tensor:
     """The largest magnitude that a sum of one codeword per stage can have in each channel: float64 (d,)."""
     return book.abs().amax(1).double().sum(0)
-
-
-def is_vector(codec: Codec) -> TypeGuard[ResidualVQ]:
-    """Whether it is this codec, whose codes kernels of their own read and append."""
-    return isinstance(codec, ResidualVQ)

@@ -95,6 +95,16 @@ class Scaled(Codec):
 
     divided = True
 
+    @property
+    def undivided(self) -> Codec:
+        return self.inner
+
+    @property
+    def not_rotated(self) -> str | None:
+        if self.attention_kernel is None:
+            return None
+        return super().not_rotated or "keys divided by factors"
+
     def rule(self, within: str = "") -> AnyRule | str:
         """The rule of the codec inside: keys, and only keys, are divided by factors before it."""
         return super().rule(within) if within or self.role != "key" else self.inner.rule(self.name)

@@ -15,7 +15,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Literal, TypedDict, TypeGuard
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -86,6 +86,8 @@ class Squat(Codec):
     """
 
     name = "squat"
+    channels_apart = True
+    subspace: Subspace
 
     def __init__(
         self,
@@ -403,8 +405,3 @@ def check_directions(calibrated: Tensor) -> None:
             f"squat codec, calibrated, head {int(cosine.argmax())}: two directions have a cosine of "
             f"{float(cosine.max()):.3g}, must be at right angles"
         )
-
-
-def corrects(codec: Codec) -> TypeGuard[Squat]:
-    """Whether it is this codec, whose corrections steps on the device make by themselves."""
-    return isinstance(codec, Squat)

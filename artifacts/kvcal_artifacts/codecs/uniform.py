@@ -120,7 +120,7 @@ class Uniform(Codec):
         if search not in (False, True):
             raise KVCalError(f"uniform codec, search {search!r}: must be true or false")
         self.bits, self.group, self.axis, self.mode, self.search = bits, group, axis, mode, bool(search)
-        self.weight = weight
+        self.weight, self.channels_apart = weight, axis == "token"
         if weight is not None:
             self._check_weight(weight)
         self._form = self._find_form()

@@ -1,5 +1,6 @@
-"""Which path a layer takes and why it takes no other: `read_path` alone chooses. What packs is packing_rules.py.
+"""Which paths a layer takes, and why no others: `layer_paths` alone chooses, once for all that reads or packs.
 
+It asks codecs which kernels can serve them (codecs/base.py), and each path whether its kernels run on the device.
 Whether one call goes by it (at most 16 new tokens, a mask that the kernel knows) is `KVCalLayer._is_for_kernel`.
 """
 
@@ -10,15 +11,17 @@ from typing import NamedTuple
 
 import torch
 
-from kvcal_kernels.layout import Form, TransformForm, rope
+from kvcal_kernels.layout import rope
 
 from .. import hf
-from ..codecs import Codec
+from ..codecs.base import AttentionKernel
 from ..errors import KernelsUnavailable, UsageError
 from ..scheme import LayerCodecs, Scheme
-from . import codebook, dequantised
+from . import codebook, dequantised, fused, packing_rules
+from .dequantised import LayerDequantiser
 from .fused import QUERIES
 from .notices import warn
+from .packing_rules import PackingRules
 from .preflight import verdicts
 
 CHOICES = ("auto", "off", "torch", "triton")
@@ -39,71 +42,91 @@ class PathKind(Enum):
     DECODED = "torch decodes them for the model's own attention"
 
 
-class ReadPath(NamedTuple):
-    """The path by which decode steps read a layer's packed blocks, and why not a faster one.
+class LayerPaths(NamedTuple):
+    """The paths that a layer takes, as one value with its reasons: `layer_paths` alone makes it.
 
-    refused: why no kernel attends to the blocks; None where one does. why_decoded: why no kernel decodes them either.
+    kind: what reads packed blocks in decode steps. refused: why no kernel attends to them; None where one does.
+    unreadable: the part of `refused` that holds on every device. why_decoded: why no kernel decodes them either.
+
+    A call goes by the kernel with `most_queries` new tokens at most, over more than `least_tokens` packed ones of a
+    row. replaces_attention: the layer's attention function is ours, a kernel's or the model's own one that gets a token
+    each step. dequantiser: decodes blocks by a kernel, where one does. codecs: encode by kernels where these pass.
+    packing: how tokens are packed; chosen when keys have come.
     """
 
     kind: PathKind
-    refused: str | None = None
-    why_decoded: str = ""
+    refused: str | None
+    unreadable: str | None
+    why_decoded: str
+    most_queries: int
+    least_tokens: int
+    replaces_attention: bool
+    dequantiser: LayerDequantiser | None
+    codecs: LayerCodecs
+    packing: PackingRules = PackingRules()
 
-    def describe(self, why_reference: str | None, kernels: str, needs: bool) -> str:
+    def __deepcopy__(self, memo: dict[int, object]) -> LayerPaths:
+        return self  # holds nothing of a cache
+
+    @property
+    def reads_codes(self) -> bool:
+        """Whether the kernels over vector codes attend to the blocks."""
+        return self.kind is PathKind.CODEBOOK
+
+    def describe(self, why_reference: str | None, kernels: str) -> str:
         """One line for describe(): how decode steps read packed blocks.
 
-        why_reference: why they do not take the kernel. needs: whether codecs need what other layers decode to.
+        why_reference: why they do not take the kernel.
         """
         text = path(why_reference, kernels)
         if self.kind is PathKind.DEQUANTISED:
             kernel = "its reference in torch" if kernels == "torch" else "the Triton kernel"
             return f"{text}; reconstructed by {kernel}"
-        if needs:
+        if self.codecs.needs:  # what other layers decode to
             return f"{text}; decoded by torch, not the reconstruction kernel: {self.why_decoded}"
         return text
 
 
-def read_path(
+def layer_paths(
     kernels: str,
     scheme: Scheme,
+    index: int,
     pair: LayerCodecs,
     site: hf.AttentionSite,
+    rotary: int,
     dtype: torch.dtype,
     device: torch.device,
-    rotary: int = 0,
-) -> ReadPath:
-    """The path of a layer whose keys have this dtype and lie on this device; on a GPU kernels are tried once.
+    static: bool | None = None,
+) -> LayerPaths:
+    """The paths of layer `index` for keys of this dtype on this device; on a GPU kernels are tried once.
 
-    rotary: see `refusal`.
+    rotary: see `refusal`. static: whether its storage is allocated once; None before keys have come, when nothing is
+    packed yet.
     """
-    refused = refusal(kernels, scheme, pair, site, rotary) or absence(kernels, pair, site.ratio, dtype, device, rotary)
-    if refused is None:
-        return ReadPath(PathKind.CODEBOOK if codebook.both(pair) else PathKind.FUSED)
-    selects = "token selection" if scheme.selection is not None else None
-    if why := selects or dequantised.refusal(kernels, pair, dtype, device):
-        return ReadPath(PathKind.DECODED, refused, why)
-    return ReadPath(PathKind.DEQUANTISED, refused)
+    unreadable, codes = refusal(kernels, scheme, pair, site, rotary), pair.has_codes
+    refused = unreadable or absence(kernels, pair, site.ratio, dtype, device, rotary)
+    most_queries, least_tokens = QUERIES, 0
+    if unreadable is None and codes:
+        most_queries, least_tokens = codebook.most_queries(site.ratio), codebook.least_tokens(pair)
+    kind, why_decoded, dequantiser = PathKind.CODEBOOK if codes else PathKind.FUSED, "", None
+    if refused is not None:
+        selects = "token selection" if scheme.selection is not None else None
+        why_decoded = selects or dequantised.refusal(kernels, pair, dtype, device) or ""
+        kind = PathKind.DECODED if why_decoded else PathKind.DEQUANTISED
+    if kind is PathKind.DEQUANTISED:  # neighbours in the chain have storage of their own
+        place = scheme.compressed.index(index), scheme.reach + 1
+        dequantiser = dequantised.dequantiser_of(pair, dtype, kernels, *place)
+    replaced = _replaces_attention(kernels, scheme, site, unreadable is None)
+    paths = LayerPaths(kind, refused, unreadable, why_decoded, most_queries, least_tokens, replaced, dequantiser, pair)
+    if static is None:
+        return paths
+    codecs = packing_rules.packing(kernels, pair, dtype, device)
+    unpacked = "vector codes" if paths.reads_codes else refused
+    packing = packing_rules.packing_rules(kernels, codecs, dtype, device, unpacked, static)
+    return paths._replace(codecs=codecs, packing=packing)
 
 
-class Limits(NamedTuple):
-    """Calls that a layer's kernel takes, where it has one.
-
-    most_queries: new tokens of a call, at most. least_tokens: packed tokens of a row above which it is taken.
-    """
-
-    most_queries: int
-    least_tokens: int
-
-
-def limits(pair: LayerCodecs, site: hf.AttentionSite, readable: bool) -> Limits:
-    """The limits of the kernel that reads these codecs at their place in the model. readable: whether there is one."""
-    if readable and codebook.both(pair):
-        return Limits(codebook.most_queries(site.ratio), codebook.least_tokens(pair))
-    return Limits(QUERIES, 0)
-
-
-def replaces_attention(kernels: str, scheme: Scheme, site: hf.AttentionSite, readable: bool) -> bool:
-    """Whether a layer's attention function is ours: a kernel's, or the model's own one that gets a token each step."""
+def _replaces_attention(kernels: str, scheme: Scheme, site: hf.AttentionSite, readable: bool) -> bool:
     plain = kernels != "off" and scheme.selection is None and hf.odd_attention(site) is None
     return readable or (plain and hf.implementation(site) == "sdpa")
 
@@ -147,32 +170,22 @@ def ratio_refusal(ratio: int) -> str | None:
 
 def shape_refusal(pair: LayerCodecs) -> str | None:
     """Why no kernel reads what these codecs store at their shape."""
-    if codebook.both(pair):
-        return codebook.refusal(pair)
-    for codec in (pair.key, pair.value):
-        if isinstance(why := codec.fused(), str):
+    for codec, other in ((pair.key, pair.value), (pair.value, pair.key)):
+        if why := codec.attention_refusal(other):
             return f"{codec.role}s: {why}"
-    if isinstance(pair.key.fused(), Form) != isinstance(pair.value.fused(), Form):
+    if pair.attention_kernel is None:
         return f"keys of {pair.key.name}, values of {pair.value.name}: the transform's kernel reads both or none"
-    if isinstance(pair.key.fused(), TransformForm) and pair.key.divided:
+    if pair.attention_kernel is AttentionKernel.TRANSFORM and pair.key.divided:
         return "keys divided by factors: the transform's kernel takes the bare codec"
     return None
 
 
 def rotation_refusal(pair: LayerCodecs, rotary: int) -> str | None:
     """Why no kernel rotates keys that these codecs store before RoPE of `rotary` channels, if one reads them."""
-    form = pair.key.fused()
-    if codebook.both(pair):
-        what = "vector codes"
-    elif isinstance(form, TransformForm):
-        what = "coordinates of a basis"
-    elif not isinstance(form, Form):
+    kernel = pair.key.attention_kernel
+    if kernel is None or (kernel is AttentionKernel.CODEBOOK and not pair.has_codes):
         return None
-    elif form.vector or form.tiered:
-        what = "grids" if form.vector else "tiers"
-    elif pair.key.divided:
-        what = "keys divided by factors"
-    else:
+    if (what := pair.key.not_rotated) is None:
         return rope.refusal(rotary)
     return f"{DECODED}: the kernel rotates plain integers, not {what}"
 
@@ -189,7 +202,7 @@ def warn_of_shape(kernels: str, pair: LayerCodecs, device: torch.device, why: st
     Of codecs without any kernel only describe() tells.
     """
     runs = kernels in ("torch", "triton") or runs_kernels(device)
-    has_kernel = codebook.both(pair) or all(type(codec).fused is not Codec.fused for codec in (pair.key, pair.value))
+    has_kernel = pair.has_codes or all(codec.has_attention_kernel for codec in (pair.key, pair.value))
     shape = why == shape_refusal(pair) or why.startswith(DTYPES_TAKEN) or why.endswith(MANY_HEADS)
     if kernels != "off" and runs and has_kernel and shape:
         warn(f"fused kernel: {why}")
@@ -219,15 +232,10 @@ def absence(
         return f"{DTYPES_TAKEN}, not {str(dtype).removeprefix('torch.')}"
     if interpreted:
         return None
-    keys, values = pair.key.fused(), pair.value.fused()
-    if codebook.both(pair):
+    if pair.has_codes:
         why = codebook.verdict(pair, ratio, dtype, device)
-    elif isinstance(keys, TransformForm):
-        assert isinstance(values, TransformForm)
-        why = verdicts.transform_verdict(keys, values, pair.key.shape.heads, ratio, dtype, device)
     else:
-        assert isinstance(keys, Form) and isinstance(values, Form)
-        why = verdicts.verdict(keys, values, pair.key.shape.heads, ratio, dtype, device, rotary)
+        why = fused.verdict(pair, ratio, dtype, device, rotary)
     if why:
         reason = f"the fused kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
         warn(reason, verdict=why)

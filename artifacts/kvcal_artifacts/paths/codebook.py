@@ -13,7 +13,6 @@ from kvcal_kernels.quantise import Counts
 from kvcal_kernels.residual_vq.attention import Coded, reference
 
 from ..codecs import Packed
-from ..codecs.residual_vq import is_vector
 from ..scheme import LayerCodecs
 from . import fused
 from .fused import Exact
@@ -26,26 +25,9 @@ CODEWORDS, TOKENS = 4096, 600
 ROWS = 64  # query heads of a kv head times new tokens, at most: MOST_ROWS of the kernels
 
 
-def both(pair: LayerCodecs) -> bool:
-    """Whether keys and values are vector codes."""
-    return is_vector(pair.key) and is_vector(pair.value)
-
-
 def coded(pair: LayerCodecs, packed: list[Packed]) -> tuple[Coded, Coded]:
     """Packed keys and values of vector codes as the kernels take them."""
-    assert is_vector(pair.key) and is_vector(pair.value)
-    return pair.key.coded(packed[0]), pair.value.coded(packed[1])
-
-
-def refusal(pair: LayerCodecs) -> str | None:
-    """Why blocks are decoded on any device; None where the kernels may read their codes."""
-    assert is_vector(pair.key) and is_vector(pair.value)
-    if len(pair.key.bands) > 2:
-        return f"keys: residual-vq in {len(pair.key.bands)} bands: the kernels take two at most"
-    for codec in (pair.key, pair.value):
-        if (narrow := min(len(band) for band in codec.bands)) < 16:
-            return f"{codec.role}s: residual-vq, a band of {narrow} dimensions: the kernels take 16 at least"
-    return None
+    return pair.key.as_codes(packed[0]), pair.value.as_codes(packed[1])
 
 
 def most_queries(ratio: int) -> int:
@@ -55,20 +37,16 @@ def most_queries(ratio: int) -> int:
 
 def least_tokens(pair: LayerCodecs) -> int:
     """The packed tokens of a row from which the kernels are faster than decoding."""
-    assert is_vector(pair.key) and is_vector(pair.value)
-    largest = max(book.shape[1] for codec in (pair.key, pair.value) for book in codec.codebooks)
-    return 0 if largest <= CODEWORDS else TOKENS
+    return 0 if max(pair.key.codewords, pair.value.codewords) <= CODEWORDS else TOKENS
 
 
 def verdict(pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the kernels do not pass their trial on a GPU; None if they do. ratio: query heads per kv head."""
-    assert is_vector(pair.key) and is_vector(pair.value)
     return verdicts.codebook_verdict(pair.key, pair.value, ratio, dtype, device)
 
 
 def append_refusal(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why no kernel appends a step's tokens to these codes on their device; None where one or its reference does."""
-    assert is_vector(pair.key) and is_vector(pair.value)
     if kernels == "torch" or verdicts.interpreted():
         return None
     why = verdicts.codebook_append_verdict(pair.key, pair.value, dtype, device)

@@ -12,6 +12,7 @@ from kvcal_kernels.attention import fast, reference, transform
 from kvcal_kernels.layout import BLOCK, AnyBlocks, Form, Rope, TransformBlocks, TransformForm, rope
 
 from ..scheme import LayerCodecs
+from .preflight import verdicts
 
 QUERIES = 16  # new tokens of a call, at most
 Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, capacity, D), tokens of each row (B,) int32
@@ -44,6 +45,18 @@ def attention(
         return by_basis
     out: Tensor = fast().attend(*arguments, None, workspace, packed_q, ring, rotation)
     return out
+
+
+def verdict(pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device, rotary: int = 0) -> str | None:
+    """Why the kernel does not pass its trial on a GPU; None if it does.
+
+    ratio: query heads per kv head. rotary: channels that it rotates by RoPE.
+    """
+    keys, values, heads = pair.key.fused(), pair.value.fused(), pair.key.shape.heads
+    if isinstance(keys, TransformForm) and isinstance(values, TransformForm):
+        return verdicts.transform_verdict(keys, values, heads, ratio, dtype, device)
+    assert isinstance(keys, Form) and isinstance(values, Form)
+    return verdicts.verdict(keys, values, heads, ratio, dtype, device, rotary)
 
 
 def workspace(kernels: str, device: torch.device) -> object:

@@ -28,7 +28,7 @@ class PackingRules(NamedTuple):
     def __deepcopy__(self, memo: dict[int, object]) -> PackingRules:
         return self  # holds nothing of a cache
 
-    def packing(self, pair: LayerCodecs) -> str:
+    def describe(self, pair: LayerCodecs) -> str:
         """One line for describe(): what packs whole blocks, those of prompts above all."""
         codecs = (("keys", pair.key), ("values", pair.value))
         roles = [role for role, codec in codecs if codec.encodes_by_kernel]

@@ -13,6 +13,7 @@ from kvcal_kernels.layout import Form
 from kvcal_kernels.layout.form import fits_int8_mma
 
 from ..codecs import Codec, Packed
+from ..codecs.base import AttentionKernel
 from ..errors import KVCalError
 from .windows import HeavyHitters, Windows
 
@@ -45,6 +46,17 @@ class LayerCodecs:
         if not any(form.in_bytes for form in forms) or (ratio <= 4 and len(forms) == 2 and fits_int8_mma(*forms)):
             return self
         return LayerCodecs(self.key.for_lookups(), self.value.for_lookups())
+
+    @property
+    def attention_kernel(self) -> AttentionKernel | None:
+        """The kernel that attends to both codecs' blocks; None where none does, or not one for both."""
+        kernel = self.key.attention_kernel
+        return kernel if kernel is self.value.attention_kernel else None
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether keys and values are vector codes, which kernels of their own read and append."""
+        return self.attention_kernel is AttentionKernel.CODEBOOK
 
     @property
     def stats(self) -> frozenset[str]:

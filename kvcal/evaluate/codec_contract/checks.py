@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.bundle import Bundle, Fingerprint, parse
-from kvcal_artifacts.codecs import CODECS, Codec, Context, Exact, Packed, Predicted, Role, build, state_of
+from kvcal_artifacts.codecs import CODECS, Codec, Context, Exact, Packed, Role, build, state_of
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 
@@ -147,7 +147,7 @@ def state(subject: Subject) -> None:
     )
     text = codec.describe()
     require("\n" not in text, "describe() has more than one line")
-    require(codec.name in text or isinstance(codec, Predicted), f"describe() says {text!r}, without {codec.name!r}")
+    require(codec.name in text or codec.unpredicted is not codec, f"describe() says {text!r}, without {codec.name!r}")
 
 
 def require_equivalent(codec: Codec, again: Codec, x: Tensor, context: Context) -> None:
@@ -217,7 +217,7 @@ def stores_alike(subject: Subject, device: torch.device) -> None:
     devices_of = {t.device.type for t in (*tensors_by_name(packed).values(), decoded)}
     require(devices_of == {device.type}, f"tensors of {device.type} are packed and decoded on {sorted(devices_of)}")
     on_host = codec.encode(x, context)
-    if codec.same_bytes_everywhere and not isinstance(codec, Predicted):
+    if codec.same_bytes_everywhere and not codec.inputs:
         require_same(moved(packed, x.device), on_host, "on a GPU: set same_bytes_everywhere to False if it may")
     any_codec(codec, x - prediction(codec, context, x), packed, decoded.cpu() - prediction(codec, context, x), 1.1)
 

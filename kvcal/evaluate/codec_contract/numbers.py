@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.codecs import Codec, Context, Packed, Predicted
+from kvcal_artifacts.codecs import Codec, Context, Packed
 from kvcal_artifacts.errors import KVCalError
 
 from .subject import Subject
@@ -32,9 +32,8 @@ def require(fulfilled: bool, text: str) -> None:
 
 def prediction(codec: Codec, context: Context, like: Tensor) -> Tensor:
     """What a predictor adds, of the shape of `like`; zero for codecs without one."""
-    if isinstance(codec, Predicted):
-        return codec.predict(context, codec.predictor.working())
-    return torch.zeros_like(like)
+    predicted = codec.prediction(context)
+    return torch.zeros_like(like) if predicted is None else predicted
 
 
 def coded(codec: Codec, residual: Tensor, context: Context) -> tuple[Tensor, Packed, Tensor]:
@@ -53,7 +52,7 @@ def coded(codec: Codec, residual: Tensor, context: Context) -> tuple[Tensor, Pac
 
 def slack_of(codec: Codec, x: Tensor) -> float:
     """Absolute float32 noise of adding a prediction."""
-    return 2.0**-20 * float(x.abs().max()) + 1e-5 if isinstance(codec, Predicted) else 0.0
+    return 2.0**-20 * float(x.abs().max()) + 1e-5 if codec.inputs else 0.0
 
 
 def half_of_bits(codec: Codec, x: Tensor, decoded: Tensor, slack: float, factor: float) -> None:
@@ -108,7 +107,7 @@ def tiny(subject: Subject) -> None:
     codec, context = subject.codec(), subject.context(1, 2 * subject.shape.block)
     for size in (0.0, 1e-12, 1e-9):
         x, _, decoded = coded(codec, subject.noise(1, 2) * size, context)
-        noise = 2.0**-20 if isinstance(codec, Predicted) else 0.0
+        noise = 2.0**-20 if codec.inputs else 0.0
         off = (decoded - x).abs() - x.abs()
         require(bool((off <= 2 * TINIEST + noise).all()), f"numbers of size {size:g} are off by {float(off.max()):.3g}")
 

@@ -613,13 +613,13 @@ def test_layers_whose_first_keys_are_refused_grow_with_all_others(
         def expect(layer: StaticLayer, dtype: torch.dtype, device: torch.device | None = None) -> None:
             own_expect(layer, dtype, device)
             if device is None:  # not yet its first keys
-                layer.read_path = choose.ReadPath(choose.PathKind.FUSED)
+                layer.paths = layer.paths._replace(kind=choose.PathKind.FUSED, refused=None)
 
         monkeypatch.setattr(StaticLayer, "expect", expect)
     mask = torch.cat([left_mask([80, 60]), torch.ones(2, 60, dtype=torch.long)], 1)
     first = steps(caches, ids[:, :140], [80, 81, 97, 130, 131], mask)
     assert not caches[0].is_compileable and "not in torch.float32" in str(caches[0].describe()["compileable"])
-    assert [layer.read_path.refused is None for layer in caches[0].compressed_layers] == [
+    assert [layer.paths.refused is None for layer in caches[0].compressed_layers] == [
         index in layers for index in range(3)
     ]
     close(first)

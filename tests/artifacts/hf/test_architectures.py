@@ -293,7 +293,7 @@ def test_reconstruction_of_layers_apart(tmp_path: Path) -> None:
         with load_cache(result.path, model, kernels=kernels) as own:
             model(token_ids(1, 60, seed=6), past_key_values=own)
             logits[kernels] = model(token_ids(1, 1, seed=7), past_key_values=own).logits
-            read = [layer.dequantiser is not None for layer in own.compressed_layers]
+            read = [layer.paths.dequantiser is not None for layer in own.compressed_layers]
         assert read == [kernels == "torch"] * 3
     torch.testing.assert_close(logits["torch"], logits["off"], atol=2e-3, rtol=2e-3)
 

@@ -182,7 +182,7 @@ def test_caches_on_one_device_share_readers() -> None:
         with torch.no_grad():
             own.model(token_ids(1, 81), past_key_values=own)
     assert all(
-        a.dequantiser is b.dequantiser is not None
+        a.paths.dequantiser is b.paths.dequantiser is not None
         for a, b in zip(first.compressed_layers, second.compressed_layers, strict=True)
     )
 

@@ -1376,9 +1376,7 @@ def test_whether_the_kernel_runs_is_seen_from_the_keys_that_come(monkeypatch: py
     own.bfloat16()
     with torch.no_grad():
         own(token_ids(1, 80), past_key_values=kept)
-    assert "kernel" in kept.describe()["path"] and "no" not in {
-        layer.read_path.refused for layer in kept.compressed_layers
-    }
+    assert "kernel" in kept.describe()["path"] and "no" not in {layer.paths.refused for layer in kept.compressed_layers}
 
 
 def test_architectures_with_scores_of_their_own_are_refused() -> None:

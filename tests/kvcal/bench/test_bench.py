@@ -1251,9 +1251,9 @@ def test_required_kernels_are_those_of_the_cache(
         warnings.simplefilter("ignore")
         with KVCalCache(filled.scheme_of(wide_model, one), wide_model) as cache:
             layer_of = cache.compressed_layers[-1]
-            refused, reader = layer_of.read_path.refused, layer_of.dequantiser
+            refused, reader = layer_of.paths.refused, layer_of.paths.dequantiser
             place = torch.float16, CPU
-            assert (fused.unreadable(one, one.codecs, 2) is None) == (layer_of.unreadable is None)
+            assert (fused.unreadable(one, one.codecs, 2) is None) == (layer_of.paths.unreadable is None)
             takes = not refused or reader is not None
         given = [one], WIDE, *place
         if takes:

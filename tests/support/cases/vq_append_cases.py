@@ -77,7 +77,7 @@ def empty(case: Case, device: str = "cpu") -> Held:
             name: t.new_full((*t.shape[:2], case.room, *t.shape[3:]), 0xAB)
             for name, t in codec.empty(batch, torch.device(device)).items()
         }
-        sides.append(codec.coded(packed))
+        sides.append(codec.as_codes(packed))
     room = windows.ring_capacity(max(*case.steps, 16))
     flags = torch.zeros(case.heads, dtype=torch.int32, device=device)
     counts = quantise.Counts(batch, windows, device)

@@ -69,7 +69,7 @@ def made(case: Case, seed: int = 0) -> Made:
     sides = []
     for i, role in enumerate(("key", "value")):
         codec = codec_of(case, role)
-        sides.append(codec.coded(codec.encode(normal(*shape, seed=seed + 20 + i))))
+        sides.append(codec.as_codes(codec.encode(normal(*shape, seed=seed + 20 + i))))
     q = normal(len(case.blocks), case.heads * case.ratio, case.queries, case.dim, seed=seed + 30)
     return Made(case, (2 * q).to(case.dtype), *sides, torch.tensor(case.blocks, dtype=torch.int32))
 

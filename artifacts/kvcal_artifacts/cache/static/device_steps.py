@@ -12,7 +12,7 @@ from kvcal_kernels.layout import BLOCK
 
 from ... import hf
 from ...errors import KVCalError, NonFiniteError, UsageError
-from ...paths import codebook, fused
+from ...paths import fused
 from ...scheme import LayerCodecs, Scheme
 from ...storage.ledger import Ledger
 from ...storage.static_storage import STORED, Steps
@@ -74,7 +74,7 @@ def refusal(pair: LayerCodecs, moves: bool) -> str | None:
     """
     if moves:
         return "keys before RoPE, whose angles change with the length of the sequence here: the host counts that"
-    if codebook.both(pair) and pair.key.shape.block % BLOCK:
+    if pair.has_codes and pair.key.shape.block % BLOCK:
         return f"vector codes in blocks of {pair.key.shape.block} tokens: what appends them counts by {BLOCK}"
     if why := pair.key.step_refusal(pair.stats):
         return why
@@ -93,7 +93,7 @@ def static_layers(cache: WholeCache, layers: list[AnyLayer]) -> tuple[list[AnyLa
     for index, layer in enumerate(layers):
         if not isinstance(layer, KVCalLayer):
             return layers, f"layer {index} is left to Transformers' own cache, which grows"
-        if why := layer.unreadable or refusal(layer.codecs, cache.stored_rope.moves):
+        if why := layer.paths.unreadable or refusal(layer.codecs, cache.stored_rope.moves):
             return layers, f"layer {index}: {why}"
     static = [layer for layer in layers if isinstance(layer, KVCalLayer)]
     return [StaticLayer(cache, layer.index, layer.codecs, layer.site) for layer in static], None

@@ -21,11 +21,9 @@ from kvcal_kernels.layout import BLOCK
 from kvcal_kernels.quantise import Counts
 
 from ... import hf
-from ...codecs.squat import corrects
 from ...errors import KVCalError
 from ...modes import without_autocast, without_grad
 from ...paths import codebook, fused
-from ...paths.choose import PathKind
 from ...scheme import LayerCodecs
 from ...storage.static_storage import Allocation, Steps
 from .. import observing
@@ -45,10 +43,6 @@ class StaticLayer(KVCalLayer):
     def __init__(self, cache: CacheProtocol, index: int, codecs: LayerCodecs, site: hf.AttentionSite) -> None:
         super().__init__(cache, index, codecs, site, StaticStorage(cache.scheme.windows.block))
         self._in_place = hf.InPlace(hf.decoder_of(cache.model), site)
-
-    @property
-    def _vector(self) -> bool:
-        return self.read_path.kind is PathKind.CODEBOOK
 
     @property
     def allocation(self) -> Allocation | None:
@@ -130,7 +124,7 @@ class StaticLayer(KVCalLayer):
                 (by or quantise).advance(counts, new)
                 if steps.rope is not None and positions is not None:  # else the host has compared them
                     steps.rope.note(counts, positions)
-            if self._vector:
+            if self.paths.reads_codes:
                 return self._leave(steps, self._attend_codes(memory, counts, q, k, v, scaling), q, k)
             settled = not hf.capturing() and cache.opened  # a graph serves other prompts, too
             observed, k, v = None, k.to(dtype), v.to(dtype)
@@ -142,8 +136,8 @@ class StaticLayer(KVCalLayer):
             factor, wide = self.key_factor.of(self, settled and uncompiled, observed)
             keys, values = self.as_blocks(memory.packed)
             due = self._keys_due(memory, counts, k)
-            if by is not None and not isinstance(self.rules.steps, str):
-                by.append(self.storage.target(self), counts, k, v, *self.rules.steps, factor, due)
+            if by is not None and not isinstance(self.paths.packing.steps, str):
+                by.append(self.storage.target(self), counts, k, v, *self.paths.packing.steps, factor, due)
             else:
                 append(self, memory, counts, [k, v], due)
             sink, ring = (memory.sink[0], memory.sink[1], counts.sink), (memory.ring[0], memory.ring[1], counts.seen)
@@ -175,7 +169,7 @@ class StaticLayer(KVCalLayer):
 
     def _keys_due(self, memory: Allocation, counts: Counts, keys: Tensor) -> Tensor | None:
         """Keys of the block that this step packs, corrected by SQuat; this step's attention reads the exact ones."""
-        if not corrects(self.codecs.key):
+        if not self.codecs.key.corrected_channels:
             return None
         self.cache.forward.queries_before.pop(self.index, None)
         assert memory.moves is not None

@@ -15,10 +15,8 @@ from kvcal_kernels.squat import Digits
 
 from ... import hf
 from ...codecs import Packed
-from ...codecs.squat import corrects
 from ...errors import KVCalError
 from ...paths import codebook, fused
-from ...paths.choose import PathKind
 from ...storage.host_storage import tensors_of
 from ...storage.slots import over_heads, take_slots
 from ...storage.static_storage import STORED, Allocation, Contents, StepRope, Steps, allocate, host_bool, most_blocks
@@ -185,7 +183,7 @@ class StaticStorage:
                 if target is None or target.shape != value.shape:
                     target = memory.statistics[name] = value.clone(memory_format=torch.contiguous_format)
                 scale.state[name] = target.copy_(value)
-        if cache.opened and not _has_codes(layer):
+        if cache.opened and not layer.paths.reads_codes:
             layer.key_factor.of(layer)
         self._correct_by(layer, memory)
         self.ready = True
@@ -194,7 +192,7 @@ class StaticStorage:
     def _correct_by(self, layer: LayerProtocol, memory: Allocation) -> None:
         """Compute what corrects the blocks of the steps to come, for SQuat."""
         key, ledger, subspaces = layer.codecs.key, layer.cache.full_ledger, None
-        if not corrects(key):
+        if not key.corrected_channels:
             return
         for statistic in layer.statistics.values():
             assert isinstance(statistic, QuerySubspace)
@@ -223,7 +221,7 @@ class StaticStorage:
 
     def _refusal(self, layer: LayerProtocol) -> str | None:
         """Why no kernel appends vector codes on the layer's device."""
-        if not _has_codes(layer):
+        if not layer.paths.reads_codes:
             return None
         return codebook.append_refusal(layer.cache.kernels, layer.codecs, layer.dtype, layer.device)
 
@@ -245,15 +243,11 @@ def key_scales(layer: LayerProtocol) -> dict[str, KeyScale]:
     return {name: statistic for name, statistic in layer.statistics.items() if isinstance(statistic, KeyScale)}
 
 
-def _has_codes(layer: LayerProtocol) -> bool:
-    return layer.read_path.kind is PathKind.CODEBOOK
-
-
 def _reserve(layer: LayerProtocol, memory: Allocation, like: Tensor) -> None:
     """Allocate the memory of the kernels' launches over all that an allocation can hold. like: (B, H, tokens, D)."""
     cache, ratio = layer.cache, layer.site.ratio
     batch, heads, _, dim = like.shape
-    if _has_codes(layer):
+    if layer.paths.reads_codes:
         coded, q = codebook.coded(layer.codecs, memory.packed), like.new_zeros(batch, heads * ratio, 1, dim)
         codebook.reserve(cache.kernels, coded, q, cache.memory.workspace(layer.device, True))
         return

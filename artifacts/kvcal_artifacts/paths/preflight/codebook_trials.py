@@ -8,15 +8,13 @@ from torch import Tensor
 from kvcal_kernels import quantise, residual_vq
 from kvcal_kernels.layout import BLOCK
 
-from ...codecs import ResidualVQ
+from ...codecs import Codec
 from .trials import BLOCKS, apart
 
 VECTOR_CALLS = (1, 3)  # new tokens
 
 
-def codebook_trial(
-    keys: ResidualVQ, values: ResidualVQ, ratio: int, dtype: torch.dtype, device: torch.device
-) -> str | None:
+def codebook_trial(keys: Codec, values: Codec, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Try the kernels that attend on random codes of rows of different lengths against the reference in float32."""
     generator = torch.Generator(device).manual_seed(0)
     blocks = torch.tensor(BLOCKS, dtype=torch.int32, device=device)
@@ -26,7 +24,7 @@ def codebook_trial(
         for name, none in packed.items():
             size = (*none.shape[:2], max(BLOCKS), *none.shape[3:])
             packed[name] = torch.randint(0, 256, size, generator=generator, device=device, dtype=torch.uint8)
-        sides.append(codec.coded(packed))
+        sides.append(codec.as_codes(packed))
     k, v = sides
     shape, has_blocks = keys.shape, blocks > 0
     for queries in VECTOR_CALLS:
@@ -53,7 +51,7 @@ def codebook_trial(
 
 
 def codebook_append_trial(
-    keys: ResidualVQ, values: ResidualVQ, dtype: torch.dtype, device: torch.device, recent: int = 40
+    keys: Codec, values: Codec, dtype: torch.dtype, device: torch.device, recent: int = 40
 ) -> str | None:
     """Try the kernels that append on steps around a block that is due in one row of three.
 
@@ -75,7 +73,7 @@ def codebook_append_trial(
     sink, ring, sides = random(windows.sink), random(windows.ring_capacity(16)), []
     for codec in (keys.to(device), values.to(device)):
         packed = {n: t.new_zeros(*t.shape[:2], 2, *t.shape[3:]) for n, t in codec.empty(3, device).items()}
-        sides.append((codec, packed, codec.coded(packed)))
+        sides.append((codec, packed, codec.as_codes(packed)))
     flags = torch.zeros(shape.heads, dtype=torch.int32, device=device)
     for _ in range(2):
         quantise.fast().advance(counts, torch.full((3,), 1, dtype=torch.int32, device=device))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcal_kernels import attention, quantise, squat
 from kvcal_kernels.attention import reference
-from kvcal_kernels.layout import BLOCK, Form, TransformForm
+from kvcal_kernels.layout import BLOCK, Form
 from kvcal_kernels.quantise import AnyRule, GridRule
 from kvcal_kernels.squat import Moves
 
@@ -33,7 +33,7 @@ def encode_trial(codec: Codec, dtype: torch.dtype, device: torch.device, blocks:
     places = device, x.device if codec.same_bytes_everywhere else device
     contexts = [Context(stats={name: one.to(where) for name, one in stats.items()}) for where in places]
     pair = codec.to(device).by_kernel(), codec.to(places[1])
-    if isinstance(codec.fused(), Form | TransformForm):
+    if codec.attention_kernel is not None:
         actual, expected = (
             coder.encode(x.to(where), now) for coder, where, now in zip(pair, places, contexts, strict=True)
         )

@@ -28,8 +28,9 @@ from kvcal_kernels.layout import Form, TransformForm
 from kvcal_kernels.quantise import AnyRule, Rule
 
 from ... import codecs
-from ...codecs import Codec, ResidualVQ
-from ...codecs.dequantise import grid_kind, kind
+from ...codecs import Codec
+from ...codecs.base import outline_of_form
+from ...codecs.dequantise import kind
 from ...errors import KVCalError
 from ...files import lock, open_lock, read_text, write_atomically
 from ...modes import without_autocast
@@ -113,7 +114,14 @@ def verdict(
 
     ratio: query heads per kv head. rotary: channels that it rotates of keys before RoPE.
     """
-    parts = ["decode_attention", _form_text(keys), _form_text(values), f"d{keys.dim}", f"h{heads}", f"r{ratio}"]
+    parts = [
+        "decode_attention",
+        outline_of_form(keys),
+        outline_of_form(values),
+        f"d{keys.dim}",
+        f"h{heads}",
+        f"r{ratio}",
+    ]
     parts += [f"RoPE of {rotary}"] if rotary else []
     return _verdict(parts, dtype, device, lambda: trial(keys, values, heads, ratio, dtype, device, rotary))
 
@@ -152,8 +160,8 @@ def quantise_verdict(
 def rule_text(rule: AnyRule) -> str:
     """A rule, in the name of a verdict."""
     if isinstance(rule, Rule):
-        return f"{_form_text(rule.form)} {rule.mode}{' search' if rule.search else ''}"
-    return f"{_form_text(rule.form)} grid of {len(rule.grid.points)}, h{rule.heads}, gain {rule.gain:.4g}"
+        return f"{outline_of_form(rule.form)} {rule.mode}{' search' if rule.search else ''}"
+    return f"{outline_of_form(rule.form)} grid of {len(rule.grid.points)}, h{rule.heads}, gain {rule.gain:.4g}"
 
 
 def dequantise_verdict(codec: Codec, dtype: torch.dtype, rotary: int, device: torch.device) -> str | None:
@@ -172,38 +180,18 @@ def encode_verdict(codec: Codec, dtype: torch.dtype, device: torch.device) -> st
     """
     while codec.encoding_codec is not codec:
         codec, dtype = codec.encoding_codec, torch.float32
-    return _verdict(["encode", _encoding(codec)], dtype, device, lambda: encode_trial(codec, dtype, device))
+    return _verdict(["encode", codec.encoding()], dtype, device, lambda: encode_trial(codec, dtype, device))
 
 
-def _encoding(codec: Codec) -> str:
-    """What the code of a codec's kernels depends on.
-
-    Codes of HIGGS lie as the attention kernel reads them, or as bits that also decode what they pack.
-    """
-    if (what := grid_kind(codec)) is None:
-        return codec.encoding()
-    form = codec.fused()
-    return f"{what}, {_form_text(form) if isinstance(form, Form) else 'plain codes'}"
-
-
-def codebook_verdict(
-    keys: ResidualVQ, values: ResidualVQ, ratio: int, dtype: torch.dtype, device: torch.device
-) -> str | None:
+def codebook_verdict(keys: Codec, values: Codec, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """The verdict on the kernels that attend to vector codes."""
-    shape, books = keys.shape, [f"{[tuple(book.shape) for book in codec.codebooks]}" for codec in (keys, values)]
-    scaled = [codec.scale is not None for codec in (keys, values)]
-    size = f"{shape.heads} x {shape.dim}, blocks of {shape.block}, scaled {scaled}"
-    parts = ["vq_attention", *books, size, f"r{ratio}"]
+    parts = ["vq_attention", keys.encoding(), values.encoding(), f"r{ratio}"]
     return _verdict(parts, dtype, device, lambda: codebook_trial(keys, values, ratio, dtype, device))
 
 
-def codebook_append_verdict(
-    keys: ResidualVQ, values: ResidualVQ, dtype: torch.dtype, device: torch.device
-) -> str | None:
+def codebook_append_verdict(keys: Codec, values: Codec, dtype: torch.dtype, device: torch.device) -> str | None:
     """The verdict on the kernels that append a step's tokens to vector codes."""
-    shape, books = keys.shape, [f"{[tuple(book.shape) for book in codec.codebooks]}" for codec in (keys, values)]
-    scaled = [codec.scale is not None for codec in (keys, values)]
-    parts = ["vq_append", *books, f"{shape.heads} x {shape.dim}, blocks of {shape.block}, scaled {scaled}"]
+    parts = ["vq_append", keys.encoding(), values.encoding()]
     return _verdict(parts, dtype, device, lambda: codebook_append_trial(keys, values, dtype, device))
 
 
@@ -279,10 +267,6 @@ def _broken(name: str, device: torch.device, fault: str) -> str:
 def remembered(why: str) -> str:
     """How to have a kernel tried again, if `why` is a verdict in the file; else nothing: each process tries anew."""
     return f"; to have it tried again delete {folder() / FILE}" if why in read().values() else ""
-
-
-def _form_text(form: Form) -> str:
-    return ", ".join(f"{name} {value}" for name, value in vars(form).items())
 
 
 def key_of(parts: list[str], dtype: torch.dtype, device: torch.device) -> str:
