@@ -95,13 +95,14 @@ def run_eval(
     with work.until_done():
         measured, broken = _measured(loaded.model, text.ids, makers, o, work, say)
         ranks.leave_to_first()
+        row_names = dict(zip(makers, plan.methods, strict=True))  # a row's name tells of --keep, too
+        checks = _judged(plan, row_names, measured, broken, say)  # before hours of tasks
         sound = {name: maker for name, maker in makers.items() if name not in broken}
         answered = run_tasks(o, loaded.model, required_tokenizer(tokenizer), sound, work, say) if tasks else Answered()
-    row_names = dict(zip(makers, plan.methods, strict=True))  # a row's name tells of --keep, too
     behind = {row_names[row.name]: row.kl_behind for row in measured.rows[1:]}
     for line in measured_warnings(o.model, plan.methods, behind):
         say(line)
-    checks = _judged(plan, row_names, measured, broken, say) + judged(answered, o.max_score_drop)
+    checks += judged(answered, o.max_score_drop)
     if o.needle_plot is not None:
         from ..report.plots import plot_needle_maps
 

@@ -22,15 +22,19 @@ SYSTEM = ("/usr", "/bin", "/lib", "/lib64")  # what a Python needs besides its o
 
 OUTER = """\
 set -e
+read_only() { echo ",$1," | sed 's/,rw,/,ro,/; s/,nosuid,/,/; s/^,//; s/$/nosuid/'; }
 root=$1; shift; interpreter=$1; shift
 mount --make-rprivate /
 mount -t tmpfs -o size=16m tmpfs "$root"
 for folder in "$@"; do
     [ -d "$folder" ] || continue
     mkdir -p "$root$folder"
-    mount --bind "$folder" "$root$folder"
-    mount -o remount,bind,ro,nosuid "$root$folder"
+    # where something is mounted below a folder, as in many containers, only all of it may be mounted again
+    mount --bind "$folder" "$root$folder" 2> /dev/null || mount --rbind "$folder" "$root$folder"
 done
+while read -r _ _ _ _ point flags _; do
+    case "$point" in "$root"/*) [ ! -e "$point" ] || mount -o "remount,bind,$(read_only "$flags")" "$point" ;; esac
+done < /proc/self/mountinfo
 mkdir -p "$root/tmp"
 exec unshare --user --root="$root" --wd=/tmp "$interpreter" -I -c "$PROGRAM_RUNNER"
 """

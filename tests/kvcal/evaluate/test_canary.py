@@ -1,0 +1,52 @@
+"""When two computations of the same decoded blocks count as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcal.evaluate.canary import _same
+from tests.support.models_fixture import kvcal
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def states() -> torch.Tensor:
+    return torch.randn(2, 3, 512, 64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rounding_of_float32_is_the_same(dtype: torch.dtype) -> None:
+    """Products of matrices of other shapes differ by it, and rounding to 16 bits may turn it into a whole step."""
+    expected = states()
+    noise = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    assert _same(expected.to(dtype), (expected + 1e-6 * noise).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_what_8_bits_leave_out_is_not_the_same(dtype: torch.dtype, share: float) -> None:
+    """share: of the values' size that the codec stored, where predictors gave the rest."""
+    exact, stored = states(), share * states()
+    step = (stored.amax(-1, keepdim=True) - stored.amin(-1, keepdim=True)) / 255
+    decoded = exact - stored + (stored / step).round() * step
+    assert not _same(decoded.to(dtype), exact.to(dtype))
+
+
+def test_one_head_of_one_row_is_enough() -> None:
+    received = states()
+    received[1, 2] += 0.01
+    assert not _same(states(), received)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_predicted_keys_and_values_on_a_gpu(tmp_path: Path, dtype: str) -> None:
+    """Its products of matrices differ with the number of tokens."""
+    bundle = tmp_path / "aqua.kvcal.safetensors"
+    fit = kvcal("fit-predictors", "--windows", 8, "--length", 512, "--output", bundle, "--device", "cuda")
+    assert fit.code == 0, fit.err
+    done = kvcal("eval", bundle, "--device", "cuda", "--dtype", dtype, "--windows", 4, "--length", 1024, "--batch", 4)
+    assert done.code == 0, done.err
