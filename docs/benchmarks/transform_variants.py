@@ -15,8 +15,10 @@ from kvcal_kernels.attention.triton.softmax import by_parity, declare_parities, 
 from kvcal_kernels.attention.triton.tiles import lane_zeros
 from kvcal_kernels.attention.triton.transform.blocks import packed_blocks
 from kvcal_kernels.attention.triton.transform.codes import declare_lanes
-from kvcal_kernels.attention.triton.transform.decoder import _other_parity, _power, matrix_tile, output_of, query_of
+from kvcal_kernels.attention.triton.transform.decoder import _power, matrix_tile, output_of, query_of
 from kvcal_kernels.attention.triton.transform.ring import open_ring, origins_of
+
+even_blocks = blocks_of_split  # which `staggered_blocks` may stand for
 
 
 @triton.jit
@@ -27,7 +29,7 @@ def staggered_blocks(
     does, by halves of the groups. Where two rounds of programs run, a multiprocessor's three then end one by one, and
     while one begins or ends the others read.
     """
-    start, stop = blocks_of_split(i_split, blocks, packed_splits, tail_start, tail_cost, tail_total, NW, LONG)
+    start, stop = even_blocks(i_split, blocks, packed_splits, tail_start, tail_cost, tail_total, NW, LONG)
     groups = tl.num_programs(0) * tl.num_programs(1)
     late = tl.where(tl.program_id(0) + tl.program_id(1) * tl.num_programs(0) < groups // 2, 0, 1)
     third = blocks // 9 // (2 * NW) * (2 * NW)
@@ -278,6 +280,17 @@ def _get(tile, column, N: tl.constexpr):
 
 
 @triton.jit
+def _exchanged_operand(x, NW: tl.constexpr, N: tl.constexpr):
+    """`second_operand` where neighbouring columns exchange places."""
+    exchanged = tl.inline_asm_elementwise(
+        "{ .reg .b32 t; prmt.b32 t, $2, 0, 0x1032; movmatrix.sync.aligned.m8n8.trans.b16 $0, t;"
+        " prmt.b32 t, $3, 0, 0x1032; movmatrix.sync.aligned.m8n8.trans.b16 $1, t; }",
+        "=&r,=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=4,
+    )
+    return second_of(exchanged, NW, N)
+
+
+@triton.jit
 def _row_factors(p, NW: tl.constexpr, N: tl.constexpr):
     """Load 16 float32 of each warp's rows; p [NW, 1, 1]."""
     row = tl.arange(0, 16)[None, :, None] % 8
@@ -379,8 +392,7 @@ def quick_output(
         b_high = b_a.to(tl.float16)
         b_low = (b_a - b_high.to(tl.float32)).to(tl.float16)
         parts = parts + (second_operand(b_high, NW, N, True), second_operand(b_low, NW, N, True))
-        b_high, b_low = _other_parity(b_high, NW, N), _other_parity(b_low, NW, N)
-        parts = parts + (second_operand(b_high, NW, N, True), second_operand(b_low, NW, N, True))
+        parts = parts + (_exchanged_operand(b_high, NW, N), _exchanged_operand(b_low, NW, N))
     odd = column % 2 == 1
     out = ()
     for i in tl.static_range(WIDE):
