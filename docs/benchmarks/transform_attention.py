@@ -105,7 +105,10 @@ def _row_a_piece(pieces: Any) -> Any:
 
 _DIRECT = (kernel, "exact_tokens", transform_variants.direct_exact_tokens)
 _STAGGERED = (kernel, "blocks_of_split", transform_variants.staggered_blocks)
-_QUICK = [(kernel, "transform_kernel", transform_variants.quick_kernel), (launch, "transform_kernel", transform_variants.quick_kernel)]
+_QUICK = [
+    (kernel, "transform_kernel", transform_variants.quick_kernel),
+    (launch, "transform_kernel", transform_variants.quick_kernel),
+]
 CHANGES: dict[str, list[tuple[Any, str, Any]]] = {  # module, name, what stands there instead
     "": [],
     "shifts": [(codes, "_look_up", _shifted)],

@@ -11,6 +11,7 @@ from kvcal_kernels.attention.triton.exact import exact_tokens
 from kvcal_kernels.attention.triton.merge import blocks_of_split, merge_splits, store_split
 from kvcal_kernels.attention.triton.numbers import LOW, zeros
 from kvcal_kernels.attention.triton.queries import powers, row_offset
+from kvcal_kernels.attention.triton.ring import pages_of
 from kvcal_kernels.attention.triton.softmax import by_parity, declare_parities, second_of, second_operand
 from kvcal_kernels.attention.triton.tiles import lane_zeros
 from kvcal_kernels.attention.triton.transform.blocks import packed_blocks
@@ -81,8 +82,24 @@ def _address(p, token, count, first, capacity, i_head, element, D: tl.constexpr,
 
 @triton.jit
 def _window(
-    p_k, p_v, p_q, q_at, i_head, capacity, first, limit, begin, end, factor, b_m, b_l, acc, SLICES: tl.constexpr,
-    NW: tl.constexpr, N: tl.constexpr, RING: tl.constexpr,
+    p_k,
+    p_v,
+    p_q,
+    q_at,
+    i_head,
+    capacity,
+    first,
+    limit,
+    begin,
+    end,
+    factor,
+    b_m,
+    b_l,
+    acc,
+    SLICES: tl.constexpr,
+    NW: tl.constexpr,
+    N: tl.constexpr,
+    RING: tl.constexpr,
 ):
     """`exact._window_tokens` over values in pairs, without a barrier: each lane loads what it has of a product's
     operands, and all loads of a tile are on their way at once. q_at [NW, 16, N] int64: where the query's numbers lie.
@@ -137,18 +154,84 @@ def _window(
 
 @triton.jit
 def direct_exact_tokens(
-    p_sink_k, p_sink_v, p_recent_k, p_recent_v, p_q, o_q, b_row, n, i_head, i_batch, begin, tail_tokens, sink_splits,
-    sink, recent, blocks, sink_capacity, recent_capacity, factor, b_m, b_l, out, p_first, p_near, run, runs,
-    VALUES: tl.constexpr, SLICES: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, RATIO: tl.constexpr,
-    QUERIES: tl.constexpr, PAIRS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    p_sink_k,
+    p_sink_v,
+    p_recent_k,
+    p_recent_v,
+    p_q,
+    o_q,
+    b_row,
+    n,
+    i_head,
+    i_batch,
+    begin,
+    tail_tokens,
+    sink_splits,
+    sink,
+    recent,
+    blocks,
+    sink_capacity,
+    recent_capacity,
+    factor,
+    b_m,
+    b_l,
+    out,
+    p_first,
+    p_near,
+    run,
+    runs,
+    VALUES: tl.constexpr,
+    SLICES: tl.constexpr,
+    PAIRED: tl.constexpr,
+    STAGES: tl.constexpr,
+    RATIO: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    NW: tl.constexpr,
+    N: tl.constexpr,
+    ASM: tl.constexpr,
     RING: tl.constexpr,
 ):
     """`exact.exact_tokens` with `_window`."""
     if not ASM:
         b_m, b_l, out = exact_tokens(
-            p_sink_k, p_sink_v, p_recent_k, p_recent_v, p_q, o_q, b_row, n, i_head, i_batch, begin, tail_tokens,
-            sink_splits, sink, recent, blocks, sink_capacity, recent_capacity, factor, b_m, b_l, out, p_first, p_near,
-            run, runs, VALUES, SLICES, PAIRED, STAGES, RATIO, QUERIES, PAIRS, NW, N, ASM, RING,
+            p_sink_k,
+            p_sink_v,
+            p_recent_k,
+            p_recent_v,
+            p_q,
+            o_q,
+            b_row,
+            n,
+            i_head,
+            i_batch,
+            begin,
+            tail_tokens,
+            sink_splits,
+            sink,
+            recent,
+            blocks,
+            sink_capacity,
+            recent_capacity,
+            factor,
+            b_m,
+            b_l,
+            out,
+            p_first,
+            p_near,
+            run,
+            runs,
+            VALUES,
+            SLICES,
+            PAIRED,
+            STAGES,
+            RATIO,
+            QUERIES,
+            PAIRS,
+            NW,
+            N,
+            ASM,
+            RING,
         )
     else:
         behind = QUERIES - 1 - n // RATIO
@@ -160,14 +243,45 @@ def direct_exact_tokens(
         q_at = (p_q + i_head * (RATIO * QUERIES * SLICES * 16)).to(tl.int64) + o_here.to(tl.int64) * 2
         if begin < sink_splits * tail_tokens:
             b_m, b_l, out = _window(
-                p_sink_k, p_sink_v, p_q, q_at, i_head, sink_capacity, 0, sink + tl.minimum(recent - behind, 0), begin,
-                tl.minimum(begin + tail_tokens, sink), factor, b_m, b_l, out, SLICES, NW, N, False,
+                p_sink_k,
+                p_sink_v,
+                p_q,
+                q_at,
+                i_head,
+                sink_capacity,
+                0,
+                sink + tl.minimum(recent - behind, 0),
+                begin,
+                tl.minimum(begin + tail_tokens, sink),
+                factor,
+                b_m,
+                b_l,
+                out,
+                SLICES,
+                NW,
+                N,
+                False,
             )
         else:
             begin -= sink_splits * tail_tokens
             b_m, b_l, out = _window(
-                p_recent_k, p_recent_v, p_q, q_at, i_head, recent_capacity, blocks * 32 % recent_capacity,
-                recent - behind, begin, tl.minimum(begin + tail_tokens, recent), factor, b_m, b_l, out, SLICES, NW, N,
+                p_recent_k,
+                p_recent_v,
+                p_q,
+                q_at,
+                i_head,
+                recent_capacity,
+                blocks * 32 % recent_capacity,
+                recent - behind,
+                begin,
+                tl.minimum(begin + tail_tokens, recent),
+                factor,
+                b_m,
+                b_l,
+                out,
+                SLICES,
+                NW,
+                N,
                 RING,
             )
     return b_m, b_l, out
@@ -266,7 +380,11 @@ def _put(x, tile, column, N: tl.constexpr):
     tl.inline_asm_elementwise(
         "{ .reg .b32 a; mad.lo.u32 a, $8, 512, kvcal_mine; st.shared.v4.f32 [a], {$4, $5, $6, $7};"
         " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; } // kvcal_matrix",
-        "=r,=r,=r,=r,f,f,f,f,r,r,r,r", [x, tile * (N // 8) + column // 8], dtype=tl.int32, is_pure=False, pack=4,
+        "=r,=r,=r,=r,f,f,f,f,r,r,r,r",
+        [x, tile * (N // 8) + column // 8],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=4,
     )
 
 
@@ -275,7 +393,11 @@ def _get(tile, column, N: tl.constexpr):
     """Load what `_put` has stored."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 a; mad.lo.u32 a, $4, 512, kvcal_mine; ld.shared.v4.f32 {$0, $1, $2, $3}, [a]; } // kvcal_matrix",
-        "=f,=f,=f,=f,r,r,r,r", [tile * (N // 8) + column // 8], dtype=tl.float32, is_pure=False, pack=4,
+        "=f,=f,=f,=f,r,r,r,r",
+        [tile * (N // 8) + column // 8],
+        dtype=tl.float32,
+        is_pure=False,
+        pack=4,
     )
 
 
@@ -285,7 +407,11 @@ def _exchanged_operand(x, NW: tl.constexpr, N: tl.constexpr):
     exchanged = tl.inline_asm_elementwise(
         "{ .reg .b32 t; prmt.b32 t, $2, 0, 0x1032; movmatrix.sync.aligned.m8n8.trans.b16 $0, t;"
         " prmt.b32 t, $3, 0, 0x1032; movmatrix.sync.aligned.m8n8.trans.b16 $1, t; }",
-        "=&r,=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=4,
+        "=&r,=r,r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=4,
     )
     return second_of(exchanged, NW, N)
 
@@ -302,7 +428,15 @@ def _row_factors(p, NW: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def quick_query(
-    p_q, p_matrix, p_factor, p_mean, o_q, b_row, KEYS: tl.constexpr, SLICES: tl.constexpr, NW: tl.constexpr,
+    p_q,
+    p_matrix,
+    p_factor,
+    p_mean,
+    o_q,
+    b_row,
+    KEYS: tl.constexpr,
+    SLICES: tl.constexpr,
+    NW: tl.constexpr,
     N: tl.constexpr,
 ):
     """`decoder.query_of`, and `powers`: warps meet once."""
@@ -319,8 +453,12 @@ def quick_query(
     at = tl.where(b_row, (p_q + o_q).to(tl.int64), 0)[None, None, :] + nothing.to(tl.int64)
     mean_at = p_mean.to(tl.int64) + nothing.to(tl.int64)
     words = tl.inline_asm_elementwise(
-        _query_words(SLICES, _kind(p_q.dtype.element_ty)), _query_constraints(SLICES), [at, mean_at],
-        dtype=_query_types(SLICES), is_pure=False, pack=4,
+        _query_words(SLICES, _kind(p_q.dtype.element_ty)),
+        _query_constraints(SLICES),
+        [at, mean_at],
+        dtype=_query_types(SLICES),
+        is_pure=False,
+        pack=4,
     )
     for i in tl.static_range(ROUNDS):
         step = tl.minimum(i * NW + warp, STEPS - 1)
@@ -345,8 +483,18 @@ def quick_query(
 
 @triton.jit
 def quick_output(
-    acc, b_m, b_l, b_mean, factor, p_matrix, p_factor, p_mean, VALUES: tl.constexpr, WIDE: tl.constexpr,
-    NW: tl.constexpr, N: tl.constexpr,
+    acc,
+    b_m,
+    b_l,
+    b_mean,
+    factor,
+    p_matrix,
+    p_factor,
+    p_mean,
+    VALUES: tl.constexpr,
+    WIDE: tl.constexpr,
+    NW: tl.constexpr,
+    N: tl.constexpr,
 ):
     """`decoder.output_of`: warps meet twice."""
     STEPS: tl.constexpr = VALUES.steps
@@ -437,27 +585,91 @@ def _store_points(base, pairs, ENTRIES: tl.constexpr):
     for first in tl.static_range(0, ENTRIES * 8, 512):
         i = tl.minimum(first + tl.arange(0, 512), ENTRIES * 8 - 1)
         tl.inline_asm_elementwise(
-            "st.shared.v4.b32 [$1], {$2, $2, $2, $2}; mov.b32 $0, 0;", "=r,r,r", [base + i * 16, pairs[first // 512]],
-            dtype=tl.int32, is_pure=False, pack=1,
+            "st.shared.v4.b32 [$1], {$2, $2, $2, $2}; mov.b32 $0, 0;",
+            "=r,r,r",
+            [base + i * 16, pairs[first // 512]],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
     tl.debug_barrier()
 
 
 @triton.jit(
     do_not_specialize=[
-        "capacity", "sink_capacity", "recent_capacity", "packed_splits", "tail_start", "tail_cost", "tail_total",
-        "sink_splits", "splits", "tail_tokens", "merge_width", "merges",
+        "capacity",
+        "sink_capacity",
+        "recent_capacity",
+        "packed_splits",
+        "tail_start",
+        "tail_cost",
+        "tail_total",
+        "sink_splits",
+        "splits",
+        "tail_tokens",
+        "merge_width",
+        "merges",
     ],
     do_not_specialize_on_alignment=["p_blocks", "p_sink", "p_recent"],
 )
 def quick_kernel(
-    p_q, p_out, p_k4, p_k3, p_k2, p_k1, p_kn, p_v4, p_v3, p_v2, p_v1, p_vn, p_sink_k, p_sink_v, p_recent_k, p_recent_v,
-    p_blocks, p_sink, p_recent, p_partial, p_stat, p_count, p_table, p_key_basis, p_value_basis, p_factor, p_mean,
-    capacity, sink_capacity, recent_capacity, packed_splits, tail_start, tail_cost, tail_total, sink_splits, splits,
-    tail_tokens, merge_width, merges, factor, HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr,
-    D: tl.constexpr, CHUNKS: tl.constexpr, AT_ONCE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, TABLES: tl.constexpr, ENTRIES: tl.constexpr, SLOTS: tl.constexpr, NW: tl.constexpr,
-    N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr, LONG: tl.constexpr,
+    p_q,
+    p_out,
+    p_k4,
+    p_k3,
+    p_k2,
+    p_k1,
+    p_kn,
+    p_v4,
+    p_v3,
+    p_v2,
+    p_v1,
+    p_vn,
+    p_sink_k,
+    p_sink_v,
+    p_recent_k,
+    p_recent_v,
+    p_blocks,
+    p_sink,
+    p_recent,
+    p_partial,
+    p_stat,
+    p_count,
+    p_table,
+    p_key_basis,
+    p_value_basis,
+    p_factor,
+    p_mean,
+    capacity,
+    sink_capacity,
+    recent_capacity,
+    packed_splits,
+    tail_start,
+    tail_cost,
+    tail_total,
+    sink_splits,
+    splits,
+    tail_tokens,
+    merge_width,
+    merges,
+    factor,
+    HEADS: tl.constexpr,
+    RATIO: tl.constexpr,
+    QUERIES: tl.constexpr,
+    D: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    TABLES: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NW: tl.constexpr,
+    N: tl.constexpr,
+    ASM: tl.constexpr,
+    RING: tl.constexpr,
+    LONG: tl.constexpr,
 ):
     """Attend with a grid (batch, HEADS * CHUNKS, splits), as `attend_kernel` does. p_k4 to p_k1, p_v4 to p_v1: codes of
     tiers, p_kn, p_vn norms. p_key_basis, p_value_basis: decoders in tiles, of each head. p_factor: of coordinates of
@@ -493,12 +705,14 @@ def quick_kernel(
     if ASM:
         pairs = _points(p_table, ENTRIES)
         base = tl.inline_asm_elementwise(
-            _table(_table_bytes(ENTRIES, KEYS, VALUES, NW, N)), "=r,r", [i_split * 0], dtype=tl.int32, is_pure=False,
+            _table(_table_bytes(ENTRIES, KEYS, VALUES, NW, N)),
+            "=r,r",
+            [i_split * 0],
+            dtype=tl.int32,
+            is_pure=False,
             pack=1,
         )
-        q, b_up, b_mean = quick_query(
-            p_q, p_rows, p_factor, p_mean + i_kv * D, o_q, b_row, KEYS, SLICES, NW, N
-        )
+        q, b_up, b_mean = quick_query(p_q, p_rows, p_factor, p_mean + i_kv * D, o_q, b_row, KEYS, SLICES, NW, N)
         declare_parities()
         declare_lanes(to)
         _store_points(base, pairs, ENTRIES)
@@ -512,33 +726,354 @@ def quick_kernel(
     b_l = tl.zeros([NW, 16, N], tl.float32)
     acc = zeros(VALUE_STEPS, NW, N)
     b_m, b_l, acc = packed_blocks(
-        key_pointers, p_kn, value_pointers, p_vn, p_blocks, 0, p_table, i_head, i_batch, start, stop, stop, 0, origins,
-        to, to, lane, q, unit, b_m, b_l, acc, capacity, KEYS, VALUES, TABLES, SLOTS, False, NW, N, ASM,
+        key_pointers,
+        p_kn,
+        value_pointers,
+        p_vn,
+        p_blocks,
+        0,
+        p_table,
+        i_head,
+        i_batch,
+        start,
+        stop,
+        stop,
+        0,
+        origins,
+        to,
+        to,
+        lane,
+        q,
+        unit,
+        b_m,
+        b_l,
+        acc,
+        capacity,
+        KEYS,
+        VALUES,
+        TABLES,
+        SLOTS,
+        False,
+        NW,
+        N,
+        ASM,
     )
     p_decoder = p_value_basis + i_kv * (WIDE * VALUE_STEPS * 1024)
     if ASM:
         out, b_m, b_l = quick_output(
-            acc, b_m, b_l, b_mean, factor, p_decoder, p_factor + KEY_STEPS * 16, p_mean + (HEADS + i_kv) * D, VALUES,
-            WIDE, NW, N,
+            acc,
+            b_m,
+            b_l,
+            b_mean,
+            factor,
+            p_decoder,
+            p_factor + KEY_STEPS * 16,
+            p_mean + (HEADS + i_kv) * D,
+            VALUES,
+            WIDE,
+            NW,
+            N,
         )
     else:
         out, b_m, b_l = output_of(
-            acc, b_m, b_l, b_mean, factor, p_decoder, p_factor + KEY_STEPS * 16, p_mean + (HEADS + i_kv) * D, VALUES,
-            WIDE, NW, N, ASM,
+            acc,
+            b_m,
+            b_l,
+            b_mean,
+            factor,
+            p_decoder,
+            p_factor + KEY_STEPS * 16,
+            p_mean + (HEADS + i_kv) * D,
+            VALUES,
+            WIDE,
+            NW,
+            N,
+            ASM,
         )
     if i_split >= tail_start:
         b_m, b_l, out = direct_exact_tokens(
-            p_sink_k, p_sink_v, p_recent_k, p_recent_v, p_q, o_q, b_row, n, i_head, i_batch,
-            (i_split - tail_start) * tail_tokens, tail_tokens, sink_splits, sink, recent, blocks, sink_capacity,
-            recent_capacity, factor, b_m, b_l, out, p_blocks, p_blocks, 0, 0, VALUES, SLICES, 1, 1, RATIO, QUERIES, 0,
-            NW, N, ASM, RING,
+            p_sink_k,
+            p_sink_v,
+            p_recent_k,
+            p_recent_v,
+            p_q,
+            o_q,
+            b_row,
+            n,
+            i_head,
+            i_batch,
+            (i_split - tail_start) * tail_tokens,
+            tail_tokens,
+            sink_splits,
+            sink,
+            recent,
+            blocks,
+            sink_capacity,
+            recent_capacity,
+            factor,
+            b_m,
+            b_l,
+            out,
+            p_blocks,
+            p_blocks,
+            0,
+            0,
+            VALUES,
+            SLICES,
+            1,
+            1,
+            RATIO,
+            QUERIES,
+            0,
+            NW,
+            N,
+            ASM,
+            RING,
         )
     store_split(
-        p_partial, p_stat, out, b_m, b_l, i_group * splits + i_split, b_row, i_split >= tail_start, VALUES, WIDE, 1, 1,
-        2, D, NW, N,
+        p_partial,
+        p_stat,
+        out,
+        b_m,
+        b_l,
+        i_group * splits + i_split,
+        b_row,
+        i_split >= tail_start,
+        VALUES,
+        WIDE,
+        1,
+        1,
+        2,
+        D,
+        NW,
+        N,
     )
     tl.debug_barrier()  # all of the program's stores come before its arrival
     merge_splits(
-        p_out, p_partial, p_stat, p_count, i_head, i_group, i_chunk, i_split, splits, merge_width, merges, RATIO,
-        QUERIES, D, AT_ONCE, ROWS, QUERY_ROWS, ASM,
+        p_out,
+        p_partial,
+        p_stat,
+        p_count,
+        i_head,
+        i_group,
+        i_chunk,
+        i_split,
+        splits,
+        merge_width,
+        merges,
+        RATIO,
+        QUERIES,
+        D,
+        AT_ONCE,
+        ROWS,
+        QUERY_ROWS,
+        ASM,
+    )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_stride",
+        "page_stride",
+        "head_stride",
+        "table_stride",
+        "capacity",
+        "splits",
+        "merge_width",
+        "merges",
+    ],
+    do_not_specialize_on_alignment=["p_q", "p_table", "p_lengths", "p_starts"],
+)
+def quick_paged_kernel(
+    p_q,
+    p_out,
+    p_pages,
+    p_table,
+    p_lengths,
+    p_starts,
+    p_partial,
+    p_stat,
+    p_count,
+    p_points,
+    p_key_basis,
+    p_value_basis,
+    p_factor,
+    p_mean,
+    q_stride,
+    page_stride,
+    head_stride,
+    table_stride,
+    capacity,
+    splits,
+    merge_width,
+    merges,
+    factor,
+    HEADS: tl.constexpr,
+    RATIO: tl.constexpr,
+    QUERIES: tl.constexpr,
+    D: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    TABLES: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NW: tl.constexpr,
+    N: tl.constexpr,
+    ASM: tl.constexpr,
+    LONG: tl.constexpr,
+):
+    """Attend with a grid (batch, HEADS * CHUNKS, splits). p_pages: uint8; page_stride, head_stride: bytes of a page,
+    and of a head in it. p_table: a row's pages, `capacity` of them. QUERIES: of a row at most. The rest is as in
+    `transform_kernel`.
+    """
+    SLICES: tl.constexpr = D // 16
+    WIDE: tl.constexpr = D // 32
+    QUERY_ROWS: tl.constexpr = N // 2
+    KEY_STEPS: tl.constexpr = KEYS.steps
+    VALUE_STEPS: tl.constexpr = VALUES.steps
+    i_split, i_batch = tl.program_id(2), tl.program_id(0)
+    i_kv, i_chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
+    i_head = (i_batch * HEADS + i_kv).to(tl.int64)
+    i_group = i_head * CHUNKS + i_chunk
+    n = i_chunk * QUERY_ROWS + tl.arange(0, N) // 2
+    query = tl.load(p_starts + i_batch)
+    count = tl.load(p_starts + i_batch + 1) - query
+    length = tl.minimum(tl.load(p_lengths + i_batch), capacity * 32)
+    b_row = n < RATIO * tl.minimum(count, QUERIES)
+    o_q = (query + n // RATIO).to(tl.int64) * q_stride + (i_kv * RATIO + n % RATIO) * D
+    limit = tl.where(b_row, length - count + 1 + n // RATIO, 0)
+    start, stop = blocks_of_split(i_split, tl.cdiv(length, 32), splits, splits, 0, 0, NW, LONG)
+    o_head = i_kv.to(tl.int64) * head_stride
+    p_row = p_table + i_batch.to(tl.int64) * table_stride
+    p_values = p_pages + KEYS.slot
+    p_kn = (p_pages + KEYS.norm_at).to(tl.pointer_type(tl.float16))
+    p_vn = (p_values + VALUES.norm_at).to(tl.pointer_type(tl.float16))
+    key_pointers, value_pointers = (p_pages,), (p_values,)
+    lane, last = tl.arange(0, 32 * NW) % 32, stop - 1
+
+    # blocks are on their way while the query is rotated
+    origins = ()
+    to = tl.zeros([32 * NW], tl.int32)
+    pages = to
+    if ASM:
+        origins = origins_of(key_pointers, p_kn, value_pointers, p_vn, o_head, i_batch, 0, lane, KEYS, VALUES, True)
+        to += open_ring(origins, p_row, page_stride, lane, i_split * 0, start, last, KEYS, VALUES, SLOTS, True, NW)
+        pages = pages_of(p_row, start + (SLOTS - 1) * NW, stop, NW)
+    p_rows = p_key_basis + i_kv * (KEY_STEPS * SLICES * 256)
+    if ASM:
+        pairs = _points(p_points, ENTRIES)
+        base = tl.inline_asm_elementwise(
+            _table(_table_bytes(ENTRIES, KEYS, VALUES, NW, N)),
+            "=r,r",
+            [i_split * 0],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        q, b_up, b_mean = quick_query(p_q, p_rows, p_factor, p_mean + i_kv * D, o_q, b_row, KEYS, SLICES, NW, N)
+        declare_parities()
+        declare_lanes(to)
+        _store_points(base, pairs, ENTRIES)
+    else:
+        b_down, b_up = powers(p_q, o_q, b_row, KEYS, SLICES, 16.0, 51 << 23, False, N)
+        q, b_up, b_mean = query_of(
+            p_q, p_rows, p_factor, p_mean + i_kv * D, o_q, b_row, b_down, b_up, KEYS, SLICES, NW, N, ASM
+        )
+    unit = b_up * factor
+    b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
+    b_l = tl.zeros([NW, 16, N], tl.float32)
+    acc = zeros(VALUE_STEPS, NW, N)
+    whole = tl.maximum(length - count + 1, 0) // 32  # blocks all of whose tokens every query sees
+    b_m, b_l, acc = packed_blocks(
+        key_pointers,
+        p_kn,
+        value_pointers,
+        p_vn,
+        p_row,
+        page_stride,
+        p_points,
+        o_head,
+        i_batch,
+        start,
+        tl.minimum(stop, whole),
+        stop,
+        limit,
+        origins,
+        pages,
+        to,
+        lane,
+        q,
+        unit,
+        b_m,
+        b_l,
+        acc,
+        0,
+        KEYS,
+        VALUES,
+        TABLES,
+        SLOTS,
+        True,
+        NW,
+        N,
+        ASM,
+    )
+    p_decoder = p_value_basis + i_kv * (WIDE * VALUE_STEPS * 1024)
+    if ASM:
+        out, b_m, b_l = quick_output(
+            acc,
+            b_m,
+            b_l,
+            b_mean,
+            factor,
+            p_decoder,
+            p_factor + KEY_STEPS * 16,
+            p_mean + (HEADS + i_kv) * D,
+            VALUES,
+            WIDE,
+            NW,
+            N,
+        )
+    else:
+        out, b_m, b_l = output_of(
+            acc,
+            b_m,
+            b_l,
+            b_mean,
+            factor,
+            p_decoder,
+            p_factor + KEY_STEPS * 16,
+            p_mean + (HEADS + i_kv) * D,
+            VALUES,
+            WIDE,
+            NW,
+            N,
+            ASM,
+        )
+    store_split(p_partial, p_stat, out, b_m, b_l, i_group * splits + i_split, b_row, False, VALUES, WIDE, 1, 1, 2, D,
+                NW, N)  # fmt: skip
+    tl.debug_barrier()  # all of the program's stores come before its arrival
+    merge_splits(
+        p_out,
+        p_partial,
+        p_stat,
+        p_count,
+        i_head,
+        i_group,
+        i_chunk,
+        i_split,
+        splits,
+        merge_width,
+        merges,
+        RATIO,
+        QUERIES,
+        D,
+        AT_ONCE,
+        ROWS,
+        QUERY_ROWS,
+        ASM,
+        p_starts,
+        HEADS,
     )

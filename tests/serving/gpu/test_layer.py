@@ -237,7 +237,9 @@ def test_answers_that_depend_on_chunks_are_seen(kernels: References, monkeypatch
     monkeypatch.setattr(GPULayer, "prefill", exact)
     assert "off by" in str(chunk_cases.wrong(case))
     store = GPULayer.store
-    monkeypatch.setattr(GPULayer, "store", lambda own, pages, slots, *x: len(slots) > 1 and store(own, pages, slots, *x))
+    monkeypatch.setattr(
+        GPULayer, "store", lambda own, pages, slots, *x: len(slots) > 1 and store(own, pages, slots, *x)
+    )
     assert "other bytes are stored" in str(chunk_cases.wrong(case))
 
 
