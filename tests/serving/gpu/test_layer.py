@@ -18,6 +18,7 @@ from kvcal_vllm.gpu import layer as gpu_layer
 from kvcal_vllm.gpu.layer import GPULayer
 from kvcal_vllm.gpu.step import Prefill, step_of
 from kvcal_vllm.paging import PagedLayer
+from tests.support.cases import chunk_cases
 from tests.support.cases.served_cases import Batch, Case, References, few, layer_of, small
 from tests.support.compiled import compiled
 from tests.support.interpreted import interpreted, needs_triton
@@ -214,3 +215,35 @@ def test_on_a_gpu(case: Case) -> None:
     batch = Batch(case, 5, torch.device("cuda"))
     batch.share()
     assert [why for counts in case.steps if (why := batch.step(counts))] == []
+
+
+@needs_triton
+def test_interpreted_answers_do_not_depend_on_chunks() -> None:
+    assert interpreted("-m", "tests.support.cases.chunk_cases", "few") == [str(len(chunk_cases.few()))]
+
+
+@pytest.mark.parametrize("case", [one for one in chunk_cases.few() if one.name != "transform"], ids=str)
+def test_answers_do_not_depend_on_chunks(case: chunk_cases.Case, kernels: References) -> None:
+    assert chunk_cases.wrong(case) == []
+
+
+def test_answers_that_depend_on_chunks_are_seen(kernels: References, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, prefill = chunk_cases.few()[0], GPULayer.prefill
+
+    def exact(own: GPULayer, pages: Any, table: Any, part: Any, query: Any, _: None, *more: Any) -> None:
+        tokens = query[:, ::2], query[:, ::2]  # as if the chunk's own tokens came exact
+        prefill(own, pages, table, part, query, tokens, *more)
+
+    monkeypatch.setattr(GPULayer, "prefill", exact)
+    assert "off by" in str(chunk_cases.wrong(case))
+    store = GPULayer.store
+    monkeypatch.setattr(
+        GPULayer, "store", lambda own, pages, slots, *x: len(slots) > 1 and store(own, pages, slots, *x)
+    )
+    assert "other bytes are stored" in str(chunk_cases.wrong(case))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", chunk_cases.few() + chunk_cases.large(), ids=str)
+def test_answers_on_a_gpu_do_not_depend_on_chunks(case: chunk_cases.Case) -> None:
+    assert chunk_cases.wrong(case, 0, torch.device("cuda")) == []
