@@ -99,8 +99,10 @@ class Stepper:
 
 @dataclass
 class Pass:
-    """Steps from the start: microseconds of each; of the first CHECKED ones the token that went in (B, 1), and logits
-    of a few rows; what the cache's witness saw behind them.
+    """Steps from the start, timed.
+
+    Recorded are the microseconds of each step, and what the cache's witness saw behind them. Of the first CHECKED steps
+    the token that went in (B, 1) is recorded, too, with the logits of a few rows.
     """
 
     times: list[float] = field(default_factory=list)
@@ -111,9 +113,10 @@ class Pass:
 
 @torch.no_grad()
 def run(model: CausalLM, kind: Kind, batch: int, length: int, steps: int = STEPS, compiled: bool = False) -> Ran:
-    """A cache of `length` tokens a row is filled, steps are taken eagerly, then by a graph where there can be one; all
-    on the model's device, whose streams, events and graphs are the current ones meanwhile. compiled: the graph is one
-    of the forward that torch.compile makes.
+    """Fill a cache with `length` tokens per row, and take steps eagerly, then by a graph where there can be one.
+
+    All of it runs on the model's device, whose streams, events and graphs are the current ones meanwhile. compiled: the
+    graph is one of the forward that torch.compile makes.
     """
     assert kind.maker is not None
     with on(model.device), compiling() if compiled else nullcontext():

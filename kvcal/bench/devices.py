@@ -129,13 +129,15 @@ SYSTEM = "what a Jetson's system has of its memory, see PART"
 
 @dataclass(frozen=True)
 class Device:
-    """One board or card. bandwidth: 1e9 bytes a second; memory: 2^30 bytes; clock: MHz, the highest of the GPU. usable:
-    2^30 bytes of it that CUDA reports, None: not known; tflops: 1e12 dense 16-bit operations a second of matrix
-    products, summed in float32, None: not known.
+    """One board or card.
 
-    reported_names: what the machine calls itself, any of them: words of a Jetson's device tree; of a card CUDA's name
-    as a whole, "NVIDIA" before it or not ("GH200", "H200 NVL" and parts of a card, "H200 MIG 1g.18gb", are others).
-    sources: field -> where the fact is from.
+    bandwidth: 1e9 bytes per second. memory: 2^30 bytes. clock: MHz, the highest of the GPU. usable: the 2^30 bytes of
+    memory that CUDA reports; None: not known. tflops: 1e12 dense 16-bit operations per second of matrix products,
+    summed in float32; None: not known.
+
+    reported_names: what the machine calls itself, any of them. A Jetson's are words of its device tree. A card's are
+    CUDA's name as a whole, "NVIDIA" before it or not: "GH200", "H200 NVL" and parts of a card ("H200 MIG 1g.18gb") are
+    others. sources: field -> where the fact is from.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Whole models with random weights: tokens per second, largest batch and longest generation on a memory, peak memory.
 
 Caches start filled with random packed data (caches.py), so that no prefill of the length is needed. Decode steps then
-run through the model, eagerly and as a CUDA graph (decoding.py), each in a row of its own; or generate() itself takes
+run through the model, eagerly and as a CUDA graph (decoding.py), each in a row of its own. Or generate() itself takes
 them (calling.py), in rows of operations of their own. Ratios are to the best FP16 among the rows at hand, named in each
 (`with_fp16_ratios`).
 """

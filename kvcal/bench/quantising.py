@@ -1,5 +1,7 @@
-"""Quantise-and-pack and append by the kernels of kvcal_kernels.quantise and residual_vq.append, where they run and know
-the format; else by the codecs, with the kernels that they have of their own.
+"""Quantise-and-pack and append, as operations.
+
+The kernels of kvcal_kernels.quantise and residual_vq.append do them, where they run and know the format. Else the
+codecs do, with kernels of their own where they have some.
 """
 
 from __future__ import annotations

@@ -85,8 +85,10 @@ def fit(device: Device, sizes: Sequence[float], microseconds: Sequence[float], l
 
 
 def kind(form: Form) -> str:
-    """What instructions depend on: inner integers' symmetry and bits, outer ones' bits and whether 128 numbers or more
-    share a scale, grids' bits and numbers a code, and whether their points are bytes.
+    """What instructions depend on.
+
+    Of inner integers it is symmetry and bits. Of outer ones it is bits, and whether 128 numbers or more share a scale.
+    Of grids it is bits and numbers per code, and whether their points are bytes.
     """
     if form.vector:
         return f"{'bytes' if form.in_bytes else 'grid'} {form.bits} of {form.vector}"

@@ -1,8 +1,8 @@
 """The driver of `kvcal train-codebooks`: collect vectors in one pass over the layers (sampled_vectors.py), train stage
 after stage, write a bundle.
 
-Vectors are kept layer by layer, and codebooks stage by stage, so that a killed run goes on: once vectors of all layers
-are on disk the model is not run again; they are turned into residuals by the stages that are there, and training
+Vectors are stored layer by layer, and codebooks stage by stage, so that a killed run goes on. Once vectors of all
+layers are on disk the model is not run again. The stages that are there turn them into residuals, and training
 continues. A collection that was cut off begins anew, as each layer needs the hidden states of the one before. The file
 comes out the same.
 """

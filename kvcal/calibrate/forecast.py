@@ -1,9 +1,9 @@
 """What a scheme costs in KL on short windows of text, layer by layer, without a cache.
 
-Every token attends to the window's packed tokens as the scheme gives them back, and to the sink and the newest ones as
-they are. Hidden states, and the keys and values made of them, are then those of a model that has lived with the scheme:
-errors build up over layers and tokens, as they do over a long text. The KL of the last tokens has the order of the KL
-that `kvcal eval` measures (docs/ablations/guard.md). Only one layer's weights are needed at a time.
+Every token attends to the window's packed tokens as the scheme decodes them, and to the exact sink and newest tokens.
+Hidden states, and the keys and values made of them, are then those of a model that has run with the scheme: errors add
+up over layers and tokens. So they do over a long text. The KL of the last tokens has the order of the KL that `kvcal
+eval` measures (docs/ablations/guard.md). Only one layer's weights are needed at a time.
 """
 
 from __future__ import annotations

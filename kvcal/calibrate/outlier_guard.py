@@ -201,9 +201,10 @@ def advice(
     schemes: Mapping[str, tuple[Scheme, float]],
     device: torch.device | None = None,
 ) -> dict[str, Advice]:
-    """What would be better than each of these schemes of forecast KL, on the same windows: the first of ALTERNATIVES
-    that is not warned of, PRESET if it is not, and the scheme's own key codecs behind balanced factors, which have its
-    bits. Two passes serve all schemes.
+    """What would be better than each of these schemes of forecast KL, on the same windows.
+
+    Three are tried. The first of ALTERNATIVES that is not warned of comes first, then PRESET, if it is not that one.
+    Last come the scheme's own key codecs behind balanced factors, which have its bits. Two passes serve all schemes.
     """
     if not schemes:
         return {}

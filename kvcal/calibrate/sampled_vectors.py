@@ -23,10 +23,11 @@ Say = Callable[[str], None]
 
 @dataclass
 class Vectors:
-    """Sampled vectors of all layers, layer after layer. keys, values (n, D): those that this rank holds, in the working
-    dtype, bfloat16 on a GPU and float32 elsewhere; holdout_* (m, D) float32, which every rank has; all divided by their
-    layer's scales. train_of: each layer's among keys and values; totals: how many all ranks have of each layer.
-    holdout_layer, holdout_head: of each held-out vector.
+    """Sampled vectors of all layers, layer after layer, divided by their layer's scales.
+
+    keys, values (n, D): those that this rank holds, in the working dtype: bfloat16 on a GPU, float32 elsewhere.
+    holdout_* (m, D) float32: every rank has them. train_of: each layer's among keys and values. totals: how many all
+    ranks have of each layer. holdout_layer, holdout_head: of each held-out vector.
     """
 
     keys: Tensor
@@ -147,8 +148,10 @@ class Picked:
 
 @dataclass
 class Sample:
-    """One layer's part of Vectors, with their dtypes. scales (H, D) or None, on the CPU; rotary: dimensions that RoPE
-    rotates, 0 without it; probe: of the layer's key weights, empty where the fingerprint does not look at it.
+    """One layer's part of Vectors, with their dtypes.
+
+    scales: (H, D) or None, on the CPU. rotary: dimensions that RoPE rotates; 0 without it. probe: of the layer's key
+    weights; empty where the fingerprint does not look at it.
     """
 
     keys: Tensor

@@ -8,9 +8,9 @@
                 ...
 
 Memory: the hidden states, N windows of T tokens in the model's dtype, and what one batch of one layer needs.
-The driver knows no architecture: the decoder's own forward, stopped at its first layer, says what every layer
-is called with; a stand-in for the cache receives keys and values, and stops a layer before attention where no
-more is needed.
+
+The driver knows no architecture. The decoder's own forward, stopped at its first layer, shows the arguments of every
+layer. A stand-in for the cache receives keys and values, and stops a layer before attention where no more is needed.
 """
 
 from __future__ import annotations

@@ -162,8 +162,8 @@ def tokenizer_for(o: RunOptions, source: ModelSource, *origins: str | None) -> P
     """The model's tokenizer, so that a text is read before any weights are; None for random weights of a hub model.
 
     First raises what `configuration.check_config` does. Then come TextError for one of the texts `origins` that kvcal
-    cannot read, UsageError for a --device or --dtype that cannot be used, and ModelUnavailable for a tokenizer that
-    cannot be read.
+    cannot read, and UsageError for a --device or --dtype that cannot be used. Last comes ModelUnavailable for a
+    tokenizer that cannot be read.
     """
     configuration.check_config(source, random_weights=o.random_weights)
     for origin in origins:

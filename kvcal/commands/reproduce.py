@@ -327,8 +327,10 @@ class Rerun:
     say: Say
 
     def check_places(self, was: Recorded) -> None:
-        """Raises UsageError, before anything is said or run, where a text or model that will be read has no place yet,
-        and KVCalError for recorded values that the model's geometry rules out.
+        """Check, before anything is printed or run, that what will be read has a place.
+
+        Raises UsageError where a text or model that will be read has no place yet. Raises KVCalError for recorded
+        values that the model's geometry rules out.
         """
         for one in was.inputs:
             if self.places.input_of(one["sha256"]) is None:

@@ -185,10 +185,11 @@ BLOCK_TOKENS = 96  # tokens in packed blocks of a canary's windows, and two bloc
 
 @torch.no_grad()
 def canary(model: CausalLM, ids: Tensor, maker: CacheMaker, *, step: int = 32) -> Canary:
-    """The starts of two windows of ids (N, T), as long as packs a few blocks, run up to their last `step` tokens. These
-    then run in the first of them, with the first, middle and last block of each layer's keys and of its values decoded
-    with other bytes too, and with each layer run twice: first with all its packed blocks taken from the other window,
-    bytes as valid as the row's own, whatever the codec. step: the evaluation's.
+    """Run the starts of two windows of ids (N, T), as long as packs a few blocks, up to their last `step` tokens.
+
+    These then run in the first window, with other bytes decoded, too, for the first, middle and last block of each
+    layer's keys and of its values. They also run with each layer called twice, the first time with all its packed
+    blocks from the other window. Those bytes are as valid as the row's own, whatever the codec. step: the evaluation's.
     """
     device = input_device(model)
     with maker() as cache, maker() as twin:

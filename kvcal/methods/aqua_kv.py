@@ -35,9 +35,12 @@ KEY_INPUTS, VALUE_INPUTS = ("k1", "k2", "v1", "v2"), ("v1", "k0", "k1", "v2", "k
 
 @dataclass(frozen=True)
 class AquaKV:
-    """The paper's defaults: linear predictors, K from K of the layer below, V from [V of the layer below; K]; pre-RoPE;
-    HIGGS at 2 bits, the first layer at 4; sink 4, recent 128. Ours: HIGGS debiased (`higgs-2-wide` is the published
-    one), and keys divided by balanced factors before it, which cost no bits a token (calibrated.CalibratedFactors).
+    """Keys and values stored as residuals of predictors from the layer below.
+
+    The paper's defaults: linear predictors, K from K of the layer below, V from [V of the layer below; K]. Keys are
+    stored before RoPE, by HIGGS at 2 bits, the first layer at 4; sink 4, recent 128. Ours: HIGGS debiased
+    (`higgs-2-wide` is the published one), and keys divided by balanced factors before it, which cost no bits per token
+    (calibrated.CalibratedFactors).
 
     first_layer: codec of the first compressed layer, which nothing predicts; empty: as the others. keys, values: codecs
     of the residuals where they differ from `backbone`. per_layer: exceptions (see composition), last. key_inputs,

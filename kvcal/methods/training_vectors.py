@@ -1,5 +1,7 @@
 """The vectors that codebooks are trained on, in fixed shards of their rows: what each rank holds, and what they sum up
-to, the same for any number of ranks (docs/scale.md).
+to.
+
+The sums are the same for any number of ranks (docs/scale.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """MixKVQ's thresholds (Appendix C of the paper): two objectives, a Pareto front, the best point under a bit limit; then
 a fit.
 
-What is searched: tau_low and tau_high, jointly. What is minimised: the stored bits of a value (with scales, minima and
-indices), and a loss: error of attention outputs, perplexity through the cache, or what is missing from a task's score.
+What is searched: tau_low and tau_high, jointly. What is minimised: the stored bits of a value, with scales, minima and
+indices, and a loss. The loss is the error of attention outputs, perplexity through the cache, or what is missing from a
+task's score.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Two-objective search by Optuna's TPE whose points do not depend on who asked, how often it was killed, or on random
-state.
+"""Two-objective search by Optuna's TPE whose points are always the same.
 
-Point number i of a search is a pure function of (seed, i, the points before it): a fresh sampler each time, told the
-finished points. An Optuna storage only says who works on what; so one worker gives the same points whether or not it
-was killed in between, and several workers share a study, each point claimed by the order of trial numbers, which the
-storage makes unique.
+They do not depend on who asked, on how often the search was killed, or on random state. Point number i is a pure
+function of (seed, i, the points before it): a fresh sampler each time, given the finished points. An Optuna storage
+only records who works on what, so one worker gives the same points whether or not it was killed in between. Several
+workers share a study. Each point is claimed by the order of trial numbers, which the storage makes unique.
 """
 
 from __future__ import annotations

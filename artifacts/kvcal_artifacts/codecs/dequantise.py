@@ -1,8 +1,8 @@
 """Packed keys or values of one layer become numbers in the model's dtype, by a kernel if there is one or by the codec.
 
-Layers are read lowest first, each from what the one below left in the same dtype, so two buffers of keys and two of
-values are enough for a model (and one of keys after RoPE, if they are stored before it): `out` and `rotated` may be any
-of them that the call does not read.
+Layers are read lowest first, each from what the one below left in the same dtype. So two buffers of keys and two of
+values are enough for a model, and one more of keys after RoPE, if they are stored before it. `out` and `rotated` may be
+any of these buffers that the call does not read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """SQuat's rounding of keys (Wang et al. 2025): later channels take back the errors of those rounded before them.
 
-They do so in the directions of the queries. With Q^ the query subspace (rows: singular values times right singular
-vectors) and M = I + strength Q^'Q^, after channels b are rounded to deq, the channels r behind them become
-k_r - M_rr^-1 M_rb (deq - k_b): the minimum of Lemma 2, Eq. 5, in the form that its recursion (Lemma 3) computes step by
-step (squat_correction.py). Strength 0 changes nothing.
+They do so in the directions of the queries. Q^ is the query subspace, whose rows are singular values times right
+singular vectors, and M = I + strength Q^'Q^. After channels b are rounded to deq, the channels r behind them become k_r
+- M_rr^-1 M_rb (deq - k_b). That is the minimum of Lemma 2, Eq. 5, in the form that its recursion (Lemma 3) computes
+step by step (squat_correction.py). Strength 0 changes nothing.
 
 Storage and decoding are those of the codec inside, which must treat channels apart (KIVI's keys: uniform integers along
 tokens).

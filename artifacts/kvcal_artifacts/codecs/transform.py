@@ -1,6 +1,6 @@
 """Transform coding: coordinates of a fitted basis, more bits for those that matter more, points of Gaussian grids.
 
-Per token and head: y = (x - mean) A, divided by the token's RMS over all coded coordinates; coordinate pair j is
+Per token and head: y = (x - mean) A, divided by the token's RMS over all coded coordinates. Coordinate pair j is
 rounded to the grid of its own bits (0 to 4), and x̂ = mean + ŷ B, B the inverse of A. Bits fall with j and are the same
 for all heads, so every packed tensor has one shape. Calibration makes A and the bits (kvcal/methods/transform.py:
 directions by query-weighted energy). A token's norm takes 16 / (H * D) bits per value.

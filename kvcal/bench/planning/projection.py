@@ -23,8 +23,10 @@ EVEN = 0.95  # of the fastest scheme's tokens per second, within which a smaller
 
 @dataclass(frozen=True)
 class Goal:
-    """What is planned. name: of the model, in commands; read: whether weights that a step reads are known (not with
-    experts); context: tokens a row; longest: of the model; budget: of KL, nats per token.
+    """What is planned.
+
+    name: of the model, in commands. read: whether the weights that a step reads are known, which they are not with
+    experts. context: tokens per row. longest: of the model. budget: of KL, nats per token.
     """
 
     name: str

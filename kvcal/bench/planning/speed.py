@@ -1,9 +1,8 @@
 """Seconds of a decode step of a whole model: weights and cache over measured rates. Nothing here imports torch.
 
-All rates but a prompt's were measured on one H200 (docs/benchmarks/generation-2708de7.json,
-decode_attention-2708de7.json, aqua_tokens-2246769.json), bfloat16, steps under a CUDA graph; a test computes each again
-from these files. Other cards are taken to reach the same part of their data sheet's bandwidth, instructions and matrix
-products.
+All rates except for a prompt's were measured on one H200, in bfloat16, with steps under a CUDA graph. A test computes
+each again from docs/benchmarks/generation-2708de7.json, decode_attention-2708de7.json and aqua_tokens-2246769.json.
+Other cards are taken to reach the same part of their data sheet's bandwidth, instructions and matrix products.
 """
 
 from __future__ import annotations
@@ -34,9 +33,11 @@ SLOTS = {
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step. weights, cache: bytes that it reads; parameters: that each row multiplies with; values: keys and
-    values of the cache, in numbers; timed: a name in SLOTS, None for FP16; decoded: bytes of keys and values of all
-    layers that are decoded first, 0 where a kernel reads them as they are; predicted: operations of predictors.
+    """One decode step.
+
+    weights, cache: bytes that it reads. parameters: that each row multiplies with. values: keys and values of the
+    cache, in numbers. timed: a name in SLOTS; None for FP16. decoded: bytes of keys and values of all layers that are
+    decoded first; 0 where a kernel reads their blocks. predicted: operations of predictors.
     """
 
     layers: int

@@ -20,8 +20,9 @@ from .trials import apart
 
 
 def encode_trial(codec: Codec, dtype: torch.dtype, device: torch.device, blocks: int = 2) -> str | None:
-    """Try a codec's kernel on random tokens, one of them zero, against the codec on the CPU, bit by bit; on the same
-    device where a codec's bytes are the device's.
+    """Try a codec's kernel on random tokens, one of them zero, against the codec on the CPU, bit by bit.
+
+    Where a codec's bytes depend on the device, it is compared with the codec on the same device.
     """
     shape, generator = codec.shape, torch.Generator().manual_seed(0)
     x = 3 * torch.randn(
