@@ -50,7 +50,7 @@ class Ran:
     """Microseconds of a decode step, packing shared out over the steps from one to the next; None where there is no
     graph. flush: of a step that packs. bytes: what the driver reports as used (CUDA), or this process's peak resident
     size (CPU). no_graph: why there is no graph, or no figure of one. length: tokens a row at the first step. read:
-    bytes of weights and cache that this step must read; None where they are not known.
+    bytes of weights and cache that this step must read; None where they are not counted.
     """
 
     length: int
@@ -181,7 +181,7 @@ def typical(times: Sequence[float], start: Start) -> tuple[float, float | None]:
 
 
 def _warm_up(stepper: Stepper, aside: bool) -> None:
-    """Run steps on a stream of its own where a graph will be recorded, as torch asks; then back to the start."""
+    """Run steps on a separate stream where a graph will be recorded, as torch asks; then back to the start."""
     if aside:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -233,7 +233,7 @@ def _record(stepper: Stepper) -> tuple[Callable[[], None], Tensor] | str:
             raise
         return f"cannot be recorded: {first_line(error)}"
     finally:
-        torch.cuda.set_stream(current)  # a recording that fails leaves its own behind
+        torch.cuda.set_stream(current)  # a recording that fails does not restore the stream
     return graph.replay, logits
 
 

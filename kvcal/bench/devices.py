@@ -27,9 +27,9 @@ TRITON_LEAST = (8, 0)
 OLDEST_TRITON = "3.6"  # what kvcal asks for anyway
 LANES = 128  # thread-instructions an SM issues in a clock: four schedulers, a warp of 32 each (Volta to Blackwell)
 
-# Memory, bandwidth and 16-bit rates are NVIDIA's own: data sheets, white papers, product pages. No page of NVIDIA's
+# Memory, bandwidth and 16-bit rates are NVIDIA's: data sheets, white papers, product pages. No page of NVIDIA's
 # opens from where this was written, so each figure was compared with a copy. A10, L4, L40S, A100, H100 and H200: with
-# NVIDIA's own tensorrt_llm/auto_parallel/cluster_info.py (TensorRT-LLM, commit 16d2467), which names these sheets.
+# NVIDIA's tensorrt_llm/auto_parallel/cluster_info.py (TensorRT-LLM, commit 16d2467), which names these sheets.
 # GeForce and B200: with public transcriptions of the tables named here. SMs x clock x operations gives the same rates.
 XAVIER = "https://www.nvidia.com/en-us/autonomous-machines/embedded-systems/jetson-xavier-series/ (59.7 and 137 GB/s)"
 XAVIER_NX_SHEET = "NVIDIA Jetson Xavier NX data sheet DA-09366-001"

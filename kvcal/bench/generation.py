@@ -328,7 +328,7 @@ class Search:
 
     @property
     def proven(self) -> bool:
-        """Whether the next larger number was seen not to fit."""
+        """Whether the next larger number has been tried and does not fit."""
         return self.high is not None and self.high - self.low <= self.step
 
     def run(self, start: int) -> int:

@@ -56,7 +56,7 @@ class Peer:
 
 
 def unseen(queries: int, new: int, tokens: int, device: torch.device) -> Tensor:
-    """(queries, tokens) bool, True where a query of calls of `new` each, whose own tokens are the last, attends to
+    """(queries, tokens) bool, True where a query of calls of `new` each, whose tokens are the last, attends to
     none.
     """
     behind = new - 1 - torch.arange(queries, device=device) % new
@@ -214,7 +214,7 @@ def _of_dtype(case: Case, clock: Clock, dtype: torch.dtype) -> list[Peer]:
     if case.device.type == "cuda" and importlib.util.find_spec("flashinfer"):
         try:
             attend = _flashinfer(queries, keys, values)
-        except Exception as error:  # another version's interface, no compiler: a peer less, and said
+        except Exception as error:  # another version's interface, no compiler: a peer less, with a line that says so
             peers.append(Peer("flashinfer", None, first_line(error), DTYPE_NAMES[dtype]))
         else:
             peers.append(_tried(f"flashinfer {DTYPE_NAMES[dtype]}", attend, clock, queries, check))

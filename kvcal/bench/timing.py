@@ -38,7 +38,7 @@ class Timed:
 @dataclass
 class Clock:
     """Times closures on one device, caches flushed before each. repeats: at most; seconds: at most a closure, from its
-    warm-up on (LEAST_REPEATS are made whatever they take).
+    warm-up on (LEAST_REPEATS run whatever they take).
 
     CPU: wall time. CUDA: events around the closure on this device, which is the current one meanwhile; the flush before
     it is long enough to hide its first launches.
@@ -51,12 +51,12 @@ class Clock:
     _ceilings: dict[str, float] = field(default_factory=dict)
 
     def time(self, run: Run, repeats: int | None = None) -> Timed:
-        """Time a closure with caches cold. repeats: instead of the clock's own number."""
+        """Time a closure with caches cold. repeats: instead of the clock's number."""
         with on(self.device):
             return self._time(run, repeats or self.repeats)
 
     def _time(self, run: Run, repeats: int) -> Timed:
-        self.spare()  # made before memory is short
+        self.spare()  # allocated before memory is short
         started = time.perf_counter()
         for _ in range(WARM_UP):
             run()
@@ -120,7 +120,7 @@ class Clock:
         return self._ceilings["read"]
 
     def matmul_rate(self, again: bool = False) -> float:
-        """Operations a second of torch's own bfloat16 product of two square matrices (float32 on a CPU); measured once.
+        """Operations per second of torch's bfloat16 product of two square matrices (float32 on a CPU); measured once.
         again: once more, by the first decile, to tell the device's speed from what else kept it busy; the higher rate
         stays.
         """

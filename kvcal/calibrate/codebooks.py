@@ -41,7 +41,7 @@ from .stage_checkpoint import FollowersStages, StageCheckpoint
 if TYPE_CHECKING:
     from ..text.token_windows import Windows
 
-DISK_PART = 0.5  # of the free disk that kept vectors may take: the bundle and other jobs need some, too
+DISK_PART = 0.5  # of the free disk that stored vectors may take: the bundle and other jobs need some, too
 
 
 @dataclass
@@ -85,7 +85,7 @@ class TrainPart:
             scan.say(f"resuming after {done} stages from {self.work.folder}")
 
     def _take_saved(self) -> None:
-        """Take the vectors that an earlier run kept, those of all layers or none."""
+        """Take the vectors that an earlier run stored, those of all layers or none."""
         ranks = self.scan.options.ranks
         if not ranks.agree(self.work.has_samples(self.layers)):
             return
@@ -97,7 +97,7 @@ class TrainPart:
             self.collected.take(sample)
 
     def open(self, stack: ExitStack) -> None:
-        """Nothing is held that must be closed."""
+        """There is nothing to close."""
 
     def layer(self, taps: LayerTaps) -> None:
         if self.saved_probe is not None:
@@ -109,7 +109,7 @@ class TrainPart:
                 self._keep(taps.place, sample)
 
     def _keep(self, layer: int, sample: Sample) -> None:
-        """A layer's sample on disk, if the disk has room for all of them; said once where it has not."""
+        """A layer's sample on disk, if the disk has room for all of them; one warning where it has not."""
         folder, size = self.work.folder, sample.nbytes * self.layers
         try:
             free = shutil.disk_usage(folder.parent).free

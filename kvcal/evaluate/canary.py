@@ -1,7 +1,7 @@
 """Proof that an evaluation reads what was packed.
 
-An evaluation whose cache kept exact copies aside, or never came to read a block, would give good figures of nothing.
-Three facts together exclude that. In the evaluation's own calls, attention receives what the packed blocks decode to
+An evaluation whose cache stores exact copies aside, or never reads a block, gives good figures that mean nothing.
+Three facts together exclude that. In the evaluation's calls, attention receives what the packed blocks decode to
 (Audit). What they decode to hangs on the bytes of keys and of values, block by block. And what each layer gives hangs
 on its blocks.
 """
@@ -63,7 +63,7 @@ class Canary:
         return named[0] if named else None
 
     def counted(self, rows: Iterable[Mapping[str, Figure]], audit: Audit) -> Canary:
-        """The canary with what was seen in the evaluation's own caches; rows: of LayerErrors."""
+        """The canary with what the evaluation's caches packed and read; rows: of LayerErrors."""
         silent = [
             layer
             for row in rows
@@ -118,7 +118,7 @@ class Audit:
     bypassed: dict[tuple[int, str], None] = field(default_factory=dict)
 
     def state(self) -> AuditState:
-        """What was seen so far, as JSON has it; `restore` takes it over."""
+        """What was counted so far, as JSON has it; `restore` reads it."""
         return {"compared": sorted(self.compared), "bypassed": [list(pair) for pair in self.bypassed]}
 
     def restore(self, state: AuditState) -> None:
@@ -189,7 +189,7 @@ def canary(model: CausalLM, ids: Tensor, maker: CacheMaker, *, step: int = 32) -
 
     These then run in the first window, with other bytes decoded, too, for the first, middle and last block of each
     layer's keys and of its values. They also run with each layer called twice, the first time with all its packed
-    blocks from the other window. Those bytes are as valid as the row's own, whatever the codec. step: the evaluation's.
+    blocks from the other window. Those bytes are as valid as the row's, whatever the codec. step: the evaluation's.
     """
     device = input_device(model)
     with maker() as cache, maker() as twin:
@@ -230,7 +230,7 @@ def _length(cache: KVCalCache, most: int, step: int) -> int:
 @contextmanager
 def _doubled(model: CausalLM, cache: KVCalCache, twin: KVCalCache) -> Iterator[list[int]]:
     """Run each decoder layer twice in a call with `cache` within the block: with its packed blocks taken from `twin`,
-    and as it is. Yields the layers whose output the exchange left as it was.
+    and as it is. Yields the layers whose output the exchange did not change.
 
     What a layer gives goes to all above it, so that a layer whose output hangs on its blocks has a say in the logits.
     """

@@ -105,7 +105,7 @@ def second_moment(x: TrainingVectors, label: str) -> Tensor:
 
 def shrinkage(moment: Tensor, bits: float) -> tuple[Tensor, Tensor]:
     """Reverse water-filling of a Gaussian of this second moment at so many bits a vector: (directions (d, d) in
-    columns, variance of the best codewords along each (d,)). Directions below the water are left alone.
+    columns, variance of the best codewords along each (d,)). Directions below the water do not change.
     """
     value, vector = torch.linalg.eigh(moment.cpu())  # LAPACK: small, and the same on every run
     value = value.clamp_min(0)

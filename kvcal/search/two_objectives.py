@@ -34,7 +34,7 @@ POLL = 0.5  # seconds between looks at the storage while others finish
 
 @dataclass(frozen=True)
 class Point:
-    """One finished trial. quality: lower or higher is better, as the search was told; cost: lower is."""
+    """One finished trial. quality: lower or higher is better, as the search's direction says; cost: lower is."""
 
     parameters: dict[str, float]
     quality: float
@@ -111,7 +111,7 @@ def search(
 
 
 class _Surplus(Exception):
-    """Not an error: a trial that began while others made up the number."""
+    """Not an error: a trial that began while others completed the number."""
 
 
 class _Worker:
@@ -132,7 +132,7 @@ class _Worker:
         self.study, self.engine, self.storage = study, engine, storage
         self.evaluate, self.space = evaluate, space
         self.trials, self.seed, self.maximise = trials, seed, maximise
-        self.nameless: dict[int, float] = {}  # running trials whose worker did not even leave its name: since when seen
+        self.nameless: dict[int, float] = {}  # running trials whose worker did not record its name: since when
         self.study.sampler = _sampler(self)
 
     def complete(self) -> list[FrozenTrial]:
@@ -159,7 +159,7 @@ class _Worker:
                 time.sleep(POLL)
 
     def _one(self) -> None:
-        """Run one trial. If another worker took it for dead meanwhile, its result is not wanted any more."""
+        """Run one trial. If another worker took it for dead meanwhile, its result no longer counts."""
         from optuna.trial import TrialState
 
         with warnings.catch_warnings():

@@ -2,7 +2,7 @@
 
 Per token: rotate, divide by the RMS norm so that coordinates have unit variance, round d-tuples to the grid, store
 codes and the norm in float16. Bits = log2(n) / d + 16 / norm width. One norm must span no more than the rotation mixes,
-or parts of it have different variances, for which no grid is made. By default each kv head has its rotation and norm;
+or parts of it have different variances, for which there is no grid. By default each kv head has its rotation and norm;
 then keys can be attended by rotating the query. `rotation="token"` mixes all H * D channels of a token, as in the
 AQUA-KV paper, and its norm spans them. With `axis="token"` the vectors are the block's tokens of one channel instead
 (the paper's per-channel ablation): rotation and norm then span the block, 16 / block bits for the norm.
@@ -123,7 +123,7 @@ class Higgs(Codec):
         grid: Tensor | None = None,
         sign: Tensor | None = None,
     ) -> None:
-        """Make a codec of this shape. norm: what one norm spans, the rotation's span unless given.
+        """Make a codec of this shape. norm: what one norm spans; None for the rotation's span.
 
         mixed: how an odd factor of the channels is mixed; where the rotation spans a power of two there is none.
         "hadamard" means "cosine" where no Hadamard matrix of `paley_order` mixes it.
@@ -165,7 +165,7 @@ class Higgs(Codec):
         self._form = self._find_form(in_bytes=True)
         self._look_up = self._grid()
         self._how: Rotated | None = None  # of the kernel that encodes
-        self._rule: GridRule | None = None  # of `rule`, once made
+        self._rule: GridRule | None = None  # of `rule`, after its first call
 
     def _mixed_by(self, mixed: Mixed) -> Mixed:
         """How the rotation mixes what it spans, if that is no power of two."""

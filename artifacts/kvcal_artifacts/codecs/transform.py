@@ -94,7 +94,7 @@ class Transform(Codec):
             )
         self._grids = {b: gaussian_grid(*GRID_OF[b]).to(decoder.device) for b in self.tiers if b > 1}
         self._form = self._find_form()
-        self._basis: Basis | None = None  # of `basis`, once made
+        self._basis: Basis | None = None  # of `basis`, after its first use
         self._kernel = False  # whether a kernel codes and packs
 
     def _inverse(self) -> Tensor:
@@ -195,7 +195,7 @@ class Transform(Codec):
 
     @property
     def basis(self) -> Basis:
-        """What kernels decode by, made once."""
+        """What kernels decode by, built once."""
         if self._basis is None:
             signs = torch.tensor([[-ONE_BIT], [ONE_BIT]], dtype=torch.float32, device=self.decoder.device)
             points = {b: signs if b == 1 else self._grids[b] for b in self.tiers}
@@ -247,7 +247,7 @@ class Transform(Codec):
 
     def check_inverse(self) -> None:
         """Raises KVCalError unless the encoder is the decoder's inverse, up to its rounding to float32."""
-        # the encoder is held with its figure, so that no other tensor gets its id
+        # the encoder is stored with its figure, so that no other tensor gets its id
         off, _ = once(self.decoder, id(self.encoder), lambda: (self._off_inverse(), self.encoder))
         if off > 1:
             raise KVCalError(
