@@ -306,7 +306,7 @@ def capacity(device: torch.device) -> float:
 
 
 def released(device: torch.device) -> None:
-    """Give back what earlier runs took, so that the next peak is its own."""
+    """Free what earlier runs took, so that the next peak is of the next run alone."""
     fill.cache_clear()
     gc.collect()  # caches and their layers know each other
     if device.type == "cuda":

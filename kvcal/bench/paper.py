@@ -1,4 +1,4 @@
-"""What the papers report, to print next to ours. µs unless said otherwise."""
+"""What the papers report, to print next to ours. In µs unless named otherwise."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Input(TypedDict):
 @dataclass(frozen=True)
 class Recorded:
     """A command of kvcal. options: by name, without those at their defaults' meaning; inputs: bundles that it reads
-    (combine, fold), made first. text, other_text, model: labels as recorded.
+    (combine, fold), to be written first. text, other_text, model: labels as recorded.
     """
 
     command: str

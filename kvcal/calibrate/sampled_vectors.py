@@ -77,7 +77,7 @@ class Collection:
         return tuple(number for part in self.parts for number in part.probe)
 
     def sample(self, taps: LayerTaps) -> Sample:
-        """The next layer's vectors, all of them on every rank; to be given to `take`."""
+        """The next layer's vectors, all of them on every rank; an argument for `take`."""
         before = self.rotary
         sample = LayerSample(self.method, taps, self.train, self.heads, self.layers, self.holdout).gather()
         if sample.rotary and not before:
@@ -107,7 +107,7 @@ class Collection:
         )
 
     def vectors(self, say: Say) -> Vectors:
-        """What was sampled; the parts are given back."""
+        """The whole sample; the parts are freed."""
         rotary, probe = self.rotary, self.probe
         parts, self.parts = self.parts, []
         vectors = Vectors(

@@ -383,7 +383,7 @@ class LayerTaps:
 
     def of_all(self, items: Iterator[Item], rows: slice | None = None) -> Iterator[Item]:
         """Every rank's item for each of its batches of these windows, in window order, on every rank. items: this
-        rank's, one a batch; the next one is made before others are waited for.
+        rank's, one per batch; the next one is computed before others are waited for.
         """
         capture = self._capture
         if self.ranks.count == 1:

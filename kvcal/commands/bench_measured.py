@@ -322,7 +322,7 @@ def _generation(session: Session) -> list[Row]:
     geometry = configuration.geometry(source)
     benched = benched_schemes(o, geometry, PAPER_SCHEMES)
     rows: list[Row] = []
-    if not session.on_gpu:  # a CPU has no memory of its own to fill
+    if not session.on_gpu:  # a CPU has no separate memory to fill
         notes: list[str] = []
         rows += memory_rows(o, operations, benched, geometry, source.public, session.where, notes)
         for line in notes:

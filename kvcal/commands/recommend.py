@@ -292,7 +292,7 @@ def _whole(path: Path) -> bool:
 
 
 def _forecast(run: Run, names: Sequence[str]) -> list[Figures]:
-    """Forecast KL of these schemes on held-out windows, some in a pass, each pass kept for a run that goes on."""
+    """Forecast KL of these schemes on held-out windows, some in a pass; each pass is stored for a run that goes on."""
     schemes = {name: run.schemes[name] for name in names}
     ids = window_of(run.text.holdout, schemes.values())
     groups = [list(names[start : start + FORECASTS]) for start in range(0, len(names), FORECASTS)]

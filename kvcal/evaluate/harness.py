@@ -60,7 +60,7 @@ def _check_task_names(names: Sequence[str], manager: TaskManager) -> None:
 @dataclass(frozen=True)
 class TaskOptions:
     """How tasks are run. limit: questions of each task. lengths: of synthetic contexts, in tokens. tasks_path: a folder
-    of task files next to lm-eval's own, whose Python lm-eval runs. allow_code: whether generated programs may run (in a
+    of task files next to lm-eval's, whose Python lm-eval runs. allow_code: whether generated programs may run (in a
     sandbox). chat: whether prompts are put into the tokenizer's chat template.
     """
 

@@ -379,7 +379,7 @@ def search_name(rank: int, strength: float) -> str:
 def window_subspaces(q: Tensor, shape: Shape, windows: Windows, name: str) -> Tensor:
     """What a cache that is fed these windows knows when it packs each block: (B, H, blocks, R, D) float32.
 
-    q (B, heads, T, D), windows without padding; the statistic is the cache's own.
+    q (B, heads, T, D), windows without padding; the statistic is the cache's.
     """
     plan = Ledger(windows).begin(q.shape[0], q.shape[2], None)
     subspaces = statistic(name, shape).observe(q, Prefixes(plan, windows, q.device))

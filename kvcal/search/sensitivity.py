@@ -43,7 +43,7 @@ Place = tuple[int, Role]
 
 
 class Store(Protocol):
-    """Where measured sensitivities are kept for a run that goes on."""
+    """Where measured sensitivities are stored for a run that goes on."""
 
     def read(self, name: str) -> object:
         """The value of that name; None where there is none."""

@@ -1,6 +1,6 @@
 """The GPU that is planned for: a profile, the card that is there, or a memory and a bandwidth. Nothing imports torch.
 
-The card is asked through the driver's own library, which honours CUDA_VISIBLE_DEVICES; no CUDA context is made.
+The card is asked through the driver's library, which honours CUDA_VISIBLE_DEVICES; no CUDA context is created.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Card:
 
 
 def of_profile(profile: Device) -> Card:
-    """What the profile says; its memory as CUDA reports it, where that is known."""
+    """What the profile says; its memory as CUDA reports it, if it does."""
     gib = profile.usable or profile.memory
     return Card(
         profile.name,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ...models.geometry import Geometry
 
-# The CUDA context, code of kernels and the libraries' workspaces: what the driver said was in use besides weights and
+# The CUDA context, code of kernels and the libraries' workspaces: what the driver reports in use besides weights and
 # an FP16 cache whose tensors fill the allocator's pieces exactly (docs/benchmarks/generation-steps-2246769.json, H200).
 RUNTIME = 1.015e9
 # Of all tensors' bytes: what torch's allocator rounds up. The three packed schemes of the same file had 0.2 to 0.5 %
