@@ -85,7 +85,7 @@ class Forward:
     ) -> tuple[Rotation, Rotation] | None:
         """RoPE of the packed columns, and of the others of the first `past`, as the kernels that dequantise take it.
 
-        It is made once per call and device; None where the model's RoPE is another.
+        Computed once per call and device; None where the model's RoPE is another.
         """
         device = like.device
         if device not in self._split_rotations:
@@ -98,7 +98,7 @@ class Forward:
     def remaining_mask(self, site: hf.AttentionSite, plan: EvictingPlan, hidden: Tensor) -> Tensor | None:
         """The mask (B, 1, query, remaining + query) of the tokens that remain where some are evicted.
 
-        It is made once per call and device; None where all of them are visible.
+        Computed once per call and device; None where all of them are visible.
         """
         if hidden.device not in self.masks:
             hf.check_selectable(site)

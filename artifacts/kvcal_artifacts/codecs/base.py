@@ -2,7 +2,7 @@
 
 Letters: B batch, H kv heads, T tokens, D head_dim, N blocks, b tokens of a block. Every packed tensor is
 (B, H or 1, N, ...), so append, reorder, select, crop and offload are written once, in the cache. Where a part of the
-heads has a codec of its own (by_head.py), H is their number.
+heads has another codec (by_head.py), H is their number.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class ResidualVQ(Codec):
 
     name = "residual-vq"
     head_tensors = ("scale",)
-    _derived: list[tuple[Tensor, Tensor]] | None = None  # Band.lengths and Band.half of each band, made when asked for
+    _derived: list[tuple[Tensor, Tensor]] | None = None  # Band.lengths and Band.half of each band, computed when needed
 
     def __init__(
         self,

@@ -311,7 +311,7 @@ class Uniform(Codec):
                 yield _Coded(codes.add_(half), scale, base)
 
     def _asymmetric(self, x: Tensor, factors: tuple[float, ...]) -> Iterator[_Coded]:
-        """Codes over ranges of `factor` times the group's own, around its middle."""
+        """Codes over ranges of `factor` times the group's range, around its middle."""
         low, spread, levels = x.amin(-1), x.amax(-1) - x.amin(-1), 2**self.bits - 1
         # a tensor: by a plain number a GPU divides as by its reciprocal, one bit off now and then
         top = x.new_full((), levels)

@@ -1,6 +1,6 @@
 """What an attention module does with its queries and keys: where they are before RoPE, and its RoPE; by a trial.
 
-The module's own forward runs on the CPU with stand-ins for its matrices, so that no weight is read. It works on the
+The module's forward runs on the CPU with stand-ins for its matrices, so that no weight is read. It works on the
 meta device, and costs about a millisecond. What it passes to its cache is compared, bit for bit, with what we would
 make of the same keys.
 """
@@ -111,7 +111,7 @@ class _StandIn(nn.Module):
 
 
 class _Recorder:
-    """Stands for the cache and for the attention function, and records what they are given."""
+    """Stands for the cache and for the attention function, and records their arguments."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None

@@ -136,7 +136,7 @@ def await_offloading(cache: WholeCache) -> None:
 
 
 def heed_all(cache: WholeCache) -> None:
-    """Raise what the devices have found out about their own steps, those that still run included."""
+    """Raise the errors of steps on the devices, those that still run included."""
     for device in cache.steps:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # a step that still runs may yet say so

@@ -29,7 +29,7 @@ class StaticStorage:
     """Storage of one layer, allocated once as `allocation`, in which steps leave tokens without the host.
 
     What the host sees of it, `sink`, `window` and `packed`, is looked up when it is asked for, which most steps do not.
-    ready: the allocation holds what the layer holds. block: tokens of one. Methods that are given the layer are called
+    ready: the allocation holds what the layer holds. block: tokens of one. Methods with a parameter `layer` are called
     by it: what they need of its cache is there.
     """
 

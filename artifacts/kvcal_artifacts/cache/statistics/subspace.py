@@ -1,4 +1,4 @@
-"""Subspaces of a row's queries: a run-time statistic, and the spectra that it is made of."""
+"""Subspaces of a row's queries: a run-time statistic, and the spectra behind it."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def _random_moves(heads: int, dim: int, channels: int, generator: torch.Generato
 def _stored_apart(
     reference_layer: tuple[quantise.Layer, quantise.Counts], kernel_layer: tuple[quantise.Layer, quantise.Counts]
 ) -> str | None:
-    """What two layers that were given the same tokens store differently, or None."""
+    """What two layers that got the same tokens store differently, or None."""
     (expected, counts), (actual, kernel_counts) = reference_layer, kernel_layer
     if not torch.equal(counts.data, kernel_counts.data.cpu()):
         return "counts of tokens differ"
