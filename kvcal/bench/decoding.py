@@ -1,8 +1,8 @@
-"""Decode steps of a whole model: eager, and recorded once as a CUDA graph and replayed; the forward as it is, or
+"""Decode steps of a whole model: eager, and recorded once as a CUDA graph and replayed; the plain forward, or
 compiled.
 
 A step is a forward of one token a row, and the greedy choice of the next one, which stays on the device. A graph's
-steps are compared with eager ones of the forward as it is, from the same start, before any is timed.
+steps are compared with eager ones of the plain forward, from the same start, before any is timed.
 """
 
 from __future__ import annotations

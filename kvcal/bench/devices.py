@@ -156,7 +156,7 @@ class Device:
 
     @property
     def issue_rate(self) -> float:
-        """Thread-instructions a second that all SMs can issue."""
+        """Thread-instructions per second that all SMs can issue."""
         return self.sms * LANES * self.clock * 1e6
 
     def needs_triton(self, installed: str | None) -> str | None:

@@ -79,7 +79,7 @@ def generate_rows(
 ) -> Iterator[Row]:
     """Tokens per second of each kind at each (batch, length), as they are measured: one row eager, one of a graph.
 
-    steps: timed ones, at most. copy: bytes a second of a large copy, for the rows' fraction of it.
+    steps: timed ones, at most. copy: bytes per second of a large copy, for the rows' fraction of it.
     """
     for batch, length in shapes:
         for kind in every:

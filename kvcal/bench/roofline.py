@@ -60,7 +60,7 @@ class Machine:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second."""
+        """Bytes per second."""
         return self.efficiency * self.device.bandwidth * 1e9
 
     def reading(self, size: float) -> float:
@@ -73,7 +73,7 @@ class Machine:
         return launches * self.launch + max(self.reading(size), issuing)
 
     def implied(self, size: float, microseconds: float, launches: int = 1) -> float:
-        """1e9 bytes a second that a measured time means, the launches taken off."""
+        """1e9 bytes per second that a measured time means, the launches taken off."""
         return size / (microseconds - launches * self.launch) / 1e3
 
 

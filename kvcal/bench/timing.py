@@ -103,7 +103,7 @@ class Clock:
         return 0 if self._flush is not None or self.device.type == "cuda" else 2 * last_cache(self.device)
 
     def copy_bandwidth(self) -> float:
-        """Bytes a second, read and written ones together, of one large copy; measured once."""
+        """Bytes per second, read and written ones together, of one large copy; measured once."""
         if "copy" not in self._ceilings:
             size = COPY_BYTES[self.device.type]
             one = torch.ones(size, dtype=torch.uint8, device=self.device)
@@ -112,7 +112,7 @@ class Clock:
         return self._ceilings["copy"]
 
     def read_bandwidth(self) -> float:
-        """Bytes a second of summing one large float32 buffer; measured once."""
+        """Bytes per second of summing one large float32 buffer; measured once."""
         if "read" not in self._ceilings:
             size = COPY_BYTES[self.device.type]
             one = torch.ones(size // 4, device=self.device, dtype=torch.float32)
@@ -135,7 +135,7 @@ class Clock:
 
     @property
     def ceilings(self) -> dict[str, float]:
-        """What has been measured of the device: `copy` and `read` bytes, `matmul` operations a second."""
+        """What has been measured of the device: `copy` and `read` bytes, `matmul` operations per second."""
         return dict(self._ceilings)
 
     def release(self) -> None:

@@ -199,7 +199,7 @@ class CommandCheckpoint(CheckpointFolder):
         return super().place(name)
 
     def drop(self, *names: str) -> None:
-        """Files and folders that are not needed any more; and all, if no other is left but what was cut off while
+        """Files and folders that are no longer needed; and all, if no other is left but what was cut off while
         written.
         """
         for name in names:

@@ -488,7 +488,7 @@ def execution_device(layer: nn.Module, default: torch.device) -> torch.device:
 
 
 def _on(value: object, device: torch.device) -> object:
-    """Tensors of a layer's arguments there; the rest as it is."""
+    """Tensors of a layer's arguments there; the rest unchanged."""
     if isinstance(value, Tensor):
         return value.to(device)
     return tuple(_on(one, device) for one in value) if isinstance(value, tuple) else value

@@ -125,7 +125,7 @@ def _link(rows: Tensor, where: Where, device: torch.device) -> PinnedLink | Stag
 
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype, spill_dir: Path | None, label: str) -> Tensor:
-    """A tensor over a file that has no name any more.
+    """A tensor over a file that no longer has a name.
 
     Its space is reserved now: a disk that fills up under a mapped file kills the process, without an error.
     """

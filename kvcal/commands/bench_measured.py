@@ -227,9 +227,10 @@ def _record(o: BenchOptions, source: ModelSource) -> dict[str, object]:
 
 @dataclass
 class RowCheckpoint:
-    """Rows that a killed run had measured. Kernels of one shape are stored together, so that FP16 is of the same run;
-    of whole models each scheme is stored alone. resumed: how many rows were taken over; copies: bytes a second that the
-    runs which measured them copied at.
+    """Rows that a killed run had measured.
+
+    Kernels of one shape are stored together, so that FP16 is of the same run; of whole models each scheme is stored
+    alone. resumed: how many rows were taken over. copies: bytes per second at which the runs that measured them copied.
     """
 
     work: CommandCheckpoint

@@ -281,7 +281,7 @@ def _restored(cache: KVCalCache, layer: KVCalLayer) -> Iterator[None]:
 
 
 def _unread_by_logits(model: CausalLM, cache: KVCalCache, twin: KVCalCache, right: Tensor, tokens: Tensor) -> list[int]:
-    """The layers whose exchange leaves the logits `right` as they are, each in a call of its own: what a layer evicts
+    """The layers whose exchange does not change the logits `right`, each in a separate call: what a layer evicts
     hangs on the whole call.
     """
     unread = []

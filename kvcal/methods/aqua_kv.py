@@ -130,7 +130,7 @@ class AquaKV:
     def buffers(self) -> dict[str, str]:
         """Which buffer each reconstruction lies in: this layer's (0) and those of `reach` layers below.
 
-        Where nothing reads the layer below any more when this layer's rows are written, they share a buffer.
+        Where nothing reads the layer below any longer when this layer's rows are written, they share a buffer.
         """
         buffers = {f"{role}{back}": f"{role}{back}" for back in range(self.reach + 1) for role in "kv"}
         if self.reach == 1:
@@ -233,7 +233,7 @@ class _LayerRun:
         return sums.total.holdout
 
     def expecting(self, codec: Codec) -> Codec:
-        """A codec of ragged blocks with what they took on the training windows, in `sizes`; others as they are."""
+        """A codec of ragged blocks with what they took on the training windows, in `sizes`; others unchanged."""
         return codec.expecting(self.sizes.means()) if codec.ragged else codec
 
     def _pairs(

@@ -142,7 +142,7 @@ def flat(x: Tensor) -> Tensor:
 
 
 def summed(total: Tensor | float) -> Tensor:
-    """Return a sum as it is, or one that nothing was added to, a number, as a float64 tensor () on the CPU."""
+    """Return a sum unchanged, or one that nothing was added to, a number, as a float64 tensor () on the CPU."""
     return total if isinstance(total, Tensor) else torch.tensor(total, dtype=torch.float64, device="cpu")
 
 

@@ -227,7 +227,7 @@ class CalibratedTiers:
 
     @staticmethod
     def _mean(codec: MixKVQ, salience: Tensor) -> float:
-        """Bits a value of the codes; exact channels take 16."""
+        """Bits per value of the codes; exact channels take 16."""
         first, second = codec.bounds(salience)
         return 2 + (12 * float(first.double().mean()) + 2 * float(second.double().mean())) / codec.shape.dim
 

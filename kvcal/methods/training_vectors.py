@@ -192,7 +192,7 @@ def shared_nearest(x: Tensor, book: Tensor, ranks: Ranks) -> Tensor:
 
 
 def subtract(x: Tensor, book: Tensor, ranks: Ranks = ALONE) -> int:
-    """Residuals in place of vectors x (n, d), which every rank has: each less its nearest codeword; how many codewords
+    """Residuals written over vectors x (n, d), which every rank has: each less its nearest codeword; how many codewords
     were used.
     """
     return int(_subtract(x, book, ranks).sum())

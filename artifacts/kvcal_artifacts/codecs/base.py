@@ -297,7 +297,7 @@ class Codec(ABC):
     def expecting(self, channels: tuple[float, float]) -> Codec:
         """A codec of tiers with the mean channels of a head in the first two, by which `ragged` ones tell their size.
 
-        Others, and those of one size, are as they are.
+        Others, and those of one size, do not change.
         """
         return self
 

@@ -77,7 +77,7 @@ class Squat(Codec):
     rank: directions of the row's subspace. strength: lambda of Eq. 2 and 5. channels: rounded at a time, g.
 
     subspace: of the row's queries so far ("prompt"), the bundle's `calibrated` (H, R, D), or both terms added in M.
-    normalise: singular values as they are, which grow with the root of the tokens ("paper"), or over that root
+    normalise: singular values unchanged, which grow with the root of the tokens ("paper"), or over that root
     ("length"); `calibrated` is used unchanged. queries: whether the row's are taken before or after RoPE, in either
     frame of the keys.
 

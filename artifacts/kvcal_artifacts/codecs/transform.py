@@ -54,7 +54,7 @@ class Transform(Codec):
 
     bits: of each basis direction, not rising, in equal pairs. decoder: B, (H, D, D) float16, row j what a unit of
     coordinate j adds, coordinates being of about unit variance. encoder: the columns of its inverse for coded
-    coordinates, float32. mean: (H, D) float16. gain: see Higgs. Without them channels are coded as they are, in 2 bits.
+    coordinates, float32. mean: (H, D) float16. gain: see Higgs. Without them channels are coded unmixed, in 2 bits.
     """
 
     name = "transform"

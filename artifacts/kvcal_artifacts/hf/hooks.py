@@ -298,7 +298,7 @@ class Hooks:
     ) -> None:
         """Hook the model.
 
-        sites, query_sites: layers whose keys and queries before RoPE the cache is told; mask_sites: those whose mask
+        sites, query_sites: layers whose keys and queries before RoPE the cache gets; mask_sites: those whose mask
         may be replaced.
         """
         self._model, decoder = model, decoder_of(model)

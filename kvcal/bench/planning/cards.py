@@ -20,8 +20,8 @@ TRANSFERS = 2  # a memory clock: both its edges
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU as the planner knows it. memory: bytes for programs; bandwidth: bytes a second; issue_rate:
-    thread-instructions a second; flops: dense 16-bit operations a second of matrix products. None: not known.
+    """A GPU as the planner knows it. memory: bytes for programs; bandwidth: bytes per second; issue_rate:
+    thread-instructions per second; flops: dense 16-bit operations per second of matrix products. None: not known.
     no_kernels: why Triton kernels do not run.
     """
 
@@ -52,7 +52,7 @@ def of_profile(profile: Device) -> Card:
 
 
 def of_numbers(memory: float, bandwidth: float | None) -> Card:
-    """A memory in bytes, all of it for programs, and a bandwidth in bytes a second."""
+    """A memory in bytes, all of it for programs, and a bandwidth in bytes per second."""
     return Card(
         "given", "the memory given", memory, bandwidth, sources={"memory": "--memory", "bandwidth": "--bandwidth"}
     )

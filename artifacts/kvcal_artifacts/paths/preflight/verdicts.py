@@ -139,7 +139,7 @@ def append_verdict(
 ) -> str | None:
     """The verdict on the kernel that appends and packs the tokens of a step; heads count where there is a grid.
 
-    channels: rounded at a time in keys that SQuat corrects; 0: keys are packed as they are.
+    channels: rounded at a time in keys that SQuat corrects; 0: keys are packed uncorrected.
     """
     parts = ["append", rule_text(key), rule_text(value), f"d{key.form.dim}"]
     parts += [f"corrected by {channels} channels"] if channels else []
