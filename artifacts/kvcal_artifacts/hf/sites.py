@@ -102,9 +102,9 @@ class AttentionSite:
         return output.reshape(*output.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def rotate(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The keys after RoPE exactly as this model applies it (partial rotary, cos/sin dtype).
+        """The keys after RoPE exactly as this model applies it (partial rotary, cos/sin dtype); unchanged without RoPE.
 
-        Without RoPE they are unchanged. keys (B, H, T, D) in the model's dtype; cos, sin (B or 1, T, rotary dim) as the model's rotary module gives.
+        keys (B, H, T, D) in the model's dtype; cos, sin (B or 1, T, rotary dim) as the model's rotary module gives.
         """
         return trial.rotate(self.module, self.rotation, keys, cos, sin) if self.rope else keys
 
