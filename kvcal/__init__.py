@@ -1,10 +1,10 @@
 """Calibrate compression of the key-value cache and measure what it costs.
 
-kvcal.plan("llama-3.1-8b", gpu="rtx-4090")          # what fits, without weights
-cache = kvcal.cache(model, "kivi-4")                # or a bundle, its file, auto-4
-model.generate(**inputs, past_key_values=cache)
-bundle = kvcal.fit(model, tokenizer, "text.txt", method="aqua-kv")
-rows = kvcal.evaluate(model, tokenizer, "text.txt", ["kivi-4", bundle])
+    kvcal.plan("llama-3.1-8b", gpu="rtx-4090")          # what fits, without weights
+    cache = kvcal.cache(model, "kivi-4")                # or a bundle, its file, auto-4
+    model.generate(**inputs, past_key_values=cache)
+    bundle = kvcal.fit(model, tokenizer, "text.txt", method="aqua-kv")
+    rows = kvcal.evaluate(model, tokenizer, "text.txt", ["kivi-4", bundle])
 
 `import kvcal` imports neither torch nor a command; each function imports what it needs.
 """

@@ -187,7 +187,7 @@ class Schema(Table, Generic[Stated]):
     """A table whose entries have the types of the TypedDict Stated."""
 
     def read(self, value: object, what: str) -> Stated:
-        """The value, once `check` has found nothing wrong with it."""
+        """The value, once `check` has passed it."""
         self.check(value, what)
         assert self._is_checked(value)
         return value

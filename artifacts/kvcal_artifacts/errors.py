@@ -1,6 +1,6 @@
 """Every error kvcal raises on purpose, and the exit code the command line turns it into.
 
-A message is one line: the thing, what was seen, what is allowed, what to do. The command line catches
+A message is one line: the thing, its value, what is allowed, what to do. The command line catches
 `KVCalError`, prints the line and exits with `exit_code`; anything else is a bug and keeps its traceback.
 0 is success, 1 any other error.
 """
@@ -36,7 +36,7 @@ class GateFailed(KVCalError):
 
 
 class IncompatibleBundle(KVCalError):
-    """A bundle of an unknown format, or made for another model."""
+    """A bundle of an unknown format, or for another model."""
 
     exit_code = 4
 

@@ -1,4 +1,4 @@
-"""Files on disk: only regular ones are read, so that no pipe is waited for, and temporary ones are known to be ours.
+"""Files on disk: only regular ones are read, so that no pipe blocks, and temporary ones have names of ours.
 
 A temporary file or folder lies next to what it will replace, under a name that no one else uses, and is locked while it
 is written. A lock ends with its process. So a later write of the same path removes what a killed one left, and nothing
@@ -85,7 +85,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def open_lock(path: str | os.PathLike[str]) -> int:
-    """A descriptor of a file for `lock`, made where there is none. Raises OSError where something else lies there."""
+    """A descriptor of a file for `lock`, created where there is none. Raises OSError for another kind of entry."""
     with suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if not stat.S_ISLNK(mode):  # refused below
@@ -206,7 +206,7 @@ def _is_at(handle: int, path: str | os.PathLike[str]) -> bool:
 
 
 def _sweep(place: Path) -> None:
-    """Remove what killed writers of `place` left: files and folders with our names that nobody has locked."""
+    """Remove the remains of killed writers of `place`: files and folders with our names that nobody has locked."""
     if not CAN_LOCK:
         return
     ours = re.compile(re.escape(_stem(place)) + r"[0-9a-f]{8}\.tmp")

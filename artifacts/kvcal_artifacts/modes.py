@@ -18,7 +18,7 @@ _UNCHANGED = nullcontext()
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """A context in which operations on such devices compute in the dtypes they are given."""
+    """A context in which operations on such devices compute in the dtypes of their inputs."""
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _UNCHANGED
 
 

@@ -1,4 +1,4 @@
-"""Presets by name: which codecs they are made of, by names of codecs/named.py, and which tokens stay exact. The command
+"""Presets by name: which codecs they take, by names of codecs/named.py, and which tokens stay exact. The command
 line and servers read this one table. Imports no torch.
 """
 

@@ -1,4 +1,4 @@
-"""Text from a file, a name or another program, made fit to be printed: no character of it commands a terminal."""
+"""Text from a file, a name or another program, fit to be printed: no character of it commands a terminal."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Start:
     again: brings it back there, in the same storage if `no_graph` is None; goes_back: whether it does, or no step
     changes the length. flush: the step, from 0, in which blocks are packed, None if none is; period: steps from one to
     the next. witness: what two runs of the same steps must agree on besides logits. no_graph: why a CUDA graph cannot
-    hold its step. bytes: of the cache, that a step must read; None where it is not known.
+    hold its step. bytes: of the cache, that a step must read; None where they are not counted.
     """
 
     cache: Cache

@@ -89,8 +89,10 @@ class Stamps(StoppingCriteria):
 
 
 def run(model: CausalLM, kind: Kind, batch: int, length: int, compiled: CompileConfig | None = None) -> Called | str:
-    """A cache of `length` tokens a row is filled and handed to generate(), whose forward is called as it is, or
-    compiled in that way; why not, where it does not compile with such a cache.
+    """Fill a cache with `length` tokens per row and let generate() continue it.
+
+    generate() calls the model's forward unchanged, or compiled in the way given. Where that does not compile with such
+    a cache, the result is the reason.
     """
     assert kind.maker is not None
     with on(model.device):

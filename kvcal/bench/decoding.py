@@ -1,8 +1,8 @@
-"""Decode steps of a whole model: eager, and recorded once as a CUDA graph and replayed; the forward as it is, or
+"""Decode steps of a whole model: eager, and recorded once as a CUDA graph and replayed; the plain forward, or
 compiled.
 
 A step is a forward of one token a row, and the greedy choice of the next one, which stays on the device. A graph's
-steps are compared with eager ones of the forward as it is, from the same start, before any is timed.
+steps are compared with eager ones of the plain forward, from the same start, before any is timed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Ran:
     """Microseconds of a decode step, packing shared out over the steps from one to the next; None where there is no
     graph. flush: of a step that packs. bytes: what the driver reports as used (CUDA), or this process's peak resident
     size (CPU). no_graph: why there is no graph, or no figure of one. length: tokens a row at the first step. read:
-    bytes of weights and cache that this step must read; None where they are not known.
+    bytes of weights and cache that this step must read; None where they are not counted.
     """
 
     length: int
@@ -99,8 +99,10 @@ class Stepper:
 
 @dataclass
 class Pass:
-    """Steps from the start: microseconds of each; of the first CHECKED ones the token that went in (B, 1), and logits
-    of a few rows; what the cache's witness saw behind them.
+    """Steps from the start, timed.
+
+    Recorded are the microseconds of each step, and what the cache's witness saw behind them. Of the first CHECKED steps
+    the token that went in (B, 1) is recorded, too, with the logits of a few rows.
     """
 
     times: list[float] = field(default_factory=list)
@@ -111,9 +113,10 @@ class Pass:
 
 @torch.no_grad()
 def run(model: CausalLM, kind: Kind, batch: int, length: int, steps: int = STEPS, compiled: bool = False) -> Ran:
-    """A cache of `length` tokens a row is filled, steps are taken eagerly, then by a graph where there can be one; all
-    on the model's device, whose streams, events and graphs are the current ones meanwhile. compiled: the graph is one
-    of the forward that torch.compile makes.
+    """Fill a cache with `length` tokens per row, and take steps eagerly, then by a graph where there can be one.
+
+    All of it runs on the model's device, whose streams, events and graphs are the current ones meanwhile. compiled: the
+    graph is one of the forward that torch.compile makes.
     """
     assert kind.maker is not None
     with on(model.device), compiling() if compiled else nullcontext():
@@ -178,7 +181,7 @@ def typical(times: Sequence[float], start: Start) -> tuple[float, float | None]:
 
 
 def _warm_up(stepper: Stepper, aside: bool) -> None:
-    """Run steps on a stream of its own where a graph will be recorded, as torch asks; then back to the start."""
+    """Run steps on a separate stream where a graph will be recorded, as torch asks; then back to the start."""
     if aside:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -230,7 +233,7 @@ def _record(stepper: Stepper) -> tuple[Callable[[], None], Tensor] | str:
             raise
         return f"cannot be recorded: {first_line(error)}"
     finally:
-        torch.cuda.set_stream(current)  # a recording that fails leaves its own behind
+        torch.cuda.set_stream(current)  # a recording that fails does not restore the stream
     return graph.replay, logits
 
 
@@ -303,7 +306,7 @@ def capacity(device: torch.device) -> float:
 
 
 def released(device: torch.device) -> None:
-    """Give back what earlier runs took, so that the next peak is its own."""
+    """Free what earlier runs took, so that the next peak is of the next run alone."""
     fill.cache_clear()
     gc.collect()  # caches and their layers know each other
     if device.type == "cuda":

@@ -27,9 +27,9 @@ TRITON_LEAST = (8, 0)
 OLDEST_TRITON = "3.6"  # what kvcal asks for anyway
 LANES = 128  # thread-instructions an SM issues in a clock: four schedulers, a warp of 32 each (Volta to Blackwell)
 
-# Memory, bandwidth and 16-bit rates are NVIDIA's own: data sheets, white papers, product pages. No page of NVIDIA's
+# Memory, bandwidth and 16-bit rates are NVIDIA's: data sheets, white papers, product pages. No page of NVIDIA's
 # opens from where this was written, so each figure was compared with a copy. A10, L4, L40S, A100, H100 and H200: with
-# NVIDIA's own tensorrt_llm/auto_parallel/cluster_info.py (TensorRT-LLM, commit 16d2467), which names these sheets.
+# NVIDIA's tensorrt_llm/auto_parallel/cluster_info.py (TensorRT-LLM, commit 16d2467), which names these sheets.
 # GeForce and B200: with public transcriptions of the tables named here. SMs x clock x operations gives the same rates.
 XAVIER = "https://www.nvidia.com/en-us/autonomous-machines/embedded-systems/jetson-xavier-series/ (59.7 and 137 GB/s)"
 XAVIER_NX_SHEET = "NVIDIA Jetson Xavier NX data sheet DA-09366-001"
@@ -129,13 +129,15 @@ SYSTEM = "what a Jetson's system has of its memory, see PART"
 
 @dataclass(frozen=True)
 class Device:
-    """One board or card. bandwidth: 1e9 bytes a second; memory: 2^30 bytes; clock: MHz, the highest of the GPU. usable:
-    2^30 bytes of it that CUDA reports, None: not known; tflops: 1e12 dense 16-bit operations a second of matrix
-    products, summed in float32, None: not known.
+    """One board or card.
 
-    reported_names: what the machine calls itself, any of them: words of a Jetson's device tree; of a card CUDA's name
-    as a whole, "NVIDIA" before it or not ("GH200", "H200 NVL" and parts of a card, "H200 MIG 1g.18gb", are others).
-    sources: field -> where the fact is from.
+    bandwidth: 1e9 bytes per second. memory: 2^30 bytes. clock: MHz, the highest of the GPU. usable: the 2^30 bytes of
+    memory that CUDA reports; None: not known. tflops: 1e12 dense 16-bit operations per second of matrix products,
+    summed in float32; None: not known.
+
+    reported_names: what the machine calls itself, any of them. A Jetson's are words of its device tree. A card's are
+    CUDA's name as a whole, "NVIDIA" before it or not: "GH200", "H200 NVL" and parts of a card ("H200 MIG 1g.18gb") are
+    others. sources: field -> where the fact is from.
     """
 
     name: str
@@ -154,7 +156,7 @@ class Device:
 
     @property
     def issue_rate(self) -> float:
-        """Thread-instructions a second that all SMs can issue."""
+        """Thread-instructions per second that all SMs can issue."""
         return self.sms * LANES * self.clock * 1e6
 
     def needs_triton(self, installed: str | None) -> str | None:

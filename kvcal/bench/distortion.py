@@ -1,6 +1,6 @@
 """How far from random numbers each format's definition lets decoded ones be, without the codecs' encode and decode.
 
-Uniform integers: the nearest of the levels that a group's own range or peak gives, in float64. Grids: the mean squared
+Uniform integers: the nearest of the levels that a group's range or peak gives, in float64. Grids: the mean squared
 error of the grid on Gaussian numbers (codecs/make_grids.py). Codebooks, and grids in a fitted basis: encoded again by
 brute force, as they may be far from random numbers, and then an error alone tells little.
 """
@@ -144,7 +144,7 @@ def _of_floats(codec: Float8, x: Tensor) -> Tensor:
 
 
 def _of_levels(x: Tensor, bits: int, group: int, axis: str, mode: str) -> Tensor:
-    """The better of the modes' own levels, group by group; a search only lowers it."""
+    """The better of the modes' levels, group by group; a search only lowers it."""
     groups = (x.transpose(-1, -2) if axis == "token" else x).unflatten(-1, (-1, group))
     errors = []
     if mode != "asymmetric":

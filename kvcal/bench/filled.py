@@ -27,7 +27,7 @@ BLOCKS = 4  # random ones, which repeat
 
 
 def scheme_of(model: PreTrainedModel, one: Benched) -> Scheme:
-    """A bundle's own scheme; else the benched layer's codecs for every layer, in the lowest ones without their
+    """A bundle's scheme; else the benched layer's codecs for every layer, in the lowest ones without their
     predictors.
     """
     if one.whole is not None:

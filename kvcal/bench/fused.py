@@ -1,5 +1,7 @@
-"""Fused decode attention over what codecs store in its order, as an operation: the kernel that a cache of the scheme
-runs, of kvcal_kernels.attention or, for vector codes, of kvcal_kernels.residual_vq.attention.
+"""Fused decode attention over what codecs store in its order, as an operation.
+
+It is the kernel that a cache of the scheme runs: of kvcal_kernels.attention or, for vector codes, of
+kvcal_kernels.residual_vq.attention.
 """
 
 from __future__ import annotations

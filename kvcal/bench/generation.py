@@ -1,7 +1,7 @@
 """Whole models with random weights: tokens per second, largest batch and longest generation on a memory, peak memory.
 
 Caches start filled with random packed data (caches.py), so that no prefill of the length is needed. Decode steps then
-run through the model, eagerly and as a CUDA graph (decoding.py), each in a row of its own; or generate() itself takes
+run through the model, eagerly and as a CUDA graph (decoding.py), each in a row of its own. Or generate() itself takes
 them (calling.py), in rows of operations of their own. Ratios are to the best FP16 among the rows at hand, named in each
 (`with_fp16_ratios`).
 """
@@ -79,7 +79,7 @@ def generate_rows(
 ) -> Iterator[Row]:
     """Tokens per second of each kind at each (batch, length), as they are measured: one row eager, one of a graph.
 
-    steps: timed ones, at most. copy: bytes a second of a large copy, for the rows' fraction of it.
+    steps: timed ones, at most. copy: bytes per second of a large copy, for the rows' fraction of it.
     """
     for batch, length in shapes:
         for kind in every:
@@ -328,7 +328,7 @@ class Search:
 
     @property
     def proven(self) -> bool:
-        """Whether the next larger number was seen not to fit."""
+        """Whether the next larger number has been tried and does not fit."""
         return self.high is not None and self.high - self.low <= self.step
 
     def run(self, start: int) -> int:

@@ -186,8 +186,10 @@ def misnamed(codes: Tensor, vectors: Tensor, book: Tensor) -> str | None:
 
 
 def looked_at(n: int) -> Tensor:
-    """Which of n vectors: CHECKED from the start, about the middle, up to the end (so all of the last tile, which is a
-    partial one where n is no multiple of it), and so many all over.
+    """Which of n vectors are checked, as sorted indices, int64 on the CPU.
+
+    They are CHECKED from the start, as many about the middle, as many up to the end, and as many all over. Those up to
+    the end hold all of the last tile, which is a partial one where n is no multiple of it.
     """
     edge = min(CHECKED, n)
     middle = (n - edge) // 2

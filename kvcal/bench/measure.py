@@ -23,7 +23,7 @@ from .schemes import Benched
 from .timing import Clock, Timed
 
 Say = Callable[[str], None]
-POSSIBLE = 1.2  # times the rate of torch's own product: more is no speed, but something left out
+POSSIBLE = 1.2  # times the rate of torch's product: more is no speed, but something skipped
 FP16_BITS = {torch.float16: 16.0, torch.bfloat16: 16.0, torch.float32: 32.0}
 
 

@@ -1,7 +1,7 @@
 """How far a memory goes, by the arithmetic of planning/memory.py, as `kvcal plan` has it: prompts fed in chunks.
 
 Always marked projected. Where no kernel attends to a scheme's blocks, one layer's keys and values as they are decoded
-count too. No row is longer than the model's own context.
+count too. No row is longer than the model's context.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Footprint:
 def footprints(
     geometry: Geometry, schemes: Sequence[Benched], dtype: torch.dtype, device: Device | None = None
 ) -> list[Footprint]:
-    """The model's own dtype first, then each scheme. device: None for one with kernels."""
+    """The model's dtype first, then each scheme. device: None for one with kernels."""
     decodes_all = dtype not in SIXTEEN or (device is not None and device.why_no_triton is not None)
     width = dtype.itemsize
     model = Model(geometry, float(geometry.parameters * width), width)
@@ -109,7 +109,7 @@ def too_large(model: str, geometry: Geometry, gib: float, width: int = 2) -> str
 
 
 def too_much(every: Sequence[Footprint], gib: float, shapes: Sequence[tuple[int, int]]) -> list[str]:
-    """What to say of each (batch, length) whose caches do not fit so much memory beside the model, under some schemes.
+    """What to say of each (batch, length) whose caches do not fit so much memory next to the model, under some schemes.
     Schemes whose weights, constants and runtime alone fill it are left out.
     """
     lines = []

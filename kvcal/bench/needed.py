@@ -1,8 +1,9 @@
 """Memory that rows of one layer need: a shape that is too large is a row that says so, before anything is allocated.
 
-On a CPU the system would end the process, and no row were left. There it is as much as was seen with 14 schemes (one
-row of 2k and 8k tokens, four of 2k, Llama-3.1-8B): 40 to 119 bytes a key and its value together. On a GPU, where
-running out is an error that becomes a row, it is only what is held at the same time for certain.
+On a CPU the system would end the process, and no row would be left. What is taken there is the most that 14 schemes
+needed, 40 to 119 bytes per key and its value together. They ran one row of 2k and 8k tokens and four of 2k, of
+Llama-3.1-8B. On a GPU running out is an error that becomes a row, so only what certainly lies there at the same time
+counts.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from .layer import Case, Filled, nbytes
 from .peers import Attend, Check
 
 Peer = Literal["attention"]
-APART = 1e-3  # of a packed tensor's numbers, a kernel's against torch's: CUDA divides by a constant in its own way
+APART = 1e-3  # of a packed tensor's numbers, a kernel's against torch's: CUDA divides by a constant differently
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def needs_of_append(case: Case) -> int:
 def misencoded(filled: Filled, by: LayerCodecs | None = None) -> str | None:
     """Packed bytes are those that the formula gives, the same block by block, and decode to what their format promises.
 
-    by: codecs with kernels of their own, whose numbers are those of torch but where CUDA divides in its own way.
+    by: codecs with kernels, whose numbers are those of torch except where CUDA divides differently.
     """
     again = filled.encoded(filled.raw, by)
     allowed = _apart(filled, by)

@@ -1,4 +1,4 @@
-"""What the papers report, to print next to ours. µs unless said otherwise."""
+"""What the papers report, to print next to ours. In µs unless named otherwise."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TABLE_4: dict[str, dict[str, tuple[int, ...]]] = {
         "total": (62, 110, 208, 403, 795, 1575, 3136),
     },
 }
-# Bits a value where the paper counts others than are stored here: norms of TurboQuant in float32, ours are float16.
+# Bits per value where the paper counts others than are stored here: norms of TurboQuant in float32, ours are float16.
 TABLE_4_BITS = {"turboquant-4-3": {"K": 4.25, "V": 3.25, "total": 3.75}}
 FIT_LENGTHS = (1024, 16384)
 

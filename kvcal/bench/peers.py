@@ -56,7 +56,7 @@ class Peer:
 
 
 def unseen(queries: int, new: int, tokens: int, device: torch.device) -> Tensor:
-    """(queries, tokens) bool, True where a query of calls of `new` each, whose own tokens are the last, attends to
+    """(queries, tokens) bool, True where a query of calls of `new` each, whose tokens are the last, attends to
     none.
     """
     behind = new - 1 - torch.arange(queries, device=device) % new
@@ -101,9 +101,11 @@ class ExactAttention:
         )
 
     def wrong(self, output: Tensor, units: float | Sequence[float]) -> str | None:
-        """None if these (B, heads, Q, D) are as exact as they should be: each query of a head at most twice the error
-        of plain products, and `units` of the dtype's rounding (one for all queries of a head, or one each; of float32
-        UNITS_OF_FLOAT32: it is torch that attends there); else what was found.
+        """What is wrong with these outputs (B, heads, Q, D); None if they are as exact as they should be.
+
+        Each query of a head may have twice the error of plain products, and `units` of the dtype's rounding. units: one
+        number for all queries of a head, or one each; of float32 UNITS_OF_FLOAT32, because it is torch that attends
+        there.
         """
         if self.dtype == torch.float32:
             units = UNITS_OF_FLOAT32
@@ -123,8 +125,9 @@ def wrong(
 
 
 class Check:
-    """A check of attention over these keys and values (B, H, T, D): of the queries of a call (B, Hq, new, D), and of
-    those that `pointed` makes, each of these in all places of a call. Computed once for all that is checked.
+    """A check of attention over these keys and values (B, H, T, D), computed once for all that is checked.
+
+    It has the queries of a call (B, Hq, new, D), and those that `pointed` makes, each of these in all places of a call.
     """
 
     def __init__(self, queries: Tensor, keys: Tensor, values: Tensor, sink: int, recent: int) -> None:
@@ -141,13 +144,13 @@ class Check:
 
 
 def pointed(queries: Tensor, keys: Tensor, sink: int, recent: int) -> list[Tensor]:
-    """Queries as these (B, Hq, 1, D) whose weight is about half on a few of the tokens: one in 32 channels, at most
-    AT_MOST a query, other ones for each query of a kv head, in the order of `places`; as many as point at LEAST of
-    them.
+    """Queries shaped like these (B, Hq, 1, D) whose weight is about half on a few of the tokens.
 
-    Over random keys and queries all tokens weigh much the same, and that one, or 128, are missing is less than what
-    bfloat16 rounds. Scores are ln(tokens) + 4 for each of the chosen, by least squares, so that the others together
-    keep a part.
+    A query points at one token in 32 channels, at AT_MOST of them at most. Each query of a kv head has other tokens, in
+    the order of `places`. There are as many queries as point at LEAST of the tokens.
+
+    Over random keys and queries all tokens weigh much the same: that one is missing, or 128, is less than what bfloat16
+    rounds. Scores are ln(tokens) + 4 for each of the chosen, by least squares, so that the others together keep a part.
     """
     batch, heads, _, dim = queries.shape
     kv_heads, tokens = keys.shape[1:3]
@@ -166,8 +169,10 @@ def pointed(queries: Tensor, keys: Tensor, sink: int, recent: int) -> list[Tenso
 
 
 def places(tokens: int, sink: int, recent: int, count: int) -> list[int]:
-    """Choose at most `count` of the tokens, those first that code leaves out first: the newest, the first of all,
-    packed ones at both ends and in the middle, the ends of both windows, then packed ones all over.
+    """Choose at most `count` of the tokens, those first that faulty code leaves out first.
+
+    These are the newest token, the first of all, packed ones at both ends and in the middle, and the ends of both
+    windows. Then come packed ones all over.
     """
     first, end = sink, tokens - recent  # of packed tokens
     ends = [tokens - 1, 0, end - 1, first, (first + end) // 2, sink - 1, end]
@@ -209,7 +214,7 @@ def _of_dtype(case: Case, clock: Clock, dtype: torch.dtype) -> list[Peer]:
     if case.device.type == "cuda" and importlib.util.find_spec("flashinfer"):
         try:
             attend = _flashinfer(queries, keys, values)
-        except Exception as error:  # another version's interface, no compiler: a peer less, and said
+        except Exception as error:  # another version's interface, no compiler: a peer less, with a line that says so
             peers.append(Peer("flashinfer", None, first_line(error), DTYPE_NAMES[dtype]))
         else:
             peers.append(_tried(f"flashinfer {DTYPE_NAMES[dtype]}", attend, clock, queries, check))

@@ -1,5 +1,7 @@
-"""Quantise-and-pack and append by the kernels of kvcal_kernels.quantise and residual_vq.append, where they run and know
-the format; else by the codecs, with the kernels that they have of their own.
+"""Quantise-and-pack and append, as operations.
+
+The kernels of kvcal_kernels.quantise and residual_vq.append do them, where they run and know the format. Else the
+codecs do, with their kernels where they have some.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from .operation import APART, Prepared, misread, one_block, packed_blocks
 from .peers import DTYPE_NAMES, SIXTEEN
 
 KERNELS = {Squat.name: "correct, then torch", MixKVQ.name: "choose channels, then torch"}  # of the rest "encode"
-VECTORS_APART = 1e-3  # of the squared error: codes of the kernel against the codec's own
+VECTORS_APART = 1e-3  # of the squared error: codes of the kernel against the codec's
 
 
 def rules(case: Case) -> tuple[AnyRule, AnyRule] | str:

@@ -60,7 +60,7 @@ class Machine:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second."""
+        """Bytes per second."""
         return self.efficiency * self.device.bandwidth * 1e9
 
     def reading(self, size: float) -> float:
@@ -73,7 +73,7 @@ class Machine:
         return launches * self.launch + max(self.reading(size), issuing)
 
     def implied(self, size: float, microseconds: float, launches: int = 1) -> float:
-        """1e9 bytes a second that a measured time means, the launches taken off."""
+        """1e9 bytes per second that a measured time means, the launches taken off."""
         return size / (microseconds - launches * self.launch) / 1e3
 
 
@@ -85,8 +85,10 @@ def fit(device: Device, sizes: Sequence[float], microseconds: Sequence[float], l
 
 
 def kind(form: Form) -> str:
-    """What instructions depend on: inner integers' symmetry and bits, outer ones' bits and whether 128 numbers or more
-    share a scale, grids' bits and numbers a code, and whether their points are bytes.
+    """What instructions depend on.
+
+    Of inner integers it is symmetry and bits. Of outer ones it is bits, and whether 128 numbers or more share a scale.
+    Of grids it is bits and numbers per code, and whether their points are bytes.
     """
     if form.vector:
         return f"{'bytes' if form.in_bytes else 'grid'} {form.bits} of {form.vector}"

@@ -103,7 +103,7 @@ def to_csv(rows: Iterable[Mapping[str, Json]]) -> str:
 
 @dataclass(frozen=True)
 class Earlier:
-    """A file of before. by: the versions, commit and processors that made it, as far as it says."""
+    """An earlier file. by: the versions, commit and processors that wrote it, as far as it says."""
 
     rows: list[Mapping[str, Json]]
     by: Mapping[str, Json]

@@ -144,7 +144,7 @@ def scheme_names() -> list[str]:
 def named(name: str, geometry: Geometry, windows: Windows | None = None) -> Benched:
     """A preset, one of EXTRA, or KEY+VALUE, two codecs as `kvcal compare --keys` takes them.
 
-    windows: instead of the bench's own; the block is the scheme's, because groups depend on it.
+    windows: instead of the bench's; the block is the scheme's, because groups depend on it.
     """
     sink, recent = (WINDOWS.sink, WINDOWS.recent) if windows is None else (windows.sink, windows.recent)
     extra, method = EXTRA.get(name), PRESETS.get(name)
@@ -191,7 +191,7 @@ def _check_pair(name: str) -> None:
 
 
 def from_bundle(path: Path, geometry: Geometry) -> Benched:
-    """The middle layer of a bundle, or the compressed one nearest to it, with the bundle's own windows."""
+    """The middle layer of a bundle, or the compressed one nearest to it, with the bundle's windows."""
     bundle = bundle_at(path, presets=True)
     layers = bundle.scheme.layers
     middle = sorted(range(len(layers)), key=lambda index: abs(index - len(layers) // 2))

@@ -1,4 +1,4 @@
-"""Operations of the papers' own tables: InnerQ 5 and 6, MixKVQ 7."""
+"""Operations of the papers' tables: InnerQ 5 and 6, MixKVQ 7."""
 
 from __future__ import annotations
 

@@ -52,8 +52,10 @@ def target(name: str) -> Target:
 
 
 def board() -> str | None:
-    """What this machine is called if it is a Jetson, None on other machines: by its device tree, which containers mask;
-    else by its GPU, one with the host's memory; else, where CUDA finds none, by its system's release.
+    """What this machine is called if it is a Jetson; None on other machines.
+
+    It is known by its device tree, which containers mask; else by its GPU, one that shares the host's memory. Where
+    CUDA finds no GPU, the system's release tells it.
     """
     if (device_tree := devices.board()) is not None:
         return device_tree

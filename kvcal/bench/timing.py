@@ -38,7 +38,7 @@ class Timed:
 @dataclass
 class Clock:
     """Times closures on one device, caches flushed before each. repeats: at most; seconds: at most a closure, from its
-    warm-up on (LEAST_REPEATS are made whatever they take).
+    warm-up on (LEAST_REPEATS run whatever they take).
 
     CPU: wall time. CUDA: events around the closure on this device, which is the current one meanwhile; the flush before
     it is long enough to hide its first launches.
@@ -51,12 +51,12 @@ class Clock:
     _ceilings: dict[str, float] = field(default_factory=dict)
 
     def time(self, run: Run, repeats: int | None = None) -> Timed:
-        """Time a closure with caches cold. repeats: instead of the clock's own number."""
+        """Time a closure with caches cold. repeats: instead of the clock's number."""
         with on(self.device):
             return self._time(run, repeats or self.repeats)
 
     def _time(self, run: Run, repeats: int) -> Timed:
-        self.spare()  # made before memory is short
+        self.spare()  # allocated before memory is short
         started = time.perf_counter()
         for _ in range(WARM_UP):
             run()
@@ -103,7 +103,7 @@ class Clock:
         return 0 if self._flush is not None or self.device.type == "cuda" else 2 * last_cache(self.device)
 
     def copy_bandwidth(self) -> float:
-        """Bytes a second, read and written ones together, of one large copy; measured once."""
+        """Bytes per second, read and written ones together, of one large copy; measured once."""
         if "copy" not in self._ceilings:
             size = COPY_BYTES[self.device.type]
             one = torch.ones(size, dtype=torch.uint8, device=self.device)
@@ -112,7 +112,7 @@ class Clock:
         return self._ceilings["copy"]
 
     def read_bandwidth(self) -> float:
-        """Bytes a second of summing one large float32 buffer; measured once."""
+        """Bytes per second of summing one large float32 buffer; measured once."""
         if "read" not in self._ceilings:
             size = COPY_BYTES[self.device.type]
             one = torch.ones(size // 4, device=self.device, dtype=torch.float32)
@@ -120,7 +120,7 @@ class Clock:
         return self._ceilings["read"]
 
     def matmul_rate(self, again: bool = False) -> float:
-        """Operations a second of torch's own bfloat16 product of two square matrices (float32 on a CPU); measured once.
+        """Operations per second of torch's bfloat16 product of two square matrices (float32 on a CPU); measured once.
         again: once more, by the first decile, to tell the device's speed from what else kept it busy; the higher rate
         stays.
         """
@@ -135,7 +135,7 @@ class Clock:
 
     @property
     def ceilings(self) -> dict[str, float]:
-        """What has been measured of the device: `copy` and `read` bytes, `matmul` operations a second."""
+        """What has been measured of the device: `copy` and `read` bytes, `matmul` operations per second."""
         return dict(self._ceilings)
 
     def release(self) -> None:

@@ -26,7 +26,7 @@ from .provenance import Recorded, recorded
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
-LICENCES = {"tiny": "apache-2.0"}  # of models that come with kvcal; others say so on their own pages
+LICENCES = {"tiny": "apache-2.0"}  # of models that come with kvcal; others name theirs on their pages
 METHODS = {
     "aqua-kv": "AQUA-KV: each layer's keys and values predicted from the layer below, the residual quantised",
     "vqkv": "VQKV: residual codebooks for keys and values",
@@ -272,7 +272,7 @@ def _use(bundle: Bundle, repo: str | None) -> str:
 
 
 def _random_weights(bundle: Bundle) -> list[str]:
-    """Options that name the weights of a bundle that was made with random ones."""
+    """Options that name the weights of a bundle that was fitted on random ones."""
     model = Table(bundle.provenance).table("model")
     if not model.fields.get("random_weights"):
         return []

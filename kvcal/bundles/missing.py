@@ -13,7 +13,7 @@ from ..pipeline.names import COMMANDS, SUFFIX, names_of
 def refuse_missing(path: Path, *, presets: bool = False) -> None:
     """Raise CorruptBundle where no file has this path. presets: whether the command has --preset.
 
-    A known name is answered as what it is: the message says what to give or run instead.
+    A name of something else is recognised: the message says what to type or run instead.
     """
     refuse_name(path, presets=presets)
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Bundle files as commands are given them."""
+"""Bundle files as commands receive them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .missing import refuse_name as refuse_name
 
 def bundle_at(path: Path, *, presets: bool = False) -> Bundle:
     """`load_bundle`. presets: whether the command has --preset. Raises as it does; where there is no such file and the
-    path is a known name, the CorruptBundle says what to give or run instead.
+    path is a name of something else, the CorruptBundle says what to type or run instead.
     """
     refuse_name(path, presets=presets)
     return load_bundle(path)

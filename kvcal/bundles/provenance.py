@@ -1,4 +1,4 @@
-"""The command that made a bundle, read back from its provenance: its name, its options, and the line to type.
+"""The command that wrote a bundle, read back from its provenance: its name, its options, and the line to type.
 
 Everything that decides a bundle's bytes is in its provenance; where a text or a model lies on this machine is not. No
 path is taken from a record (record_checks.py); hub models and data sets by their names are.
@@ -45,7 +45,7 @@ NOT_RECORDED = {
 
 
 class Input(TypedDict):
-    """A bundle that a command reads: its name, its file's hash, and the command that made it."""
+    """A bundle that a command reads: its name, its file's hash, and the command that wrote it."""
 
     name: str
     sha256: str
@@ -55,7 +55,7 @@ class Input(TypedDict):
 @dataclass(frozen=True)
 class Recorded:
     """A command of kvcal. options: by name, without those at their defaults' meaning; inputs: bundles that it reads
-    (combine, fold), made first. text, other_text, model: labels as recorded.
+    (combine, fold), to be written first. text, other_text, model: labels as recorded.
     """
 
     command: str
@@ -132,7 +132,7 @@ def _as_typed(recorded: object, read: object) -> bool:
 
 
 def recorded(bundle: Bundle) -> Recorded:
-    """The command that made a bundle. Raises KVCalError where its provenance does not say."""
+    """The command that wrote a bundle. Raises KVCalError where its provenance does not say."""
     return _recorded(bundle.provenance, bundle.name)
 
 

@@ -159,7 +159,7 @@ def _unwritable(folder: Path, error: OSError) -> KVCalError:
 
 @contextmanager
 def _temporary(folder: Path, name: str) -> Iterator[Path]:
-    """A folder for what is not checked yet, locked while in use; those that a killed pull left, which are not, go
+    """A folder for what is not checked yet, locked while in use. Those of killed pulls are not locked, and go
     away.
     """
     with ExitStack() as stack:
@@ -185,7 +185,7 @@ def _misnamed(repo: str) -> UsageError:
 
 
 def _download(repo: str, name: str, commit: str, folder: Path) -> None:
-    """Not through the shared cache: what a tampered answer left there would be taken for good the next time."""
+    """Not through the shared cache: a tampered answer stored there would be taken for good the next time."""
     from huggingface_hub import constants, hf_hub_download
 
     hf_hub_download(
@@ -237,7 +237,7 @@ def _entry(info: ModelInfo, name: str) -> RepoSibling:
 
 
 def _compare(what: str, data: bytes, entry: RepoSibling) -> None:
-    """Content against the hash that the hub lists: sha256 of large files, git's own sha1 of others."""
+    """Content against the hash that the hub lists: sha256 of large files, git's sha1 of others."""
     if entry.lfs is not None:
         stated, computed = str(entry.lfs.sha256), hashlib.sha256(data).hexdigest()
     else:
@@ -257,7 +257,7 @@ def _check(repo: str, path: Path) -> None:
 
 @contextmanager
 def _explained(repo: str, revision: str | None, doing: str, what: str = "its list of files") -> Iterator[None]:
-    """Errors of huggingface_hub as one line; its log lines and warnings are left out."""
+    """Errors of huggingface_hub as one line, without its log lines and warnings."""
     try:
         with quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""What a long command keeps while it runs, so that a killed one goes on: a folder for the settings it was made with.
+"""What a long command stores while it runs, so that a killed one goes on: a folder for each set of settings.
 
 Next to the output, where there is one: `.OUTPUT.partial`. Else partial/COMMAND-KEY in the folder of preflight.json.
 """
@@ -58,7 +58,7 @@ def short(key: str) -> str:
 
 
 def check_ours(folder: Path, names: re.Pattern[str] = NAMES) -> None:
-    """Raise KVCalError where something lies at `folder` that no run made: it would be written into, and removed.
+    """Raise KVCalError where `folder` has something that is no checkpoint: it would be written into, and removed.
 
     A run's folder has our settings in it, or nothing but files of these names and temporary ones.
     """
@@ -124,9 +124,9 @@ def _difference(before: object, now: object, name: str = "") -> str | None:
 
 
 class CheckpointFolder:
-    """Files in `folder`, for what `record` (as JSON) says; what a run of another record left there is removed.
+    """Files in `folder` for the settings `record` (as JSON); those of a run with another record are removed.
 
-    resume: False removes what the same record left, too. Raises KVCalError where the folder is not one of ours.
+    resume: False removes those of the same record, too. Raises KVCalError where the folder is not one of ours.
     """
 
     def __init__(self, folder: Path, record: object, resume: bool) -> None:
@@ -143,7 +143,7 @@ class CheckpointFolder:
             shutil.rmtree(self.folder)
 
     def place(self, name: str) -> Path:
-        """Return the path that a file of that name is to have, its folder made. Raises KVCalError or OSError where
+        """Return the path of a file of that name, and create its folder. Raises KVCalError or OSError where
         there can be none.
         """
         self.folder.mkdir(exist_ok=True)
@@ -157,7 +157,7 @@ class CheckpointFolder:
 class CommandCheckpoint(CheckpointFolder):
     """JSON values by name, with a hash each, of a command that writes figures and no bundle.
 
-    A folder that cannot be written costs the going on, not the run: it is said once.
+    A folder that cannot be written costs the resumption, not the run: one warning says so.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class CommandCheckpoint(CheckpointFolder):
         return super().place(name)
 
     def drop(self, *names: str) -> None:
-        """Files and folders that are not needed any more; and all, if no other is left but what was cut off while
+        """Files and folders that are no longer needed; and all, if no other is left but what was cut off while
         written.
         """
         for name in names:
@@ -253,7 +253,7 @@ class CommandCheckpoint(CheckpointFolder):
 
 
 class FollowersCommandCheckpoint(CommandCheckpoint):
-    """The checkpoint of a rank that keeps nothing, because rank 0 does; what was kept it hears from that one."""
+    """The checkpoint of a rank that stores nothing, because rank 0 does, and sends it what is stored."""
 
     def __init__(self, command: str, record: object, *, output: Path | None, say: Callable[[str], None]) -> None:
         key = canonical([command, record])
@@ -324,7 +324,7 @@ class BatchCheckpoint:
         self.resumed = 0
 
     def load(self) -> EvaluationState | None:
-        """The state that was kept, as `keep` was given it; None: there is none."""
+        """The state as `keep` last stored it; None: there is none."""
         saved: EvaluationState | None = self._work.read(self._name)
         if saved is not None and self._name not in self._work.written:
             self.resumed = saved["windows"]
@@ -338,7 +338,7 @@ class BatchCheckpoint:
 
 
 class LayerCheckpoint(CheckpointFolder):
-    """A hidden folder next to the output: one small bundle a fitted layer, for the settings it was made with."""
+    """A hidden folder next to the output: one small bundle per fitted layer, for one set of settings."""
 
     def __init__(self, output: Path, record: Mapping[str, Json], resume: bool) -> None:
         check_output(output)

@@ -1,8 +1,8 @@
 """The driver of `kvcal train-codebooks`: collect vectors in one pass over the layers (sampled_vectors.py), train stage
 after stage, write a bundle.
 
-Vectors are kept layer by layer, and codebooks stage by stage, so that a killed run goes on: once vectors of all layers
-are on disk the model is not run again; they are turned into residuals by the stages that are there, and training
+Vectors are stored layer by layer, and codebooks stage by stage, so that a killed run goes on. Once vectors of all
+layers are on disk the model is not run again. The stages that are there turn them into residuals, and training
 continues. A collection that was cut off begins anew, as each layer needs the hidden states of the one before. The file
 comes out the same.
 """
@@ -41,7 +41,7 @@ from .stage_checkpoint import FollowersStages, StageCheckpoint
 if TYPE_CHECKING:
     from ..text.token_windows import Windows
 
-DISK_PART = 0.5  # of the free disk that kept vectors may take: the bundle and other jobs need some, too
+DISK_PART = 0.5  # of the free disk that stored vectors may take: the bundle and other jobs need some, too
 
 
 @dataclass
@@ -85,7 +85,7 @@ class TrainPart:
             scan.say(f"resuming after {done} stages from {self.work.folder}")
 
     def _take_saved(self) -> None:
-        """Take the vectors that an earlier run kept, those of all layers or none."""
+        """Take the vectors that an earlier run stored, those of all layers or none."""
         ranks = self.scan.options.ranks
         if not ranks.agree(self.work.has_samples(self.layers)):
             return
@@ -97,7 +97,7 @@ class TrainPart:
             self.collected.take(sample)
 
     def open(self, stack: ExitStack) -> None:
-        """Nothing is held that must be closed."""
+        """There is nothing to close."""
 
     def layer(self, taps: LayerTaps) -> None:
         if self.saved_probe is not None:
@@ -109,7 +109,7 @@ class TrainPart:
                 self._keep(taps.place, sample)
 
     def _keep(self, layer: int, sample: Sample) -> None:
-        """A layer's sample on disk, if the disk has room for all of them; said once where it has not."""
+        """A layer's sample on disk, if the disk has room for all of them; one warning where it has not."""
         folder, size = self.work.folder, sample.nbytes * self.layers
         try:
             free = shutil.disk_usage(folder.parent).free

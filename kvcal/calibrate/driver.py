@@ -1,6 +1,6 @@
 """The one calibration driver: a scan over layers with a checkpoint after each, so that a killed run goes on.
 
-One scan may serve several bundles (`fit_together`), each with a checkpoint of its own.
+One scan may serve several bundles (`fit_together`), each with its checkpoint.
 
 Layers below the interruption are replayed (their codecs are on disk; hidden states and reconstructions are computed
 again), which gives the same bytes as an uninterrupted run.
@@ -93,7 +93,7 @@ def fit_together(
     """Several bundles from one scan over the layers, each with its own checkpoint and the bytes that `fit` gives it
     alone.
 
-    Each layer is loaded once and run once as a whole; every method makes its own passes over the layer's q, k and v,
+    Each layer is loaded once and run once as a whole; every method passes over the layer's q, k and v by itself,
     which end before attention. written: called as soon as a bundle is on disk. Raises as `fit`, and ShareDoneError at
     the end on all ranks but rank 0.
     """
@@ -156,7 +156,7 @@ def _scanned(parts: Sequence[Part], scan: Scan) -> tuple[float, ...]:
                     for part in parts[:-1]:
                         with taps.shared() as shared:
                             part.layer(shared)
-                    parts[-1].layer(taps)  # runs the whole layer in its own last pass
+                    parts[-1].layer(taps)  # runs the whole layer in its last pass
                 advance()
     return probe
 
@@ -190,7 +190,7 @@ def _part(job: FitJob, scan: Scan) -> Part:
 class LayerPart:
     """A method that is done with a layer before it sees the next."""
 
-    saved_probe: tuple[float, ...] | None = None  # hidden states and reconstructions are not kept
+    saved_probe: tuple[float, ...] | None = None  # hidden states and reconstructions are not stored
 
     def __init__(self, job: FitJob, scan: Scan) -> None:
         assert not isinstance(job.method, VQKV)

@@ -1,9 +1,9 @@
 """What a scheme costs in KL on short windows of text, layer by layer, without a cache.
 
-Every token attends to the window's packed tokens as the scheme gives them back, and to the sink and the newest ones as
-they are. Hidden states, and the keys and values made of them, are then those of a model that has lived with the scheme:
-errors build up over layers and tokens, as they do over a long text. The KL of the last tokens has the order of the KL
-that `kvcal eval` measures (docs/ablations/guard.md). Only one layer's weights are needed at a time.
+Every token attends to the window's packed tokens as the scheme decodes them, and to the exact sink and newest tokens.
+Hidden states, and the keys and values made of them, are then those of a model that has run with the scheme: errors add
+up over layers and tokens. So they do over a long text. The KL of the last tokens has the order of the KL that `kvcal
+eval` measures (docs/ablations/guard.md). Only one layer's weights are needed at a time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def forecasts(
     model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None = None
 ) -> dict[str, Forecast]:
     """Forecast the KL of each scheme on token windows ids (N, T) int64, all in one batch. device: where a LayerSource
-    puts its layers; a model's own otherwise.
+    puts its layers; otherwise the model's.
     """
     if not schemes:
         return {}
@@ -109,7 +109,7 @@ def forecasts(
 
 
 def _uncompressed_layer(capture: Capture, index: int, layer: nn.Module, x: Tensor, runs: Mapping[str, _Run]) -> Tensor:
-    """A layer that keeps a cache of its own, of input x (N, T, hidden size): its output; advances each run."""
+    """The output of a layer that Transformers caches, of input x (N, T, hidden size); advances each run."""
     kwargs = capture.kwargs_of(index, x.device)
     output = _output(layer(x, **kwargs))
     for run in runs.values():
@@ -127,7 +127,7 @@ def _compressed(
     rope = capture.rope_of(index, x.device) if site.rope else None
     taps = {name: run.taps(index) for name, run in runs.items()}
     if any(taps.values()):
-        check_frame([site], "pre_rope")  # else no keys or queries before RoPE are known
+        check_frame([site], "pre_rope")  # else there are no keys or queries before RoPE
     exact = call_layer(layer, x, kwargs, site, frozenset().union(*taps.values()) & {"k"}, stop=False)
     check_rotation(site, rope, exact)
     for role, states in (("key", exact.keys), ("value", exact.values)):
@@ -163,7 +163,7 @@ class _Run:
         windows = scheme.windows
         self.blocks = max(0, prompt - windows.sink - windows.recent) // windows.block
         self.packed = slice(windows.sink, windows.sink + self.blocks * windows.block)
-        self.broken = False  # whether a codec was given numbers that are none
+        self.broken = False  # whether a codec got numbers that are not finite
         self._below: dict[str, Tensor] = {}
 
     def move(self, x: Tensor) -> None:
@@ -172,7 +172,7 @@ class _Run:
         self._below = {name: one.to(x.device) for name, one in self._below.items()}
 
     def is_exact(self, index: int) -> bool:
-        """Whether the layer's codecs give back what they are given."""
+        """Whether the layer's codecs store numbers without loss."""
         pair = self.scheme.layers[index]
         codecs = () if pair is None else (pair.key, pair.value)
         return all(one.lossless for one in codecs)

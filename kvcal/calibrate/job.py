@@ -92,7 +92,7 @@ class Scan:
 
     @property
     def skipped(self) -> dict[int, str]:
-        """Layers that keep a cache of their own, with the reason."""
+        """Layers that Transformers caches, with the reason."""
         return hf.unsupported_layers(self.config)
 
     @property

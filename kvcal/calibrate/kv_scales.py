@@ -72,7 +72,7 @@ class ScaleSettings:
 
 
 class _Largest(DynamicCache):
-    """The model's own cache, which keeps the largest magnitude of each kv head that it was given.
+    """The model's cache, which also records the largest magnitude of each kv head that passes through it.
 
     largest: (H,) float32 by layer and role, "k" (after RoPE) or "v"; shared by the caches of several batches.
     """

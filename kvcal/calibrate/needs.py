@@ -1,4 +1,4 @@
-"""Whether a text is enough for what is fitted on it: too little is said before the work, in numbers.
+"""Whether a text is enough for what is fitted on it: before the work a warning says how much it lacks.
 
 With n tokens for p inputs, least squares errs on other text by about n / (n - p) times what it must. That is 1.33 times
 with four tokens per input, and without bound with one.
@@ -70,7 +70,7 @@ def too_little(method: object, shape: Shape, group: int, windows: int, tokens: i
 
 
 def one_window(what: str) -> str:
-    """What is said of a choice that is made on a single window."""
+    """The warning about a choice from a single window."""
     return (
         f"warning: too little text: {what} chosen on one window of text; give --windows with two or more to choose on"
     )

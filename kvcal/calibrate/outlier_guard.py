@@ -52,7 +52,7 @@ BETTER = 0.5  # an alternative is named where its forecast is at most so many ti
 
 @dataclass(frozen=True)
 class Alternative:
-    """Codecs instead of a scheme's own; values: empty keeps those."""
+    """Codecs that replace a scheme's; values: empty for the scheme's."""
 
     keys: str
     values: str = ""
@@ -69,16 +69,16 @@ ALTERNATIVES = (  # in the order in which they are named, by bits
     Alternative("uniform-4-channel", "uniform-4"),
     Alternative("uniform-8", "uniform-8"),
 )
-PRESET = "kivi-4"  # forecast beside them whole, with its windows: key channels apart, without text, by a kernel
+PRESET = "kivi-4"  # forecast as a whole, with its windows, next to them: key channels apart, without text, by a kernel
 
 
 PASSES_OF_ADVICE = 2  # over the model: balanced factors, and forecasts of what would be better
-WINDOWS = 2  # of text that a forecast is made from, at most
-LENGTH = 512  # tokens of each that a forecast is made from, where the scheme packs a block of them
+WINDOWS = 2  # of text for a forecast, at most
+LENGTH = 512  # tokens of each window for a forecast, where the scheme packs a block of them
 
 
 def window_of(ids: Tensor, schemes: Iterable[Scheme], context: int | None = None) -> Tensor:
-    """Token windows that forecasts of these schemes are made from: the first of ids (N, T) int64, cut to the length
+    """Token windows for forecasts of these schemes: the first of ids (N, T) int64, cut to the length
     that it takes, as (WINDOWS or fewer, length). Windows that are too short are joined, to no more than `context`
     tokens.
 
@@ -201,9 +201,10 @@ def advice(
     schemes: Mapping[str, tuple[Scheme, float]],
     device: torch.device | None = None,
 ) -> dict[str, Advice]:
-    """What would be better than each of these schemes of forecast KL, on the same windows: the first of ALTERNATIVES
-    that is not warned of, PRESET if it is not, and the scheme's own key codecs behind balanced factors, which have its
-    bits. Two passes serve all schemes.
+    """What would be better than each of these schemes of forecast KL, on the same windows.
+
+    Three are tried. The first of ALTERNATIVES that is not warned of comes first, then PRESET, if it is not that one.
+    Last come the scheme's key codecs behind balanced factors, which have its bits. Two passes serve all schemes.
     """
     if not schemes:
         return {}
@@ -249,7 +250,7 @@ def _apart(scheme: Scheme) -> bool:
 
 
 def _advice(results: Sequence[tuple[Tried, float]], kl: float) -> Advice:
-    """Advise among these alternatives and their forecast KL, where the scheme's own is `kl`.
+    """Advise among these alternatives and their forecast KL, where the scheme has `kl`.
 
     Unequal key channels are a cause where an alternative that treats them apart, at about the same bits, has BETTER
     times the KL or less. A large ratio alone is none: keys may be coded by channel, and values what is coarse.

@@ -23,10 +23,11 @@ Say = Callable[[str], None]
 
 @dataclass
 class Vectors:
-    """Sampled vectors of all layers, layer after layer. keys, values (n, D): those that this rank holds, in the working
-    dtype, bfloat16 on a GPU and float32 elsewhere; holdout_* (m, D) float32, which every rank has; all divided by their
-    layer's scales. train_of: each layer's among keys and values; totals: how many all ranks have of each layer.
-    holdout_layer, holdout_head: of each held-out vector.
+    """Sampled vectors of all layers, layer after layer, divided by their layer's scales.
+
+    keys, values (n, D): those that this rank holds, in the working dtype: bfloat16 on a GPU, float32 elsewhere.
+    holdout_* (m, D) float32: every rank has them. train_of: each layer's among keys and values. totals: how many all
+    ranks have of each layer. holdout_layer, holdout_head: of each held-out vector.
     """
 
     keys: Tensor
@@ -76,7 +77,7 @@ class Collection:
         return tuple(number for part in self.parts for number in part.probe)
 
     def sample(self, taps: LayerTaps) -> Sample:
-        """The next layer's vectors, all of them on every rank; to be given to `take`."""
+        """The next layer's vectors, all of them on every rank; an argument for `take`."""
         before = self.rotary
         sample = LayerSample(self.method, taps, self.train, self.heads, self.layers, self.holdout).gather()
         if sample.rotary and not before:
@@ -106,7 +107,7 @@ class Collection:
         )
 
     def vectors(self, say: Say) -> Vectors:
-        """What was sampled; the parts are given back."""
+        """The whole sample; the parts are freed."""
         rotary, probe = self.rotary, self.probe
         parts, self.parts = self.parts, []
         vectors = Vectors(
@@ -147,8 +148,10 @@ class Picked:
 
 @dataclass
 class Sample:
-    """One layer's part of Vectors, with their dtypes. scales (H, D) or None, on the CPU; rotary: dimensions that RoPE
-    rotates, 0 without it; probe: of the layer's key weights, empty where the fingerprint does not look at it.
+    """One layer's part of Vectors, with their dtypes.
+
+    scales: (H, D) or None, on the CPU. rotary: dimensions that RoPE rotates; 0 without it. probe: of the layer's key
+    weights; empty where the fingerprint does not look at it.
     """
 
     keys: Tensor

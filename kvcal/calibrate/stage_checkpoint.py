@@ -30,7 +30,7 @@ Restored = TypeVar("Restored")
 
 
 class Record(TypedDict):
-    """What a file says beside its tensors; strangers may have written it. report: of a stage, the fields of a
+    """What a file says apart from its tensors; strangers may have written it. report: of a stage, the fields of a
     StageReport. roles, rotary, probe: of a layer's vectors. sha256: of all tensors.
     """
 
@@ -56,7 +56,7 @@ class StageCheckpoint(LayerCheckpoint):
         return sum(1 for _ in self.folder.glob("*-*.safetensors"))
 
     def load(self, job: str, stage: int) -> tuple[Tensor, StageReport] | None:
-        """A stage as it was kept; a damaged one is removed, and trained again."""
+        """A stage from the checkpoint; a damaged one is removed, and trained again."""
         return self._read(
             self._stage(job, stage), lambda tensors, record: (tensors["codewords"], StageReport(**record["report"]))
         )
@@ -65,11 +65,11 @@ class StageCheckpoint(LayerCheckpoint):
         self._write(self._stage(job, report.stage), {"codewords": book}, {"report": vars(report)})
 
     def has_samples(self, layers: int) -> bool:
-        """Whether vectors of all layers were kept; they may be damaged."""
+        """Whether vectors of all layers are in the checkpoint; they may be damaged."""
         return all(self._sample(layer).exists() for layer in range(layers))
 
     def sample(self, layer: int, device: torch.device) -> Sample | None:
-        """A layer's vectors as they were kept; None where they are missing or damaged: others are of no use then, as
+        """A layer's vectors from the checkpoint; None where they are missing or damaged: others are of no use then, as
         all come from one run.
         """
 

@@ -36,7 +36,7 @@ T = TypeVar("T")
 Form: TypeAlias = tuple[tuple[int, ...], torch.dtype, str]  # of a tensor: shape, dtype, kind of its device
 
 TIMEOUT = "KVCAL_RANK_TIMEOUT"
-SECONDS = 1800  # that ranks wait for each other: torch's own default for gloo
+SECONDS = 1800  # that ranks wait for each other: torch's default for gloo
 PATIENCE = 2  # times as long other ranks wait for rank 0, which may come as late and then wait for all before it says
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun
 LINE = "kvcal/line"  # the key by which ranks settle who prints
@@ -208,7 +208,7 @@ class Ranks:
 
 
 ALONE = Ranks()
-_joined: list[Ranks] = []  # the process's own while `joined`, as torch.distributed's group is
+_joined: list[Ranks] = []  # one per process while `joined`, as torch.distributed's group is
 
 
 def current() -> Ranks:

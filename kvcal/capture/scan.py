@@ -2,15 +2,15 @@
 
     with Capture(model, ids, device="cuda") as capture:
         for taps in capture:                                   # layer 0, 1, 2, ...
-            for batch in taps.batches({"k", "v"}):             # as often as wanted
+            for batch in taps.batches({"k", "v"}):             # as often as needed
                 gram += batch.k ...
             for batch in taps.batches({"k"}, advance=True):    # the last pass may run the whole layer
                 ...
 
 Memory: the hidden states, N windows of T tokens in the model's dtype, and what one batch of one layer needs.
-The driver knows no architecture: the decoder's own forward, stopped at its first layer, says what every layer
-is called with; a stand-in for the cache receives keys and values, and stops a layer before attention where no
-more is needed.
+
+The driver knows no architecture. The decoder's forward, stopped at its first layer, shows the arguments of every
+layer. A stand-in for the cache receives keys and values, and stops a layer before attention where no more is needed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class WholeModel:
 class TapBatch:
     """What one layer computed for some windows; None where it was not asked for.
 
-    (B, H, T, D) in the model's dtype on the compute device, not contiguous where the model's own are not.
+    (B, H, T, D) in the model's dtype on the compute device, not contiguous where the model's are not.
     H counts kv heads for k and v, query heads for q. Only q and k depend on the frame.
     """
 
@@ -105,7 +105,7 @@ class TapBatch:
 class Capture:
     """Token windows on their way through the layers of a model; iterate over it once for one run.
 
-    Layers that keep a cache of their own (sliding windows) are run, and not handed out.
+    Layers that Transformers caches (sliding windows) are run, and not handed out.
 
     source: a model on `device`, or a LayerSource.
     ids: (N, T) int64 token windows, without padding.
@@ -194,7 +194,7 @@ class Capture:
         self.close()
 
     def first_input(self) -> Tensor:
-        """The first layer's input for all windows, (N, T, hidden size); kwargs_of is known then."""
+        """The first layer's input for all windows, (N, T, hidden size); it also sets kwargs_of."""
         self._embed()
         assert self.hidden is not None
         return self.hidden.read(slice(0, self.windows))
@@ -298,12 +298,12 @@ class LayerTaps:
         self._probes = probes or {}
         self._layer = layer
         self._state: Literal["before", "advancing", "after"] = "before"
-        self._checked = False  # whether k and v of every window are known to be finite
+        self._checked = False  # whether k and v of every window have been found finite
         self._owns = True  # whether its advance is the layer's, or only that of one of several readers
 
     @property
     def timer(self) -> Timer:
-        """The run's: what a method does between batches may be given phases of its own."""
+        """The run's: a method may add phases for what it does between batches."""
         return self._capture.timer
 
     @property
@@ -361,7 +361,7 @@ class LayerTaps:
         advance: bool = False,
         sums: ShardSums[S] | None = None,
     ) -> Iterator[TapBatch]:
-        """q, k, v of this layer, as far as wanted, in window order; every call computes them again.
+        """q, k, v of this layer, those that are asked for, in window order; every call computes them again.
 
         rows: only these windows. advance: run the whole layer and replace its input by its output; allowed
         once, over all windows, and no batches can be had afterwards. Nothing follows the last layer: there it
@@ -383,7 +383,7 @@ class LayerTaps:
 
     def of_all(self, items: Iterator[Item], rows: slice | None = None) -> Iterator[Item]:
         """Every rank's item for each of its batches of these windows, in window order, on every rank. items: this
-        rank's, one a batch; the next one is made before others are waited for.
+        rank's, one per batch; the next one is computed before others are waited for.
         """
         capture = self._capture
         if self.ranks.count == 1:
@@ -488,7 +488,7 @@ def execution_device(layer: nn.Module, default: torch.device) -> torch.device:
 
 
 def _on(value: object, device: torch.device) -> object:
-    """Tensors of a layer's arguments there; the rest as it is."""
+    """Tensors of a layer's arguments there; the rest unchanged."""
     if isinstance(value, Tensor):
         return value.to(device)
     return tuple(_on(one, device) for one in value) if isinstance(value, tuple) else value

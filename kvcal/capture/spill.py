@@ -1,7 +1,7 @@
 """Tensors with one row a window that need not fit on the device: hidden states, reconstructions of a layer.
 
 They live on the device, in pinned host memory, or in an unlinked memory-mapped file, which the system takes
-back whatever becomes of the process. Reads on CUDA run one chunk ahead on a stream of their own.
+back whatever becomes of the process. Reads on CUDA run one chunk ahead on a separate stream.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _link(rows: Tensor, where: Where, device: torch.device) -> PinnedLink | Stag
 
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype, spill_dir: Path | None, label: str) -> Tensor:
-    """A tensor over a file that has no name any more.
+    """A tensor over a file that no longer has a name.
 
     Its space is reserved now: a disk that fills up under a mapped file kills the process, without an error.
     """
@@ -159,14 +159,14 @@ def _reserve(handle: int, size: int) -> None:
 
 
 def _pin(rows: Tensor) -> bool:
-    """Page-lock a tensor where it is; torch's own pinned allocator would round it up to a power of two."""
+    """Page-lock a tensor where it is; torch's pinned allocator would round it up to a power of two."""
     runtime: Any = torch.cuda.cudart()
     # it fails on a limit of locked memory; pageable rows then go through small pinned buffers
     return int(runtime.cudaHostRegister(rows.data_ptr(), rows.nbytes, 0)) == 0
 
 
 class PinnedLink:
-    """Rows of page-locked memory to a CUDA device and back, in order, on a stream of their own."""
+    """Rows of page-locked memory to a CUDA device and back, in order, on a separate stream."""
 
     def __init__(self, device: torch.device, rows: Tensor) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -240,7 +240,7 @@ def _upload(pinned: Tensor, stream: torch.cuda.Stream) -> Pending:
 
 
 def _download(x: Tensor, pinned: Tensor, stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Start copying x to page-locked rows once the current stream has made it."""
+    """Start copying x to page-locked rows once the current stream has computed it."""
     stream.wait_stream(torch.cuda.current_stream(x.device))
     x.record_stream(stream)
     with torch.cuda.stream(stream):

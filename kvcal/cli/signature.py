@@ -1,4 +1,4 @@
-"""Typer's signature of a command, made of the dataclass of its options."""
+"""Typer's signature of a command, from the dataclass of its options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def command(
     def decorated(run: Callable[[O, Typed], None]) -> Callable[..., None]:
         @functools.wraps(run)
         def call(typer_context: typer.Context, **values: Any) -> None:  # plan has an option --context
-            from kvcal.commands.early import refuse  # a command's own imports take seconds
+            from kvcal.commands.early import refuse  # a command's imports take seconds
 
             o = options(**values)
             refuse(o)
@@ -67,7 +67,7 @@ def _import_torch() -> None:
 
 
 def options_class(run: Callable[..., None]) -> type[Options]:
-    """The dataclass of a command that `command` made."""
+    """The dataclass of the options of a command from `command`."""
     options: type[Options] = run.options  # type: ignore[attr-defined]
     return options
 
@@ -79,7 +79,7 @@ def typed_of(context: typer.Context) -> Typed:
 
 
 def _parameters(options: type[Options]) -> list[inspect.Parameter]:
-    """Parameters in the order of the help: what has a place, then panel after panel, a command's own first."""
+    """Parameters in the order of the help: what has a place, then panel after panel, the command's first."""
     by_name, kinds = specs(options), get_type_hints(options)
     defaults = {one.name: inspect.Parameter.empty if one.default is MISSING else one.default for one in fields(options)}
     names = [name for name, one in by_name.items() if one.argument]
@@ -121,7 +121,7 @@ def completion(spec: Spec) -> Callable[[str], list[str]]:
 
 
 def _typer(name: str, spec: Spec) -> Any:
-    """Typer's own description of an option."""
+    """Typer's description of an option."""
     complete = completion(spec) if spec.names or spec.one_of or spec.words else None
     if spec.argument:
         return typer.Argument(help=spec.help, autocompletion=complete)

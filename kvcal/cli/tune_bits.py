@@ -13,9 +13,9 @@ from kvcal.pipeline.options import TuneBitsOptions
 def tune_bits(o: TuneBitsOptions, typed: Typed) -> None:
     """Choose each layer's key and value codecs for the least error under a limit of stored bits.
 
-    --objective attention chooses bits of integers (KVTuner-like baseline). --objective kl measures the KL of each codec
-    in each layer, or each group of its kv heads (--head-groups), solves the assignment as a knapsack, and takes it if
-    it beats every uniform one on held-out windows.
+    --objective attention chooses bits of integers (KVTuner-like baseline). With --objective kl the KL of each codec is
+    measured in each layer, or each group of its kv heads (--head-groups). The assignment is then solved as a knapsack,
+    and taken if it beats every uniform one on held-out windows.
     """
     from kvcal.commands.tune_bits import run_tune_bits
 

@@ -31,7 +31,7 @@ def run_bench(o: BenchOptions, say: Say, show: Callable[[dict[str, Any]], None],
     """
     check_numbers(o)
     check_files(o)
-    ran_from = commit()  # now: the next one may be made while this runs
+    ran_from = commit()  # now: the next commit may come while this runs
     earlier = read_earlier(o.compare) if o.compare is not None else None
     where = target(o.device)
     operations = resolve_operations(o.operation, where)

@@ -115,14 +115,14 @@ def _session(o: BenchOptions, where: Target, model: str, operations: list[str], 
 def measured_rows(
     o: BenchOptions, where: Target, model: str, operations: list[str], say: Say
 ) -> tuple[dict[str, Any], CommandCheckpoint]:
-    """The result, and what is kept of it."""
+    """The result, and what the file stores of it."""
     session = _session(o, where, model, operations, say)
     clock = session.clock
     if o.require_kernels:
         require_fused(session.benched, session.geometry, session.dtype, session.device)
     rows = list(jetson.table_4()) if TABLE_4 in operations else []
     generates, runs_model = bool(set(operations) & set(GENERATION)), False
-    if generates:  # before kernels are measured: a model that does not fit is known now
+    if generates:  # before kernels are measured: a model that does not fit shows now
         runs_model = _check_model_fits(session)
     rows += _kernel_rows(session, able=bool(generates or rows))
     rows = _with_shares(rows)
@@ -164,7 +164,7 @@ def _check_model_fits(session: Session) -> bool:
 
 
 def _kernel_rows(session: Session, able: bool) -> list[Row]:
-    """Timed operations at each shape, and what was left out. able: whether the run has other rows.
+    """Timed operations at each shape, and what was skipped. able: whether the run has other rows.
 
     Raises UsageError where there is neither.
     """
@@ -227,9 +227,10 @@ def _record(o: BenchOptions, source: ModelSource) -> dict[str, object]:
 
 @dataclass
 class RowCheckpoint:
-    """Rows that a killed run had measured. Kernels of one shape are stored together, so that FP16 is of the same run;
-    of whole models each scheme is stored alone. resumed: how many rows were taken over; copies: bytes a second that the
-    runs which measured them copied at.
+    """Rows that a killed run had measured.
+
+    Kernels of one shape are stored together, so that FP16 is of the same run; of whole models each scheme is stored
+    alone. resumed: how many rows were taken over. copies: bytes per second at which the runs that measured them copied.
     """
 
     work: CommandCheckpoint
@@ -253,7 +254,7 @@ class RowCheckpoint:
 
 
 def _once(say: Say) -> Say:
-    """Each line the first time: what is left out of one shape is left out of others."""
+    """Each line the first time: what is skipped at one shape is skipped at others."""
     printed: set[str] = set()
 
     def new(line: str) -> None:
@@ -322,7 +323,7 @@ def _generation(session: Session) -> list[Row]:
     geometry = configuration.geometry(source)
     benched = benched_schemes(o, geometry, PAPER_SCHEMES)
     rows: list[Row] = []
-    if not session.on_gpu:  # a CPU has no memory of its own to fill
+    if not session.on_gpu:  # a CPU has no separate memory to fill
         notes: list[str] = []
         rows += memory_rows(o, operations, benched, geometry, source.public, session.where, notes)
         for line in notes:

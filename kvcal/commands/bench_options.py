@@ -83,7 +83,7 @@ MODEL, MODEL_CPU = "llama-3.1-8b", "tiny"  # the second where a whole model must
 
 
 def check_numbers(o: BenchOptions) -> None:
-    """What the command line's own ranges let through: NaN, infinity, no memory at all."""
+    """Raise UsageError for what the command line's ranges let through: NaN, infinity, no memory at all."""
     if o.memory is not None and not 0 < o.memory <= MOST_GIB:
         raise UsageError(f"--memory {o.memory:g}: GiB, needs a number above 0 and up to {MOST_GIB}, 64 bits of bytes")
     if not 0 <= o.seconds < math.inf:
@@ -112,7 +112,7 @@ def check_files(o: BenchOptions) -> None:
 
 
 def check_taken(o: BenchOptions, where: Target, operations: Sequence[str], typed: Collection[str]) -> None:
-    """UsageError for the first option given (`typed`) that none of the wanted rows takes."""
+    """Raise UsageError for the first option on the command line (`typed`) that none of the rows takes."""
     for names, taken, of, instead in _idle(o, where, set(operations)):
         if not taken:
             refuse_idle(typed, names, of, f"{instead}, or leave it out")
@@ -124,7 +124,7 @@ def memory_gib(o: BenchOptions, where: Target) -> float | None:
 
 
 def check_memory(o: BenchOptions, where: Target, operations: Sequence[str]) -> None:
-    """UsageError where a memory is to be filled that nobody named; a GPU has its own. Before anything is measured."""
+    """Raise UsageError, before anything is measured, where a memory is to be filled and neither named nor a GPU's."""
     on_gpu = where.device is not None and where.device.type == "cuda"
     if set(SIZED) & set(operations) and not on_gpu and memory_gib(o, where) is None:
         raise UsageError("largest-batch and longest-generation: on how much memory? give --memory in GiB")
@@ -132,7 +132,7 @@ def check_memory(o: BenchOptions, where: Target, operations: Sequence[str]) -> N
 
 @dataclass(frozen=True)
 class Runs:
-    """What of the wanted operations runs. kernels: operations that are timed; sized: those that fill a memory.
+    """Which of the chosen operations run. kernels: operations that are timed; sized: those that fill a memory.
 
     here, on_gpu: whether the device is here, and a GPU. at_shapes: rows of a given batch and length; of_schemes: rows
     of a scheme. measured: whether anything is run, not only counted in bytes.

@@ -39,7 +39,7 @@ def only_build(folder: Path) -> Iterator[None]:
 
 
 def check_taken(dry_run: bool, gates: bool, gpus: str | None, typed: Collection[str]) -> None:
-    """UsageError for the first option given (`typed`) that such a build has no use for."""
+    """Raise UsageError for the first option (`typed`) that such a build has no use for."""
     if dry_run:
         idle = ("jobs", "gpus", *(("gates",) if gates else ()), *REPORTS)  # --no-gates says what happens anyway
         refuse_idle(typed, idle, "bundles that are built", "with --dry-run nothing is; leave out it or that")
@@ -97,7 +97,7 @@ def run_build(
 
 
 def _devices(gpus: str, recipe: BuildRecipe) -> list[str]:
-    """The GPUs; UsageError for a bundle that is to be made on a GPU of its own choice."""
+    """The GPUs; UsageError for a bundle whose recipe names a GPU itself."""
     for entry in recipe.entries:
         if not entry.parts and entry.built.device.startswith("cuda:"):
             raise UsageError(

@@ -72,7 +72,7 @@ def run_work(work: BuildPass, say: Say, written: Written) -> None:
 
 
 def _scan_shared(work: BuildPass, say: Say, written: Written) -> None:
-    """Where the settings of one are refused on the way, each has a pass of its own, so that the others are built."""
+    """Where the settings of one are refused on the way, each has a separate pass, so that the others are built."""
     if len(work.plans) == 1:
         _scan(work, say, written)
         return

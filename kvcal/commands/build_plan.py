@@ -78,7 +78,7 @@ def _mixkvq(o: TuneThresholdsOptions) -> MixKVQ:
 
 
 def counted(o: CalibrationOptions) -> CalibrationOptions:
-    """The options with a method's own numbers of windows, where none are given."""
+    """The options with the method's numbers of windows, where the recipe names none."""
     if isinstance(o, MeasureSubspacesOptions):
         return with_squat_windows(o)
     if isinstance(o, TuneBitsOptions):
@@ -90,12 +90,12 @@ RECORDS = ("aqua-kv", "innerq", "squat")  # methods whose bundles say how much k
 
 
 def searches(entry: Entry) -> bool:
-    """Whether thresholds are to be found first: such a bundle has runs of its own."""
+    """Whether thresholds must be searched first: such a bundle has separate runs."""
     return isinstance(entry.options, TuneThresholdsOptions) and mixkvq_searches(entry.options)
 
 
 def check_entry(recipe: BuildRecipe, entry: Entry) -> None:
-    """Settings that no run would accept, said before any run."""
+    """Refuse settings that no run would accept, before any run."""
     try:
         if entry.gates.max_layer_drift is not None and entry.method not in RECORDS:
             raise UsageError(
@@ -158,7 +158,7 @@ class Planner:
         return inputs
 
     def _combined(self, entry: Entry, plans: Mapping[str, Planned]) -> dict[str, Json]:
-        """The key of what its parts are made of: parts that come out the same need no new combination."""
+        """The key of its parts' contents: parts that come out the same need no new combination."""
         keys, values = (plans[part] for part in entry.parts)
         return {"method": "combine", "keys": keys.key, "values": values.key, "code": self.code}
 

@@ -1,4 +1,4 @@
-"""`kvcal inspect`, `kvcal verify` and `kvcal diff`. What opens a model is imported where one is given."""
+"""`kvcal inspect`, `kvcal verify` and `kvcal diff`. What opens a model is imported only for --model."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ MEASURES = ("revision", "text", "column", "windows", "length", "random_weights",
 
 
 def head_errors(bundle: Bundle, o: InspectOptions, say: Say) -> dict[str, Any] | None:
-    """{"from", "tokens", "key", "value"}, a row a layer; None where the bundle has none and no model was given."""
+    """{"from", "tokens", "key", "value"}, a row per layer; None where the bundle has none and there is no model."""
     if o.model is not None:
         errors, origin = _measured(bundle, o, o.model, say)
         return {"from": f"measured on {origin}", **asdict(errors)}
@@ -154,7 +154,7 @@ class Verified(TypedDict):
 
 
 def run_verify(o: VerifyOptions, typed: Collection[str] = ()) -> Verified:
-    """Format and hashes; with a model also that the bundle was made for it.
+    """Format and hashes; with a model also that the bundle is for it.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """

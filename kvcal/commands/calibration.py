@@ -60,7 +60,7 @@ class Calibration:
         return int(self.text.train.shape[1])
 
     def fit(self, method: Method, output: Path) -> FitResult:
-        """kvcal.calibrate.driver.fit with what is known here."""
+        """Call kvcal.calibrate.driver.fit with the command's options."""
         return fit(
             method,
             self.opened.source,

@@ -88,7 +88,7 @@ def reading() -> Iterator[token_stream.Progress]:
 
 
 def output_for(o: BuiltOptions, source: ModelSource, method: str) -> Path:
-    """--output, or a name made of model and method.
+    """--output, or a name from model and method.
 
     Raises KVCalError, before any work, where no file can be written, or something that is not ours lies in the place of
     the folder that a run keeps.
@@ -111,7 +111,7 @@ def kernels_required(o: Kernels) -> bool:
 
 
 def selection_of(o: Selection) -> HeavyHitters | None:
-    """--keep and --heavy; None without them: each bundle's own."""
+    """--keep and --heavy; None without them: those of each bundle."""
     refuse_shares(o)
     if o.keep is None:
         return None
@@ -119,7 +119,7 @@ def selection_of(o: Selection) -> HeavyHitters | None:
 
 
 def check_context(source: ModelSource, length: int, say: Say) -> None:
-    """Said, not refused: models run beyond their context, badly."""
+    """Warn, not refuse: models run beyond their context, badly."""
     context = configuration.geometry(source).context
     if length > context:
         say(f"note: windows of {length} tokens exceed the {context} that {source.label} was made for")
@@ -146,7 +146,7 @@ def check_column(column: str | None, *origins: str | None) -> None:
 
 
 def say_coverage(model: nn.Module, say: Say) -> None:
-    """How many layers are compressed, where some keep a cache of their own."""
+    """How many layers are compressed, where Transformers caches others."""
     config = hf.config_of(model)
     if skipped := hf.unsupported_layers(config):
         say(coverage(config.num_hidden_layers, skipped))
@@ -162,8 +162,8 @@ def tokenizer_for(o: RunOptions, source: ModelSource, *origins: str | None) -> P
     """The model's tokenizer, so that a text is read before any weights are; None for random weights of a hub model.
 
     First raises what `configuration.check_config` does. Then come TextError for one of the texts `origins` that kvcal
-    cannot read, UsageError for a --device or --dtype that cannot be used, and ModelUnavailable for a tokenizer that
-    cannot be read.
+    cannot read, and UsageError for a --device or --dtype that cannot be used. Last comes ModelUnavailable for a
+    tokenizer that cannot be read.
     """
     configuration.check_config(source, random_weights=o.random_weights)
     for origin in origins:
@@ -194,7 +194,7 @@ def evaluation_text(
 
 
 def window_numbers(o: CalibrationText, source: ModelSource) -> tuple[int, int, int]:
-    """How many calibration windows, how many of them held out, tokens a window."""
+    """How many calibration windows, how many of them held out, tokens per window."""
     paper = configuration.presets(source)["aqua-kv"]
     count, length = o.windows or paper["windows"], o.length or paper["length"]
     holdout = o.holdout or (paper["holdout"] if o.windows is None else max(1, count // 8))

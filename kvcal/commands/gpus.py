@@ -1,4 +1,4 @@
-"""`--gpus`: the GPUs that processes of `kvcal build` are given, one each."""
+"""`--gpus`: the GPUs of the processes of `kvcal build`, one each."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The outlier guard at the commands' doors: a scheme whose KL on this model is high is named.
 
-Presets and bundles are judged alike: what a bundle's file records of its own quality is anybody's claim. `generate` and
+Presets and bundles are judged alike: what a bundle's file records of its quality is anybody's claim. `generate` and
 `preset` forecast it. `eval` and `compare` measure it anyway.
 """
 

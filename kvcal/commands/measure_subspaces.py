@@ -89,7 +89,7 @@ def run_measure_subspaces(o: MeasureSubspacesOptions, say: Say, typed: Collectio
 
 
 def with_windows(o: MeasureSubspacesOptions) -> MeasureSubspacesOptions:
-    """The options with numbers of windows where none are given."""
+    """The options with numbers of windows where the command line has none."""
     holdout = HOLDOUT if o.windows is None else None
     return replace(o, windows=o.windows or WINDOWS, holdout=o.holdout or holdout)
 

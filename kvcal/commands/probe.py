@@ -64,7 +64,7 @@ def run_probe(o: ProbeOptions, say: Say) -> dict[str, Any]:
         check_partial(o.output)
         read_results(o.output, "probe")  # refused before any work, if it is none
     source = names.resolve(o.model, o.revision)
-    if o.probe:  # the paper's own are of any model
+    if o.probe:  # those of the paper are of any model
         check_reach(settings, compressible(source))
     counted = o
     if source.kind == "embedded" and o.windows is None:
@@ -158,7 +158,7 @@ def _everything(o: ProbeOptions, settings: Settings, of: Calibration) -> dict[st
 
 
 def compressible(source: names.ModelSource) -> int:
-    """Layers that are probed: those that keep a cache of their own are not."""
+    """Layers that are probed: those that Transformers caches are not."""
     from kvcal_artifacts.hf import text_config, unsupported_layers
 
     config = text_config(configuration.geometry_config(source))

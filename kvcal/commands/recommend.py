@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from ..models.structure import CausalLM
     from .results import Recommendation, RecommendedRow
 
-NUMBERS = {"cuda": (36, 4, 1024), "cpu": (10, 2, 512)}  # windows in all, held-out ones, tokens a window
+NUMBERS = {"cuda": (36, 4, 1024), "cpu": (10, 2, 512)}  # windows in all, held-out ones, tokens per window
 ERROR_WINDOWS = 2  # held-out windows that attention errors and outliers are measured on
 FORECASTS = 5  # schemes in a pass
 STEP = 32  # tokens per forward pass, as `kvcal eval` has by default
@@ -69,7 +69,7 @@ LEAST_SECONDS_SHOWN = 5.0
 
 
 def calibration_options(o: RecommendOptions, source: ModelSource) -> CalibrationOptions:
-    """The options as functions take them that several commands share, with NUMBERS where nothing else was given."""
+    """The options as functions of several commands take them, with NUMBERS as defaults."""
     count, holdout, length = NUMBERS.get(pick_device(o.device).type, NUMBERS["cpu"])
     if o.windows is not None:
         count, holdout = o.windows, max(1, o.windows // 8)
@@ -235,7 +235,7 @@ def _outliers(run: Run) -> list[HeadOutlier]:
 
 
 def _stored(run: Run, name: str) -> Any:
-    """What a killed run left under this name, on every rank; None where it left nothing."""
+    """What a killed run stored under this name, on every rank; None where there is nothing."""
     return run.ranks.agree([run.work.read(name)])[0]
 
 
@@ -292,7 +292,7 @@ def _whole(path: Path) -> bool:
 
 
 def _forecast(run: Run, names: Sequence[str]) -> list[Figures]:
-    """Forecast KL of these schemes on held-out windows, some in a pass, each pass kept for a run that goes on."""
+    """Forecast KL of these schemes on held-out windows, some in a pass; each pass is stored for a run that goes on."""
     schemes = {name: run.schemes[name] for name in names}
     ids = window_of(run.text.holdout, schemes.values())
     groups = [list(names[start : start + FORECASTS]) for start in range(0, len(names), FORECASTS)]

@@ -173,7 +173,7 @@ def _of_bundle(path: Path, say: Say) -> list[Heads]:
 
 
 def _of_layers(layers: Mapping[str, Any]) -> list[Heads]:
-    """Errors by head as an evaluation has seen them. Raises KVCalError where they are something else."""
+    """Errors by head from an evaluation. Raises KVCalError where they are something else."""
     tables = []
     for name, rows in layers.items():
         metrics = {"layers": rows}

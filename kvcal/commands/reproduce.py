@@ -157,7 +157,7 @@ def run_again(o: CommandOptions, say: Say) -> None:
 
 
 def check_alone(o: CommandOptions | None) -> None:
-    """What a command makes of its options first, where the model decides nothing about it; raises UsageError."""
+    """Check what a command reads from its options first, where the model decides nothing. Raises UsageError."""
     match o:
         case FitPredictorsOptions():
             from .fit_predictors import aqua_method
@@ -205,9 +205,9 @@ def _taken(was: Recorded) -> Iterator[None]:
 
 
 def check_inputs(was: Recorded, paths: Sequence[Path]) -> None:
-    """Raise UsageError where other bundles are read and none of those given is one of them.
+    """Raise UsageError where bundles are read and none of those on the command line is one of them.
 
-    All would be made again without a word.
+    All would be built again without notice.
     """
     for path in paths:
         refuse_name(path)
@@ -218,7 +218,7 @@ def check_inputs(was: Recorded, paths: Sequence[Path]) -> None:
 
 
 def check_tasks(was: Recorded, folder: Path | None) -> None:
-    """UsageError where a folder of tasks is given that is none, or that nothing would take."""
+    """Raise UsageError for a folder of tasks that is none, or that nothing would read."""
     if folder is None:
         return
     if not folder.is_dir():
@@ -267,7 +267,7 @@ class Places:
         return str(self._linked(Path(self.model).expanduser(), name))
 
     def text_of(self, label: str | None) -> str | None:
-        """What --text takes; a local file or folder by its recorded name, or the only one given."""
+        """What --text takes; a local file or folder by its recorded name, or the only one on the command line."""
         if label is None or label in EMBEDDED:
             return label
         if not label.startswith(LOCAL):
@@ -319,7 +319,7 @@ def _refuse_local(what: str, name: str) -> None:
 
 @dataclass
 class Rerun:
-    """Runs recorded commands, and first those that made what they read."""
+    """Runs recorded commands, and first those that wrote what they read."""
 
     places: Places
     defaults_of: DefaultsOf
@@ -327,8 +327,10 @@ class Rerun:
     say: Say
 
     def check_places(self, was: Recorded) -> None:
-        """Raises UsageError, before anything is said or run, where a text or model that will be read has no place yet,
-        and KVCalError for recorded values that the model's geometry rules out.
+        """Check, before anything is printed or run, that what will be read has a place.
+
+        Raises UsageError where a text or model that will be read has no place yet. Raises KVCalError for recorded
+        values that the model's geometry rules out.
         """
         for one in was.inputs:
             if self.places.input_of(one["sha256"]) is None:

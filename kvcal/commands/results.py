@@ -1,4 +1,4 @@
-"""What commands return, as `--json` prints it: the fields that tables are made of."""
+"""What commands return, as `--json` prints it: the fields of which tables are built."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def vqkv_method(o: TrainCodebooksOptions, geometry: Geometry) -> VQKV:
 
 
 def check_taken(o: TrainCodebooksOptions, method: VQKV, typed: Collection[str]) -> None:
-    """UsageError for the first option given (`typed`) that the method does not use."""
+    """Raise UsageError for the first option (`typed`) that the method does not use."""
     if method.training.trainer != "adam":
         refuse_idle(typed, OF_ADAM, "steps of Adam", "give --trainer adam, or leave it out")
     if not method.high:

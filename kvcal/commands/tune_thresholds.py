@@ -70,12 +70,12 @@ def mixkvq_method(o: TuneThresholdsOptions) -> MixKVQ:
 
 
 def searches(o: TuneThresholdsOptions) -> bool:
-    """Whether thresholds are to be found: neither they nor the sizes of tiers are given."""
+    """Whether thresholds must be searched: neither they nor the sizes of tiers are on the command line."""
     return o.full is None and not search_settings(o).fixed
 
 
 def check_taken(o: TuneThresholdsOptions, typed: Collection[str]) -> None:
-    """UsageError for the first option given (`typed`) that nothing takes, before an objective is chosen."""
+    """Raise UsageError for the first option (`typed`) that nothing takes, before an objective is chosen."""
     if o.full is not None:
         refuse_idle(
             typed,
@@ -126,7 +126,7 @@ def _objective(
 
 
 def run_tune_thresholds(o: TuneThresholdsOptions, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
-    """What was found and written.
+    """The result of the search, and what was written.
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
@@ -176,7 +176,7 @@ def run_tune_thresholds(o: TuneThresholdsOptions, say: Say, typed: Collection[st
 
 
 def with_windows(o: Searched) -> Searched:
-    """The options with numbers of windows where none are given."""
+    """The options with numbers of windows where the command line has none."""
     return replace(o, windows=o.windows or WINDOWS, holdout=o.holdout or (None if o.windows else HOLDOUT))
 
 

@@ -239,7 +239,7 @@ def check_rows(
 ) -> None:
     """Raises KVCalError, naming the row, where config.json is enough to refuse one; before any weights are read.
 
-    selection: instead of each row's own.
+    selection: instead of each row's.
     """
     from kvcal_artifacts.cache import check_served
 
@@ -266,7 +266,7 @@ def cache_makers(
 ) -> dict[str, CacheMaker]:
     """A maker of caches for each row; every bundle is checked against the model.
 
-    selection: instead of each row's own; names then end in +h2o and the share that is kept. Raises KVCalError,
+    selection: instead of each row's; names then end in +h2o and the share that is kept. Raises KVCalError,
     naming the row, for one whose caches cannot be made: none fails in the middle of the others for that.
     """
     from kvcal_artifacts.cache import KVCalCache, check_served

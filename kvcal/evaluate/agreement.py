@@ -45,8 +45,8 @@ class Agreement:
 def agreement(model: CausalLM, ids: Tensor, caches: Mapping[str, CacheMaker], steps: int) -> list[Agreement]:
     """`full` and then a row for each cache: ids (B, T) int64 are fed as a prompt and then `steps` single tokens.
 
-    The text's own tokens are fed whatever a cache would choose, so that steps stay comparable. Raises UsageError where
-    the windows have no more than `steps` tokens.
+    The text's tokens are fed whatever a cache would choose, so that steps stay comparable. Raises UsageError where
+    the windows have at most `steps` tokens.
     """
     if not 0 < steps < ids.shape[1]:
         raise UsageError(f"{steps} steps over windows of {ids.shape[1]} tokens: needs at least one, and a prompt")

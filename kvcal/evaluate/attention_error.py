@@ -266,8 +266,11 @@ def mixed_attention(
 
 
 def attention(site: AttentionSite, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """q (B, heads, S, D) of the last S tokens, keys and values (B, H, T, D) -> scores less their mean over what a query
-    sees, zero elsewhere, (B, H, group, S, T), and outputs (B, H, group, S, D), both float32.
+    """Scores and outputs of the last S tokens' queries q (B, heads, S, D) over keys and values (B, H, T, D), both
+    float32.
+
+    Scores (B, H, group, S, T) are less their mean over what a query sees, and zero elsewhere. Outputs are (B, H, group,
+    S, D).
     """
     heads, length, new = keys.shape[1], keys.shape[2], q.shape[2]
     scaling = float(getattr(site.module, "scaling", q.shape[3] ** -0.5))

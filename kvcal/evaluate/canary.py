@@ -1,7 +1,7 @@
 """Proof that an evaluation reads what was packed.
 
-An evaluation whose cache kept exact copies aside, or never came to read a block, would give good figures of nothing.
-Three facts together exclude that. In the evaluation's own calls, attention receives what the packed blocks decode to
+An evaluation whose cache stores exact copies aside, or never reads a block, gives good figures that mean nothing.
+Three facts together exclude that. In the evaluation's calls, attention receives what the packed blocks decode to
 (Audit). What they decode to hangs on the bytes of keys and of values, block by block. And what each layer gives hangs
 on its blocks.
 """
@@ -65,7 +65,7 @@ class Canary:
         return named[0] if named else None
 
     def counted(self, rows: Iterable[Mapping[str, Figure]], audit: Audit) -> Canary:
-        """The canary with what was seen in the evaluation's own caches; rows: of LayerErrors."""
+        """The canary with what the evaluation's caches packed and read; rows: of LayerErrors."""
         silent = [
             layer
             for row in rows
@@ -120,7 +120,7 @@ class Audit:
     bypassed: dict[tuple[int, str], None] = field(default_factory=dict)
 
     def state(self) -> AuditState:
-        """What was seen so far, as JSON has it; `restore` takes it over."""
+        """What was counted so far, as JSON has it; `restore` reads it."""
         return {"compared": sorted(self.compared), "bypassed": [list(pair) for pair in self.bypassed]}
 
     def restore(self, state: AuditState) -> None:
@@ -189,10 +189,11 @@ BLOCK_TOKENS = 96  # tokens in packed blocks of a canary's windows, and two bloc
 
 @torch.no_grad()
 def canary(model: CausalLM, ids: Tensor, maker: CacheMaker, *, step: int = 32) -> Canary:
-    """The starts of two windows of ids (N, T), as long as packs a few blocks, run up to their last `step` tokens. These
-    then run in the first of them, with the first, middle and last block of each layer's keys and of its values decoded
-    with other bytes too, and with each layer run twice: first with all its packed blocks taken from the other window,
-    bytes as valid as the row's own, whatever the codec. step: the evaluation's.
+    """Run the starts of two windows of ids (N, T), as long as packs a few blocks, up to their last `step` tokens.
+
+    These then run in the first window, with other bytes decoded, too, for the first, middle and last block of each
+    layer's keys and of its values. They also run with each layer called twice, the first time with all its packed
+    blocks from the other window. Those bytes are as valid as the row's, whatever the codec. step: the evaluation's.
     """
     device = input_device(model)
     with maker() as cache, maker() as twin:
@@ -233,7 +234,7 @@ def _length(cache: KVCalCache, most: int, step: int) -> int:
 @contextmanager
 def _doubled(model: CausalLM, cache: KVCalCache, twin: KVCalCache) -> Iterator[list[int]]:
     """Run each decoder layer twice in a call with `cache` within the block: with its packed blocks taken from `twin`,
-    and as it is. Yields the layers whose output the exchange left as it was.
+    and as it is. Yields the layers whose output the exchange did not change.
 
     What a layer gives goes to all above it, so that a layer whose output hangs on its blocks has a say in the logits.
     """
@@ -284,7 +285,7 @@ def _restored(cache: KVCalCache, layer: KVCalLayer) -> Iterator[None]:
 
 
 def _unread_by_logits(model: CausalLM, cache: KVCalCache, twin: KVCalCache, right: Tensor, tokens: Tensor) -> list[int]:
-    """The layers whose exchange leaves the logits `right` as they are, each in a call of its own: what a layer evicts
+    """The layers whose exchange does not change the logits `right`, each in a separate call: what a layer evicts
     hangs on the whole call.
     """
     unread = []

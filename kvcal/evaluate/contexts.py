@@ -207,7 +207,7 @@ def _answer(model: CausalLM, tokenizer: PreTrainedTokenizerBase, prompt: list[in
 
 @contextmanager
 def _closing(cache: AnyCache) -> Iterator[AnyCache]:
-    """Closes a cache of ours behind the block; Transformers' own has nothing to close."""
+    """Closes a cache of ours behind the block; Transformers' cache has nothing to close."""
     try:
         yield cache
     finally:

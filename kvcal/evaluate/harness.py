@@ -1,4 +1,4 @@
-"""lm-eval's tasks through a compressed cache, by a subclass of lm-eval's own Hugging Face model class.
+"""lm-eval's tasks through a compressed cache, by a subclass of lm-eval's Hugging Face model class.
 
 Chat templates, batches, truncation, stop strings and seeds are lm-eval's. Only the model's calls differ: generation
 prefills in one call and decodes through the cache; likelihoods are teacher-forced in the calls of `kvcal eval`. lm-eval
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ..models.structure import CausalLM
 
-SEED = 1234  # of few-shot examples, lm-eval's own default
+SEED = 1234  # of few-shot examples, lm-eval's default
 Scores = dict[str, list[float]]  # by name of a task, question by question
 
 
@@ -60,7 +60,7 @@ def _check_task_names(names: Sequence[str], manager: TaskManager) -> None:
 @dataclass(frozen=True)
 class TaskOptions:
     """How tasks are run. limit: questions of each task. lengths: of synthetic contexts, in tokens. tasks_path: a folder
-    of task files next to lm-eval's own, whose Python lm-eval runs. allow_code: whether generated programs may run (in a
+    of task files next to lm-eval's, whose Python lm-eval runs. allow_code: whether generated programs may run (in a
     sandbox). chat: whether prompts are put into the tokenizer's chat template.
     """
 
@@ -114,7 +114,7 @@ class Harness:
 
     def scores(self, maker: CacheMaker | None) -> Scores:
         """Score of each question, by the name of its task; synthetic contexts of several lengths are tasks of their
-        own, as NAME@4096. maker: of the caches that answer; None: the model's own.
+        own, as NAME@4096. maker: of the caches that answer; None: the model's cache.
         """
         from lm_eval.evaluator import evaluate
 
@@ -175,7 +175,7 @@ def in_one_line(names: Sequence[str]) -> Iterator[None]:
 def language_model(
     model: CausalLM, tokenizer: PreTrainedTokenizerBase, maker: CacheMaker | None, options: TaskOptions
 ) -> HFLM:
-    """lm-eval's model class over the caches of `maker`; None: the model's own cache."""
+    """lm-eval's model class over the caches of `maker`; None: the model's cache."""
     from lm_eval.models.huggingface import HFLM
 
     class CompressedLM(HFLM):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What compression does to each layer and head, seen in the cache while an evaluation runs, and which one is to
+"""What compression does to each layer and head, measured in the cache while an evaluation runs, and which one is to
 blame.
 """
 

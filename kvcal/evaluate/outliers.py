@@ -1,8 +1,8 @@
 """The same model with outlier key channels: a twin of the same function on which a method that minds them breaks.
 
-Real models have key channels 10 to 50 times larger than the rest (Qwen2.5's key bias is the extreme). Multiplying both
-rows of a RoPE pair in W_K by s and dividing the matching rows of W_Q, of all query heads of the group, by s changes no
-score.
+Real models have key channels 10 to 50 times larger than the rest (Qwen2.5's key bias is the extreme). The twin has both
+rows of a RoPE pair in W_K multiplied by s. The matching rows of W_Q, of all query heads of the group, are divided by s.
+No score changes.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Batches(Protocol):
     """Where an evaluation keeps how far it came, and goes on from."""
 
     def load(self) -> EvaluationState | None:
-        """What was last kept; None: begin."""
+        """The state stored last; None: begin."""
 
     def keep(self, state: EvaluationState) -> None:
         """Keep what was summed after a batch of windows. state: as JSON has it; "windows" that are done, their "sums",
@@ -97,7 +97,7 @@ class Watching(Protocol):
     def __call__(self) -> KVCalCache: ...
 
     def take(self) -> Any:
-        """What the cache of the last batch told."""
+        """What the cache of the last batch reported."""
 
     def merge(self, part: Any) -> None:
         """Add what `take` gave, here or in another process."""

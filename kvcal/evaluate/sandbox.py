@@ -1,6 +1,6 @@
 """Programs that a model wrote, run where they can reach nothing: no network, no file of ours, little memory and time.
 
-Linux namespaces of an unprivileged user (unshare of util-linux) give a program a process table of its own and no
+Linux namespaces of an unprivileged user (unshare of util-linux) give a program a separate process table and no
 network device. Its root holds Python and its libraries, read-only, and an empty /tmp. The program itself then runs in a
 second user namespace, in which none of that can be undone.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from kvcal_artifacts.errors import UsageError
 
 SECONDS, MEGABYTES = 10, 1024
-SYSTEM = ("/usr", "/bin", "/lib", "/lib64")  # what a Python needs besides its own folders
+SYSTEM = ("/usr", "/bin", "/lib", "/lib64")  # what a Python needs besides its folders
 
 OUTER = """\
 set -e

@@ -38,7 +38,7 @@ def standard_error(numbers: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """A paired difference between two schemes. mean: first less second, in the figure's own unit. error: its standard
+    """A paired difference between two schemes. mean: first less second, in the figure's unit. error: its standard
     error over `windows`, which are the same for both.
     """
 
@@ -65,7 +65,7 @@ class Difference:
 
     @property
     def apart(self) -> bool:
-        """Whether the difference is told from none at 95 %: its ratio exceeds `quantile`."""
+        """Whether the difference is significant at 95 %: its ratio exceeds `quantile`."""
         return self.ratio > quantile(self.windows)
 
 

@@ -196,13 +196,13 @@ def _before(text: str, stops: list[str]) -> str:
     return text
 
 
-FEWSHOT_SEED = 1234  # lm-eval's own default
+FEWSHOT_SEED = 1234  # lm-eval's default
 
 
 class TaskScore:
     """Mean score of lm-eval tasks, and stored bits of the caches that answered them.
 
-    tasks_path: a folder of task files next to lm-eval's own. metric: METRIC or METRIC,FILTER; None: each task's first.
+    tasks_path: a folder of task files next to lm-eval's. metric: METRIC or METRIC,FILTER; None: each task's first.
     limit: questions of each task. Raises KVCalError in one line for what lm-eval cannot load,
     and for a task that is named by a path: a file may import code from its folder.
     """

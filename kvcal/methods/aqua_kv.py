@@ -35,9 +35,12 @@ KEY_INPUTS, VALUE_INPUTS = ("k1", "k2", "v1", "v2"), ("v1", "k0", "k1", "v2", "k
 
 @dataclass(frozen=True)
 class AquaKV:
-    """The paper's defaults: linear predictors, K from K of the layer below, V from [V of the layer below; K]; pre-RoPE;
-    HIGGS at 2 bits, the first layer at 4; sink 4, recent 128. Ours: HIGGS debiased (`higgs-2-wide` is the published
-    one), and keys divided by balanced factors before it, which cost no bits a token (calibrated.CalibratedFactors).
+    """Keys and values stored as residuals of predictors from the layer below.
+
+    The paper's defaults: linear predictors, K from K of the layer below, V from [V of the layer below; K]. Keys are
+    stored before RoPE, by HIGGS at 2 bits, the first layer at 4; sink 4, recent 128. Ours: HIGGS debiased
+    (`higgs-2-wide` is the published one), and keys divided by balanced factors before it, which cost no bits per token
+    (calibrated.CalibratedFactors).
 
     first_layer: codec of the first compressed layer, which nothing predicts; empty: as the others. keys, values: codecs
     of the residuals where they differ from `backbone`. per_layer: exceptions (see composition), last. key_inputs,
@@ -127,7 +130,7 @@ class AquaKV:
     def buffers(self) -> dict[str, str]:
         """Which buffer each reconstruction lies in: this layer's (0) and those of `reach` layers below.
 
-        Where nothing reads the layer below any more when this layer's rows are written, they share a buffer.
+        Where nothing reads the layer below any longer when this layer's rows are written, they share a buffer.
         """
         buffers = {f"{role}{back}": f"{role}{back}" for back in range(self.reach + 1) for role in "kv"}
         if self.reach == 1:
@@ -230,7 +233,7 @@ class _LayerRun:
         return sums.total.holdout
 
     def expecting(self, codec: Codec) -> Codec:
-        """A codec of ragged blocks with what they took on the training windows, in `sizes`; others as they are."""
+        """A codec of ragged blocks with what they took on the training windows, in `sizes`; others unchanged."""
         return codec.expecting(self.sizes.means()) if codec.ragged else codec
 
     def _pairs(

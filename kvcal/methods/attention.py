@@ -1,8 +1,8 @@
 """What compressing one layer's keys and values does to its attention outputs, with the windows and statistics of a
 cache.
 
-A query at position t sees block n decoded if the row had sink + (n + 1) * block + recent tokens before it, as in a
-cache that is called token by token; all other keys and values are exact. Some queries of each window are enough.
+A query at position t sees block n decoded if the row had sink + (n + 1) * block + recent tokens before it. So it is in
+a cache that is called token by token. All other keys and values are exact. Some queries of each window are enough.
 """
 
 from __future__ import annotations

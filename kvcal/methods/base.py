@@ -22,7 +22,7 @@ from ..report.timing import PhaseTimer
 
 @dataclass
 class Carry:
-    """What a layer left for the next compressed one: reconstructions by name (k1, v1, k2, v2), each (windows, tokens,
+    """What a layer hands to the next compressed one: reconstructions by name (k1, v1, k2, v2), each (windows, tokens,
     C).
 
     train: windows [0, train) are fitted on, the rest are held out. tokens: which of each window's tokens are coded; the
@@ -107,7 +107,7 @@ class Method(Protocol):
 
 @runtime_checkable
 class Finishing(Protocol):
-    """A method that decides something only when it has seen all layers."""
+    """A method that decides something only after all layers."""
 
     def finish(
         self, codecs: list[LayerCodecs], metrics: list[dict[str, float]]
@@ -142,7 +142,7 @@ def flat(x: Tensor) -> Tensor:
 
 
 def summed(total: Tensor | float) -> Tensor:
-    """Return a sum as it is, or one that nothing was added to, a number, as a float64 tensor () on the CPU."""
+    """Return a sum unchanged, or one that nothing was added to, a number, as a float64 tensor () on the CPU."""
     return total if isinstance(total, Tensor) else torch.tensor(total, dtype=torch.float64, device="cpu")
 
 

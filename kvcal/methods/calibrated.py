@@ -1,7 +1,7 @@
 """Codecs that are learned from text, by name: fitted, layer by layer, to what the layer stores.
 
-Under predictors that is their residuals, which exist only when all layers below are coded: so each of these is of one
-layer and one role, and nothing is shared by layers.
+Under predictors that is their residuals, which exist only when all layers below are coded. So each of these is of one
+layer and one role, and layers share nothing.
 """
 
 from __future__ import annotations
@@ -127,12 +127,14 @@ class _Sampled:
 
 @dataclass(frozen=True)
 class CalibratedFactors:
-    """A codec without data whose key channels are divided by factors learned from text; values are stored as they are.
+    """A codec without data whose key channels are divided by factors learned from text. Values are stored undivided.
 
     rule: "scaled": InnerQ section 4.3, the root of the channel's largest magnitude. "balanced": the root of its root
-    mean square over that of the queries that meet it. Where an error is spread evenly over the scaled channels, that of
-    scores is sum f^2 w times sum s^2 / f^2 (s^2: a channel's energy, w: its queries'), least at f^2 = s / sqrt(w)
-    (Cauchy-Schwarz). A codec that searches for scales weighs its channels by w.
+    mean square over that of the queries that meet it.
+
+    Let s^2 be a channel's energy and w that of its queries. Where an error is spread evenly over the scaled channels,
+    that of scores is sum f^2 w times sum s^2 / f^2. It is least at f^2 = s / sqrt(w) (Cauchy-Schwarz). A codec that
+    searches for scales weighs its channels by w.
     """
 
     codec: str
@@ -198,11 +200,12 @@ class CalibratedSubspace:
 
 @dataclass(frozen=True)
 class CalibratedTiers:
-    """MixKVQ's keys at thresholds of the layer's own, such that its codes take `bits` a value on the training windows.
+    """MixKVQ's keys at thresholds of the layer's own, such that its codes take `bits` per value on the training
+    windows.
 
-    With a salience of A a channel of 2 bits errs by A^2, one of 4 by A^2 / 25, an exact one by nothing; a bit buys the
-    same everywhere if it buys 12/25 A^2 at the lower threshold and A^2 / 300 at the upper one, so that is 12 times the
-    lower.
+    With a salience of A a channel of 2 bits errs by A^2, one of 4 by A^2 / 25, an exact one by nothing. A bit buys
+    12/25 A^2 at the lower threshold and A^2 / 300 at the upper one. It buys the same everywhere if the upper threshold
+    is 12 times the lower.
     """
 
     bits: float
@@ -224,7 +227,7 @@ class CalibratedTiers:
 
     @staticmethod
     def _mean(codec: MixKVQ, salience: Tensor) -> float:
-        """Bits a value of the codes; exact channels take 16."""
+        """Bits per value of the codes; exact channels take 16."""
         first, second = codec.bounds(salience)
         return 2 + (12 * float(first.double().mean()) + 2 * float(second.double().mean())) / codec.shape.dim
 

@@ -1,10 +1,10 @@
 """Training of residual codebooks: three trainers, one stage at a time, vectors held once and turned into residuals in
 place. Ranks share the vectors (training_vectors.py), and all have the codewords of rank 0.
 
-Letters: n vectors of dimension d, k codewords a stage. A codeword is W q, q a row of a frozen Gaussian codebook (SimVQ,
-Zhu et al. 2024), or free (k-means). Given which codeword each vector has, the best W needs no gradient: it solves W
-sum_j n_j q_j q_j' = sum_j s_j q_j', with n_j vectors of sum s_j at codeword j. VQKV has no encoder: nothing else is
-learned.
+Letters: n vectors of dimension d, k codewords per stage. A codeword is W q, q a row of a frozen Gaussian codebook
+(SimVQ, Zhu et al. 2024), or free (k-means). Given which codeword each vector has, the best W needs no gradient. With
+n_j vectors of sum s_j at codeword j, it solves W sum_j n_j q_j q_j' = sum_j s_j q_j'. VQKV has no encoder: nothing else
+is learned.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def second_moment(x: TrainingVectors, label: str) -> Tensor:
 
 def shrinkage(moment: Tensor, bits: float) -> tuple[Tensor, Tensor]:
     """Reverse water-filling of a Gaussian of this second moment at so many bits a vector: (directions (d, d) in
-    columns, variance of the best codewords along each (d,)). Directions below the water are left alone.
+    columns, variance of the best codewords along each (d,)). Directions below the water do not change.
     """
     value, vector = torch.linalg.eigh(moment.cpu())  # LAPACK: small, and the same on every run
     value = value.clamp_min(0)
@@ -190,11 +190,12 @@ class ClosedForm:
 
 
 class Adam:
-    """VQKV's loss (Eq. 4) with Adam. Without an encoder the term of gamma has no gradient and the first two have the
-    same: together (1 + beta) |x - W q|^2. Vectors are scaled to a mean square of 1, as the frozen rows are. W starts as
-    the closed form does: from the identity, codewords as long as the vectors, whose nearest one leaves more than the
-    vector itself (1.2 times its energy at 256 codewords in 64 dimensions), the first 600 steps of rate 1e-3 only
-    shorten it to 0.4.
+    """VQKV's loss (Eq. 4) with Adam.
+
+    Without an encoder the term of gamma has no gradient and the first two have the same: together (1 + beta) |x - W
+    q|^2. Vectors are scaled to a mean square of 1, as the frozen rows are. W starts as the closed form does. From the
+    identity, codewords would be as long as the vectors. The nearest one would leave more than the vector itself: 1.2
+    times its energy at 256 codewords in 64 dimensions. The first 600 steps of rate 1e-3 would only shorten it to 0.4.
     """
 
     def __init__(self, size: int, label: str, training: Training) -> None:

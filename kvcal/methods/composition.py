@@ -40,7 +40,7 @@ class LayerException:
 
 @dataclass(frozen=True)
 class _Names:
-    """Names of codecs of all layers. keys, values: but for exceptions; these are in the order given."""
+    """Names of codecs of all layers. keys, values: of layers without exceptions. exceptions: in the caller's order."""
 
     keys: str
     values: str

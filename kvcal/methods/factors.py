@@ -25,13 +25,14 @@ def channel_factor(largest: Tensor, exponent: float = 0.5) -> Tensor:
 
 
 def query_weight(squares: Tensor) -> Tensor:
-    """What a squared error of each key channel counts when a group's scale is searched (Uniform.weight): the mean
-    square of the queries that meet it, of the channel as it is rounded, behind its factor. squares (..., D), not
-    negative -> float16.
+    """What a squared error of each key channel counts when a group's scale is searched (Uniform.weight).
 
-    Not times the factor's square, which would make it the error of scores: an outlier channel's error hardly changes
-    from token to token, and a softmax does not see what all tokens share (docs/lab/methods.md, InnerQ). A channel
-    counts at least 1e-4 of its head's mean; in a head without queries all count alike.
+    It is the mean square of the queries that meet the channel as it is rounded, behind its factor. squares (..., D),
+    not negative -> float16.
+
+    It is not multiplied by the factor's square, which would make it the error of scores. An outlier channel's error
+    hardly changes from token to token, and a softmax does not see what all tokens share (docs/lab/methods.md, InnerQ).
+    A channel counts at least 1e-4 of its head's mean; in a head without queries all count alike.
     """
     mean = squares.double().mean(-1, keepdim=True)
     weight = torch.where(mean > 0, squares.double() / mean.clamp_min(1e-300), 1.0)

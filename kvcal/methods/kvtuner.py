@@ -154,9 +154,10 @@ def label(pair: Pair) -> str:
 
 
 def allocate(errors: Sequence[dict[Pair, float]], budget: int) -> list[Pair]:
-    """One pair a layer, its cost key bits plus value bits, so that the costs add up to at most `budget` and the errors
-    to the least possible: best[c] over the layers so far for each sum c. Of equal errors the cheaper, then the first
-    listed.
+    """Choose one pair per layer for the least sum of errors, its cost being key bits plus value bits.
+
+    The costs add up to at most `budget`. best[c] has the errors of the layers so far for each sum c. Of equal errors
+    the cheaper is taken, then the first listed.
     """
     best: dict[int, tuple[float, list[Pair]]] = {0: (0.0, [])}
     for layer in errors:

@@ -63,7 +63,7 @@ def fit_mlp(pairs: Pairs, gram: Gram, tokens: int, settings: MLPSettings, ranks:
 
 
 def _set_gradients(weights: dict[str, Tensor], x: Tensor, y: Tensor, ranks: Ranks) -> None:
-    """Set each weight's gradient of the mean squared error on a minibatch, found by parts of PART tokens."""
+    """Set each weight's gradient of the mean squared error on a minibatch, computed by parts of PART tokens."""
     inputs, targets = x.split(PART), y.split(PART)
 
     def gradient(part: int) -> Tensor:

@@ -99,7 +99,7 @@ class SharedGram:
 
     @property
     def names(self) -> list[str]:
-        """What `add` must be given."""
+        """The names that `add` needs."""
         return list(self._totals)
 
     def add(self, x: Mapping[str, Tensor]) -> None:
@@ -156,7 +156,7 @@ def fit_bias(gram: Gram) -> Predictor:
 
 
 def fit_reduced_rank(gram: Gram, ridge: float, rank: int) -> Predictor:
-    """Ridge solution projected on the leading directions of its own predictions (Reinsel and Velu 1998)."""
+    """Ridge solution projected on the leading directions of its predictions (Reinsel and Velu 1998)."""
     weight, _ = ridge_solution(gram, ridge)
     energy = weight.T @ gram.centred() @ weight
     basis = torch.linalg.eigh(energy).eigenvectors[:, -rank:]

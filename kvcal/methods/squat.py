@@ -2,8 +2,8 @@
 KIVI's.
 
 The paper needs no calibration. What is fitted here is a subspace per kv head, from queries on text, to be used instead
-of the row's own or next to it; and measured on held-out windows: how well subspaces hold unseen queries
-(Figures 2 and 6), and the error of attention logits, also over a grid of settings (Table 3).
+of the row's own or with it. On held-out windows it is measured how well subspaces hold unseen queries (Figures 2 and
+6). So is the error of attention logits, also over a grid of settings (Table 3).
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ def search_name(rank: int, strength: float) -> str:
 def window_subspaces(q: Tensor, shape: Shape, windows: Windows, name: str) -> Tensor:
     """What a cache that is fed these windows knows when it packs each block: (B, H, blocks, R, D) float32.
 
-    q (B, heads, T, D), windows without padding; the statistic is the cache's own.
+    q (B, heads, T, D), windows without padding; the statistic is the cache's.
     """
     plan = Ledger(windows).begin(q.shape[0], q.shape[2], None)
     subspaces = statistic(name, shape).observe(q, Prefixes(plan, windows, q.device))

@@ -71,7 +71,7 @@ def whole_window(x: Tensor, windows: Windows) -> Prefixes:
 class TrainingData:
     """One layer's keys or values on the training windows. predictor, inputs: what is taken off first; None: nothing.
 
-    windows, frame: of the scheme. Each pass computes q, k, v and the predictions again: nothing of a layer is kept.
+    windows, frame: of the scheme. Each pass computes q, k, v and the predictions again: nothing of a layer is stored.
     """
 
     layer: int
@@ -228,7 +228,7 @@ class Moments:
         return self.square / max(1, self.count) - mean[:, :, None] * mean[:, None], mean
 
     def centre(self) -> Tensor:
-        """Mean (H, D) of tokens by the weights of `attend`; of all tokens alike where no weight was given."""
+        """Mean (H, D) of tokens by the weights of `attend`; of all tokens alike where there is no weight."""
         mean = self.total / max(1, self.count)
         return torch.where(self.attention > 0, self.attended / self.attention.clamp_min(1e-300), mean)
 

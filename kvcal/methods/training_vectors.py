@@ -1,5 +1,7 @@
 """The vectors that codebooks are trained on, in fixed shards of their rows: what each rank holds, and what they sum up
-to, the same for any number of ranks (docs/scale.md).
+to.
+
+The sums are the same for any number of ranks (docs/scale.md).
 """
 
 from __future__ import annotations
@@ -190,7 +192,7 @@ def shared_nearest(x: Tensor, book: Tensor, ranks: Ranks) -> Tensor:
 
 
 def subtract(x: Tensor, book: Tensor, ranks: Ranks = ALONE) -> int:
-    """Residuals in place of vectors x (n, d), which every rank has: each less its nearest codeword; how many codewords
+    """Residuals written over vectors x (n, d), which every rank has: each less its nearest codeword; how many codewords
     were used.
     """
     return int(_subtract(x, book, ranks).sum())

@@ -1,15 +1,16 @@
 """Transform coding of what a cache stores: directions by query-weighted energy, bits by reverse water-filling.
 
-What of the papers is in it: like SQuat it minimises the error of scores, q . (k - k̂), not of keys; like MixKVQ it
-gives more bits to what matters more, but to directions rather than channels, chosen once on calibration text; grids and
-the token's norm are HIGGS's. Under AQUA-KV's predictors it codes their residuals. None of the papers has this
-combination.
+Like SQuat it minimises the error of scores, q . (k - k̂), not of keys. Like MixKVQ it gives more bits to what matters
+more, but to directions rather than channels, chosen once on calibration text. Grids and the token's norm are HIGGS's.
+Under AQUA-KV's predictors it codes their residuals. None of the papers has this combination.
 
-With S the second moment of what is stored about a centre, which is taken off, and W the second moment of what it will
-be multiplied by (the queries of the kv head's group; for values the rows of the output projection), the expected
-squared error of scores is tr(W E), E the error's second moment. In coordinates U' W^1/2 (x - centre), U the
-eigenvectors of W^1/2 S W^1/2, it is the sum of the coordinates' errors, each its energy times the grid's MSE. Bits go
-where they lower the sum most; a bit more lowers an MSE by less and less, so the greedy choice is best.
+Let S be the second moment of what is stored about a centre, which is taken off. Let W be the second moment of what it
+will be multiplied by: the queries of the kv head's group; for values the rows of the output projection. The expected
+squared error of scores is tr(W E), E the error's second moment.
+
+The coordinates are U' W^1/2 (x - centre), U the eigenvectors of W^1/2 S W^1/2. In them the error is the sum of the
+coordinates' errors, each its energy times the grid's MSE. Bits go where they lower the sum most. A bit more lowers an
+MSE by less and less, so the greedy choice is best.
 
 A token's error grows with its distance from the centre. The centre is therefore not the mean of all tokens, but the
 mean by the squares of the attention that they get. Some tokens get most of it, such as a text's first "the", and their
@@ -17,9 +18,10 @@ values are near 0. About the mean of all tokens they had the error of a vector o
 
 A coordinate has 4 bits at most, and a grid ends at about 3.4 deviations. So the error of the greatest coordinates would
 not fall with more bits, and their outliers would be cut. The n coordinates of 4 bits are therefore mixed by a rotation,
-divided by the fourth root of their variance before: of all divisors f, whose error is the sum of f^2 times the mean of
-variance / f^2, these are best (Cauchy-Schwarz): (sum of deviations)^2 / n in place of the sum of variances. No grid's
-end is then met by one coordinate alone. Those of fewer bits are of nearly one variance, and stay as they are.
+divided before by the fourth root of their variance. With divisors f the error is the sum of f^2 times the mean of
+variance / f^2, and these divisors are best (Cauchy-Schwarz). They give (sum of deviations)^2 / n instead of the sum of
+variances. No grid's end is then met by one coordinate alone. Those of fewer bits are of nearly one variance, and stay
+unmixed.
 """
 
 from __future__ import annotations

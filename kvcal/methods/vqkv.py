@@ -68,14 +68,15 @@ def default_sizes(parameters: int) -> str:
 
 @dataclass(frozen=True)
 class VQKV:
-    """VQKV: residual vector quantisation of keys and values. stages, sizes: (values, low band, high band). high:
-    dimensions of the high band; 0: one band, and the high band's numbers are not used. shared: one set of codebooks for
-    all layers, as the paper has it, else one a layer.
+    """VQKV: residual vector quantisation of keys and values.
 
-    scale: in which units vectors are quantised: as they are ("none", the paper's), divided by the root mean square of
-    their layer and head ("head") or channel ("channel"), or keys times that of the queries they will meet, so that the
-    error of a score is what is minimised ("query"; values then as "head"). split: dimensions are ranked by squared
-    error over their own energy ("relative") or as such ("absolute").
+    stages, sizes: (values, low band, high band). high: dimensions of the high band; 0: one band, and the high band's
+    numbers are not used. shared: one set of codebooks for all layers, as the paper has it, else one per layer.
+
+    scale: in which units vectors are quantised. "none", the paper's: unscaled. "head", "channel": divided by the root
+    mean square of their layer and head or channel. "query": keys times that of the queries they will meet, so that the
+    error of a score is what is minimised; values then as "head". split: dimensions are ranked by squared error over
+    their own energy ("relative") or by the error alone ("absolute").
     """
 
     name: ClassVar[str] = "vqkv"

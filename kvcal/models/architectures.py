@@ -1,4 +1,4 @@
-"""The config.json of each architecture in the catalogue, made from the numbers in which its models differ.
+"""The config.json of each architecture in the catalogue, from the numbers in which its models differ.
 
 The keyword arguments are those of the public config.json of each hub id, under the names that Transformers 5 gives
 them (`rope_parameters` instead of `rope_theta` and `rope_scaling`).
@@ -120,7 +120,7 @@ def mistral_v03() -> dict[str, Json]:
         max_position_embeddings=32768,
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
-        sliding_window=None,  # v0.3 attends to everything; MistralConfig's own default is 4096
+        sliding_window=None,  # v0.3 attends to everything; MistralConfig's default is 4096
         rope_parameters=_rope(1000000.0),
         bos_token_id=1,
         eos_token_id=2,

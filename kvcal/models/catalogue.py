@@ -54,7 +54,7 @@ class ModelEntry:
 
     @property
     def presets(self) -> dict[str, dict[str, int]]:
-        """method -> settings: the papers' own, as far as this geometry admits them."""
+        """method -> settings: the papers', as far as this geometry admits them."""
         base = paper_presets(self.geometry)
         return {method: {**settings, **self.overrides.get(method, {})} for method, settings in base.items()}
 

@@ -110,7 +110,7 @@ def _object(source: ModelSource, path: Path) -> dict[str, Json]:
 
 
 def check_config(source: ModelSource, *, random_weights: bool = False) -> None:
-    """Raises ModelUnavailable or UnsupportedModel for a config that no model can be made of; reads config.json at most.
+    """Raises ModelUnavailable or UnsupportedModel for a config that builds no model; reads config.json at most.
 
     Comes before tokenizer and text: Transformers reads config.json for a tokenizer, too, and would blame the tokenizer.
     """

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make which parameters of a model: Transformers' own renaming and conversion, name by
+"""Which tensors of a checkpoint make which parameters of a model: Transformers' renaming and conversion, name by
 name.
 
 Checkpoints on the hub are often older than the code that reads them: Mixtral's hold one tensor for each expert, its
@@ -29,7 +29,7 @@ Read = Callable[[str], Tensor]  # the name of a tensor in the checkpoint -> the 
 
 @dataclass
 class Origin:
-    """What parameters are made of. parts: (source pattern, tensor's name) in order. first: the parameter that
+    """Which tensors become a parameter. parts: (source pattern, tensor's name) in order. first: the parameter that
     Transformers files them under. converter: None where the only part is the parameter.
     """
 
@@ -91,7 +91,7 @@ class Origins:
         expected = self._model.state_dict().keys()
         tied: Mapping[str, str] = getattr(self._model, "all_tied_weights_keys", None) or {}
         tied_names = tied.keys() | {first for name, first in tied.items() if name in self}
-        report: Any = SimpleNamespace(  # what Transformers' own method reads of its report
+        report: Any = SimpleNamespace(  # what Transformers' method reads of its report
             missing_keys=expected - self._of.keys() - tied_names, unexpected_keys=self._of.keys() - expected
         )
         self._model._adjust_missing_and_unexpected_keys(report)
@@ -112,7 +112,7 @@ class Origins:
         converted: dict[str, Tensor] = {}
         for name, parameter in expected.items():
             if name not in self:
-                continue  # the load itself says which are missing: some are made of others
+                continue  # the load itself says which are missing: some are computed from others
             origin = self[name]
             if name not in converted:
                 try:

@@ -102,7 +102,7 @@ def _filled(
     if spread.tp_plan is None:
         return model
     whole: Any = model
-    whole.should_save_on_this_rank = lambda is_main_process: True  # each process reads a folder of its own
+    whole.should_save_on_this_rank = lambda is_main_process: True  # each process reads another folder
     with tempfile.TemporaryDirectory(prefix="kvcal-tp-") as folder:  # from_pretrained alone makes the parts
         with _silent_loading():
             whole.save_pretrained(folder)
@@ -129,7 +129,7 @@ def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device, s
     config = load_config(source)
     folder = weights_folder(source)
     quantised = getattr(config, "quantization_config", None) is not None
-    if not quantised:  # whose tensors have shapes of their own
+    if not quantised:  # whose tensors have other shapes
         weights.check_shapes(source.label, folder / weights_index(source).name, structure.empty_model(config, dtype))
     return _from_folder(source, folder, config, dtype, device, spread)
 

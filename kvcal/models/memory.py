@@ -69,7 +69,7 @@ def _group_bytes() -> Iterator[int]:
         try:
             most, now = (int((folder / name).read_text()) for name in (limit, used))
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # no such group where a container sees its own only; "max" is no limit
+        except (OSError, ValueError):  # no such group where a container sees only its group; "max" is no limit
             continue
         yield max(0, most - now + int(stat.get(stale, 0)))
 

@@ -1,4 +1,4 @@
-"""Silence of the Hugging Face libraries, whose errors kvcal says in one line of its own."""
+"""Silence of the Hugging Face libraries, whose errors kvcal reports in one line."""
 
 from __future__ import annotations
 

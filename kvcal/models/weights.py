@@ -53,7 +53,7 @@ class FileWeights:
         self.shard_of = shard_map(label, index)
         self._model, self._origins = model, Origins(model, self.shard_of)
         self._origins.check_names(label)
-        self._ready: dict[str, Tensor] = {}  # made together with what was asked for
+        self._ready: dict[str, Tensor] = {}  # computed together with what was asked for
         self._open: dict[tuple[str, str], safe_open] = {}
 
     def get(self, name: str, like: Tensor, device: torch.device) -> Tensor:

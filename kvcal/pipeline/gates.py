@@ -1,4 +1,4 @@
-"""Quality gates: limits, what was seen, which layer is to blame; as lines, JUnit XML and Markdown."""
+"""Quality gates: limits, what was measured, which layer is to blame; as lines, JUnit XML and Markdown."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def report(checks: Sequence[Check], junit: Path | None, summary: Path | None) ->
 
 
 def _append(path: Path, text: str) -> None:
-    """Append text on a line of its own, whatever stands before it."""
+    """Append text on a new line, whatever stands before it."""
     content = read_bytes(path) if path.exists() else b""
     with path.open("ab") as file:
         file.write((b"" if content.endswith(b"\n") or not content else b"\n") + text.encode())

@@ -1,4 +1,4 @@
-"""What a bundle is made of, stated by content: its model, text, settings and the code; and what of it changed since."""
+"""What a bundle depends on, stated by content: its model, text, settings and the code; and what of it changed since."""
 
 from __future__ import annotations
 

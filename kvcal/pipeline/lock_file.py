@@ -1,4 +1,4 @@
-"""The lock file of `kvcal build`: what each bundle was made of, so that only what changed is made again."""
+"""The lock file of `kvcal build`: what each bundle depends on, so that only what changed is built again."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Spec:
-    """How an option is typed. flags: as --model and -m, by default made of the name. at_least, at_most: of numbers.
+    """How an option is typed. flags: as --model and -m, by default from the name. at_least, at_most: of numbers.
 
     argument: has a place instead of a name. panel: its heading in the help, where not that of its group. one_of: all
     that it may be. The shell completes it with these, with `words`, and with all `names` of a kind: model, preset,
@@ -53,24 +53,24 @@ def option(
 
 
 def flag(help: str, panel: str | None = None) -> bool:
-    """A field that is off unless --NAME is given."""
+    """A field that only --NAME turns on."""
     return field(default=False, metadata={"option": Spec(help, only_on=True, panel=panel)})
 
 
 def argument(default: T, help: str, names: tuple[str, ...] = (), words: tuple[str, ...] = ()) -> T:
-    """A field that has a place on the command line and may be left out."""
+    """A field that has a place on the command line and may be absent."""
     return field(default=default, metadata={"option": Spec(help, argument=True, names=names, words=words)})
 
 
 def required(kind: type[T], help: str, *flags: str) -> T:
-    """A field of type `kind` that must be given: an option with flags, a place on the command line without."""
+    """A required field of type `kind`: an option with flags, a place on the command line without."""
     value: T = field(metadata={"option": Spec(help, flags, argument=not flags)})
     return value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What every command takes. panel: the heading of a class's own options in the help."""
+    """What every command takes. panel: the heading of the class's options in the help."""
 
     panel: ClassVar[str] = "Output"
 

@@ -93,7 +93,7 @@ def rates(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _hidden(row: BenchRow) -> bool:
-    """A backend of torch that does not run here: said in --json, no line of a table."""
+    """A backend of torch that does not run here: in --json, but no line of a table."""
     return row["operation"] == "decode-attention" and row["microseconds"] is None and not row["projected"]
 
 

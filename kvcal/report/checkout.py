@@ -1,4 +1,4 @@
-"""Which commit of kvcal runs, where it is run from a git checkout of its own."""
+"""Which commit of kvcal runs, where it runs from a git checkout."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-COLOURS = {  # a word of a scheme's name -> colour; the first that is found counts
+COLOURS = {  # a word of a scheme's name -> colour; the first match counts
     "transform": "#882255",
     "aqua": "#0072b2",
     "fp16": "#222222",

@@ -33,7 +33,7 @@ def png(figure: Figure, dpi: int) -> bytes:
 def as_file(figure: Figure, path: Path, dpi: int = 150) -> bytes:
     """The figure in the format of the path's suffix, one of SUFFIXES; the same numbers give the same bytes.
 
-    dpi: dots per inch, of a PNG alone. Text of an SVG stays text, in the reader's own font.
+    dpi: dots per inch, of a PNG alone. Text of an SVG stays text, in the reader's font.
     """
     import matplotlib as mpl
 

@@ -28,7 +28,7 @@ class Markdown(str):
 
 
 def markdown(text: object) -> Markdown:
-    """Text as Markdown that shows exactly it, in one line. What is `Markdown` already stays as it is."""
+    """Text as Markdown that shows exactly it, in one line. What is `Markdown` already does not change."""
     if isinstance(text, Markdown):
         return text
     plain = "".join(ENTITIES.get(one, one) for one in shown(text))

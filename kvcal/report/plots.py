@@ -84,7 +84,7 @@ def plot_quality(rows: list[dict[str, Any]], title: str, path: Path, cost: Cost 
 
 
 def _quality_axis(rows: list[dict[str, Any]], places: list[float], bars: list[Bar], label: str) -> Axes:
-    """Axes of a figure of their own with the front, bars and dots of rows at these places."""
+    """Axes of a separate figure with the front, bars and dots of rows at these places."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained", dpi=100)

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 T = TypeVar("T")
-Advance = Callable[..., None]  # advance(steps=1, total=None); total: where it is known only now
+Advance = Callable[..., None]  # advance(steps=1, total=None); total: where it shows only now
 
 SECONDS_BETWEEN_LINES = 30.0
-LEAST_SECONDS_ESTIMATED = 5.0  # less is not said
+LEAST_SECONDS_ESTIMATED = 5.0  # less is not printed
 LEAST_SECONDS_REPORTED = 10.0  # what took longer ends with a line
 
 _bars: Progress | None = None  # a terminal has one live display: the outermost progress owns it

@@ -1,4 +1,4 @@
-"""Reading provenance and metrics of a bundle, which may hold any JSON: what is of another type is said, not raised."""
+"""Reading provenance and metrics of a bundle, which may be any JSON: another type is reported, not raised."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS: dict[type, str] = {
     dict: "a table",
     type(None): "nothing",
 }
-DEEPEST = 64  # tables and lists within each other; ours have 12, and Python's own limit is near 1000 calls
+DEEPEST = 64  # tables and lists within each other; ours have 12, and Python's limit is near 1000 calls
 
 Kind = TypeVar("Kind")
 

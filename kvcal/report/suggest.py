@@ -1,4 +1,4 @@
-"""What to say to a name that is none of the known ones."""
+"""What to answer to a name that does not exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.presets import AUTO_BITS
 
-FEW = 8  # so many names are read at a glance; of more the nearest are said, and the command that lists them
+FEW = 8  # so many names are read at a glance; of more the nearest are named, and the command that lists them
 SUGGESTIONS = 3
 
 

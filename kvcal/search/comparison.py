@@ -61,13 +61,13 @@ def _cost(row: Mapping[str, object], cost: str) -> float:
 
 
 def best(rows: Iterable[Row], max_bits: float, quality: str = "kl") -> Row | None:
-    """The row of least error at no more than `max_bits` stored bits per value."""
+    """The row of least error at `max_bits` stored bits per value or fewer."""
     fitting = [row for row in rows if within(row, max_bits)]
     return min(fitting, key=lambda row: (figure(row, quality), figure(row, "bits_per_value")), default=None)
 
 
 def within(row: Mapping[str, object], max_bits: float) -> bool:
-    """Whether a row stores no more than `max_bits` bits per value; not where it packed nothing."""
+    """Whether a row stores at most `max_bits` bits per value; not where it packed nothing."""
     bits = _stored_bits(row)
     return bits is not None and bits <= max_bits
 

@@ -1,9 +1,9 @@
-"""Groups of kv heads as places of their own in a search of bits by layer (sensitivity.py).
+"""Groups of kv heads as separate places in a search of bits by layer (sensitivity.py).
 
-Each codec is measured for each group alone, all other heads and layers exact. What a layer's side may then be stored in
-is every assignment of codecs to its groups that no other beats in both bytes and KL, the KL of a side being the sum of
-those of its groups. Such an assignment has the name of a codec by kv head ("1xhiggs-4+2xhiggs-2"), so that a knapsack
-over sides, `--per-layer` and bundles need nothing new.
+Each codec is measured for each group alone, all other heads and layers exact. The KL of a side is the sum of those of
+its groups. A layer's side may then be stored in every assignment of codecs to its groups that no other beats in both
+bytes and KL. Such an assignment has the name of a codec by kv head ("1xhiggs-4+2xhiggs-2"), so that a knapsack over
+sides, `--per-layer` and bundles need nothing new.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Assigned:
 
 
 def name_of(parts: Sequence[tuple[int, str]]) -> str:
-    """The name of the codec that stores so many heads in each of these, from head 0 on; of one part its own."""
+    """The name of the codec that stores so many heads in each of these, from head 0 on; of one part that part's."""
     return NEXT.join(f"{heads}x{codec}" for heads, codec in parts) if len(parts) > 1 else parts[0][1]
 
 

@@ -1,10 +1,10 @@
 """Codecs by layer and side for the least KL under a budget of stored bits.
 
-First each codec alone: the forward KL of the model with one layer's keys, or values, in that codec and all else exact
-(kvcal.calibrate.forecast). Then the assignment with the least sum of these under the budget (knapsack.py). The sum
-leaves out how errors add up, so the assignment is measured whole, through the cache and on held-out windows, next to
-every pair of one codec for all keys and one for all values that fits the budget: the best of all is taken. Codecs
-need no data, or are fitted under predictors (predicted_codecs.py).
+First each codec alone is measured: the forward KL of the model with one layer's keys, or values, in that codec and all
+else exact (kvcal.calibrate.forecast). Then comes the assignment with the least sum of these under the budget
+(knapsack.py). The sum leaves out how errors add up, so the assignment is measured whole, through the cache and on
+held-out windows. Next to it stands every pair of one codec for all keys and one for all values that fits the budget.
+The best of all is taken. Codecs need no data, or are fitted under predictors (predicted_codecs.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Place = tuple[int, Role]
 
 
 class Store(Protocol):
-    """Where measured sensitivities are kept for a run that goes on."""
+    """Where measured sensitivities are stored for a run that goes on."""
 
     def read(self, name: str) -> object:
         """The value of that name; None where there is none."""
@@ -179,8 +179,9 @@ def kls_alone(
     store: Store,
     ranks: Ranks,
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Each label, and the KL of each of its schemes by codec, at most WORST: as rank 0 has it in `store` under the
-    label, else measured by one rank and kept.
+    """Each label, and the KL of each of its schemes by codec, at most WORST.
+
+    What rank 0 has in `store` under the label is taken; the others are measured by one rank, and stored.
     """
     stored = ranks.agree({label: kls for label in labels if (kls := _stored(store.read(label), codecs)) is not None})
 

@@ -1,8 +1,9 @@
 """MixKVQ's thresholds (Appendix C of the paper): two objectives, a Pareto front, the best point under a bit limit; then
 a fit.
 
-What is searched: tau_low and tau_high, jointly. What is minimised: the stored bits of a value (with scales, minima and
-indices), and a loss: error of attention outputs, perplexity through the cache, or what is missing from a task's score.
+What is searched: tau_low and tau_high, jointly. What is minimised: the stored bits of a value, with scales, minima and
+indices, and a loss. The loss is the error of attention outputs, perplexity through the cache, or what is missing from a
+task's score.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class AttentionError:
     """Mean over layers of the relative squared error of attention outputs, from the keys and values of these windows.
 
     The model runs once; q, k, v of all layers stay in memory, on the device or (where="cpu") the host. ranks: the
-    processes that share the windows; each keeps those of its own, and calls this with the same methods.
+    processes that share the windows; each holds its share, and calls this with the same methods.
     """
 
     label, maximise = "error of attention outputs", False
@@ -217,7 +218,7 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Where a search for this output alone is kept until it is done."""
+        """Where a search for this output alone is stored until it is done."""
         return self.output.parent / f".{self.output.name}.search"
 
 
@@ -282,7 +283,7 @@ def tune(
 
 
 class _Step(NamedTuple):
-    """What rank 0 tells the others: a trial's parameters, or, when the search is over, what it found."""
+    """What rank 0 sends to the others: a trial's parameters, or, when the search is over, its result."""
 
     parameters: dict[str, float]
     points: SearchResult | None = None

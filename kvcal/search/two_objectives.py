@@ -1,10 +1,9 @@
-"""Two-objective search by Optuna's TPE whose points do not depend on who asked, how often it was killed, or on random
-state.
+"""Two-objective search by Optuna's TPE whose points are always the same.
 
-Point number i of a search is a pure function of (seed, i, the points before it): a fresh sampler each time, told the
-finished points. An Optuna storage only says who works on what; so one worker gives the same points whether or not it
-was killed in between, and several workers share a study, each point claimed by the order of trial numbers, which the
-storage makes unique.
+They do not depend on who asked, on how often the search was killed, or on random state. Point number i is a pure
+function of (seed, i, the points before it): a fresh sampler each time, given the finished points. An Optuna storage
+only records who works on what, so one worker gives the same points whether or not it was killed in between. Several
+workers share a study. Each point is claimed by the order of trial numbers, which the storage makes unique.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ POLL = 0.5  # seconds between looks at the storage while others finish
 
 @dataclass(frozen=True)
 class Point:
-    """One finished trial. quality: lower or higher is better, as the search was told; cost: lower is."""
+    """One finished trial. quality: lower or higher is better, as the search's direction says; cost: lower is."""
 
     parameters: dict[str, float]
     quality: float
@@ -112,7 +111,7 @@ def search(
 
 
 class _Surplus(Exception):
-    """Not an error: a trial that began while others made up the number."""
+    """Not an error: a trial that began while others completed the number."""
 
 
 class _Worker:
@@ -133,7 +132,7 @@ class _Worker:
         self.study, self.engine, self.storage = study, engine, storage
         self.evaluate, self.space = evaluate, space
         self.trials, self.seed, self.maximise = trials, seed, maximise
-        self.nameless: dict[int, float] = {}  # running trials whose worker did not even leave its name: since when seen
+        self.nameless: dict[int, float] = {}  # running trials whose worker did not record its name: since when
         self.study.sampler = _sampler(self)
 
     def complete(self) -> list[FrozenTrial]:
@@ -160,7 +159,7 @@ class _Worker:
                 time.sleep(POLL)
 
     def _one(self) -> None:
-        """Run one trial. If another worker took it for dead meanwhile, its result is not wanted any more."""
+        """Run one trial. If another worker took it for dead meanwhile, its result no longer counts."""
         from optuna.trial import TrialState
 
         with warnings.catch_warnings():

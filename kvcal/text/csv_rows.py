@@ -23,7 +23,7 @@ HEADED = "name one with --column; where the first line is no header, put one wit
 def _other_separator(path: Path, line: str, separator: str, column: str | None, alone: bool) -> TextError | None:
     """What to say where a first line that names no text column has names between other separators; None where not.
 
-    alone: whether the line is one field, or none, by the file's own separator.
+    alone: whether the line is one field, or none, by the file's separator.
     """
     for other, what in SEPARATORS.items():
         with suppress(csv.Error):

@@ -224,7 +224,7 @@ class Picker:
 
 def _whole_chat(texts: dict[str, str], chats: dict[str, Chat]) -> Chat:
     """The messages of a row's columns, one after another. A chosen answer may begin with its prompt; a system prompt
-    goes before a chat that has none of its own.
+    goes before a chat that has none.
     """
     first, *others = chats.values()
     prompt = texts.get("prompt")

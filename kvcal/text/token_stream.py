@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PIECE = 1 << 18  # characters tokenised as one: small enough that a batch of them runs in parallel
 BATCH = 16  # pieces a call
 
-Progress = Callable[[int, int], None]  # tokens so far, tokens wanted
+Progress = Callable[[int, int], None]  # tokens so far, tokens needed
 
 
 class TokenReader:
@@ -105,7 +105,7 @@ def _encoded(piece: str, label: str) -> bytes:
 
 
 def _bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """[BOS] where the tokenizer puts it before a text of its own accord, else nothing."""
+    """[BOS] where the tokenizer puts it before a text by default, else nothing."""
     with_special = tokenizer("a", verbose=False)["input_ids"]
     plain = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
     starts = len(with_special) > len(plain) and with_special[0] == tokenizer.bos_token_id

@@ -1,4 +1,4 @@
-"""Token windows of a text: which tokens a method is calibrated on, and which are held out or evaluated.
+"""Token windows of a text: the tokens that a method is calibrated on, and those held out or evaluated.
 
 The token stream of a source (token_stream.py) is cut into slots of one window each, none overlapping another.
 Calibration takes its held-out windows from the last slots and its training windows from the others, both by
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Evaluation takes the text from its start, and a piece's last token may differ from that of the whole text:
 # up to this size (WikiText-2's test set has 1.3 M characters) there is one piece and no seam.
 WHOLE = 1 << 21
-POOL = 2  # slots read for each window wanted, so that the seed has a choice
+POOL = 2  # slots read per window, so that the seed has a choice
 
 Say = Callable[[str], None]
 
@@ -73,10 +73,10 @@ def token_windows(
     progress: Progress | None = None,
     say: Say | None = None,
 ) -> Windows:
-    """`windows` windows of `length` tokens; `holdout` of them are held out, from a part of their own.
+    """`windows` windows of `length` tokens; `holdout` of them are held out, from another part of the text.
 
     Reads at most POOL slots for each window (a large text from its start) and chooses among them by `seed`.
-    say: told which files of a folder and which rows have been left out.
+    say: called with which files of a folder and which rows are skipped.
     """
     _check_counts(windows, length, holdout)
     source = resolve_text(text, column=column) if isinstance(text, str) else text
@@ -113,7 +113,7 @@ def evaluation_windows(
 ) -> EvaluationWindows:
     """Cut at most `windows` consecutive windows from the start (None: all there are); a short rest is cut off.
 
-    say: told which files of a folder and which rows have been left out.
+    say: called with which files of a folder and which rows are skipped.
     """
     _check_counts(1 if windows is None else windows, length, 0)
     source = resolve_text(text, column=column) if isinstance(text, str) else text
@@ -179,7 +179,7 @@ def _choose(slots: int, train: int, holdout: int, seed: int) -> tuple[Tensor, Te
 
 
 def _tell(source: TextSource, reader: TokenReader, say: Say | None) -> None:
-    """What was left out, a line each."""
+    """What was skipped, a line each."""
     if say is None:
         return
     if (line := omitted_note(source)) is not None:

@@ -98,7 +98,7 @@ class _Xz(io.RawIOBase):
 
 
 def decoded(path: Path) -> Iterator[str]:
-    """The text of a file, strictly UTF-8, every line end made \\n, a byte order mark dropped."""
+    """The text of a file, strictly UTF-8, every line end as \\n, a byte order mark dropped."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")("strict")
     lines = io.IncrementalNewlineDecoder(decoder, translate=True)
     packed = path.suffix.lower() in PACKED

@@ -1,7 +1,7 @@
 """vLLM's attention backend over pages of packed keys and values: classes that vLLM makes, and nothing that computes.
 
 This is the backend of a CPU, and what it shares with that of GPUs (gpu.backend). It is registered as CUSTOM and instead
-of CPU_ATTN, as which vLLM takes it on a CPU. Where nobody asked for kvcal it is vLLM's own.
+of CPU_ATTN, as which vLLM takes it on a CPU. Where nobody asked for kvcal it is vLLM's backend.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger("vllm.kvcal")  # below vLLM's own, whose level and fo
 
 
 def active(config: VllmConfig) -> Settings | None:
-    """What the user asked for; None where the engine is vLLM's own.
+    """What the user asked for; None where the engine runs vLLM's backend.
 
     Raises UsageError where only one of the backend and the bundle was asked for.
     """
@@ -57,7 +57,7 @@ def active(config: VllmConfig) -> Settings | None:
 
 
 def plan_of(config: VllmConfig, gpu: bool = False) -> Plan:
-    """The plan of an engine that asked for kvcal, made and logged once for each set of settings and model. gpu: whether
+    """The plan of an engine that asked for kvcal, computed and logged once per set of settings and model. gpu: whether
     kvcal's kernels serve it, on a CUDA GPU.
     """
     asked = active(config)
@@ -136,7 +136,7 @@ def _check_engine(config: VllmConfig) -> None:
 class KVCalBackend(CPUAttentionBackend):
     """vLLM's CPU backend, with kvcal's pages where a bundle was asked for."""
 
-    _served: ClassVar[Plan | None] = None  # of the engine that was made last in this process
+    _served: ClassVar[Plan | None] = None  # of the newest engine in this process
 
     @classmethod
     def get_impl_cls(cls) -> Any:
@@ -175,7 +175,7 @@ def log_refusal(error: KVCalError) -> None:
 def size_each_layer() -> None:
     """Wrap vLLM's `Attention.get_kv_cache_spec`, once, for bundles whose layers take unlike bytes.
 
-    `customize_spec`, which does for all others, is not told the layer.
+    `customize_spec`, which does so for all others, does not get the layer.
     """
     stock = Attention.get_kv_cache_spec
     if hasattr(stock, "__wrapped__"):

@@ -20,7 +20,7 @@ from .settings import Settings
 from .weights import key_probes
 
 MOST_QUERIES = 16  # of a request's step that the decode kernel takes
-EXACT_BITS = 16  # of a number in vLLM's own cache of float16 or bfloat16
+EXACT_BITS = 16  # of a number in vLLM's cache of float16 or bfloat16
 
 
 @dataclass(frozen=True)

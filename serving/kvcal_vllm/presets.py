@@ -1,6 +1,6 @@
 """Data-free presets that pages can hold, by the names that `kvcal eval --preset` has for them.
 
-Their codecs are those of kvcal_artifacts.presets; exact tokens are vLLM's own business (tails.py).
+Their codecs are those of kvcal_artifacts.presets; exact tokens are vLLM's business (tails.py).
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class BlockSide:
 
 
 class CodesSide(BlockSide):
-    """Residual codes (VQKV), packed along a block's tokens: every token has bits of its own."""
+    """Residual codes (VQKV), packed along a block's tokens: every token has separate bits."""
 
     def __init__(self, codec: Codec) -> None:
         super().__init__(codec)

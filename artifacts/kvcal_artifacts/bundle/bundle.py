@@ -28,7 +28,7 @@ COUNTED_BY_CODES = frozenset({"kvtuner"})  # methods whose papers count bits wit
 
 @dataclass
 class Bundle:
-    """A scheme with what it was made for and how. `scheme` tensors are shared by all caches made from one bundle."""
+    """A scheme, the model it is for, and how it was fitted. All caches of a bundle share the tensors of `scheme`."""
 
     fingerprint: Fingerprint
     scheme: Scheme

@@ -1,4 +1,4 @@
-"""Which model a bundle was made for: its shape, its RoPE, its config, and some of its key weights."""
+"""Which model a bundle is for: its shape, its RoPE, its config, and some of its key weights."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ _CODEC = Table(
 
 
 class _Settings:
-    """Settings of a version that is known, and none that its list lacks."""
+    """Settings of a version that this code reads, and none that its list lacks."""
 
     def check(self, value: object, what: str) -> None:
         Table({"version": Whole(1, VERSION), "fields": Free()}).check(value, what)

@@ -53,7 +53,7 @@ class KVCalCache(Cache):
     by the kernel's reference in torch. max_length: columns that a row can have. Layers that take the kernel then have
     all their storage from the first call on. Their decode steps of up to 16 tokens work under a CUDA graph and
     generate()'s compiled forward (`is_compileable`). require_kernels: raises errors.KernelsUnavailable unless every
-    compressed layer takes the kernel, or another decodes it: here where that is known, else when the first keys come.
+    compressed layer takes the kernel, or another decodes it: here, or when the first keys come if these decide it.
     """
 
     layers: list[AnyLayer]
@@ -138,7 +138,7 @@ class KVCalCache(Cache):
 
     @property
     def processes(self) -> int:
-        """How many processes of a tensor-parallel model store as much as this one, of other kv heads, with its own."""
+        """How many processes of a tensor-parallel model store as much as this one, each its kv heads; with this one."""
         return 1 if self.head_shard is None or self.why_all_heads is not None else self.head_shard.count
 
     def of_all_heads(self, x: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class KVCalCache(Cache):
         return self.forward.on_device
 
     def settle(self) -> None:
-        """Update the host about the steps that the device did by itself."""
+        """Bring the host's ledger up to date with the steps that the device did by itself."""
         if hf.capturing() or torch.compiler.is_compiling():
             return
         if self.offloading_layers:
@@ -195,7 +195,7 @@ class KVCalCache(Cache):
         return self._contents
 
     def note_decoded(self, layer: LayerProtocol, why: str) -> None:
-        """Count a step that a kernel had to leave to the model's own attention. The first such layer counts for all."""
+        """Count a step that fell back from a kernel to the model's attention. The first such layer counts for all."""
         if next(one for one in self.compressed_layers if one.paths.refused is None).index == layer.index:
             counts = self.record.decoded_steps
             counts[why] = counts.get(why, 0) + 1
@@ -289,7 +289,7 @@ class KVCalCache(Cache):
         self.evicting_ledger.add(mass)
 
     def plan_for(self, layer: LayerProtocol, keys: Tensor) -> Plan:
-        """The current forward's plan, made when its first layer comes, on the device of the keys."""
+        """The current forward's plan on the device of the keys; the call's first layer makes it."""
         return planning.plan_of(self, layer, keys.shape[0], keys.shape[2], keys.device)
 
     def rope(self, columns: slice, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -309,7 +309,7 @@ class KVCalCache(Cache):
 
     @property
     def uneven(self) -> str | None:
-        """Why no kernel rotates the keys that are stored before RoPE; None if one does, as far as is known."""
+        """Why no kernel rotates the keys that are stored before RoPE; None if one does, as far as measured."""
         return self.stored_rope.why_uneven(self.full_ledger)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -317,7 +317,7 @@ class KVCalCache(Cache):
         cropping.crop(self, int(tokens_to_remove))  # assisted decoding of Transformers 5.17 counts in tensors
 
     def leave_forward(self) -> None:
-        """Forget what the last call was told, as tokens come or go otherwise than by a call."""
+        """Drop the last call's Forward, as tokens come or go otherwise than by a call."""
         self.forward = Forward(self.scheme, self.model, custom_mask=self.forward.custom_mask)
         self.mask_history.forget()
 
@@ -410,7 +410,7 @@ class KVCalCache(Cache):
         return self.nbytes("packed") * 8 / values if values else float("nan")
 
     def paper_bits(self) -> float:
-        """Bits per value as the methods' own papers count them; of the packed blocks where their sizes differ."""
+        """Bits per value as the methods' papers count them; of the packed blocks where their sizes differ."""
         if not self.scheme.ragged:
             return self.scheme.paper_bits()
         self.settle()

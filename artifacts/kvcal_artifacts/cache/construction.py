@@ -70,7 +70,7 @@ def asks_queries(pair: LayerCodecs) -> bool:
 
 
 def require_kernels(cache: WholeCache) -> None:
-    """Raises KernelsUnavailable where a layer, as far as it can be known before keys come, takes no kernel."""
+    """Raises KernelsUnavailable where a layer takes no kernel, as far as its weights tell before keys come."""
     paths = [(layer.index, layer.paths) for layer in cache.compressed_layers]
     choose.require([(index, path.refused or "") for index, path in paths if path.kind is PathKind.DECODED])
 

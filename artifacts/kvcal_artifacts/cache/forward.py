@@ -1,4 +1,4 @@
-"""One call of the model: what its hooks have told, its plan, and what the layers share of both on their devices."""
+"""One call of the model: what its hooks report, its plan, and what the layers share of both on their devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Forward:
     """One call of the model, from the hook before its decoder on.
 
     The cache replaces it at the next call, and whenever tokens leave otherwise than by a call; nothing in it is ever
-    reset. mask: as the model was given it, of all columns; custom_mask: it is not (batch, tokens). gives_weights: the
+    reset. mask: as the model got it, of all columns; custom_mask: it is not (batch, tokens). gives_weights: the
     call is asked for attention weights.
     """
 
@@ -45,7 +45,7 @@ class Forward:
         self.chain = Chain(scheme)
         self.begun: Plan | None = None
         self._positions: Tensor | None = None
-        self._rotation: tuple[Tensor, Tensor] | None = None  # of the call's columns, as the model itself made them
+        self._rotation: tuple[Tensor, Tensor] | None = None  # of the call's columns, as the model computed them
         self._tables: tuple[Tensor, Tensor] | None = None  # cos and sin of all columns
         self._split_rotations: dict[torch.device, tuple[Rotation, Rotation] | None] = {}
         self._plans: dict[torch.device, Plan] = {}
@@ -85,7 +85,7 @@ class Forward:
     ) -> tuple[Rotation, Rotation] | None:
         """RoPE of the packed columns, and of the others of the first `past`, as the kernels that dequantise take it.
 
-        It is made once per call and device; None where the model's RoPE is another.
+        Computed once per call and device; None where the model's RoPE is another.
         """
         device = like.device
         if device not in self._split_rotations:
@@ -98,7 +98,7 @@ class Forward:
     def remaining_mask(self, site: hf.AttentionSite, plan: EvictingPlan, hidden: Tensor) -> Tensor | None:
         """The mask (B, 1, query, remaining + query) of the tokens that remain where some are evicted.
 
-        It is made once per call and device; None where all of them are visible.
+        Computed once per call and device; None where all of them are visible.
         """
         if hidden.device not in self.masks:
             hf.check_selectable(site)
@@ -108,7 +108,7 @@ class Forward:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the call, made by the ledger on the CPU when its first layer came."""
+        """The plan of the call, by the ledger on the CPU when its first layer came."""
         assert self.begun is not None
         return self.begun
 

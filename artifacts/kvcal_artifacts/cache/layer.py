@@ -77,7 +77,7 @@ class KVCalLayer(CacheLayerMixin):
         self.remembered: tuple[list[Packed], list[Tensor]] | None = None  # blocks, and what they decode to
         self.statistics = {name: statistic(name, self.codecs.key.shape) for name in sorted(self.codecs.stats)}
         self.columns, self.is_initialized = 0, False
-        # columns that no statistic has been shown, those of the device's own steps: the newest ones, and all
+        # columns that no statistic counts, those of steps on the device: the newest ones, and all
         self.unseen = self.missed = 0
         self._due = None
 
@@ -178,7 +178,7 @@ class KVCalLayer(CacheLayerMixin):
         return out
 
     def finish(self, plan: Plan, stored: list[Tensor], extended: list[Tensor] | None = None) -> None:
-        """Store the call's tokens. extended: windows with the new tokens behind them, if attention has made them."""
+        """Store the call's tokens. extended: windows with the new tokens behind them, if attention joined them."""
         storing.store(self, plan, stored, observing.observe(self, plan, stored[0]), extended)
         self.columns += plan.query
         if self.cache.offloading_layers:
@@ -220,7 +220,7 @@ class KVCalLayer(CacheLayerMixin):
         return self.storage.ready
 
     def heed(self) -> None:
-        """Raise what the device has found out about its own steps, without a wait for those that still run."""
+        """Raise the errors of steps on the device, without a wait for those that still run."""
         self.storage.heed(self)
 
     def publish(self) -> None:
@@ -238,13 +238,13 @@ class KVCalLayer(CacheLayerMixin):
 
     def drop_hand_off(self) -> None:
         """Forget a forward that broke off between update() and its attention."""
-        if self._due is not None or self.is_compileable:  # the device's own steps leave nothing here
+        if self._due is not None or self.is_compileable:  # steps on the device hand off nothing here
             self._due = None
             hf.drop_hand_off(self.site)
 
     @without_grad
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
-        """Attention of the call that update() was told of, for operator.py; then its tokens are stored."""
+        """Attention of the call that update() began, for operator.py; then its tokens are stored."""
         due, self._due = self._due, None
         if due is None:
             raise KVCalError(f"layer {self.index}: attention was called without update(); call reset() and start again")
@@ -255,7 +255,7 @@ class KVCalLayer(CacheLayerMixin):
         return out.to(q.dtype)
 
     def as_blocks(self, packed: list[Packed]) -> tuple[AnyBlocks, AnyBlocks]:
-        """Keys and values as the kernel takes them, made once for tensors that stay."""
+        """Keys and values as the kernel takes them, wrapped once for tensors that stay."""
         if self._shown is None or self._shown[0] is not packed:
             keys, values = (codec.as_blocks(tensors) for codec, tensors in zip(self.pair, packed, strict=True))
             self._shown = packed, (keys, values)

@@ -16,7 +16,7 @@ from .forward import Forward
 
 
 def full_mask(mask: Mask, past: int, is_static: bool) -> Tensor | None:
-    """The mask of full attention among those that a model was given, by columns if it can be read so.
+    """The mask of full attention among the model's masks, by columns if it can be read so.
 
     That holds for 4-D ones that generate() makes for caches that compile, and that a vision-language model makes
     outside its decoder, by kinds of layers.

@@ -15,7 +15,7 @@ from .whole_cache import WholeCache
 
 
 def plan_of(cache: WholeCache, layer: LayerProtocol, batch: int, query: int, device: torch.device) -> Plan:
-    """The current forward's plan on a device, made when its first layer comes."""
+    """The current forward's plan on a device; the call's first layer makes it."""
     if not cache.hooks.active:
         if torch.compiler.is_compiling():
             raise KVCalError(f"{layer.title}: {cache.why_not_compiled(query)}")

@@ -40,7 +40,7 @@ class CacheOptions(TypedDict, total=False):
 
 
 class Watch(Protocol):
-    """Is told what a cache packs and reads, for those who measure; `KVCalCache.watch`."""
+    """Gets what a cache packs and reads, for those who measure; `KVCalCache.watch`."""
 
     def packed(self, layer: int, exact: list[Tensor], decoded: list[Tensor]) -> None:
         """Called with keys and values (B, H, T, D) of blocks just packed, and with what they decode to, float32."""

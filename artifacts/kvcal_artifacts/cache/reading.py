@@ -1,4 +1,4 @@
-"""All keys and values of a layer, as the model's own attention takes them: decoded, in column order, and after RoPE."""
+"""All keys and values of a layer, as the model's attention takes them: decoded, in column order, and after RoPE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has happened to a cache since it was made or reset."""
+"""What has happened to a cache since its construction or reset."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class StoredRope:
     """The model's cosines and sines for the tokens that a cache stores.
 
     rotary: channels of a head that kernels rotate; 0 where keys are stored after RoPE, or no kernel is to run. ledger:
-    of the cache, given in each call, as a copied cache has its own.
+    of the cache, an argument of each call, as a copied cache has another.
     """
 
     def __init__(self, model: nn.Module, rotary: int) -> None:
@@ -41,7 +41,7 @@ class StoredRope:
         return choose.UNEVEN if self._even is False else None
 
     def is_even(self, ledger: Ledger) -> bool:
-        """Whether tokens of a run differ by `near` alone: found once per cache on the model's own cosines and sines."""
+        """Whether tokens of a run differ by `near` alone: measured once per cache on the model's cosines and sines."""
         if self._even is None:
             assert ledger.positions is not None
             first = torch.arange(0, 2 * BLOCK, device=ledger.positions.device)
@@ -53,7 +53,7 @@ class StoredRope:
 
     @torch.no_grad()
     def of_rows(self, ledger: Ledger, device: torch.device, sink: int, blocks: int, recent: int) -> Rope:
-        """RoPE of rows of so many sink tokens, kernel blocks and recent tokens; made anew where these outgrow it."""
+        """RoPE of rows of so many sink tokens, kernel blocks and recent tokens; built anew where these outgrow it."""
         starts = _starts(ledger)
         of, sinks, angles = self._runs.get(device, (None, -1, None))
         if (

@@ -19,7 +19,7 @@ def store(
 ) -> None:
     """Store the new tokens, and pack what leaves the window.
 
-    stats: of the blocks that are packed. extended: windows with the new tokens behind them, if attention has made them.
+    stats: of the blocks that are packed. extended: windows with the new tokens behind them, if attention joined them.
     """
     forward, storage = layer.cache.forward, layer.storage
     if not plan.flush and forward.rolls and (extended is not None or not plan.ragged):  # most steps

@@ -2,7 +2,7 @@
 
 Letters: B batch, H kv heads, T tokens, D head_dim, N blocks, b tokens of a block. Every packed tensor is
 (B, H or 1, N, ...), so append, reorder, select, crop and offload are written once, in the cache. Where a part of the
-heads has a codec of its own (by_head.py), H is their number.
+heads has another codec (by_head.py), H is their number.
 """
 
 from __future__ import annotations
@@ -201,11 +201,11 @@ class Codec(ABC):
     def step_moves(self, subspaces: Tensor | None) -> Moves:
         """What corrects the blocks of steps. Only with `corrected_channels`.
 
-        subspaces: the rows' own, (B, H, R, D), which these steps do not change; None where there are none.
+        subspaces: one per row, (B, H, R, D), which these steps do not change; None where there are none.
         """
         raise KVCalError(f"codec {self.name!r}: it corrects no keys")
 
-    subspace: str | None = None  # which directions corrections are made in, of those that `choose` takes
+    subspace: str | None = None  # directions in which keys are corrected, of those that `choose` takes
 
     def choose(self, subspace: str) -> Codec:
         """The same codec with another choice of subspace; packed blocks stay readable. Itself where it has none."""
@@ -222,7 +222,7 @@ class Codec(ABC):
         return frozenset()
 
     def step_refusal(self, stats: frozenset[str]) -> str | None:
-        """Why steps that store keys by this codec cannot be left to the device; None if they can.
+        """Why steps that store keys by this codec cannot run on the device alone; None if they can.
 
         stats: run-time statistics that keys or values read.
         """
@@ -230,7 +230,7 @@ class Codec(ABC):
 
     @property
     def encoding_codec(self) -> Codec:
-        """The codec whose kernels encode: itself, or the one inside, which is then given float32."""
+        """The codec whose kernels encode: itself, or the one inside, which then encodes float32."""
         return self
 
     def encoding(self) -> str:
@@ -297,7 +297,7 @@ class Codec(ABC):
     def expecting(self, channels: tuple[float, float]) -> Codec:
         """A codec of tiers with the mean channels of a head in the first two, by which `ragged` ones tell their size.
 
-        Others, and those of one size, are as they are.
+        Others, and those of one size, do not change.
         """
         return self
 
@@ -309,7 +309,7 @@ class Codec(ABC):
         return self
 
     def for_lookups(self) -> Codec:
-        """The same codec with blocks that kernels read by look-ups where its own are for products of bytes.
+        """The same codec with blocks that kernels read by look-ups, where its blocks are for products of bytes.
 
         The same numbers come from the same codes in another order, in as many bytes.
         """
@@ -321,7 +321,7 @@ class Codec(ABC):
 
     @property
     def encodes_by_kernel(self) -> bool:
-        """Whether `encode` runs a Triton kernel: because `by_kernel` made it, or by itself on this device."""
+        """Whether `encode` runs a Triton kernel: after `by_kernel`, or by itself on this device."""
         return False
 
     def before_rounding(self, x: Tensor, context: Context = EMPTY) -> Tensor:
@@ -352,7 +352,7 @@ class Codec(ABC):
         """JSON-able settings, enough with tensors() to build the codec again by from_state."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Constants kept in the bundle (grids, signs, predictors), by name."""
+        """Constants that the bundle stores (grids, signs, predictors), by name."""
         return {}
 
     @classmethod
@@ -364,7 +364,7 @@ class Codec(ABC):
     head_tensors: ClassVar[tuple[str, ...] | None] = None  # constants (H, ...); None: heads may be stored together
 
     def of_heads(self, heads: slice) -> Codec | str:
-        """The codec that stores these kv heads, all others left out, as this one stores them; or why none does.
+        """The codec that stores these kv heads alone, as this one stores them; or why none does.
 
         A process that holds some of a layer's heads stores them by it.
         """
@@ -399,7 +399,7 @@ class Codec(ABC):
         return self.block_bytes() * 8 / self.shape.values
 
     def paper_bits(self) -> float:
-        """Bits per value as the method's own paper counts them; stored bits where it says nothing else."""
+        """Bits per value as the method's paper counts them; stored bits where it says nothing else."""
         return self.bits_per_value()
 
     def code_bits_per_value(self) -> float:

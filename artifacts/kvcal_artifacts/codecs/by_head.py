@@ -1,6 +1,6 @@
 """Different codecs for different kv heads of one layer's keys or values.
 
-Consecutive heads form a part, and each part is stored as its own codec stores it: heads differ in how much their errors
+Consecutive heads form a part, and each part is stored by another codec: heads differ in how much their errors
 cost, and bits go where they matter. No kernel reads or writes such blocks: torch encodes and decodes them, and the
 model's own attention reads what is decoded.
 """
@@ -185,7 +185,7 @@ def _numbered(parts: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
 
 
 def _apart(packed: Packed, count: int) -> list[Packed]:
-    """The packed tensors of each part by their own names."""
+    """The packed tensors of each part by their names in that part."""
     parts: list[Packed] = [{} for _ in range(count)]
     for name, stored in packed.items():
         number, _, local = name.partition(".")

@@ -83,11 +83,11 @@ def extremes(tensor: Tensor) -> tuple[float, float]:
     return once(tensor, "extremes", find)
 
 
-_FACTS = WeakTensorKeyDictionary()  # tensor -> what `once` found of it, by name
+_FACTS = WeakTensorKeyDictionary()  # tensor -> what `once` computed of it, by name
 
 
 def once(tensor: Tensor, name: Hashable, find: Callable[[], Fact]) -> Fact:
-    """What `find` finds of a tensor that nobody changes, found once: a thousand layers may name the same one."""
+    """What `find` returns for a tensor that nobody changes, computed once: a thousand layers may name the same one."""
     facts: dict[Hashable, Fact] = _FACTS.setdefault(tensor, {})
     if name not in facts:
         facts[name] = find()

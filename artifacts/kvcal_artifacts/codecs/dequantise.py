@@ -1,8 +1,8 @@
 """Packed keys or values of one layer become numbers in the model's dtype, by a kernel if there is one or by the codec.
 
-Layers are read lowest first, each from what the one below left in the same dtype, so two buffers of keys and two of
-values are enough for a model (and one of keys after RoPE, if they are stored before it): `out` and `rotated` may be any
-of them that the call does not read.
+Layers are read lowest first, each from what the one below left in the same dtype. So two buffers of keys and two of
+values are enough for a model, and one more of keys after RoPE, if they are stored before it. `out` and `rotated` may be
+any of these buffers that the call does not read.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Dequantiser:
 
     codec: on its device. dtype: of what is written. rotary: channels of a head that RoPE rotates by halves, if keys
     after RoPE are written too; 0: no RoPE. Weights lie as the kernel reads them, in `dtype`; those that no RoPE follows
-    and that have this dtype already are the codec's own.
+    and that have this dtype already are the codec's.
 
     by: "auto", the kernel on a GPU; "triton", the kernel anywhere; "torch", the codec. why: the reason that the kernel
     does not run, None where it does; path: "triton" or "reference".
@@ -91,8 +91,8 @@ class Dequantiser:
         """What the layer holds, and the same after RoPE (None without), each (B, H, N * b, D) of `dtype`.
 
         packed: N blocks, as the codec's encode gives them. context: decoded inputs of the layer below (and k0), in any
-        dtype; those in `dtype` and contiguous are read where they are. rotation: given exactly where `rotary` is. Both
-        results are written into the tensors given, which may have space for more tokens.
+        dtype; those in `dtype` and contiguous are read where they are. rotation: given exactly where `rotary` is. out,
+        rotated: tensors that results are written into, if given, which may have space for more tokens.
         """
         if (rotation is None) == bool(self.rotary):
             raise KVCalError(f"reconstruction for RoPE of {self.rotary} channels: cos and sin must be given with it")
@@ -168,7 +168,7 @@ def coded(codec: Codec, packed: Packed) -> Coded:
 
 
 def _put(values: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The values in `dtype`, in the first tokens of `out` if it is given."""
+    """The values in `dtype`, in the first tokens of `out` unless it is None."""
     if out is None:
         return values.to(dtype)
     out[:, :, : values.shape[2]] = values

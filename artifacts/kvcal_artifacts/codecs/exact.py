@@ -1,4 +1,4 @@
-"""The codec that stores what it is given: for tests (the cache must then equal DynamicCache) and for exact layers."""
+"""The codec that stores numbers uncompressed: for tests (the cache then equals DynamicCache) and for exact layers."""
 
 from __future__ import annotations
 

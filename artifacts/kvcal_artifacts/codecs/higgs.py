@@ -2,30 +2,30 @@
 
 Per token: rotate, divide by the RMS norm so that coordinates have unit variance, round d-tuples to the grid, store
 codes and the norm in float16. Bits = log2(n) / d + 16 / norm width. One norm must span no more than the rotation mixes,
-or parts of it have different variances, for which no grid is made. By default each kv head has its rotation and norm
-(then keys can be attended by rotating the query); `rotation="token"` mixes all H * D channels of a token, as in the
+or parts of it have different variances, for which there is no grid. By default each kv head has its rotation and norm;
+then keys can be attended by rotating the query. `rotation="token"` mixes all H * D channels of a token, as in the
 AQUA-KV paper, and its norm spans them. With `axis="token"` the vectors are the block's tokens of one channel instead
 (the paper's per-channel ablation): rotation and norm then span the block, 16 / block bits for the norm.
 
-A Sylvester Hadamard matrix mixes a power of two of channels. The odd factor that remains, of heads of 96 channels or 3
-kv heads of 64, is mixed by one of Paley's (kvcal_kernels/hadamard), so that all entries of the rotation have one
-magnitude and heads or channels of any sizes become coordinates of one variance. Bundles from before have
+A Sylvester Hadamard matrix mixes a power of two of channels. An odd factor remains of heads of 96 channels or 3 kv
+heads of 64; one of Paley's matrices mixes it (kvcal_kernels/hadamard). All entries of the rotation then have one
+magnitude, and heads or channels of any sizes become coordinates of one variance. Bundles from before have
 `mixed="cosine"`, a cosine transform whose rows are uneven, `mixed="none"`, or `norm="token"`, a norm over the token of
 heads rotated one by one. Where there is no matrix of Paley, as for 43 heads of 64, the cosine transform is still used.
 
-With d = 1 grids are scalar (Lloyd-Max); with the norm per head that is TurboQuant's MSE form (Zandieh et al. 2026),
-b + 16 / D bits, except that its dense random rotation is a randomised Hadamard transform here (docs/lab/methods.md has
-both).
+With d = 1 grids are scalar (Lloyd-Max). With the norm per head that is TurboQuant's MSE form (Zandieh et al. 2026), of
+b + 16 / D bits. Only its rotation differs, which is dense and random there, and a randomised Hadamard transform here
+(docs/lab/methods.md has both).
 
 A nearest point is shorter than what it stands for: on average x̂ = (1 - D) x plus noise, D the grid's MSE (0.11 at 2
 bits). Scores of such keys are 11 % lower than those of exact keys in the windows, and values add up 11 % short, however
-many are averaged. `gain="debiased"` stores a larger norm: values are made unbiased, by 1 / (1 - D); keys keep their
+many are averaged. `gain="debiased"` stores a larger norm. Values are made unbiased, by 1 / (1 - D). Keys keep their
 length, by its square root, because the noise of a score raises its exponential (docs/lab/methods.md has the figures).
 "mse" is HIGGS as published.
 
-`points="bytes"` rounds the grid's points to multiples of one step, the largest 126 of it, for grids of at most 16
-points: at head_dim 64, 128 and 256 attention then takes products of 8-bit integers instead of look-ups. On Gaussian
-numbers the MSE is 0.004 % to 0.16 % larger (docs/benchmarks/byte_grids.py). Only the grid in the bundle differs.
+`points="bytes"` rounds the points of grids of at most 16 to multiples of one step, the largest 126 of it. At head_dim
+64, 128 and 256 attention then takes products of 8-bit integers instead of look-ups. On Gaussian numbers the MSE is
+0.004 % to 0.16 % larger (docs/benchmarks/byte_grids.py). Only the grid in the bundle differs.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Higgs(Codec):
         grid: Tensor | None = None,
         sign: Tensor | None = None,
     ) -> None:
-        """Make a codec of this shape. norm: what one norm spans, the rotation's span unless given.
+        """Make a codec of this shape. norm: what one norm spans; None for the rotation's span.
 
         mixed: how an odd factor of the channels is mixed; where the rotation spans a power of two there is none.
         "hadamard" means "cosine" where no Hadamard matrix of `paley_order` mixes it.
@@ -165,7 +165,7 @@ class Higgs(Codec):
         self._form = self._find_form(in_bytes=True)
         self._look_up = self._grid()
         self._how: Rotated | None = None  # of the kernel that encodes
-        self._rule: GridRule | None = None  # of `rule`, once made
+        self._rule: GridRule | None = None  # of `rule`, after its first call
 
     def _mixed_by(self, mixed: Mixed) -> Mixed:
         """How the rotation mixes what it spans, if that is no power of two."""

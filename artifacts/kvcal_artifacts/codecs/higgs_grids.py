@@ -30,7 +30,7 @@ GRID_MSE = {  # make_grids.py prints them; those of scalars are in Max 1960
 
 @cache
 def gaussian_grid(d: int, n: int) -> Tensor:
-    """Our grid for N(0, I), float32 (n, d), made by codecs/make_grids.py."""
+    """Our grid for N(0, I), float32 (n, d), from codecs/make_grids.py."""
     check_grid(d, n)
     return load_file(Path(__file__).with_name("grids.safetensors"))[f"d{d}n{n}"]
 

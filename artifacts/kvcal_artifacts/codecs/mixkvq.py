@@ -1,8 +1,8 @@
 """MixKVQ's keys (Zhang et al. 2025): a channel of a block takes the model's dtype, 4 bits or 2 bits, as queries need.
 
-Salience of a channel (Eq. 6 to 8): A = I * S, I the mean |q| of the row so far (after RoPE, mean over the query heads
-that share the kv head), S = (max - min) / (2^2 - 1) of the block's keys. A > tau_high stays exact,
-tau_low < A <= tau_high takes 4 bits, the rest 2 bits: asymmetric, `group` tokens of a channel share scale and minimum.
+Salience of a channel (Eq. 6 to 8): A = I * S. I is the mean |q| of the row so far, after RoPE, over the query heads
+that share the kv head. S is (max - min) / (2^2 - 1) of the block's keys. A > tau_high stays exact, tau_low < A <=
+tau_high takes 4 bits, the rest 2 bits: asymmetric, `group` tokens of a channel share scale and minimum.
 
 Tiers differ from block to block and head to head. `perm` lists a block's channels tier by tier, ascending within a
 tier; the rows of each tier, one per channel, lie in one pool for all blocks (ragged.Ragged). Tier counts are rounded
@@ -75,15 +75,15 @@ SETTINGS = Schema[MixKVQSettings](
 class MixKVQ(Codec):
     """Keys whose channels lie in tiers of 16, 4 and 2 bits. Values cannot be stored so.
 
-    tau_low, tau_high: thresholds of the salience over its median in the layer (all kv heads and channels of the block;
-    the positive ones, if most are zero), or of the salience itself with normalise "none".
+    tau_low, tau_high: thresholds of the salience over its median in the layer, or of the salience itself with normalise
+    "none". The median is over all kv heads and channels of the block; over the positive ones, if most are zero.
 
-    dtype: of the first tier, float16 by default; a codec does not know what the model computes in, so whoever makes it
-    says (kvcal does: bfloat16 for bfloat16 models). importance: "query" (Eq. 6 over all tokens so far), "recent" (since
+    dtype: of the first tier, float16 by default. A codec does not know what the model computes in, so whoever makes it
+    says; kvcal says bfloat16 for bfloat16 models. importance: "query" (Eq. 6 over all tokens so far), "recent" (since
     the block before), "none" (I = 1: the error-only selection of Table 6). round_up: tier counts are multiples of it.
     full, four: channels per head by rank instead of thresholds: one size for all blocks. expected: mean channels per
-    head in the first two tiers, measured at calibration: block_bytes() is then an expectation; without it, that of 2
-    bits for all.
+    head in the first two tiers, measured at calibration, by which block_bytes() is an expectation; without it, that of
+    2 bits for all.
     """
 
     name = "mixkvq"

@@ -95,7 +95,7 @@ def _by_role(key: CodecMaker, value: CodecMaker) -> CodecMaker:
 
 
 def _from_prefill(make: CodecMaker) -> CodecMaker:
-    """Keys divided by factors of the row's own first tokens (InnerQ section 4.3)."""
+    """Keys divided by factors from the row's first tokens (InnerQ section 4.3)."""
     return lambda shape, role: Scaled(make(shape, role), None, "prefill")
 
 

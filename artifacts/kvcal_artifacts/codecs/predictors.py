@@ -55,7 +55,7 @@ class Predictor(ABC):
         return self.forward(x, self.working())
 
     def working(self) -> dict[str, Tensor]:
-        """The weights as they are computed with: float32, made for one use and not kept."""
+        """The weights as they are computed with: float32, converted for one use and dropped."""
         return {name: w.float() for name, w in self.weights.items()}
 
     def to(self, device: torch.device) -> Predictor:

@@ -95,8 +95,8 @@ def _unless(fine: Tensor, error: Callable[[], NonFiniteError], x: Tensor, otherw
 def device_only() -> Iterator[list[Tensor]]:
     """A context in which encoding waits for no number from the device.
 
-    What it would refuse stands in the list that it gives: for each tensor of scales or minima (B, H, ...) a bool (B,
-    H), True where float16 holds all of a row's head.
+    What it would refuse stands in the list that it gives. Each tensor of scales or minima (B, H, ...) has a bool (B, H)
+    there, True where float16 holds all of a row's head.
     """
     fits: list[Tensor] = []
     _THREAD.fits = fits

@@ -1,11 +1,11 @@
 """Residual vector quantisation (VQKV): a head's vector is a sum of codewords, one from each stage's codebook.
 
 The dimensions of a head are cut into bands, each with its own stages (keys: two bands, values: one). Encoding is
-greedy: each stage takes the codeword nearest to the residual of the stages before (Eq. 1 and 2); decoding adds the
-codewords up (Eq. 3). Codebooks hold effective codewords in float16 (for SimVQ: W q, so the projections are no longer
-needed) and are meant to be shared: layers, heads and devices' caches point to one tensor. `scale`, if there is one,
-divides a head's channels before and multiplies them after: it costs no bits per token, and says in which units nearness
-is measured.
+greedy: each stage takes the codeword nearest to the residual of the stages before (Eq. 1 and 2). Decoding adds the
+codewords up (Eq. 3). Codebooks hold effective codewords in float16; for SimVQ that is W q, so the projections are no
+longer needed. They are meant to be shared: layers, heads and devices' caches point to one tensor. `scale`, if there is
+one, divides a head's channels before and multiplies them after: it costs no bits per token, and says in which units
+nearness is measured.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ResidualVQ(Codec):
 
     name = "residual-vq"
     head_tensors = ("scale",)
-    _derived: list[tuple[Tensor, Tensor]] | None = None  # Band.lengths and Band.half of each band, made when asked for
+    _derived: list[tuple[Tensor, Tensor]] | None = None  # Band.lengths and Band.half of each band, computed when needed
 
     def __init__(
         self,

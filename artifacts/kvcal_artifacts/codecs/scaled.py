@@ -44,9 +44,9 @@ class Scaled(Codec):
 
     inner: any codec that codes by itself (a predictor goes outside: Predicted(Scaled(...))).
 
-    source: "calibrated": `factor` (H, D) float16, positive, is a constant of the bundle; "prefill": each row has its
-    own, sqrt of the largest magnitude among the tokens that it has when its first block is packed
-    (statistics.KeyScale), for keys only.
+    source: "calibrated": `factor` (H, D) float16, positive, is a constant of the bundle. "prefill", for keys only: each
+    row has its own. It is the square root of the largest magnitude among the tokens that the row has when its first
+    block is packed (statistics.KeyScale).
     """
 
     name = "scaled"

@@ -1,9 +1,9 @@
 """SQuat's rounding of keys (Wang et al. 2025): later channels take back the errors of those rounded before them.
 
-They do so in the directions of the queries. With Q^ the query subspace (rows: singular values times right singular
-vectors) and M = I + strength Q^'Q^, after channels b are rounded to deq, the channels r behind them become
-k_r - M_rr^-1 M_rb (deq - k_b): the minimum of Lemma 2, Eq. 5, in the form that its recursion (Lemma 3) computes step by
-step (squat_correction.py). Strength 0 changes nothing.
+They do so in the directions of the queries. Q^ is the query subspace, whose rows are singular values times right
+singular vectors, and M = I + strength Q^'Q^. After channels b are rounded to deq, the channels r behind them become k_r
+- M_rr^-1 M_rb (deq - k_b). That is the minimum of Lemma 2, Eq. 5, in the form that its recursion (Lemma 3) computes
+step by step (squat_correction.py). Strength 0 changes nothing.
 
 Storage and decoding are those of the codec inside, which must treat channels apart (KIVI's keys: uniform integers along
 tokens).
@@ -74,14 +74,14 @@ SETTINGS = Schema[SquatSettings](
 class Squat(Codec):
     """Keys of another codec, with SQuat's corrections before they are rounded.
 
-    rank: directions of the row's own subspace. strength: lambda of Eq. 2 and 5. channels: rounded at a time, g.
+    rank: directions of the row's subspace. strength: lambda of Eq. 2 and 5. channels: rounded at a time, g.
 
-    subspace: the row's own queries so far ("prompt"), the bundle's `calibrated` (H, R, D), or both terms added in M.
-    normalise: singular values as they are, which grow with the root of the tokens ("paper"), or over that root
-    ("length"); `calibrated` is used unchanged. queries: whether the row's own are taken before or after RoPE, in either
+    subspace: of the row's queries so far ("prompt"), the bundle's `calibrated` (H, R, D), or both terms added in M.
+    normalise: singular values unchanged, which grow with the root of the tokens ("paper"), or over that root
+    ("length"); `calibrated` is used unchanged. queries: whether the row's are taken before or after RoPE, in either
     frame of the keys.
 
-    Steps that the device does by itself (max_length) do not change the row's own subspace: it is that of the prompt, as
+    Steps that the device does by itself (max_length) do not change the row's subspace: it is that of the prompt, as
     in the paper's Algorithm 1. Where the host does them it is fitted anew as often as the tokens have doubled.
     """
 
@@ -138,7 +138,7 @@ class Squat(Codec):
 
     @property
     def statistic(self) -> str:
-        """The run-time statistic that gives the row's own subspace."""
+        """The run-time statistic that gives the row's subspace."""
         return f"{STATISTIC[self.queries]}:{self.rank}" + (":length" if self.normalise == "length" else "")
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
@@ -179,7 +179,7 @@ class Squat(Codec):
         inner, dim, block = self.inner, self.shape.dim, self.shape.block
         if not self.plain or not isinstance(inner, Uniform) or squat.refusal(dim, self.channels, inner.group, block):
             return self
-        if self.subspace == "calibrated":  # solved once for all caches; a prompt's own subspace is of one
+        if self.subspace == "calibrated":  # solved once for all caches; a prompt's subspace is of one cache
             self._solved(next(self._bases(EMPTY, 1))[1])
         twin = copy.copy(self)
         twin._kernel = True
@@ -229,7 +229,7 @@ class Squat(Codec):
         return self._solved(basis).moves
 
     def step_moves(self, subspaces: Tensor | None) -> Moves:
-        """What corrects the blocks of steps whose rows' own subspaces (B, H, R, D) stay; None where there are none."""
+        """What corrects the blocks of steps whose rows' subspaces (B, H, R, D) stay; None where there are none."""
         root, calibrated = self.strength**0.5, self._calibrated_basis()
         if subspaces is None:
             return self._moves(calibrated[0])
@@ -270,7 +270,7 @@ class Squat(Codec):
     def _solved(self, basis: Tensor) -> Solved:
         """The corrections of a basis.
 
-        The last ones are remembered: a row's own basis changes a dozen times in its life.
+        The last ones are remembered: a row's basis changes a dozen times in its life.
         """
         last = self._memo
         if last is None or not last.is_of(basis):

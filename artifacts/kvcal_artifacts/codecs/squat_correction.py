@@ -1,7 +1,7 @@
 """The algebra of SQuat's corrections: what a key's channels take back of the rounding of those before them.
 
-Bits of a block depend on the block and its subspace alone: M_rr^-1 M_rb comes from element-wise float64 operations in
-one order, its product with the error is a sum of integers that float64 holds exactly.
+Bits of a block depend on the block and its subspace alone. M_rr^-1 M_rb comes from element-wise float64 operations in
+one order. Its product with the error is a sum of integers that float64 holds exactly.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Solved:
 def responses(basis: Tensor, steps: list[slice]) -> list[Tensor]:
     """The matrices M_br M_rr^-1 of M = I + basis'basis for each step: b its channels, r those behind them.
 
-    basis (..., R, D) float64 -> for each step (..., g, D - stop) float64. As M_rr^-1 basis_r' = basis_r' K^-1 with
-    K = I + basis_r basis_r' (R, R), K^-1 is all that is needed; channels enter it from the last one on, one at a time
-    (Sherman and Morrison), and every step takes it as it is then.
+    basis (..., R, D) float64 -> for each step (..., g, D - stop) float64. M_rr^-1 basis_r' is basis_r' K^-1 with K = I
+    + basis_r basis_r' (R, R), so K^-1 is all that is needed. Channels enter it from the last one on, one at a time
+    (Sherman and Morrison), and every step takes it in the state then reached.
     """
     rank, behind, products = basis.shape[-2], basis.shape[-1], []
     inverse = torch.eye(rank, dtype=basis.dtype, device=basis.device).expand(*basis.shape[:-1], rank)

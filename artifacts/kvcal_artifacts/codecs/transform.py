@@ -1,6 +1,6 @@
 """Transform coding: coordinates of a fitted basis, more bits for those that matter more, points of Gaussian grids.
 
-Per token and head: y = (x - mean) A, divided by the token's RMS over all coded coordinates; coordinate pair j is
+Per token and head: y = (x - mean) A, divided by the token's RMS over all coded coordinates. Coordinate pair j is
 rounded to the grid of its own bits (0 to 4), and x̂ = mean + ŷ B, B the inverse of A. Bits fall with j and are the same
 for all heads, so every packed tensor has one shape. Calibration makes A and the bits (kvcal/methods/transform.py:
 directions by query-weighted energy). A token's norm takes 16 / (H * D) bits per value.
@@ -54,7 +54,7 @@ class Transform(Codec):
 
     bits: of each basis direction, not rising, in equal pairs. decoder: B, (H, D, D) float16, row j what a unit of
     coordinate j adds, coordinates being of about unit variance. encoder: the columns of its inverse for coded
-    coordinates, float32. mean: (H, D) float16. gain: see Higgs. Without them channels are coded as they are, in 2 bits.
+    coordinates, float32. mean: (H, D) float16. gain: see Higgs. Without them channels are coded unmixed, in 2 bits.
     """
 
     name = "transform"
@@ -94,7 +94,7 @@ class Transform(Codec):
             )
         self._grids = {b: gaussian_grid(*GRID_OF[b]).to(decoder.device) for b in self.tiers if b > 1}
         self._form = self._find_form()
-        self._basis: Basis | None = None  # of `basis`, once made
+        self._basis: Basis | None = None  # of `basis`, after its first use
         self._kernel = False  # whether a kernel codes and packs
 
     def _inverse(self) -> Tensor:
@@ -195,7 +195,7 @@ class Transform(Codec):
 
     @property
     def basis(self) -> Basis:
-        """What kernels decode by, made once."""
+        """What kernels decode by, built once."""
         if self._basis is None:
             signs = torch.tensor([[-ONE_BIT], [ONE_BIT]], dtype=torch.float32, device=self.decoder.device)
             points = {b: signs if b == 1 else self._grids[b] for b in self.tiers}
@@ -247,7 +247,7 @@ class Transform(Codec):
 
     def check_inverse(self) -> None:
         """Raises KVCalError unless the encoder is the decoder's inverse, up to its rounding to float32."""
-        # the encoder is held with its figure, so that no other tensor gets its id
+        # the encoder is stored with its figure, so that no other tensor gets its id
         off, _ = once(self.decoder, id(self.encoder), lambda: (self._off_inverse(), self.encoder))
         if off > 1:
             raise KVCalError(

@@ -1,14 +1,17 @@
 """Uniform integers in groups: any axis, symmetric, asymmetric or the better of both, 1 to 8 bits, really packed.
 
-Asymmetric (KIVI Eq. 1 and 2; InnerQ Eq. 10 to 12; Quanto's qint2/qint4 cache): s = (max - min) / (2^b - 1),
-code = round((x - min) / s), half to even.
-Symmetric: two's-complement codes -2^(b-1) to 2^(b-1) - 1 with s = max|x| / 2^(b-1), the range of InnerQ's kernels (its
-Eq. 13 has another level count, docs/lab/methods.md); at one bit the two codes are -s and +s with s = mean|x|.
-Hybrid (InnerQ section 4.1.2): each group symmetric or asymmetric with the same bits, whichever has the lower squared
-error; the sign bit of the scale says which (set: asymmetric), and minima are stored densely, 0 for symmetric groups.
+Asymmetric (KIVI Eq. 1 and 2; InnerQ Eq. 10 to 12; Quanto's qint2/qint4 cache): s = (max - min) / (2^b - 1), code =
+round((x - min) / s), half to even.
+
+Symmetric: two's-complement codes -2^(b-1) to 2^(b-1) - 1 with s = max|x| / 2^(b-1), the range of InnerQ's kernels. Its
+Eq. 13 has another level count (docs/lab/methods.md). At one bit the two codes are -s and +s with s = mean|x|.
+
+Hybrid (InnerQ section 4.1.2): each group is symmetric or asymmetric with the same bits, whichever has the lower squared
+error. The sign bit of the scale says which (set: asymmetric). Minima are stored densely, 0 for symmetric groups.
+
 `search` tries a list of factors on each group's scale and takes the one with the lowest squared error. Keys may have a
-`weight` for each channel, by which the error counts: only an encoder reads it.
-Scale and minimum are rounded to float16 before the codes are computed, so that encoder and decoder agree.
+`weight` for each channel, by which the error counts: only an encoder reads it. Scale and minimum are rounded to float16
+before the codes are computed, so that encoder and decoder agree.
 """
 
 from __future__ import annotations
@@ -85,10 +88,10 @@ class Uniform(Codec):
     tokens of one channel ("per channel"). Where `fused` gives a form, blocks are stored as the fused kernel reads them;
     else key codes are packed along channels, value codes along tokens.
 
-    search: in mode "symmetric" the factors are also tried with a negative sign, which puts the longer end of the code
-    range on the side where the group needs it; stored scales are then negative in about half of the groups.
-    weight: (H, D) float16, positive: what a squared error of each channel counts where candidates are compared; None:
-    all count alike. It is for groups of channels only: a group of tokens has one channel, so a weight changes nothing.
+    search: in mode "symmetric" the factors are also tried with a negative sign. That puts the longer end of the code
+    range on the side where the group needs it; stored scales are then negative in about half of the groups. weight: (H,
+    D) float16, positive: what a squared error of each channel counts where candidates are compared; None: all count
+    alike. It is for groups of channels only: a group of tokens has one channel, so a weight changes nothing.
     """
 
     name = "uniform"
@@ -308,7 +311,7 @@ class Uniform(Codec):
                 yield _Coded(codes.add_(half), scale, base)
 
     def _asymmetric(self, x: Tensor, factors: tuple[float, ...]) -> Iterator[_Coded]:
-        """Codes over ranges of `factor` times the group's own, around its middle."""
+        """Codes over ranges of `factor` times the group's range, around its middle."""
         low, spread, levels = x.amin(-1), x.amax(-1) - x.amin(-1), 2**self.bits - 1
         # a tensor: by a plain number a GPU divides as by its reciprocal, one bit off now and then
         top = x.new_full((), levels)

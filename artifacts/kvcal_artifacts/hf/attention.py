@@ -1,4 +1,4 @@
-"""What a layer's own attention computes: its implementation, its scaling, and whether it is softmax(q k) v."""
+"""What a layer's attention function computes: its implementation, its scaling, and whether it is softmax(q k) v."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_queries(site: AttentionSite, reader: str) -> None:
 
 
 def implementation(site: AttentionSite) -> str:
-    """The model's own attention implementation: sdpa, eager, ..."""
+    """The model's attention implementation: sdpa, eager, ..."""
     return getattr(plain_config(site.config), "_attn_implementation", None) or "eager"
 
 
@@ -58,7 +58,7 @@ def _odd_weights(site: AttentionSite) -> str | None:
 
 
 def odd_attention(site: AttentionSite) -> str | None:
-    """Why nothing but the model's own attention function computes this layer's attention; None if others may."""
+    """Why only the model's attention function computes this layer's attention; None if others may."""
     if not hasattr(site.module, "config"):
         return "its attention has no config that names an attention function"
     if (why := _custom_scores(site)) is not None:
@@ -69,7 +69,7 @@ def odd_attention(site: AttentionSite) -> str | None:
     return _odd_weights(site)
 
 
-CUSTOM_SCORES = ("Doge", "DiffLlama")  # a mask made of the values; values cut into pieces after the cache
+CUSTOM_SCORES = ("Doge", "DiffLlama")  # a mask computed from the values; values cut into pieces after the cache
 
 
 def _custom_scores(site: AttentionSite) -> str | None:
@@ -81,13 +81,13 @@ def _custom_scores(site: AttentionSite) -> str | None:
 
 
 def asks_for_weights(config: object, arguments: Mapping[str, object]) -> bool:
-    """Whether a call asks for the weights of the model's own attention, which only eager attention has."""
+    """Whether a call asks for attention weights, which only eager attention has."""
     asked = arguments.get("output_attentions", getattr(config, "output_attentions", False))
     return bool(asked) and (getattr(config, "_attn_implementation", None) or "eager") == "eager"
 
 
 def plain_config(config: ModelConfig) -> ModelConfig:
-    """The config that the model was given."""
+    """The model's config, without our stand-in."""
     plain: ModelConfig = getattr(config, "kvcal_plain", config)
     return plain
 

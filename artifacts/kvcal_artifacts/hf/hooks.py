@@ -1,6 +1,6 @@
-"""What a cache is told of its model during a forward.
+"""What a cache learns of its model during a forward.
 
-A cache is not given these otherwise: one forward hook per layer tells keys before RoPE. One hook on the rotary module
+A cache cannot get these otherwise. One forward hook per layer reports keys before RoPE. One hook on the rotary module
 tells positions, cosines and sines; one pre-hook on the decoder tells the 2-D attention mask. Where tokens were evicted,
 the model's mask of all columns does not fit what the cache returns: one pre-hook per attention module then replaces it.
 """
@@ -64,7 +64,7 @@ Subject: TypeAlias = tuple[str, int]  # "keys", "queries" or "mask", and a layer
 
 @dataclass(frozen=True)
 class _Owner:
-    """A cache that listens, its hooks by what they tell, and the places of the model's modules when it was made.
+    """A cache that listens, its hooks by what they report, and the model's modules when the cache was made.
 
     around: ids of hooked models around the decoder whose forward runs with it now.
     """
@@ -84,7 +84,7 @@ NO_TOKEN = (
 
 
 class _Board:
-    """The hooks of one decoder, for all its caches: they tell the cache that a forward was given, and no other."""
+    """The hooks of one decoder, for all its caches: they report to the cache of the forward, and to no other."""
 
     def __init__(self, decoder: nn.Module) -> None:
         self._signature = inspect.signature(type(decoder).forward)
@@ -136,7 +136,7 @@ class _Board:
         return owner.listener()
 
     def owner_of(self, args: Arguments, kwargs: Keywords) -> _Owner | None:
-        """The entry of the cache that a forward was given; None if it was given none of ours."""
+        """The entry of the forward's cache; None if that is none of ours."""
         owner = self.owners.get(id(kwargs.get("past_key_values")))
         return owner or next((self.owners[id(x)] for x in args if id(x) in self.owners), None)
 
@@ -179,7 +179,7 @@ class _Board:
     def _rotary(self, module: nn.Module, args: Arguments, kwargs: Keywords, tables: tuple[Tensor, Tensor]) -> None:
         owner: _Owner | None = getattr(self._thread, "owner", None)
         if kwargs.get("layer_type", args[2] if len(args) > 2 else "full_attention") != "full_attention":
-            return  # RoPE of layers that keep their own cache
+            return  # RoPE of layers that Transformers caches
         if owner is not None and owner.rotary.is_on(module) and (listener := owner.listener()) is not None:
             positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
             assert isinstance(positions, Tensor)
@@ -258,7 +258,7 @@ class _Around:
 
     def _after(self, module: nn.Module, args: Arguments, kwargs: Keywords, output: object = _NO_KEYWORDS) -> None:
         """Tell the cache that the model's forward has ended. output: None after one that failed."""
-        if output is _NO_KEYWORDS:  # torch has not given kwargs, as in _before of _Board
+        if output is _NO_KEYWORDS:  # torch passes no kwargs, as in _before of _Board
             return
         owner = self._board.owner_of(args, kwargs)
         if owner is None or (listener := owner.listener()) is None:
@@ -298,7 +298,7 @@ class Hooks:
     ) -> None:
         """Hook the model.
 
-        sites, query_sites: layers whose keys and queries before RoPE the cache is told; mask_sites: those whose mask
+        sites, query_sites: layers whose keys and queries before RoPE the cache gets; mask_sites: those whose mask
         may be replaced.
         """
         self._model, decoder = model, decoder_of(model)

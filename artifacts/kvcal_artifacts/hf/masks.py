@@ -1,4 +1,4 @@
-"""Attention masks: made as a layer takes them, and read as generate() makes them."""
+"""Attention masks: built as a layer takes them, and read as generate() builds them."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from torch import Tensor, nn
 
-Mask: TypeAlias = Tensor | Mapping[str, Tensor | None] | None  # as a decoder is given it; by the kind of layer, or None
+Mask: TypeAlias = Tensor | Mapping[str, Tensor | None] | None  # as a decoder gets it; by the kind of layer, or None
 
 
 class ModelConfig(Protocol):
@@ -23,7 +23,7 @@ class ModelConfig(Protocol):
 
 
 class Configured(Protocol):
-    """An attention module, as its attention function is given it."""
+    """An attention module, as its attention function gets it."""
 
     config: ModelConfig
 

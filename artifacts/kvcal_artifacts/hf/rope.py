@@ -1,4 +1,4 @@
-"""A model's RoPE, as its own rotary module computes it."""
+"""A model's RoPE, as its rotary module computes it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def rope_parameters(config: ModelConfig) -> Mapping[str, object]:
 
 
 def rope_tables(model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The cos and sin (B, T, rotary dim) that the model's own rotary module computes now for int positions (B, T)."""
+    """The cos and sin (B, T, rotary dim) that the model's rotary module computes now for int positions (B, T)."""
     like = torch.empty(0, dtype=dtype, device=positions.device)
     # forward(), as a call would tell the hooks about these positions
     rotary = decoder_of(model).rotary_emb

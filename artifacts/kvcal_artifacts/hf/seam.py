@@ -1,7 +1,7 @@
-"""Attention over packed blocks instead of a model's own attention function.
+"""Attention over packed blocks instead of the model's attention function.
 
 A module finds its attention function by the name in its own `config`. A module whose cache may take the kernel gets a
-stand-in with our name (`SeamConfig`). Our function calls the model's own one, unless the cache has just noted
+stand-in with our name (`SeamConfig`). Our function calls the model's, unless the cache has just noted
 (`HandOff`) that the operator is to be called, as it holds back this call's keys. Where the cache gives all keys to the
 model's own one, one token more each step, torch must not use the backend that prepares for each number of keys anew.
 """
@@ -34,7 +34,7 @@ class HandOff:
     """What a layer's update() leaves for the attention call that follows it.
 
     That is the handle for the operator, and keys before RoPE where these are stored; or None. Eagerly there is one for
-    each thread, as several may run the model with caches of their own; what is traced has one.
+    each thread, as several may run the model, each with its cache; what is traced has one.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class HandOff:
         return entry[0], entry[3]
 
     def note_keys(self, key: Tensor, grown: bool) -> None:
-        """Note that the model's own attention follows.
+        """Note that the model's attention function follows.
 
         key: what update() returns, all keys up to now. grown: whether they are one token more than in the call before.
         """
@@ -94,11 +94,11 @@ class HandOff:
         return True, entry[1]
 
 
-FORWARD = threading.local()  # ours: whether this thread's forward was given one of our caches
+FORWARD = threading.local()  # ours: whether this thread's forward runs with one of our caches
 
 
 class SeamConfig:
-    """The config of a module whose attention function is ours in a forward that was given one of our caches.
+    """The config of a module whose attention function is ours in a forward with one of our caches.
 
     In everything else, also copied, pickled or written as JSON, and where someone changes it, it is the config that the
     model was given.
@@ -136,7 +136,7 @@ class SeamConfig:
 def _attention(
     module: Configured, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The model's own attention function, or the operator over what the layer's cache holds."""
+    """The model's attention function, or the operator over the layer's packed blocks."""
     config = module.config
     hand_off: HandOff | None = getattr(config, "kvcal_hand_off", None)  # None: another thread closed it in this call
     entry = None if hand_off is None else hand_off.take(key, value)
@@ -180,7 +180,7 @@ def _model_attention(
     grown: bool,
     options: dict[str, object],
 ) -> tuple[Tensor, Tensor | None]:
-    """The model's own attention function. grown: the keys are those of the call before and one token."""
+    """The model's attention function. grown: the keys are those of the call before and one token."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # not at the top: bundles are read without
 
     kind = plain_config(module.config)._attn_implementation or "eager"
@@ -193,7 +193,7 @@ def _model_attention(
 
 
 def has_flash(query: Tensor) -> bool:
-    """Whether torch's flash attention takes what cuDNN's would, given no mask: grouped heads, head_dim up to 256."""
+    """Whether torch's flash attention takes what cuDNN's would, without a mask: grouped heads, head_dim up to 256."""
     cuda = torch.backends.cuda
     return (
         query.is_cuda and cuda.cudnn_sdp_enabled() and cuda.flash_sdp_enabled() and cuda.is_flash_attention_available()
@@ -256,14 +256,14 @@ def hand_off_of(site: AttentionSite) -> HandOff:
 
 
 def drop_hand_off(site: AttentionSite) -> None:
-    """Forget what a layer's update() left for an attention that did not come; nothing where there is no seam."""
+    """Drop the hand-off of an update() whose attention did not follow; nothing where there is no seam."""
     hand_off: HandOff | None = getattr(getattr(site.module, "config", None), "kvcal_hand_off", None)
     if hand_off is not None:
         hand_off.take()
 
 
 def note_keys(site: AttentionSite, keys: Tensor, grown: bool) -> None:
-    """Note that the model's own attention gets these keys, as HandOff.note_keys; nothing where there is no seam."""
+    """Note that the model's attention gets these keys, as HandOff.note_keys; nothing where there is no seam."""
     hand_off: HandOff | None = getattr(site.config, "kvcal_hand_off", None)
     if hand_off is not None:
         hand_off.note_keys(keys, grown)

@@ -102,7 +102,7 @@ class AttentionSite:
         return output.reshape(*output.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def rotate(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The keys after RoPE exactly as this model applies it (partial rotary, cos/sin dtype), or as they are without.
+        """The keys after RoPE exactly as this model applies it (partial rotary, cos/sin dtype); unchanged without RoPE.
 
         keys (B, H, T, D) in the model's dtype; cos, sin (B or 1, T, rotary dim) as the model's rotary module gives.
         """
@@ -186,7 +186,7 @@ def check_frame(sites: Iterable[AttentionSite], frame: str) -> None:
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """A site for each layer that can be compressed; layers that keep a cache of their own are left out, untried.
+    """A site for each layer that can be compressed; layers that Transformers caches are skipped, untried.
 
     Raises UnsupportedModel, naming the layer, for one that is not understood.
     """
@@ -276,7 +276,7 @@ def key_probe(site: AttentionSite) -> tuple[float, ...]:
 
 
 def layer_probe(decoder: Decoder, index: int) -> tuple[float, ...]:
-    """The key_probe of one layer by its number; empty for one that keeps a cache of its own and is not understood."""
+    """The key_probe of one layer by its number; empty for one that Transformers caches and that is not understood."""
     try:
         return key_probe(attention_site(decoder, index))
     except UnsupportedModel:

@@ -65,7 +65,7 @@ class Tap:
             self._number = _renumber(self._handle, self._number)
 
     def go_last(self) -> None:
-        """Put the hook behind those that others have registered since, so that it is told what they return."""
+        """Put the hook behind those that others have registered since, so that it gets what they return."""
         if (handle := self._handle) is None or (hooks := handle.hooks_dict_ref()) is None or handle.id not in hooks:
             return
         if next(reversed(hooks)) != handle.id:

@@ -1,6 +1,6 @@
 """What an attention module does with its queries and keys: where they are before RoPE, and its RoPE; by a trial.
 
-The module's own forward runs on the CPU with stand-ins for its matrices, so that no weight is read. It works on the
+The module's forward runs on the CPU with stand-ins for its matrices, so that no weight is read. It works on the
 meta device, and costs about a millisecond. What it passes to its cache is compared, bit for bit, with what we would
 make of the same keys.
 """
@@ -77,7 +77,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a module was found to do.
+    """What a module does, by a trial.
 
     kv_heads, head_dim, value_dim: of the keys and values that the cache gets. how: a name of ROTATIONS; None: a layer
     without RoPE. odd: why keys or queries before RoPE cannot be had, None where they can.
@@ -111,7 +111,7 @@ class _StandIn(nn.Module):
 
 
 class _Recorder:
-    """Stands for the cache and for the attention function, and records what they are given."""
+    """Stands for the cache and for the attention function, and records their arguments."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -128,7 +128,7 @@ class _Recorder:
 
 
 class _Config:
-    """The module's own config except for the name of its attention function."""
+    """The module's config except for the name of its attention function."""
 
     def __init__(self, config: ModelConfig, recorder: _Recorder, name: str) -> None:
         self.kvcal_config, self.kvcal_recorder, self._attn_implementation = config, recorder, name
@@ -147,7 +147,7 @@ _TRIALS: weakref.WeakKeyDictionary[nn.Module, Trial | str] = weakref.WeakKeyDict
 
 
 def trial_of(module: nn.Module, config: ModelConfig, width: int | None, name: str) -> Trial | str:
-    """What the module does, or in words why that cannot be found out. Remembered as long as the module lives.
+    """What the module does, or in words why no trial can tell. Remembered as long as the module lives.
 
     config: of the decoder. width: channels of cos and sin, None where the rotary module does not give these. name:
     under which `attention` is registered.
@@ -296,7 +296,7 @@ def _explained(
         if before[0] is None or before[1] is None or not torch.equal(before[0], before[1]):  # RoPE came first
             continue
         targets = [getattr(run, what) for run in runs]
-        if targets[0] is None:  # attention without a function of its own: nothing contradicts it
+        if targets[0] is None:  # attention without a named function: nothing contradicts it
             return source, "whole", None
         if all(torch.equal(x, y) for x, y in zip(before, targets, strict=True) if x is not None):
             return source, None, None

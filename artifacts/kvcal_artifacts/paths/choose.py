@@ -49,8 +49,8 @@ class LayerPaths(NamedTuple):
     unreadable: the part of `refused` that holds on every device. why_decoded: why no kernel decodes them either.
 
     A call goes by the kernel with `most_queries` new tokens at most, over more than `least_tokens` packed ones of a
-    row. replaces_attention: the layer's attention function is ours, a kernel's or the model's own one that gets a token
-    each step. dequantiser: decodes blocks by a kernel, where one does. codecs: encode by kernels where these pass.
+    row. replaces_attention: the layer's attention function is ours: a kernel, or the model's where it gets a token per
+    step. dequantiser: decodes blocks by a kernel, where one does. codecs: encode by kernels where these pass.
     packing: how tokens are packed; chosen when keys have come.
     """
 
@@ -113,7 +113,7 @@ def layer_paths(
         selects = "token selection" if scheme.selection is not None else None
         why_decoded = selects or dequantised.refusal(kernels, pair, dtype, device) or ""
         kind = PathKind.DECODED if why_decoded else PathKind.DEQUANTISED
-    if kind is PathKind.DEQUANTISED:  # neighbours in the chain have storage of their own
+    if kind is PathKind.DEQUANTISED:  # neighbours in the chain do not share storage
         place = scheme.compressed.index(index), scheme.reach + 1
         dequantiser = dequantised.dequantiser_of(pair, dtype, kernels, *place)
     replaced = _replaces_attention(kernels, scheme, site, unreadable is None)
@@ -140,7 +140,7 @@ def check_choice(kernels: str) -> None:
 
 
 def refusal(kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionSite, rotary: int = 0) -> str | None:
-    """Why a layer's decode steps decode its blocks for the model's own attention; None where a kernel may read them.
+    """Why decode steps fall back to decoded blocks and the model's attention; None where a kernel may read blocks.
 
     rotary: channels of a head that RoPE rotates, where keys are stored before it; else 0.
     """
@@ -209,7 +209,7 @@ def warn_of_shape(kernels: str, pair: LayerCodecs, device: torch.device, why: st
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels run on a device, as far as it is known without a trial."""
+    """Whether Triton's kernels run on a device, by its kind and Triton's presence alone: no trial is made."""
     return verdicts.unsupported(device) is None
 
 

@@ -76,7 +76,7 @@ class SharedStorage:
 
 
 def dequantiser_of(pair: LayerCodecs, dtype: torch.dtype, kernels: str, number: int, places: int) -> LayerDequantiser:
-    """The dequantiser of a layer's codecs on their device, shared by all caches: it may have weights of its own."""
+    """The dequantiser of a layer's codecs on their device, shared by all caches: it may have converted weights."""
     key = dtype, kernels, number, places
     shared = pair.dequantisers.get(key)
     if not isinstance(shared, LayerDequantiser):

@@ -38,7 +38,7 @@ class PackingRules(NamedTuple):
         if isinstance(self.blocks, str):
             return f"{kernels}, else torch: {self.blocks}" if roles else f"torch: {self.blocks}"
         if not pair.key.corrected_channels:
-            return "the Triton kernel"  # also where one codec has its own
+            return "the Triton kernel"  # also where one codec encodes by its kernel
         return f"{kernels or 'corrections of keys by torch'}, else the Triton kernel"
 
     def appending(self, kernels: str, vector: bool) -> str:
@@ -55,7 +55,7 @@ class PackingRules(NamedTuple):
 def packing_rules(
     kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device, unpacked: str | None, static: bool
 ) -> PackingRules:
-    """The rules of a layer's codecs. unpacked: why no kernel may pack, if that is known. static: of its storage."""
+    """The rules of a layer's codecs. unpacked: why no kernel may pack, or None. static: of its storage."""
     if unpacked is not None:
         return PackingRules(unpacked, unpacked)
     blocks = block_rules(kernels, pair, dtype, device)

@@ -55,7 +55,7 @@ class LayerCodecs:
 
     @property
     def has_codes(self) -> bool:
-        """Whether keys and values are vector codes, which kernels of their own read and append."""
+        """Whether keys and values are vector codes, which the kernels of residual_vq read and append."""
         return self.attention_kernel is AttentionKernel.CODEBOOK
 
     @property
@@ -99,7 +99,7 @@ def coverage(layers: int, skipped: Mapping[int, str]) -> str:
     return "; ".join(phrases + [f"{count} {kind}" for kind, count in kinds.items()])
 
 
-KINDS = {  # how a reason starts -> what is said of such layers
+KINDS = {  # how a reason starts -> what describe() calls such layers
     "sliding-attention": "sliding-window layers keep their own cache",
     "chunked-attention": "chunked-attention layers keep their own cache",
     "shares": "layers share the keys and values of earlier ones",
@@ -155,7 +155,7 @@ class Scheme:
     def below(self, layer: int, back: int) -> int | None:
         """The layer `back` compressed layers below this one, which its predictors read; None where there is none.
 
-        Layers that keep a cache of their own do not count.
+        Layers that Transformers caches do not count.
         """
         place = self.compressed.index(layer) - back
         return self.compressed[place] if place >= 0 else None
@@ -177,7 +177,7 @@ class Scheme:
 
     @cached_property
     def reach(self) -> int:
-        """How many layers' reconstructions must be kept at a time."""
+        """How many layers' reconstructions are needed at a time."""
         return max((self.depth(pair) for pair in self.layers if pair is not None), default=0)
 
     @property
@@ -192,7 +192,7 @@ class Scheme:
         return stored * 8 / sum(p.key.shape.values + p.value.shape.values for p in pairs)
 
     def paper_bits(self) -> float:
-        """Bits per value as the methods' own papers count, averaged over layers."""
+        """Bits per value as the methods' papers count, averaged over layers."""
         return self._mean({index: pair.paper_bits(self.codes_alone) for index, pair in self._pairs()})
 
     def paper_bits_of(self, packed: Mapping[int, Sequence[Packed]]) -> float:

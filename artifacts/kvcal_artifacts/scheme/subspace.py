@@ -14,7 +14,7 @@ def has_subspace(scheme: Scheme) -> bool:
 
 
 def choose(scheme: Scheme, subspace: str) -> Scheme:
-    """A bundle's scheme with another choice of subspace, for a cache of its own: KVCalCache(choose(...), model)."""
+    """A bundle's scheme with another choice of subspace, for another cache: KVCalCache(choose(...), model)."""
     layers = tuple(
         pair and LayerCodecs(pair.key.choose(subspace), pair.value.choose(subspace)) for pair in scheme.layers
     )

@@ -1,4 +1,4 @@
-"""Which tokens stay exact, which are packed together, and which are kept at all."""
+"""Which tokens stay exact, which are packed together, and which are evicted."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ class HeavyHitters:
             object.__setattr__(self, name, float(value))
 
     def budget(self, tokens: int) -> tuple[int, int]:
-        """How many of so many tokens are kept in all, and how many of those as heavy hitters."""
+        """How many of so many tokens stay in all, and how many of those as heavy hitters."""
         total = math.floor(self.keep * tokens + 1e-9)  # 0.29 * 100 is 28.999999999999996
         return total, math.floor(self.heavy * total + 1e-9)

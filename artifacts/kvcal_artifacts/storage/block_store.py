@@ -74,7 +74,7 @@ def select(stored: Stored, rows: Tensor) -> Stored:
 
 
 def first_blocks(stored: Stored, count: int) -> Stored:
-    """The first `count` blocks of each row, in storage of their own."""
+    """The first `count` blocks of each row, in new storage."""
     if stored.shape[2] == count:
         return stored
     if isinstance(stored, Ragged):

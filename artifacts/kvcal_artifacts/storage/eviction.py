@@ -173,7 +173,7 @@ class EvictingLedger:
     def crop(self, count: int) -> CropPlan:
         """Plan the removal of the newest `count` columns; nothing changes until commit_crop().
 
-        Raises KVCalError where that needs tokens that have left the window: evicted ones cannot come back.
+        Raises KVCalError where that needs tokens behind the window: evicted ones cannot come back.
         """
         limit = self.columns - count
         if limit and bool((self.newest_gone >= limit).any()):
@@ -253,7 +253,7 @@ class EvictingLedger:
         return int((self.tokens[:, : self.widths[1] * self.windows.block] >= 0).sum())
 
     def describe(self) -> Selected:
-        """The token selection, and by row the tokens seen, kept and evicted, and where the kept ones lie."""
+        """The token selection, and by row how many tokens came, stay and went, and where those that stay lie."""
         start = self.widths[1] * self.windows.block
         alive, packed = (self.tokens >= 0).sum(1), (self.tokens[:, :start] >= 0).sum(1)
         sink = self.lengths.clamp_max(self.windows.sink)

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 class Past:
     """Where the tokens of padded rows lay before a call.
 
-    Its index is costly (docs/benchmarks/reasons.md), so it is made when asked for: attention by the kernel never asks.
+    Its index is costly (docs/benchmarks/reasons.md), so it is computed on demand: attention by the kernel needs none.
     valid (B, columns) bool, sink, blocks (B,): of the ledger then. block: tokens of a block.
     """
 
@@ -43,12 +43,12 @@ class Past:
 class Plan:
     """What one forward does to every layer. Index tensors are None where plain slices in order do (no padding).
 
-    before: of padded rows, where old columns lie; past_index is made of it. device: where index tensors are. sink_index
-    (B, S'), window_index (B, W'), flush_index (B, F * b): slots in `fresh` of exact tokens and of those packed. idle:
-    (B, F * b) bool, which of the flushed slots hold nothing: rows of a padded batch flush different numbers. lengths,
-    packed: (B,) real tokens and packed blocks of each row before this call; valid: (B, Q) bool, its real columns (None:
-    all); on the CPU. rows, slots: (K,) where each of the K really flushed blocks goes: batch row, block slot; picks:
-    which of the F.
+    before: of padded rows, where old columns lie; past_index is computed from it. device: where index tensors are.
+    sink_index (B, S'), window_index (B, W'), flush_index (B, F * b): slots in `fresh` of exact tokens and of those
+    packed. idle: (B, F * b) bool, which of the flushed slots hold nothing: rows of a padded batch flush different
+    numbers. lengths, packed: (B,) real tokens and packed blocks of each row before this call. valid: (B, Q) bool, its
+    real columns (None: all). These three are on the CPU. rows, slots: (K,) where each of the K really flushed blocks
+    goes: batch row, block slot. picks: which of the F.
     """
 
     past: int

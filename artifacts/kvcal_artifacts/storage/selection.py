@@ -19,7 +19,7 @@ FULL = 0.75  # a block stays while so many of its tokens do; with fewer they are
 class EvictingPlan(Plan):
     """What one forward does: it attends to the tokens that stayed so far, and stores the new ones exact.
 
-    past: slots in use, not columns. first: nothing came before, so that the model's own mask is right. alive (B, past)
+    past: slots in use, not columns. first: nothing came before, so that the model's mask is right. alive (B, past)
     bool says which slots hold a token. flushed (B,) says how many blocks' worth of tokens leave the recent window after
     this call; where any do, tokens are chosen. lengths, packed and flush count as if every token stayed: run-time
     statistics go by them.

@@ -27,5 +27,5 @@ def first_slots(x: Tensor, width: int) -> Tensor:
 
 
 def compact_copy(x: Tensor) -> Tensor:
-    """A copy with storage of its own size: a slice would keep the whole prefill alive and make nbytes() lie."""
+    """A copy with storage of just its size: a slice would keep the whole prefill alive and make nbytes() lie."""
     return x.clone(memory_format=torch.contiguous_format)

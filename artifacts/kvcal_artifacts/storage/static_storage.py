@@ -96,7 +96,7 @@ class Allocation:
         copies = {
             one.name: copy.deepcopy(getattr(self, one.name), memo) for one in fields(self) if one.name != "target"
         }
-        return Allocation(**copies)  # views of the copies are made anew
+        return Allocation(**copies)  # views of the copies are taken anew
 
 
 def allocate(like: Tensor, pair: tuple[Codec, Codec], windows: Windows, longest: int, ring: int) -> Allocation:
@@ -124,7 +124,7 @@ def most_blocks(windows: Windows, tokens: int) -> int:
 
 
 class Contents:
-    """What rows held when the host last read it: widths of sink, blocks and window, and packed blocks of each, (B,)."""
+    """What rows stored at the host's last look: widths of sink, blocks and window, and packed blocks of each, (B,)."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.widths, self._window, self._blocks = ledger.widths, ledger.window, ledger.blocks

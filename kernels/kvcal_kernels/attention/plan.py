@@ -38,7 +38,7 @@ def takes_int8_mma(keys: Form, values: Form, rows: int, warps: int, pairs: int =
 
 
 def columns(keys: Form, values: Form, rows: int, in_bytes: bool) -> int:
-    """Return the columns of a product for `rows` query rows. More rows take programs of their own, which read blocks
+    """Return the columns of a product for `rows` query rows. More rows take more programs, which read blocks
     that others have just read. The number is bounded by the registers that compiled code needs
     (docs/benchmarks/decode_attention.md).
     """
@@ -148,7 +148,7 @@ MOST_AT_ONCE, MOST_WARPS = 32, 64  # programs, and their warps, that a multiproc
 RING = 8192  # bytes of a warp: blocks on their way are at least two, at most four
 RING_OF_FEW = 16384  # with several warps and 8-bit products (timed in docs/benchmarks/decode_attention.md)
 FEW = 200  # blocks a multiprocessor, below which programs may have several warps, see `chosen`
-ALONE = 1 << 20  # `tail_cost` where exact tokens have programs of their own
+ALONE = 1 << 20  # `tail_cost` where exact tokens have separate programs
 
 
 class Plan(NamedTuple):

@@ -37,7 +37,7 @@ def largest_power_of_two(n: int) -> int:
 
 
 def signs(width: int, seed: int) -> Tensor:
-    """Return int8 (width,) of +1 and -1, the same on every machine: they come from a CPU generator of their own."""
+    """Return int8 (width,) of +1 and -1, the same on every machine: a separate CPU generator draws them."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randint(0, 2, (width,), generator=generator, device="cpu") * 2 - 1).to(torch.int8)
 
@@ -128,7 +128,7 @@ def _paley_parts(x: Tensor, width: int, factor: int) -> tuple[Sizes, Tensor]:
 
 @cache
 def paley_order(width: int, factor: int) -> int:
-    """Return the order of the smallest Hadamard matrix that Paley made of a prime and that mixes an odd factor with a
+    """Return the order of the smallest Hadamard matrix that Paley builds of a prime and that mixes an odd factor with a
     power of two that divides width: 12 for 3 and 4 or more. 0: there is none up to `LARGEST_ORDER`.
     """
     order = factor
@@ -151,7 +151,7 @@ def _prime_of(order: int) -> int:
 
 @cache
 def paley(order: int, device: torch.device) -> Tensor:
-    """Return Paley's Hadamard matrix of +1 and -1, float32 (order, order), made once for a device. order: one that
+    """Return Paley's Hadamard matrix of +1 and -1, float32 (order, order), built once per device. order: one that
     `paley_order` returns.
     """
     prime = _prime_of(order)

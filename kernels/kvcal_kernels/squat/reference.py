@@ -54,7 +54,7 @@ class Digits:
 
     @classmethod
     def of(cls, moves: Moves) -> Digits:
-        """Return a copy of `moves` in storage of its own."""
+        """Return a copy of `moves` in new storage."""
         return cls(moves.channels, [x.clone() for x in moves.digits], [x.clone() for x in moves.units])
 
     def renew(self, moves: Moves) -> bool:

@@ -1,6 +1,6 @@
 """The GPU that is planned for: a profile, the card that is there, or a memory and a bandwidth. Nothing imports torch.
 
-The card is asked through the driver's own library, which honours CUDA_VISIBLE_DEVICES; no CUDA context is made.
+The card is asked through the driver's library, which honours CUDA_VISIBLE_DEVICES; no CUDA context is created.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ TRANSFERS = 2  # a memory clock: both its edges
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU as the planner knows it. memory: bytes for programs; bandwidth: bytes a second; issue_rate:
-    thread-instructions a second; flops: dense 16-bit operations a second of matrix products. None: not known.
+    """A GPU as the planner knows it. memory: bytes for programs; bandwidth: bytes per second; issue_rate:
+    thread-instructions per second; flops: dense 16-bit operations per second of matrix products. None: not known.
     no_kernels: why Triton kernels do not run.
     """
 
@@ -37,7 +37,7 @@ class Card:
 
 
 def of_profile(profile: Device) -> Card:
-    """What the profile says; its memory as CUDA reports it, where that is known."""
+    """What the profile says; its memory as CUDA reports it, if it does."""
     gib = profile.usable or profile.memory
     return Card(
         profile.name,
@@ -52,7 +52,7 @@ def of_profile(profile: Device) -> Card:
 
 
 def of_numbers(memory: float, bandwidth: float | None) -> Card:
-    """A memory in bytes, all of it for programs, and a bandwidth in bytes a second."""
+    """A memory in bytes, all of it for programs, and a bandwidth in bytes per second."""
     return Card(
         "given", "the memory given", memory, bandwidth, sources={"memory": "--memory", "bandwidth": "--bandwidth"}
     )

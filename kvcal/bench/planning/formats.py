@@ -41,7 +41,7 @@ class Codec:
 
 
 def codec(name: str, role: Role, shape: Shape) -> Codec:
-    """The codec of that name; UsageError for a name whose size is not known without data."""
+    """The codec of that name; UsageError for a name whose size depends on data."""
     for pattern, make in FORMATS:
         if (match := re.fullmatch(pattern, name)) is not None:
             return make(match, role, shape)

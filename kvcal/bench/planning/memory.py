@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ...models.geometry import Geometry
 
-# The CUDA context, code of kernels and the libraries' workspaces: what the driver said was in use besides weights and
+# The CUDA context, code of kernels and the libraries' workspaces: what the driver reports in use besides weights and
 # an FP16 cache whose tensors fill the allocator's pieces exactly (docs/benchmarks/generation-steps-2246769.json, H200).
 RUNTIME = 1.015e9
 # Of all tensors' bytes: what torch's allocator rounds up. The three packed schemes of the same file had 0.2 to 0.5 %
@@ -38,8 +38,10 @@ class Model:
 
     @property
     def activation(self) -> float:
-        """The widest place of a layer: the residual stream and its norm next to three MLP rows (gate, up and their
-        product), or next to the query and what rotating it needs (five of its width) and keys and values.
+        """The widest place of a layer.
+
+        It has the residual stream and its norm, next to the wider of two sets. One is three MLP rows: gate, up and
+        their product. The other is the query and what rotating it needs, five of its width, with keys and values.
         """
         geometry = self.geometry
         attention = 5 * geometry.heads * geometry.head_dim + 4 * geometry.kv_width
@@ -75,8 +77,10 @@ class Model:
         return 0 if self.geometry.tied else self.geometry.vocab * self.geometry.hidden
 
     def prompt_operations(self, length: int) -> float:
-        """Multiplications and additions of a row's prompt of so many tokens: every token through all weights but the
-        head, which the last one alone takes, and causal attention over its half of the square, or over the window.
+        """Multiplications and additions of a row's prompt of so many tokens.
+
+        Every token goes through all weights except for the head, which the last one alone takes. Causal attention goes
+        over half of the prompt's square, or over the window.
         """
         geometry = self.geometry
         head = geometry.vocab * geometry.hidden
@@ -188,8 +192,10 @@ class Load:
         return 4.0 * geometry.heads * STEP_TOKENS * geometry.head_dim * parts
 
     def prefill(self, batch: int, length: int, chunk: int | None = None) -> Parts:
-        """A prompt of so many tokens, in one forward or in chunks, at its last layer: the layer's keys and values lie
-        next to their copies while they are packed; of a chunk what came before is decoded.
+        """A prompt of so many tokens, in one forward or in chunks, at its last layer.
+
+        The layer's keys and values lie next to their copies while they are packed. Of a chunk, what came before is
+        decoded.
         """
         new = length if chunk is None else min(length, chunk)
         copies = 2 if self.windows.block else 0

@@ -1,6 +1,6 @@
 """`kvcal plan --serve vllm`: which schemes our plug-in serves on a GPU, and how many tokens vLLM holds there.
 
-What is served, and in how many bytes, is asked of the plug-in's own code (kvcal_vllm.plan), which imports torch.
+What is served, and in how many bytes, is asked of the plug-in's code (kvcal_vllm.plan), which imports torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UTILISATION = 0.9  # --gpu-memory-utilization, of the card's memory
 # no A100.
 SMALL, LARGE = (2048, 256), (8192, 1024)
 LARGE_FROM = 70 * 2.0**30
-VLLM_FP8 = "fp8"  # vLLM's own cache, without the plug-in: shown beside, not recommended
+VLLM_FP8 = "fp8"  # vLLM's cache, without the plug-in: shown for comparison, not recommended
 
 
 @final
@@ -128,7 +128,7 @@ def _row(goal: Goal, name: str, bits: float, scheme: Planned | None, card: Card)
 
 
 def _next(scheme: Planned, model: str) -> str:
-    """The command that makes what vLLM is given."""
+    """The command that writes the bundle that vLLM reads."""
     if scheme.name == VLLM_FP8:
         return f"kvcal export --to fp8 -m {model} -o fp8-checkpoint"
     return projection.command_of(scheme, model, windows=False)

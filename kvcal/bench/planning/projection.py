@@ -23,8 +23,10 @@ EVEN = 0.95  # of the fastest scheme's tokens per second, within which a smaller
 
 @dataclass(frozen=True)
 class Goal:
-    """What is planned. name: of the model, in commands; read: whether weights that a step reads are known (not with
-    experts); context: tokens a row; longest: of the model; budget: of KL, nats per token.
+    """What is planned.
+
+    name: of the model, in commands. read: whether the weights that a step reads are known, which they are not with
+    experts. context: tokens per row. longest: of the model. budget: of KL, nats per token.
     """
 
     name: str
@@ -78,7 +80,7 @@ class KL(TypedDict):
 
 @final
 class Row(KL):
-    """A scheme, or FP16, on the model and card. Bytes of a row of `context` tokens; seconds and KL where known."""
+    """A scheme, or FP16, on the model and card. Bytes of a row of `context` tokens; seconds and KL where measured."""
 
     scheme: str
     bits: float
@@ -143,7 +145,7 @@ def _row(goal: Goal, one: Candidate, card: Card, full_size: float) -> Row:
 
 
 def _prefill(goal: Goal, one: Candidate, card: Card, fits: str) -> float | None:
-    """Seconds of the prompts of all rows, fed as they fit; None where they do not, or what they take is not known."""
+    """Seconds of the prompts of all rows, fed as they fit; None where they do not fit, or no rate was measured."""
     model = goal.model
     if fits == NO or not goal.read or model.width != 2:  # the card's rate is that of 16-bit products
         return None
@@ -170,7 +172,7 @@ def kl_fields(kl: Quality | None) -> KL:
 
 
 def _speed(goal: Goal, one: Candidate, card: Card) -> float | None:
-    """Tokens per second of all rows together; None where it is not known."""
+    """Tokens per second of all rows together; None where no rate was measured."""
     step = step_of(goal, one)
     taken = None if step is None else speed.seconds(step, card)
     return None if taken is None else goal.batch / taken
@@ -238,7 +240,7 @@ def recommended(planned_rows: Sequence[Row], budget: float | None) -> Choice | N
     """The smallest cache of the schemes that fit and whose KL with its spread is below `budget` (without one: the end
     of the lowest class). Only those count that are within EVEN of the fastest.
 
-    A scheme that held on every measured model goes before one that held on this architecture's alone: outliers differ
+    A scheme good on every measured model goes before one good on this architecture's alone: outliers differ
     between models of one architecture. Where speeds are not known, one that a kernel attends to goes before one that is
     decoded at each step. None where none is left.
     """

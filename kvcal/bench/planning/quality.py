@@ -1,4 +1,4 @@
-"""KL that schemes were measured to cost on real models (measured_kl.json, made by docs/ablations/measured_kl.py)."""
+"""KL that schemes were measured to cost on real models (measured_kl.json, from docs/ablations/measured_kl.py)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Seconds of a decode step of a whole model: weights and cache over measured rates. Nothing here imports torch.
 
-All rates but a prompt's were measured on one H200 (docs/benchmarks/generation-2708de7.json,
-decode_attention-2708de7.json, aqua_tokens-2246769.json), bfloat16, steps under a CUDA graph; a test computes each again
-from these files. Other cards are taken to reach the same part of their data sheet's bandwidth, instructions and matrix
-products.
+All rates except for a prompt's were measured on one H200, in bfloat16, with steps under a CUDA graph. A test computes
+each again from docs/benchmarks/generation-2708de7.json, decode_attention-2708de7.json and aqua_tokens-2246769.json.
+Other cards are taken to reach the same part of their data sheet's bandwidth, instructions and matrix products.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ READ = 0.885  # of the sheet's bandwidth: a large copy, 4247 GB/s of 4800
 LAYER = 97e-6  # seconds a layer, whatever it reads: norms, RoPE, products' and other kernels' launches
 ATTENTION = 10e-6  # seconds of a decode attention over few tokens
 FULL_READ = 0.967  # of the sheet's bandwidth: FP16 decode attention by cuDNN over 32 rows of 32768 tokens
-PRODUCTS = 0.807  # of the sheet's rate of dense 16-bit matrix products: torch's own, 799 of 989 TFLOP/s
+PRODUCTS = 0.807  # of the sheet's rate of dense 16-bit matrix products: torch reached 799 of 989 TFLOP/s
 # A prompt of 32768 tokens of Llama-3.1-8B on one H100 (docs/benchmarks/plan-3ee60f8.json, seconds): in one forward FP16
 # did its operations at this part of the sheet's rate. kivi-4, which is packed, took so many times as long; in chunks of
 # 2048 tokens, so many.
@@ -34,9 +33,11 @@ SLOTS = {
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step. weights, cache: bytes that it reads; parameters: that each row multiplies with; values: keys and
-    values of the cache, in numbers; timed: a name in SLOTS, None for FP16; decoded: bytes of keys and values of all
-    layers that are decoded first, 0 where a kernel reads them as they are; predicted: operations of predictors.
+    """One decode step.
+
+    weights, cache: bytes that it reads. parameters: that each row multiplies with. values: keys and values of the
+    cache, in numbers. timed: a name in SLOTS; None for FP16. decoded: bytes of keys and values of all layers that are
+    decoded first; 0 where a kernel reads their blocks. predicted: operations of predictors.
     """
 
     layers: int
@@ -62,7 +63,7 @@ def seconds(step: Step, card: Card) -> float | None:
 
 
 def device_seconds(step: Step, card: Card) -> float | None:
-    """The GPU's own time, whatever the host takes."""
+    """The GPU's time, whatever the host takes."""
     if card.bandwidth is None:
         return None
     rest = weights_seconds(step, card) + step.layers * LAYER

@@ -18,7 +18,7 @@ def bytes_of(text: str, option: str) -> float:
 
 
 def rate_of(text: str, option: str) -> float:
-    """Bytes a second of a rate with its unit, as 1008GB/s."""
+    """Bytes per second of a rate with its unit, as 1008GB/s."""
     return _sized(text, option, "/s", "1008GB/s or 3.35TB/s")
 
 

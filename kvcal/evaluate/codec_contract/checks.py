@@ -81,7 +81,7 @@ def truncation(subject: Subject) -> None:
 
 
 def deterministic(subject: Subject) -> None:
-    """The same input gives the same bytes, and neither encode nor decode changes what it is given."""
+    """The same input gives the same bytes, and neither encode nor decode changes its arguments."""
     codec, x, context = subject.codec(), subject.noise(2, 2), subject.context(2, 2 * subject.shape.block)
     before = x.clone()
     packed = codec.encode(x, context)

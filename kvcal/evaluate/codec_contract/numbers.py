@@ -21,7 +21,7 @@ Bound = Callable[[Codec, Tensor, Packed, Tensor, float], None]  # codec, input, 
 
 
 class Broken(AssertionError):
-    """A codec does not keep the contract; the text says in one line what was seen."""
+    """A codec does not keep the contract; the text says in one line how."""
 
 
 def require(fulfilled: bool, text: str) -> None:

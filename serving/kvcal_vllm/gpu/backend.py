@@ -36,7 +36,7 @@ class KVCalGPUBackend(AttentionBackend):
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
-    _served: ClassVar[Plan | None] = None  # of the engine that was made last in this process
+    _served: ClassVar[Plan | None] = None  # of the newest engine in this process
 
     @staticmethod
     def get_name() -> str:

@@ -181,7 +181,7 @@ class GPULayer:
 
 @functools.cache
 def layer_on(layer: PagedLayer, device: torch.device) -> GPULayer:
-    """The kernels of a layer on a device, made once: layers of one preset share them, and graphs find their tables."""
+    """The kernels of a layer on a device, built once: layers of a preset share them, and graphs find their tables."""
     return GPULayer(layer, device)
 
 

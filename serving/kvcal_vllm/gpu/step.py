@@ -30,7 +30,7 @@ class Step:
 
     decodes, decode_tokens: rows of the decode kernel, and their tokens with padding. queries: the most that such a row
     has. blocks: the most that it is expected to have; 0: as many as a row of the table has. captured: whether a CUDA
-    graph is being made of the step.
+    graph of the step is being recorded.
     """
 
     table: Tensor

@@ -27,7 +27,7 @@ from .layer import StaticLayer
 def in_decimals(number: int) -> str:
     """A whole number of at least 0 in decimals.
 
-    In a forward that is traced it may be a symbol, which dynamo does not put into strings (torch 2.13): compared with
+    In a forward that is traced it may be a symbol, which dynamo does not put into strings (torch 2.13). Compared with
     what it may be, it is a number again.
     """
     if not torch.compiler.is_compiling():
@@ -136,7 +136,7 @@ def await_offloading(cache: WholeCache) -> None:
 
 
 def heed_all(cache: WholeCache) -> None:
-    """Raise what the devices have found out about their own steps, those that still run included."""
+    """Raise the errors of steps on the devices, those that still run included."""
     for device in cache.steps:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # a step that still runs may yet say so

@@ -29,7 +29,7 @@ class StaticStorage:
     """Storage of one layer, allocated once as `allocation`, in which steps leave tokens without the host.
 
     What the host sees of it, `sink`, `window` and `packed`, is looked up when it is asked for, which most steps do not.
-    ready: the allocation holds what the layer holds. block: tokens of one. Methods that are given the layer are called
+    ready: the allocation holds what the layer holds. block: tokens of one. Methods with a parameter `layer` are called
     by it: what they need of its cache is there.
     """
 
@@ -43,7 +43,7 @@ class StaticStorage:
         self._packed: list[Packed] = []
         self._unseen: Contents | None = None  # the host has not looked since the allocation came to hold that
         self._views: list[Tensor] = []  # parts of the allocation that it got when it looked
-        self._corrected_for: Tensor | None = None  # rows' own subspaces that the allocation's moves are of
+        self._corrected_for: Tensor | None = None  # rows' subspaces that the allocation's moves are of
 
     @property
     def is_allocated(self) -> bool:
@@ -95,7 +95,7 @@ class StaticStorage:
             part[:, :, : new.shape[2]].copy_(new)
 
     def overlook(self, contents: Contents) -> None:
-        """Note that the allocation has what `contents` says; the host's own tensors are dropped."""
+        """Note that the allocation has what `contents` says; the host's tensors are dropped."""
         self._unseen, self._views = contents, []
         self._sink, self._window, self._packed = [], [], []
 
@@ -112,7 +112,7 @@ class StaticStorage:
         self._views = self._sink + [t for packed in self._packed for t in packed.values()]
 
     def heed(self, layer: LayerProtocol) -> None:
-        """Raise what the device has found out about its own steps, without a wait for those that still run."""
+        """Raise the errors of steps on the device, without a wait for those that still run."""
         if not self.ready or torch.compiler.is_compiling() or hf.capturing():
             return
         if bool(layer.cache.steps[layer.device].wrong):
@@ -277,7 +277,7 @@ def _begin_rope(layer: LayerProtocol, memory: Allocation, step_rope: StepRope) -
 
 
 def _steps_for(layer: LayerProtocol, like: Tensor) -> Steps:
-    """What the cache's layers on this device share; made anew for another number of rows."""
+    """What the cache's layers on this device share; allocated anew for another number of rows."""
     shared, windows = layer.cache.steps.get(like.device), layer.cache.scheme.windows
     if shared is None or shared.counts.data.shape[1] != len(like):
         counts = Counts(len(like), quantise.Windows(windows.sink, windows.recent, windows.block), like.device)

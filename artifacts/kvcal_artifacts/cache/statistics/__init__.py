@@ -1,7 +1,7 @@
-"""What codecs learn at run time from a row's own queries and keys, without depending on how the tokens came in.
+"""What codecs learn at run time from a row's queries and keys, without depending on how the tokens came in.
 
 Block j of a row is packed when the row has sink + (j + 1) * block + recent tokens. A statistic of that block is one of
-exactly so many first real tokens, whether they came in one call or in many, alone or in a batch: sums are in
+exactly so many first real tokens, whether they came in one call or in many, alone or in a batch. Sums are therefore in
 fixed-point numbers, where the order of adding does not matter.
 """
 

@@ -42,7 +42,7 @@ class KeyScale(Statistic):
     def renew(self, keys: Tensor, occupied: Tensor, untouched: Tensor) -> None:
         """Find the maximum anew after a crop: as long as nothing is packed, the cache has all keys that count.
 
-        keys (B, H, S, D): the exact ones; occupied (B, S) bool: slots that hold a token; untouched (B,) bool: rows that
+        keys (B, H, S, D): the exact ones. occupied (B, S) bool: slots that hold a token. untouched (B,) bool: rows that
         have no other tokens, whose factor may change again.
         """
         if self.state:

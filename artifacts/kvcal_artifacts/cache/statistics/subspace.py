@@ -1,4 +1,4 @@
-"""Subspaces of a row's queries: a run-time statistic, and the spectra that it is made of."""
+"""Subspaces of a row's queries: a run-time statistic, and the spectra behind it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ GRAM_ROWS = 1 << 17  # query vectors of a product: sums of so many products of 2
 class QuerySubspace(Summed):
     """Singular values times right singular vectors of a row's queries so far, per kv head (SQuat Algorithm 1, line 6).
 
-    Arguments: R or R:length. A block's value is (R, D) float32, row i the i-th largest singular value of Q (tokens x
-    query heads of the kv head, D) times its vector, largest entry positive; rows beyond the rank of Q are zero. With
+    Arguments: R or R:length. A block's value is (R, D) float32. Q is (tokens x query heads of the kv head, D). Row i is
+    its i-th largest singular value times the vector, largest entry positive; rows beyond the rank of Q are zero. With
     `length` it is divided by the root of the number of query vectors: root mean squares instead of sums.
 
     It is fitted for block 0 and whenever the tokens before a due block have doubled since (`refits`); blocks in between
-    use the fit before them. Q'Q is a sum of integers: products of fixed-point queries are summed exactly in float64,
-    and in int64 from product to product, 2^63 / 2^36 = 1.3e8 query vectors of the largest entries, so the order of
-    adding never shows. A NaN counts as zero: its keys are refused where they are packed.
+    use the fit before them. Q'Q is a sum of integers, so the order of adding never shows. Products of fixed-point
+    queries are summed exactly in float64, and from product to product in int64. That suffices for 2^63 / 2^36 = 1.3e8
+    query vectors of the largest entries. A NaN counts as zero: its keys are refused where they are packed.
 
-    Steps that a device does by itself are not observed (`standing`): their queries are in no sum, and a fit that falls
-    among them is left out; with `length` later fits still divide by all tokens.
+    Steps that a device does by itself are not observed (`standing`). Their queries are in no sum, and a fit that falls
+    among them is left out. With `length` later fits still divide by all tokens.
     """
 
     name = "query_subspace"

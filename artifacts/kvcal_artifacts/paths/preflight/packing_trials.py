@@ -20,8 +20,9 @@ from .trials import apart
 
 
 def encode_trial(codec: Codec, dtype: torch.dtype, device: torch.device, blocks: int = 2) -> str | None:
-    """Try a codec's kernel on random tokens, one of them zero, against the codec on the CPU, bit by bit; on the same
-    device where a codec's bytes are the device's.
+    """Try a codec's kernel on random tokens, one of them zero, against the codec on the CPU, bit by bit.
+
+    Where a codec's bytes depend on the device, it is compared with the codec on the same device.
     """
     shape, generator = codec.shape, torch.Generator().manual_seed(0)
     x = 3 * torch.randn(
@@ -156,7 +157,7 @@ def _random_moves(heads: int, dim: int, channels: int, generator: torch.Generato
 def _stored_apart(
     reference_layer: tuple[quantise.Layer, quantise.Counts], kernel_layer: tuple[quantise.Layer, quantise.Counts]
 ) -> str | None:
-    """What two layers that were given the same tokens store differently, or None."""
+    """What two layers that got the same tokens store differently, or None."""
     (expected, counts), (actual, kernel_counts) = reference_layer, kernel_layer
     if not torch.equal(counts.data, kernel_counts.data.cpu()):
         return "counts of tokens differ"

@@ -129,7 +129,7 @@ def _coordinates(
 
 
 def _rope(rotary: int, sink: int, blocks: int, recent: int, device: torch.device) -> layout.Rope:
-    """RoPE of rows that begin at positions of their own."""
+    """RoPE of rows that begin at different positions."""
     speed = 1e4 ** -(torch.arange(0, rotary, 2, dtype=torch.float32, device=device) / rotary)
     start = torch.arange(len(BLOCKS), device=device) * 1000
     first = layout.rope.first_positions(start, sink, blocks, recent)[..., None] * speed

@@ -139,7 +139,7 @@ def append_verdict(
 ) -> str | None:
     """The verdict on the kernel that appends and packs the tokens of a step; heads count where there is a grid.
 
-    channels: rounded at a time in keys that SQuat corrects; 0: keys are packed as they are.
+    channels: rounded at a time in keys that SQuat corrects; 0: keys are packed uncorrected.
     """
     parts = ["append", rule_text(key), rule_text(value), f"d{key.form.dim}"]
     parts += [f"corrected by {channels} channels"] if channels else []
@@ -196,9 +196,9 @@ def codebook_append_verdict(keys: Codec, values: Codec, dtype: torch.dtype, devi
 
 
 # What this process has tried. A verdict holds for all GPUs of a kind: (name, None). A check without one, because there
-# was no memory, say, is of the one device where it was made.
+# was no memory, say, is of the one device where it ran.
 _TRIED: dict[tuple[str, torch.device | None], str | None] = {}
-_ONE_AT_A_TIME = RLock()  # a second thread that asks waits, and makes no trial of its own
+_ONE_AT_A_TIME = RLock()  # a second thread that asks waits, and makes no second trial
 
 
 def _verdict(parts: list[str], dtype: torch.dtype, device: torch.device, trial: Callable[[], str | None]) -> str | None:

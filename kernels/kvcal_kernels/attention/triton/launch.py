@@ -65,7 +65,7 @@ def attend(
 ) -> Tensor:
     """Compute `reference.attend` for q, sink and recent of one dtype, float16 or bfloat16, and every tensor contiguous:
     ValueError says what is not. The capacity of blocks must be whole groups of tokens; scales of values in outer groups
-    are not negative. A `workspace` of its own is needed where launches overlap, and under a CUDA graph.
+    are not negative. A separate `workspace` is needed where launches overlap, and under a CUDA graph.
     """
     packed_q = q if packed_q is None else packed_q
     if packed_q.data_ptr() % 4:  # two numbers are read at a time
