@@ -114,6 +114,7 @@ class Capture:
     hidden: where the hidden states (N, T, hidden size) live between layers.
     ranks: the processes that share the windows; this one runs and hands out those of its shards alone. Raises
         UsageError where there are more of them than batches.
+    train: how many windows, from the first, are fitted on; None: all are alike. Ranks share both kinds evenly.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Capture:
         spill_dir: Path | None = None,
         timer: Timer | None = None,
         ranks: Ranks = ALONE,
+        train: int | None = None,
     ) -> None:
         self.source: LayerSource = WholeModel(source) if isinstance(source, nn.Module) else source
         self.device = torch.device(device)
@@ -141,7 +143,7 @@ class Capture:
         self.batch = default_batch(self.length, self.device) if batch is None else batch
         if self.batch < 1:
             raise UsageError(f"batch of {self.batch} windows: it takes at least 1")
-        self.shards = Shards(self.windows, self.batch, ranks)
+        self.shards = Shards(self.windows, self.batch, ranks, train)
         if ranks.count > self.shards.count:
             raise UsageError(self._too_many())
         self.timer: Timer = timer or untimed
