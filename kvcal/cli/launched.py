@@ -8,6 +8,7 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import typer
 
+MODELS = "transformers.modeling_utils"  # what every command that is spread imports, in seconds
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 
 
@@ -41,9 +42,12 @@ def as_rank(run: Callable[[], None], name: str, spread: bool, options: object) -
 
 def _share(run: Callable[[], None], device: str, hold_one_model: bool) -> None:
     from kvcal.capture.ranks import LinePrintedError, ShareDoneError, joined
+    from kvcal.report.timing import imported_ahead
 
+    # Before ranks wait for each other: an import may take longer on one than on another, and longer beside the threads
+    # and the memory that torch.distributed and CUDA take.
     try:
-        with joined(device, hold_one_model) as ranks:
+        with imported_ahead(MODELS), joined(device, hold_one_model) as ranks:
             if ranks.rank == 0:
                 run()
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+_ahead = 0.0  # seconds of an import that came before the command
+
+
+def command_start() -> float:
+    """The time.monotonic() at which a command began, what was imported for it included."""
+    return time.monotonic() - _ahead
+
+
+@contextmanager
+def imported_ahead(module: str) -> Iterator[None]:
+    """Import what the command within would import itself, and count the seconds as its own phase "import"."""
+    global _ahead
+    began = time.monotonic()
+    importlib.import_module(module)
+    _ahead = time.monotonic() - began
+    try:
+        yield
+    finally:
+        _ahead = 0.0
 
 
 class PhaseTimer:
@@ -19,6 +40,8 @@ class PhaseTimer:
 
     device: whose stream that is; it may be set later, where phases come before it is known.
     """
+
+    IMPORT = "import"
 
     def __init__(self, device: torch.device | str = "cpu", clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, float] = {}
@@ -45,6 +68,10 @@ class PhaseTimer:
         if self._open:
             self.seconds[self._open[-1]] += now - self._since
         self._since = now
+
+    def count_imports(self) -> None:
+        """Charge the phase IMPORT with what was imported ahead of the command."""
+        self.seconds[self.IMPORT] = self.seconds.get(self.IMPORT, 0.0) + _ahead
 
     @property
     def total(self) -> float:
