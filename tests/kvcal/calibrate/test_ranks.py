@@ -344,6 +344,27 @@ def test_more_processes_than_batches_are_refused(model: Any) -> None:
         Capture(model, ids[:1].expand(30, -1), device="cpu", batch=1, ranks=Ranks(0, 32))
 
 
+def leaves_and_is_terminated() -> int:
+    leave = torch.distributed.destroy_process_group
+
+    def leave_slowly() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        leave()
+
+    torch.distributed.destroy_process_group = leave_slowly
+    try:
+        with joined("cpu"):
+            raise UsageError("wrong")
+    except UsageError:
+        return 7  # and prints its line
+    return 0
+
+
+def test_a_rank_that_fails_is_not_ended_before_it_prints(tmp_path: Path) -> None:
+    """torchrun sends SIGTERM to all ranks when one has ended, and once more when they do not end at once."""
+    assert in_ranks(1, leaves_and_is_terminated, tmp_path) == [(7, "")]
+
+
 @pytest.mark.parametrize("words", [("plan", "--model", "tiny"), ("names",)])
 def test_a_command_that_is_not_spread_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
