@@ -272,7 +272,7 @@ def joined(device: str, hold_one_model: bool = False) -> Iterator[Ranks]:
 
 
 def _ignore_sigterm() -> signal.Handlers:
-    """From now on, as the process ends anyway: it has a line to print. torchrun may send the signal more than once."""
+    """Ignore SIGTERM, as the process ends anyway and has a line to print: torchrun may send it more than once."""
     while True:
         try:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,21 +14,17 @@ _ahead = 0.0  # seconds of an import that came before the command
 
 
 def command_start() -> float:
-    """The time.monotonic() at which a command began, what was imported for it included."""
+    """Return the time.monotonic() at which a command began, what was imported for it included."""
     return time.monotonic() - _ahead
 
 
 @contextmanager
-def imported_ahead(module: str) -> Iterator[None]:
-    """Import what the command within would import itself, and count the seconds as its own phase "import"."""
+def importing_ahead() -> Iterator[None]:
+    """Count what is imported within, before a command, as the command's own phase "import"."""
     global _ahead
     began = time.monotonic()
-    importlib.import_module(module)
+    yield
     _ahead = time.monotonic() - began
-    try:
-        yield
-    finally:
-        _ahead = 0.0
 
 
 class PhaseTimer:

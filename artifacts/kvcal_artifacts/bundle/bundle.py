@@ -55,7 +55,9 @@ class Bundle:
     def to_bytes(self) -> bytes:
         """The bytes of the file. Raises KVCalError where a reader would refuse them."""
         stored = _Stored()
-        stored.read_at_once(codec for pair in self.scheme.layers if pair is not None for codec in (pair.key, pair.value))
+        stored.read_at_once(
+            codec for pair in self.scheme.layers if pair is not None for codec in (pair.key, pair.value)
+        )
         layers = [
             {"skipped": self.scheme.skipped[index]} if pair is None else stored.entries(index, pair)
             for index, pair in enumerate(self.scheme.layers)
