@@ -83,7 +83,7 @@ def parts(folder: Path, dry: bool) -> list[Part]:
         Part("small-2", 2, 120, [*fit, *small, *some], "small-1"),
         Part("tests", 1, 530),
         Part("fit-1", 1, 330, [*fit, *large]),
-        Part("fit-2", 2, 240, [*fit, *large], "fit-1"),
+        Part("fit-2", 2, 200, [*fit, *large], "fit-1"),
         Part("books-1", 1, 420, [*books, *large, *paper]),
         Part("books-2", 2, 330, [*books, *large, *paper], "books-1"),
         Part("70b-1", 1, 420, [*fit, *wide]),
