@@ -320,15 +320,23 @@ def _failing(works: Sequence[LayerCheckpoint], others: Sequence[LayerCheckpoint]
             work.remove()
         raise
     except KVCalError as error:
-        for work in works:
-            with suppress(OSError, KVCalError):
-                work.settle()
+        _settle(works)
         waiting = [str(work.folder) for work in works if work.folder.exists()]
         if (type(error) is KVCalError or isinstance(error, RankEndedError)) and waiting:
             raise type(error)(
                 f"{error} (fitted layers wait in {', '.join(waiting)}: start again to go on, or delete it)"
             ) from error
         raise
+    except BaseException:  # an interrupt
+        _settle(works)
+        raise
+
+
+def _settle(works: Sequence[LayerCheckpoint]) -> None:
+    """Wait for what is still being written, in a run that ends with an error of its own."""
+    for work in works:
+        with suppress(OSError, KVCalError):
+            work.settle()
 
 
 def train(
