@@ -13,8 +13,10 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from kvcal_artifacts.bundle import Bundle, Fingerprint, load_bundle
@@ -147,7 +149,8 @@ class CheckpointFolder:
         there can be none.
         """
         self.folder.mkdir(exist_ok=True)
-        write_atomically(self.folder / SETTINGS, json.dumps(self._settings).encode())
+        if not (self.folder / SETTINGS).exists():
+            write_atomically(self.folder / SETTINGS, json.dumps(self._settings).encode())
         return self.folder / name
 
     def remove(self) -> None:
@@ -338,7 +341,12 @@ class BatchCheckpoint:
 
 
 class LayerCheckpoint(CheckpointFolder):
-    """A hidden folder next to the output: one small bundle per fitted layer, for one set of settings."""
+    """A hidden folder next to the output: one small bundle per fitted layer, for one set of settings.
+
+    A layer is written while the next one is fitted: a run that is killed loses that file, and the layer at hand.
+    """
+
+    _writing: Future[None] | None = None  # the file that is being written
 
     def __init__(self, output: Path, record: Mapping[str, Json], resume: bool) -> None:
         check_output(output)
@@ -359,12 +367,42 @@ class LayerCheckpoint(CheckpointFolder):
         return bundles
 
     def save(self, index: int, method: Method, pair: LayerCodecs, metrics: dict[str, float]) -> None:
+        """Keep a fitted layer: it is hashed and written meanwhile. Raises as `settle` where the one before it could
+        not be written.
+        """
         lone = Scheme(method.windows, method.frame, (pair,))
         nothing = Fingerprint("layer", 1, pair.key.shape.heads, pair.key.shape.dim, {}, "")
-        Bundle(nothing, lone, {"layer": index}, metrics).write(self.place(self._path(index).name))
+        bundle = Bundle(nothing, lone, {"layer": index}, metrics)
+        self.write_meanwhile(lambda: bundle.write(self.place(self._path(index).name)))
+
+    def write_meanwhile(self, write: Callable[[], object]) -> None:
+        """Let a thread write one file, when the one before it is on disk. Raises as `settle` does of that one."""
+        self.settle()
+        self._writing = Future()
+        Thread(target=_settled, args=(self._writing, write)).start()
+
+    def settle(self) -> None:
+        """Wait until everything kept is on disk. Raises OSError or KVCalError where it could not be written."""
+        waiting, self._writing = self._writing, None
+        if waiting is not None:
+            waiting.result()
+
+    def remove(self) -> None:
+        with suppress(OSError, KVCalError):
+            self.settle()
+        super().remove()
 
     def _path(self, index: int) -> Path:
         return self.folder / f"layer-{index:04d}.safetensors"
+
+
+def _settled(future: Future[None], work: Callable[[], object]) -> None:
+    """Let the future end as the work does."""
+    try:
+        work()
+        future.set_result(None)
+    except BaseException as error:
+        future.set_exception(error)
 
 
 class FollowersCheckpoint(LayerCheckpoint):

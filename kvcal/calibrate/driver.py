@@ -9,7 +9,7 @@ again), which gives the same bytes as an uninterrupted run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -145,6 +145,7 @@ def _scanned(parts: Sequence[Part], scan: Scan) -> tuple[float, ...]:
                 spill_dir=options.spill_dir,
                 timer=scan.timer,
                 ranks=options.ranks.of_windows,
+                train=len(scan.text.train),
             )
         )
         for part in parts:
@@ -230,7 +231,7 @@ class LayerPart:
             skipped=scan.skipped,
         )
         batch = scan.options.batch or default_batch(scan.ids.shape[1], scan.device)
-        shards = Shards(len(scan.ids), batch, scan.options.ranks.of_windows)
+        shards = Shards(len(scan.ids), batch, scan.options.ranks.of_windows, self.carry.train)
         width = (self.tokens.stop - self.tokens.start, self.shape.heads * self.shape.dim)
         stores: dict[str, SpillStore] = {}
         for name, buffer in self.method.buffers().items():
@@ -319,12 +320,23 @@ def _failing(works: Sequence[LayerCheckpoint], others: Sequence[LayerCheckpoint]
             work.remove()
         raise
     except KVCalError as error:
+        _settle(works)
         waiting = [str(work.folder) for work in works if work.folder.exists()]
         if (type(error) is KVCalError or isinstance(error, RankEndedError)) and waiting:
             raise type(error)(
                 f"{error} (fitted layers wait in {', '.join(waiting)}: start again to go on, or delete it)"
             ) from error
         raise
+    except BaseException:  # an interrupt
+        _settle(works)
+        raise
+
+
+def _settle(works: Sequence[LayerCheckpoint]) -> None:
+    """Wait for what is still being written, in a run that ends with an error of its own."""
+    for work in works:
+        with suppress(OSError, KVCalError):
+            work.settle()
 
 
 def train(

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any, TypedDict, TypeVar
 
 import torch
@@ -47,7 +45,6 @@ class StageCheckpoint(LayerCheckpoint):
     """
 
     VERSION = 2  # of a report: 1 had no errors by iteration
-    _writing: Future[None] | None = None  # the vectors that are being written
 
     def __init__(self, output: Path, record: Mapping[str, Json], resume: bool) -> None:
         super().__init__(output, {**record, "stage_report": self.VERSION}, resume)
@@ -86,26 +83,13 @@ class StageCheckpoint(LayerCheckpoint):
         """
         record: dict[str, Json] = {"roles": list(sample.scales), "rotary": sample.rotary, "probe": sample.probe}
         path, tensors = self.place(self._sample(layer).name), _on_host(sample.tensors)
-        self.settle()
-        self._writing = Future()
-        Thread(target=_settled, args=(self._writing, partial(_save, path, tensors, record))).start()
+        self.write_meanwhile(partial(_save, path, tensors, record))
 
     def drop_samples(self) -> None:
         with suppress(OSError, KVCalError):
             self.settle()
         for path in self.folder.glob(self._sample(0).name.replace("0", "[0-9]")):
             path.unlink(missing_ok=True)
-
-    def settle(self) -> None:
-        """Wait until all vectors are on disk. Raises OSError or KVCalError where they could not be written."""
-        waiting, self._writing = self._writing, None
-        if waiting is not None:
-            waiting.result()
-
-    def remove(self) -> None:
-        with suppress(OSError, KVCalError):
-            self.settle()
-        super().remove()
 
     def _write(self, path: Path, tensors: dict[str, Tensor], record: Mapping[str, Json]) -> None:
         _save(self.place(path.name), _on_host(tensors), record)
@@ -162,15 +146,6 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _save(path: Path, tensors: dict[str, Tensor], record: Mapping[str, Json]) -> None:
     signed = {**record, "sha256": _digest(tensors)}
     write_atomically(path, save(tensors, metadata={"stage": canonical(signed)}))
-
-
-def _settled(future: Future[None], work: Callable[[], None]) -> None:
-    """Let the future end as the work does."""
-    try:
-        work()
-        future.set_result(None)
-    except BaseException as error:
-        future.set_exception(error)
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

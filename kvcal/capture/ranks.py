@@ -254,10 +254,11 @@ def joined(device: str, hold_one_model: bool = False) -> Iterator[Ranks]:
     except ShareDoneError:
         raise
     except _Terminated as error:
+        before = _ignore_sigterm()
         ended = RankEndedError("torchrun ended this rank, because another one ended; its report says which")
         raise (ended if _is_first(store) else LinePrintedError(ended)) from error
     except Exception as error:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends anyway
+        before = _ignore_sigterm()
         if isinstance(error, SomeRankEndedError):
             _wait_for_line(store)
         if _is_first(store):
@@ -268,6 +269,16 @@ def joined(device: str, hold_one_model: bool = False) -> Iterator[Ranks]:
         signal.signal(signal.SIGTERM, before)
         if distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+def _ignore_sigterm() -> signal.Handlers:
+    """Ignore SIGTERM, as the process ends anyway and has a line to print: torchrun may send it more than once."""
+    while True:
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            return signal.SIG_IGN
+        except _Terminated:  # had come before
+            continue
 
 
 class LinePrintedError(KVCalError):

@@ -114,6 +114,7 @@ class Capture:
     hidden: where the hidden states (N, T, hidden size) live between layers.
     ranks: the processes that share the windows; this one runs and hands out those of its shards alone. Raises
         UsageError where there are more of them than batches.
+    train: how many windows, from the first, are fitted on; None: all are alike. Ranks share both kinds evenly.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Capture:
         spill_dir: Path | None = None,
         timer: Timer | None = None,
         ranks: Ranks = ALONE,
+        train: int | None = None,
     ) -> None:
         self.source: LayerSource = WholeModel(source) if isinstance(source, nn.Module) else source
         self.device = torch.device(device)
@@ -141,7 +143,7 @@ class Capture:
         self.batch = default_batch(self.length, self.device) if batch is None else batch
         if self.batch < 1:
             raise UsageError(f"batch of {self.batch} windows: it takes at least 1")
-        self.shards = Shards(self.windows, self.batch, ranks)
+        self.shards = Shards(self.windows, self.batch, ranks, train)
         if ranks.count > self.shards.count:
             raise UsageError(self._too_many())
         self.timer: Timer = timer or untimed
@@ -298,7 +300,8 @@ class LayerTaps:
         self._probes = probes or {}
         self._layer = layer
         self._state: Literal["before", "advancing", "after"] = "before"
-        self._checked = False  # whether k and v of every window have been found finite
+        # windows whose k and v are known to be finite, and those whose k has been seen before RoPE, too
+        self._checked: dict[bool, set[int]] = {False: set(), True: set()}
         self._owns = True  # whether its advance is the layer's, or only that of one of several readers
 
     @property
@@ -404,10 +407,9 @@ class LayerTaps:
         """
         self._check_order()
         reader = LayerTaps(self._capture, self.index, self._layer, self._probes)
-        reader._owns, reader._checked = False, self._checked
+        reader._owns, reader._checked = False, self._checked  # the same sets
         try:
             yield reader
-            self._checked = reader._checked
         finally:
             reader.closed = True
 
@@ -435,7 +437,6 @@ class LayerTaps:
             yield self._run(here, x, want, frame, whole)
             if not advance:
                 self._check_order()
-        self._checked = self._checked or rows is None
         if advance:
             self._state = "after"
 
@@ -445,10 +446,13 @@ class LayerTaps:
             kwargs = self._capture.kwargs_of(self.index, self.device)
             tapped = want if self.site.odd is None else want - {"k"}  # whose projection says nothing of them
             called = call_layer(self._layer, x, kwargs, self.site, tapped, stop=not whole)
-            if not self._checked:
+            windows = range(rows.start, rows.stop)
+            if not self._checked[called.pre_rope_keys is not None].issuperset(windows):  # a check waits for the device
                 check_rotation(self.site, self.rope, called)
                 check_finite(called.keys, f"layer {self.index}, key head", rows)
                 check_finite(called.values, f"layer {self.index}, value head", rows)
+                for before_rope in {False, called.pre_rope_keys is not None}:
+                    self._checked[before_rope].update(windows)
             if called.output is not None:
                 check_finite(called.output, f"layer {self.index}, its output", rows)
             batch = self._batch(rows, called, want, frame)

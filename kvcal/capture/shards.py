@@ -6,7 +6,7 @@ several (docs/scale.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,11 +25,15 @@ SHARDS = 24  # at most: as many for 1, 2, 3, 4, 6, 8 or 12 ranks each
 
 @dataclass(frozen=True)
 class Shards:
-    """Windows 0 to `windows`, run `batch` at a time, in at most SHARDS shards; shard s belongs to rank s mod N."""
+    """Windows 0 to `windows`, run `batch` at a time, in at most SHARDS shards, each of one rank.
+
+    train: windows [0, train) are fitted on, and count twice as work; None: all windows are alike.
+    """
 
     windows: int
     batch: int
     ranks: Ranks = ALONE
+    train: int | None = None
 
     @property
     def batches(self) -> int:
@@ -51,9 +55,24 @@ class Shards:
         """The shards that these windows, not none, lie in."""
         return range(self.of(rows.start), self.of(rows.stop - 1) + 1)
 
+    def span(self, shard: int) -> slice:
+        """The windows of a shard."""
+        size, longer = divmod(self.batches, self.count)
+        first, stop = (number * size + min(number, longer) for number in (shard, shard + 1))
+        return slice(first * self.batch, min(stop * self.batch, self.windows))
+
     def owner(self, shard: int) -> int:
         """The rank that a shard belongs to."""
-        return shard % self.ranks.count
+        return self._owners[shard]
+
+    @cached_property
+    def _owners(self) -> tuple[int, ...]:
+        """The rank of each shard: an equal number of shards each, and about equal work."""
+        train = self.windows if self.train is None else self.train
+        spans = map(self.span, range(self.count))
+        return dealt(
+            [one.stop - one.start + max(0, min(one.stop, train) - one.start) for one in spans], self.ranks.count
+        )
 
     def owners(self, rows: slice) -> list[int]:
         """The rank of each batch in which those windows are run, in window order."""
@@ -88,6 +107,27 @@ class Shards:
             return rows
         start = self._places[rows.start // self.batch] + rows.start % self.batch
         return slice(start, start + rows.stop - rows.start)
+
+
+def dealt(work: Sequence[int], hands: int) -> tuple[int, ...]:
+    """Who gets each piece of work, as even as a few exchanges make it, with as many pieces for each as for any other,
+    or one less. Pieces that cost the same go round: 0, 1, 2, ..., 0, 1, 2, ...
+    """
+    owners = [place % hands for place in range(len(work))]
+    while True:
+        loads = [sum(cost for cost, owner in zip(work, owners, strict=True) if owner == hand) for hand in range(hands)]
+        most = loads.index(max(loads))
+        # the heavier of both after the exchange, and the two pieces: of whoever has most, and of another
+        exchanges = [
+            (max(loads[most] - work[one] + work[other], loads[owners[other]] + work[one] - work[other]), one, other)
+            for one in range(len(work))
+            for other in range(len(work))
+            if owners[one] == most != owners[other]
+        ]
+        heavier, one, other = min(exchanges, default=(loads[most], 0, 0))
+        if heavier >= loads[most]:
+            return tuple(owners)
+        owners[one], owners[other] = owners[other], owners[one]
 
 
 class ShardStore(SpillStore):
@@ -140,11 +180,12 @@ class ShardSums(Generic[S]):
     `total` holds the sums of all shards of every rank.
 
     empty: makes sums of nothing. Ranks tell each other the sums of many shards at once: waiting for each other takes
-    longer than sending.
+    longer than sending. size: bytes of a shard's sums, where they are known; 0: the first shards tell.
     """
 
-    def __init__(self, empty: Callable[[], S]) -> None:
+    def __init__(self, empty: Callable[[], S], size: int = 0) -> None:
         self._empty, self.part, self.total = empty, empty(), empty()
+        self._size = size
         self._closed: list[S] = []  # of this rank's shards, those that the other ranks do not have yet
 
     def over(
@@ -154,34 +195,35 @@ class ShardSums(Generic[S]):
         if rows.start >= rows.stop:
             return
         passed, ranks = shards.within(rows), shards.ranks
-        turns = range(passed.start // ranks.count, (passed.stop - 1) // ranks.count + 1)  # of N shards, one a rank
-        turn, sent, at_once = turns.start, turns.start, 1
+        sent, at = passed.start, passed.start  # the next shard to send, and that of `part`
+        size = 0 if ranks.count == 1 else self._size
         for batch in _and_none(batches):
-            while turn < (turns.stop if batch is None else shards.of(batch.rows.start) // ranks.count):
-                self._close(turn, passed, shards)
-                turn += 1
-                if turn - sent == at_once or turn == turns.stop:
-                    with timer("exchange") if ranks.count > 1 else nullcontext():
-                        largest = self._exchange(range(sent, turn), passed, shards)
-                    sent, at_once = turn, 1 if ranks.count == 1 else max(1, SENT_AT_ONCE // max(1, largest))
+            shard = passed.stop if batch is None else shards.of(batch.rows.start)
+            self._close(range(at, shard), shards)
+            at = shard
+            while sent < min(shard, passed.stop):
+                stop = min(sent + ranks.count * (max(1, SENT_AT_ONCE // size) if size else 1), passed.stop)
+                if shard < stop:
+                    break
+                with timer("exchange") if ranks.count > 1 else nullcontext():
+                    size = max(size, self._exchange(range(sent, stop), shards))
+                sent = stop
             if batch is not None:
                 yield batch
 
-    def _close(self, turn: int, passed: range, shards: Shards) -> None:
-        """Put this rank's sums of a turn by."""
-        if turn * shards.ranks.count + shards.ranks.rank in passed:
+    def _close(self, passed: range, shards: Shards) -> None:
+        """Put this rank's sums by, when it has passed these shards: at most one of them is its."""
+        if any(shards.owner(shard) == shards.ranks.rank for shard in passed):
             self._closed.append(self.part)
-        self.part = self._empty()
+            self.part = self._empty()
 
-    def _exchange(self, turns: range, passed: range, shards: Shards) -> int:
-        """Add the shards of these turns in their order; returns the bytes of the largest one's sums."""
-        ranks = shards.ranks
-        by_rank, largest = ranks.exchange(self._closed)
+    def _exchange(self, sent: range, shards: Shards) -> int:
+        """Add these shards in their order; returns the bytes of the largest one's sums."""
+        by_rank, largest = shards.ranks.exchange(self._closed)
         self._closed = []
         sums_of = [iter(some) for some in by_rank]
-        for shard in range(turns.start * ranks.count, turns.stop * ranks.count):
-            if shard in passed:
-                self.total.merge(next(sums_of[shards.owner(shard)]))
+        for shard in sent:
+            self.total.merge(next(sums_of[shards.owner(shard)]))
         return largest
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 
 import typer
 
@@ -41,16 +41,27 @@ def as_rank(run: Callable[[], None], name: str, spread: bool, options: object) -
 
 def _share(run: Callable[[], None], device: str, hold_one_model: bool) -> None:
     from kvcal.capture.ranks import LinePrintedError, ShareDoneError, joined
+    from kvcal.report.timing import importing_ahead
 
+    # Before ranks wait for each other: it may take longer on one than on another, and longer beside the threads and the
+    # memory that torch.distributed and CUDA take.
+    with importing_ahead(), nullcontext() if os.environ["RANK"] == "0" else _silent():
+        import transformers.modeling_utils  # noqa: F401
     try:
         with joined(device, hold_one_model) as ranks:
             if ranks.rank == 0:
                 run()
                 return
             os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            with _silent():
                 run()
     except ShareDoneError:
         return
     except LinePrintedError as error:
         raise typer.Exit(error.exit_code) from error
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield

@@ -91,6 +91,7 @@ def prepare(o: CalibrationOptions, source: names.ModelSource, output: Path | Non
     """
     options, selection = run_options(o), selection_of(o) if isinstance(o, Selection) else None
     timer = PhaseTimer()
+    timer.count_imports()
     with timer("text"):
         origin = text_for(o, source, "calibration")
         check_column(o.column, origin, other_text(o))
@@ -98,7 +99,7 @@ def prepare(o: CalibrationOptions, source: names.ModelSource, output: Path | Non
         if output is not None:
             check_output(output)
             check_partial(output)
-    with timer("import"):  # takes seconds, and would count as whatever asks first
+    with timer(timer.IMPORT):  # takes seconds, and would count as whatever asks first
         import transformers.modeling_utils  # noqa: F401
     with timer("text"):
         tokenizer = tokenizer_for(o, source, origin, other_text(o))

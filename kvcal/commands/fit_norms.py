@@ -16,6 +16,7 @@ from ..methods.innerq import InnerQ
 from ..methods.registry import no_factors
 from ..models import names
 from ..pipeline.options import FitNormsOptions
+from ..report.timing import command_start
 from .calibration import prepare, written
 from .common import Say, output_for, refuse_idle
 
@@ -46,7 +47,7 @@ def run_fit_norms(o: FitNormsOptions, say: Say, typed: Collection[str] = ()) -> 
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
-    started = time.monotonic()
+    started = command_start()
     method = innerq_method(o)
     if method.factors == "none":
         refuse_idle(typed, ("exponent", "powers_of_two"), "factors", "give --factors channel or pair, or leave it out")

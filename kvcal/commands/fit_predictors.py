@@ -14,6 +14,7 @@ from kvcal_artifacts.scheme import FRAMES, Frame
 from ..methods.aqua_kv import AquaKV
 from ..models import names
 from ..pipeline.options import FitPredictorsOptions
+from ..report.timing import command_start
 from .calibration import prepare, written
 from .common import Say, output_for, refuse_idle
 
@@ -72,7 +73,7 @@ def run_fit_predictors(o: FitPredictorsOptions, say: Say, typed: Collection[str]
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
-    started = time.monotonic()
+    started = command_start()
     method = aqua_method(o)
     check_taken(method, typed)
     if o.frame not in FRAMES:

@@ -15,6 +15,7 @@ from ..methods.squat import DEVIATION_RANKS, SEARCH_RANKS, SEARCH_STRENGTHS, Squ
 from ..models import configuration, names
 from ..pipeline.options import MeasureSubspacesOptions
 from ..report.drawn import machine_and_date
+from ..report.timing import command_start
 from .calibration import Calibration, prepare, written
 from .common import Say, machine, output_for, refuse_idle
 
@@ -58,7 +59,7 @@ def run_measure_subspaces(o: MeasureSubspacesOptions, say: Say, typed: Collectio
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
-    started = time.monotonic()
+    started = command_start()
     if o.search and (o.rank is not None or o.strength is not None):
         raise UsageError("--search tries ranks and strengths of its own: leave --rank and --strength out")
     if None not in (o.rank, o.strength, o.channels):  # what --settings stands for

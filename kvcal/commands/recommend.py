@@ -39,6 +39,7 @@ from ..models.names import ModelSource, resolve
 from ..pipeline.options import CalibrationOptions
 from ..report.escape import shell
 from ..report.quantities import duration
+from ..report.timing import command_start
 from ..report.version import __version__
 from ..search.limit import Limit
 from ..search.recommendation import LADDER, Figures, Rung, choose, reason, reference, to_fit, to_measure
@@ -134,7 +135,7 @@ def run_recommend(o: RecommendOptions, say: Say) -> Recommendation:
     the same command goes on from there. Raises UsageError where no scheme is small enough, GateFailed where none is
     good enough.
     """
-    started, limit = time.monotonic(), Limit(o.max_bits, o.max_kl)
+    started, limit = command_start(), Limit(o.max_bits, o.max_kl)
     source = resolve(o.model, o.revision)
     calibration = calibration_options(o, source)
     output = output_for(calibration, source, "recommended")

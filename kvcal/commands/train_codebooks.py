@@ -14,6 +14,7 @@ from ..methods.codebooks import Training
 from ..methods.vqkv import SIZES, VQKV, Triple, default_sizes
 from ..models import configuration, names
 from ..pipeline.options import TrainCodebooksOptions
+from ..report.timing import command_start
 from .calibration import prepare, written
 from .common import Say, output_for, refuse_idle
 
@@ -84,7 +85,7 @@ def run_train_codebooks(o: TrainCodebooksOptions, say: Say, typed: Collection[st
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
-    started = time.monotonic()
+    started = command_start()
     source = names.resolve(o.model, o.revision)
     method = vqkv_method(o, configuration.geometry(source))
     check_taken(o, method, typed)

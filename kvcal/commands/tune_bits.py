@@ -11,6 +11,7 @@ from kvcal_artifacts.errors import UsageError
 from ..methods.kvtuner import KVTuner
 from ..models import names
 from ..pipeline.options import TuneBitsOptions
+from ..report.timing import command_start
 from .calibration import prepare, written
 from .common import Say, output_for
 from .tune_kl import refuse_other, run_tune_kl
@@ -31,7 +32,7 @@ def run_tune_bits(o: TuneBitsOptions, say: Say, typed: Collection[str] = ()) -> 
     """What was chosen and written. typed: names of the options that somebody gave; UsageError for one of the other
     objective.
     """
-    started = time.monotonic()
+    started = command_start()
     if o.objective not in OBJECTIVES:
         raise UsageError(f"--objective {o.objective}: allowed are {', '.join(OBJECTIVES)}")
     refuse_other(o, typed)

@@ -26,6 +26,7 @@ from ..methods.data_free import Preset
 from ..methods.registry import NEXT
 from ..models import names
 from ..pipeline.options import TuneBitsOptions
+from ..report.timing import command_start
 from ..report.version import __version__
 from ..search.head_groups import by_side, group_sensitivities
 from ..search.knapsack import Option
@@ -98,7 +99,7 @@ def _codecs(o: TuneBitsOptions) -> list[str]:
 
 def run_tune_kl(o: TuneBitsOptions, say: Say) -> dict[str, Any]:
     """Measure, choose, verify, write: what was chosen, next to the best uniform assignment."""
-    started = time.monotonic()
+    started = command_start()
     codecs = _codecs(o)
     source = names.resolve(o.model, o.revision)
     output = output_for(o, source, METHOD)

@@ -20,6 +20,7 @@ from ..models.weights import causal_lm
 from ..pipeline.options import TuneBitsOptions, TuneThresholdsOptions
 from ..report.drawn import machine_and_date
 from ..report.extras import require
+from ..report.timing import command_start
 from ..search.thresholds import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
 from .calibration import prepare, refuse_ranks
 from .common import Say, machine, output_for, refuse_idle, required_tokenizer
@@ -130,7 +131,7 @@ def run_tune_thresholds(o: TuneThresholdsOptions, say: Say, typed: Collection[st
 
     typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
-    started = time.monotonic()
+    started = command_start()
     settings, method = search_settings(o), mixkvq_method(o)
     if o.spill not in ("device", "cpu"):
         raise UsageError(f"--spill {o.spill}: allowed are device and cpu")

@@ -198,7 +198,8 @@ class _LayerRun:
         return self._encode(codec, "v", advance=True)
 
     def _encode(self, codec: Codec, role: str, advance: bool) -> HoldoutError:
-        sums, carry = ShardSums(_Encoded), self.carry
+        carry = self.carry
+        sums = ShardSums(_Encoded, 0 if codec.ragged else HoldoutError.size(carry.shape.heads * carry.shape.dim))
         want = frozenset(role) | taps_of(codec.stats)
         for batch in self.taps.batches(want, self.method.frame, advance=advance, sums=sums):
             x = getattr(batch, role)
@@ -249,7 +250,8 @@ class _LayerRun:
 
     def _fit(self, inputs: tuple[str, ...], want: frozenset[str]) -> Predictor:
         method, width = self.method, self.carry.shape.heads * self.carry.shape.dim
-        sums = ShardSums(lambda: Gram.empty(len(inputs) * width, width, self.taps.device))
+        sizes = len(inputs) * width, width
+        sums = ShardSums(lambda: Gram.empty(*sizes, self.taps.device), Gram.size(*sizes))
         for x, y in self._pairs(inputs, want, sums):
             with self.carry.timer("gram"):
                 sums.part.add(x, y)

@@ -10,6 +10,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+_ahead = 0.0  # seconds of an import that came before the command
+
+
+def command_start() -> float:
+    """Return the time.monotonic() at which a command began, what was imported for it included."""
+    return time.monotonic() - _ahead
+
+
+@contextmanager
+def importing_ahead() -> Iterator[None]:
+    """Count what is imported within, before a command, as the command's own phase "import"."""
+    global _ahead
+    began = time.monotonic()
+    yield
+    _ahead = time.monotonic() - began
+
 
 class PhaseTimer:
     """`with timer("forward"): ...` adds wall time to a phase; an inner phase interrupts the outer one.
@@ -19,6 +35,8 @@ class PhaseTimer:
 
     device: whose stream that is; it may be set later, where phases come before it is known.
     """
+
+    IMPORT = "import"
 
     def __init__(self, device: torch.device | str = "cpu", clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, float] = {}
@@ -45,6 +63,10 @@ class PhaseTimer:
         if self._open:
             self.seconds[self._open[-1]] += now - self._since
         self._since = now
+
+    def count_imports(self) -> None:
+        """Charge the phase IMPORT with what was imported ahead of the command."""
+        self.seconds[self.IMPORT] = self.seconds.get(self.IMPORT, 0.0) + _ahead
 
     @property
     def total(self) -> float:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from ..codecs import state_of
+from ..codecs import Codec, state_of
 from ..codecs.origins import origins_of
 from ..errors import IncompatibleBundle, KVCalError
 from ..files import write_atomically
@@ -22,6 +25,7 @@ from .content import described
 from .fingerprint import Fingerprint
 from .header import FORMAT, HEADER, ROLES, SUFFIX, CodecEntry, TensorEntry, version_with
 
+READERS = min(8, os.cpu_count() or 1)  # threads that read a bundle's tensors
 NAMED = 3  # differences to another model that its refusal spells out
 COUNTED_BY_CODES = frozenset({"kvtuner"})  # methods whose papers count bits without scales: "KVTuner-C3.25"
 
@@ -51,6 +55,9 @@ class Bundle:
     def to_bytes(self) -> bytes:
         """The bytes of the file. Raises KVCalError where a reader would refuse them."""
         stored = _Stored()
+        stored.read_at_once(
+            codec for pair in self.scheme.layers if pair is not None for codec in (pair.key, pair.value)
+        )
         layers = [
             {"skipped": self.scheme.skipped[index]} if pair is None else stored.entries(index, pair)
             for index, pair in enumerate(self.scheme.layers)
@@ -76,9 +83,11 @@ class Bundle:
     def write(self, path: Path) -> str:
         """Write to a temporary name in the same folder, then rename; returns the file's sha256."""
         data = self.to_bytes()
-        write_atomically(path, data)
+        with ThreadPoolExecutor(1) as thread:  # half a gigabyte of codebooks takes as long to hash as to write
+            digest = thread.submit(lambda: hashlib.sha256(data).hexdigest())
+            write_atomically(path, data)
         self.path = path
-        return hashlib.sha256(data).hexdigest()
+        return digest.result()
 
     def check(self, model: nn.Module, revision: str | None = None, probe: tuple[float, ...] | None = None) -> None:
         """Refuse another model, naming both values of the first differences.
@@ -100,6 +109,14 @@ class _Stored:
         self._by_content: dict[str, str] = {}
         # one object that many layers share (codebooks of 100 MB) is hashed once; held, so that no other gets its id
         self._by_object: dict[int, tuple[str, Tensor]] = {}
+        self._read: dict[int, tuple[str, bool, Tensor]] = {}  # by the object: its hash, whether it is finite
+
+    def read_at_once(self, codecs: Iterable[Codec]) -> None:
+        """Read the tensors of all codecs by several threads, before `entries` asks for one after another."""
+        tensors = {id(tensor): tensor for codec in codecs for tensor in codec.tensors().values()}
+        with ThreadPoolExecutor(READERS) as threads:
+            read = threads.map(_hash_and_finite, tensors.values())
+            self._read = {key: (*one, tensors[key]) for key, one in zip(tensors, read, strict=True)}
 
     def entries(self, index: int, pair: LayerCodecs) -> dict[str, CodecEntry]:
         """What the header says of a layer's codecs, whose tensors are stored."""
@@ -117,12 +134,18 @@ class _Stored:
         return self._by_object[id(tensor)][0]
 
     def _name_of_content(self, name: str, tensor: Tensor) -> str:
-        digest = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+        digest, finite = self._read[id(tensor)][:2] if id(tensor) in self._read else _hash_and_finite(tensor)
         entry: TensorEntry = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "sha256": digest}
         if (earlier := self._by_content.get(canonical(entry))) is not None:
             return earlier
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if not finite:
             raise KVCalError(f"tensor {name} holds a NaN or infinity; nothing was written")
         self._by_content[canonical(entry)], self.listed[name] = name, entry
         self.tensors[name] = tensor.detach().cpu().contiguous().clone()
         return name
+
+
+def _hash_and_finite(tensor: Tensor) -> tuple[str, bool]:
+    """SHA-256 of its bytes, and whether it holds neither NaN nor infinity."""
+    finite = not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    return hashlib.sha256(tensor_bytes(tensor)).hexdigest(), finite

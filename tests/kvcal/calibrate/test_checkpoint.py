@@ -11,12 +11,13 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
 from kvcal.calibrate import checkpoint as kept
-from kvcal.calibrate.checkpoint import CommandCheckpoint, partial_folder
+from kvcal.calibrate.checkpoint import CommandCheckpoint, LayerCheckpoint, partial_folder
 from kvcal.commands import bench
 from kvcal.evaluate.perplexity import _Sums
 from kvcal_artifacts.errors import KVCalError
@@ -363,3 +364,26 @@ def test_a_reader_that_left_wants_no_more(cache: Path, tmp_path: Path, monkeypat
         kvcal(*SHORT, "--csv", tmp_path / "rows.csv", "--json")
     assert (tmp_path / "rows.csv").exists()
     assert list((cache / "partial").iterdir()) == []
+
+
+def test_a_file_is_written_meanwhile_and_its_error_comes_with_the_next(tmp_path: Path) -> None:
+    work, go, written = LayerCheckpoint(tmp_path / f"x{SUFFIX}", {"method": "m"}, True), Event(), list[int]()
+
+    def one() -> None:
+        assert go.wait(60)
+        written.append(1)
+
+    def full() -> None:
+        raise KVCalError("no room")
+
+    work.write_meanwhile(one)
+    assert written == []
+    go.set()
+    work.write_meanwhile(full)
+    assert written == [1]
+    with pytest.raises(KVCalError, match="no room"):
+        work.write_meanwhile(lambda: written.append(2))
+    assert written == [1]
+    work.settle()
+    work.write_meanwhile(full)
+    work.remove()  # of no use any more

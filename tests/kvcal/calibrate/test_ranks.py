@@ -20,7 +20,7 @@ from kvcal.calibrate.job import FitJob, FitOptions
 from kvcal.capture import shards as sharding
 from kvcal.capture.ranks import ALONE, Ranks, ShareDoneError, _packed, _Unpickler, joined
 from kvcal.capture.scan import Capture, WholeModel
-from kvcal.capture.shards import SHARDS, Gathered, Shards, ShardSums, tree_sum
+from kvcal.capture.shards import SHARDS, Gathered, Shards, ShardSums, dealt, tree_sum
 from kvcal.capture.spread import spread
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods import METHODS, VQKV, AquaKV, InnerQ, KVTuner, MixKVQ, Squat, codebooks, mlp, training_vectors
@@ -232,6 +232,23 @@ class Batch:
     rows: slice
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
+def test_work_is_dealt_out_evenly(ranks: int) -> None:
+    """The paper's windows on a GPU: shards of 12 or of 10, the last 32 windows not fitted on."""
+    shards = Shards(256, 2, Ranks(0, ranks), 224)
+    owned = [[shards.span(shard) for shard in range(24) if shards.owner(shard) == rank] for rank in range(ranks)]
+    assert {len(some) for some in owned} == {24 // ranks}
+    fitted = [sum(max(0, min(one.stop, 224) - one.start) for one in some) for some in owned]
+    work = [count + sum(one.stop - one.start for one in some) for count, some in zip(fitted, owned, strict=True)]
+    assert sum(work) == 480 and max(work) <= 480 / ranks + 4  # 4 windows: between a shard and the next smaller one
+    assert {2: [240, 240], 4: [122, 122, 118, 118]}.get(ranks, sorted(work)[::-1]) == sorted(work)[::-1]
+
+
+def test_alike_work_goes_round() -> None:
+    assert dealt([3] * 7, 3) == (0, 1, 2, 0, 1, 2, 0)
+    assert dealt([3], 1) == (0,)
+
+
 def test_shards_come_in_their_order() -> None:
     shards, gathered = Shards(99, 2), ShardSums(Gathered)
     batches = (Batch(rows) for rows in shards.chunks(slice(3, 90)))
@@ -240,7 +257,8 @@ def test_shards_come_in_their_order() -> None:
     assert torch.cat(gathered.total.tensors).tolist() == list(range(3, 90))
 
 
-SIZES_AT_ONCE = {1: 6, 200: 4, 1 << 20: 2}  # bytes that a rank sends at once: how often three ranks meet, in 6 turns
+# bytes that a rank sends at once, and what is known of a shard's: how often three ranks meet, in 6 turns
+SIZES_AT_ONCE = {(1, 0): 6, (200, 0): 4, (1 << 20, 0): 2, (1 << 20, 100): 1, (200, 100): 3}
 
 
 @dataclass
@@ -273,10 +291,10 @@ def passes(ranks: Ranks) -> list[Uneven]:
             super().meet()
 
     shards = Shards(99, 2, Counted(**vars(ranks)))
-    for at_once in SIZES_AT_ONCE:
+    for at_once, known in SIZES_AT_ONCE:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sharding, "SENT_AT_ONCE", at_once)
-            sums = ShardSums(Uneven)
+            sums = ShardSums(Uneven, known)
             for batch in sums.over(
                 map(Batch, shards.chunks(slice(3, 70))), shards, slice(3, 70), lambda phase: _nothing()
             ):
@@ -324,6 +342,27 @@ def test_more_processes_than_batches_are_refused(model: Any) -> None:
         UsageError, match="32 ranks: windows lie in 24 shards, one rank each at most; start 24 ranks or"
     ):
         Capture(model, ids[:1].expand(30, -1), device="cpu", batch=1, ranks=Ranks(0, 32))
+
+
+def leaves_and_is_terminated() -> int:
+    leave = torch.distributed.destroy_process_group
+
+    def leave_slowly() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        leave()
+
+    torch.distributed.destroy_process_group = leave_slowly
+    try:
+        with joined("cpu"):
+            raise UsageError("wrong")
+    except UsageError:
+        return 7  # and prints its line
+    return 0
+
+
+def test_a_rank_that_fails_is_not_ended_before_it_prints(tmp_path: Path) -> None:
+    """torchrun sends SIGTERM to all ranks when one has ended, and once more when they do not end at once."""
+    assert in_ranks(1, leaves_and_is_terminated, tmp_path) == [(7, "")]
 
 
 @pytest.mark.parametrize("words", [("plan", "--model", "tiny"), ("names",)])

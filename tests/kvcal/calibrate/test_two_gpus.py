@@ -26,7 +26,8 @@ HALVES = {
     "lm_head": 1,
 }
 FIT = ["fit-predictors", "--windows", "12", "--length", "256", "--batch", "2", "--json"]
-SECONDS = 140  # of a command, among dozens of others on the same cores; a rank that hangs is named after 100
+# A command takes seconds, and more than a minute where a dozen others import, compile and share both GPUs beside it.
+SECONDS, RANK_SECONDS = 300, 240  # after which it has failed; a rank that hangs is named before
 WAYS = {
     "one": [],
     "layers on both": ["--device-map", json.dumps(HALVES)],
@@ -40,7 +41,7 @@ def ran(way: str, *words: object) -> Any:
     """A command on tiny, a process of its own or two: its JSON."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     started = [sys.executable, *(launch if way in ("heads on both", "windows on both") else []), "-m", "kvcal"]
-    environment = {**os.environ, "KVCAL_RANK_TIMEOUT": "100", "KVCAL_DEBUG": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "KVCAL_RANK_TIMEOUT": str(RANK_SECONDS), "KVCAL_DEBUG": "1", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [*started, *map(str, words), *WAYS[way]],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment,

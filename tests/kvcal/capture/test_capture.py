@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
-from kvcal.capture import call, spill
+from kvcal.capture import call, scan, spill
 from kvcal.capture.scan import Capture, LayerTaps, WholeModel, default_batch
 from kvcal.capture.spill import SpillStore
 from kvcal.models import layerwise, names
@@ -353,6 +353,25 @@ def test_phases_are_timed() -> None:
         joined(taps, "k")
     assert set(timer.seconds) == {"load", "embed", "spill", "forward"}
     assert all(seconds > 0 for seconds in timer.seconds.values())
+
+
+def test_each_window_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check waits for the device. Keys seen before RoPE are compared even where others have been checked."""
+    finite, rotated = list[int](), list[int]()
+    monkeypatch.setattr(scan, "check_finite", lambda x, what, rows: finite.append(rows.start))
+    monkeypatch.setattr(scan, "check_rotation", lambda site, rope, called: rotated.append(1))
+    windows = len(tokens())
+    for taps in Capture(tiny("llama"), tokens(), device="cpu", batch=1):
+        finite.clear(), rotated.clear()
+        for _ in taps.batches({"v"}, rows=slice(0, windows - 1)):
+            pass
+        assert finite == [window for window in range(windows - 1) for _ in "kv"]
+        for want in ("v", "k", "k", "kv"):
+            for _ in taps.batches(set(want)):
+                pass
+        assert len(finite) == 2 * (windows - 1) + 2 + 2 * windows
+        assert len(rotated) == windows - 1 + 1 + windows
+        break
 
 
 def test_inner_phases_interrupt_outer_ones() -> None:
