@@ -57,7 +57,8 @@ ABOUT = (
     "- **Logit error** is the [relative error of attention scores](../evaluation.md#errors-of-attention-scores).",
     "- A table of bits leaves out what stores more than 0.15 bits above them.",
     "- Attention errors of SQuat before RoPE were measured on a CPU, where KIVI's equal those of the H100 to 1e-5.",
-    "- Rows were measured at 8cfb961a. Those of the transform, of VQKV with 65,536 codewords and of Gemma are of 9b640dec.",
+    "- Rows were measured at 8cfb961a. Those of the transform, of VQKV with 65,536 codewords and of Gemma are of 9b640dec,"
+    " those of InnerQ fitted on text and of bits by KL with groups of 128 of 7e995b21.",
     "",
     "`wiki.txt` is [WikiText-2's test text](../texts.md#texts-of-these-pages). The page is what "
     "`python docs/benchmarks/results.py tables docs/benchmarks/results/*.json` prints from the recorded rows "
