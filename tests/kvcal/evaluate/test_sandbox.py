@@ -106,3 +106,22 @@ def test_the_hubs_problems_without_datasets_are_a_line_with_the_extra(monkeypatc
         UsageError, match=r"--task humaneval needs datasets.*pip install 'kvcal\[data\]', or put humaneval"
     ):
         problems(TaskOptions())
+
+
+MOUNTED_BELOW = """\
+from kvcal.evaluate import sandbox
+assert sandbox.passes("import os; assert os.listdir('/usr/share') == ['there']")
+assert not sandbox.passes("open('/usr/share/x', 'w')")
+assert not sandbox.passes("import subprocess; subprocess.run(['mount', '-o', 'remount,rw', '/usr/share'], check=True)")
+"""
+
+
+@shut_in
+def test_where_something_is_mounted_below_a_folder() -> None:
+    """As in containers, which show drivers and files of the host so. It may be neither left out nor written to."""
+    words = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    prepare = 'mount -t tmpfs tmpfs /usr/share && touch /usr/share/there && exec "$@"'
+    done = subprocess.run(
+        [*words, prepare, "sh", sys.executable, "-c", MOUNTED_BELOW], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvcal.capture.scan import Capture
+from kvcal.commands import evaluation
 from kvcal.commands.evaluation import Watched
 from kvcal.evaluate.canary import canary
 from kvcal.evaluate.layers import LayerErrors, worst_layer
@@ -501,6 +502,22 @@ def test_copies_that_only_the_evaluation_gets_are_found(base: Path, monkeypatch:
     done = gate(base, "good")
     assert done.code == 3
     assert "good: canary: layer 1: attention received other values than the packed blocks decode to" in done.err
+
+
+def test_tasks_are_not_begun_where_the_canary_died(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take hours, and their answers would be of nothing."""
+    honest, begun = reading.materialise, []
+
+    def cheat(self: KVCalLayer, plan: Any, keys: Any, values: Any) -> Any:
+        out = honest(self, plan, keys, values)
+        return (out[0], out[1] * 1.01)
+
+    monkeypatch.setattr(evaluation, "run_tasks", lambda *_: begun.append(1))
+    monkeypatch.setattr(reading, "materialise", cheat)
+    done = gate(base, "good", "--task", "agreement")
+    assert done.code == 3
+    assert "good: canary: layer" in done.err
+    assert not begun
 
 
 @pytest.mark.parametrize(("role", "name"), list(enumerate(("key", "value"))))
