@@ -56,11 +56,6 @@ from kvcal_kernels.quantise import pages as store
 from kvcal_kernels.quantise.pages import TransformRule
 from kvcal_kernels.triton import interpreted
 
-if __name__ == "__main__":
-    import transform_variants
-else:
-    from docs.benchmarks import transform_variants
-
 HEADS, RATIO, DIM = 8, 4, 128
 MIXES = {2.0: (8, 14, 20, 14), 2.5: (16, 18, 16, 10), 3.0: (26, 21, 11, 3), 4.0: (64, 0, 0, 0)}  # pairs of 4 to 1 bits
 FORMATS: dict[str, tuple[Any, Any]] = {
@@ -303,14 +298,6 @@ def parts_of(text: str) -> list[str]:
     return parts
 
 
-def change_kernels() -> None:
-    """Let the transform codec have `transform_variants`'s kernels, over blocks and over pages."""
-    from kvcal_kernels.attention.triton.transform import launch, paged_launch
-
-    vars(launch)["transform_kernel"] = transform_variants.quick_kernel
-    vars(paged_launch)["paged_kernel"] = transform_variants.quick_paged_kernel
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="a folder for paged_attention.json")
@@ -318,7 +305,6 @@ def main() -> None:
     parser.add_argument("--formats", type=formats_of, default=list(FORMATS), help="which, with commas between")
     parser.add_argument("--shapes", type=shapes_of, default="32x32768,8x32768", help="BATCHxTOKENS, with commas")
     parser.add_argument("--parts", type=parts_of, default=list(PARTS), help="1, 4 (queries a row), store")
-    parser.add_argument("--quick", action="store_true", help="the transform codec's kernels of transform_variants.py")
     parser.add_argument("--dry-run", action="store_true", help="all steps in the interpreter, tiny sizes, no GPU")
     parser.add_argument("--check", help="a format: compare a part's kernels with the reference, print errors, end")
     options = parser.parse_args()
@@ -327,16 +313,12 @@ def main() -> None:
         sys.exit(subprocess.run([sys.executable, *sys.argv], env={**os.environ, "TRITON_INTERPRET": "1"}).returncode)
     if not (options.dry_run or torch.cuda.is_available()):
         parser.error("needs a CUDA GPU, and torch finds none here: --dry-run does without")
-    if options.quick:
-        change_kernels()
     shapes = shapes_of(DRY_SHAPES) if options.dry_run else options.shapes
     if options.check:
         print(json.dumps(checked(options.check, *options.parts, shapes)))
         return
     text = ",".join(f"{batch}x{length}" for batch, length in shapes)
-    errors = errors_of(
-        options.formats, options.parts, text, ["--dry-run"] * options.dry_run + ["--quick"] * options.quick
-    )
+    errors = errors_of(options.formats, options.parts, text, ["--dry-run"] if options.dry_run else [])
     print("errors against float32:", errors, flush=True)
     failed = [n for n, of in errors.items() if not all(e is not None and within(e) for e in of.values())]
     clock = Clock(DEVICE, repeats=21, seconds=0 if options.dry_run else options.seconds)
