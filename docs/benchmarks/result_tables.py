@@ -5,6 +5,7 @@ Rows are those of results.toml and of the recorded files, docs/benchmarks/result
 
 from __future__ import annotations
 
+import json
 import sys
 import tomllib
 from collections import Counter
@@ -40,12 +41,13 @@ def labelled(recipe: dict[str, Any]) -> Iterator[tuple[str, Row]]:
 ABOUT = (
     "Every method at 2, 2.25, 3 and 4 stored bits and at its paper's setting, and a verdict on each paper's claim.",
     "",
-    "- **KL** is in nats per token, to full precision of the same weights. They came from GGUF files of 4 to 8 bits and "
-    "were dequantised once.",
+    "- **KL** is in nats per token, to full precision of the same weights.",
     "- **±** is the standard error over windows of one text. Each row is one fit with one seed. What another text, "
     "another seed or other calibration windows would change was not measured, and is not in ±.",
     "- Median, 99 % and max are over tokens.",
     "- **Stored bits** count packed tokens. In brackets: bits as the paper counts them, where that differs.",
+    "- **× smaller** is the whole cache at the windows' end beside one in 16 bits: packed tokens, exact ones and layers "
+    "that are not packed, without what is resident.",
     "- **Resident** is what stays in memory beside packed tokens, once for all rows and lengths: codebooks, "
     "predictors, bases, factors. Equal stored bits are not equal memory.",
     "- **Same top** is the share of tokens after which the likeliest next token is full precision's.",
@@ -56,13 +58,16 @@ ABOUT = (
     "full: of blocks of 128, 48 more on average, and 96 more at the end of these windows.",
     "- **Logit error** is the [relative error of attention scores](../evaluation.md#errors-of-attention-scores).",
     "- A table of bits leaves out what stores more than 0.15 bits above them.",
-    "- Attention errors of SQuat before RoPE were measured on a CPU, where KIVI's equal those of the H100 to 1e-5.",
-    "- Rows were measured at 8cfb961a. Those of the transform, of VQKV with 65,536 codewords and of Gemma are of 9b640dec,"
-    " those of InnerQ fitted on text and of bits by KL with groups of 128 of 7e995b21.",
     "",
     "`wiki.txt` is [WikiText-2's test text](../texts.md#texts-of-these-pages). The page is what "
     "`python docs/benchmarks/results.py tables docs/benchmarks/results/*.json` prints from the recorded rows "
     "([how they are measured](../evaluation.md#results-on-pretrained-models)).",
+)
+RECORDED_HERE = (  # of the files beside this script, not of others' rows
+    "- Weights came from GGUF files of 4 to 8 bits and were dequantised once.",
+    "- Attention errors of SQuat before RoPE were measured on a CPU, where KIVI's equal those of the H100 to 1e-5.",
+    "- Rows were measured at 8cfb961a. Those of the transform, of VQKV with 65,536 codewords and of Gemma are of 9b640dec,"
+    " those of InnerQ fitted on text and of bits by KL with groups of 128 of 7e995b21.",
 )
 NOTES = {  # folder of a model -> figures of its rows that surprise
     "qwen2.5-coder-0.5b": (
@@ -73,13 +78,17 @@ NOTES = {  # folder of a model -> figures of its rows that surprise
         "Above a KL of about 0.3 more bits need not help: AQUA-KV over it has 0.482 with a first layer of 2 bits, and "
         "0.971 ± 0.16 with one of 4.",
     ),
+    "gemma-3-270m": (
+        "15 of its 18 layers slide over 512 tokens and stay exact: 3 are packed, and all figures are of these. A longer "
+        "context has a larger share of packed tokens, and is made smaller by more.",
+    ),
 }
 ABOUT_CLAIMS = (
     "A verdict compares two rows window by window. A claim holds, or does not hold, where Student's t tells the "
     "difference from none at 95 %: with 16 windows, where it is at least 2.13 times its standard error. Otherwise it is "
     "open. Figures: {places}."
 )
-COLUMNS = ("stored bits", "resident", "KL", "median", "99 %", "max", "same top", "perplexity")
+COLUMNS = ("stored bits", "× smaller", "resident", "KL", "median", "99 %", "max", "same top", "perplexity")
 NAMES = {  # folder of a model -> its name on the hub
     "smollm2-135m": "SmolLM2-135M-Instruct",
     "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct",
@@ -94,13 +103,21 @@ def tables(recipe: dict[str, Any], files: list[dict[str, Any]]) -> str:
     lines = [
         "# Results on pretrained models",
         "",
-        *(ABOUT if ours else ()),
+        *(about(files) if ours else ()),
         *([""] if ours else []),
         *verdict_table(recipe, files),
     ]
     for one in files:
         lines += ["", *heading(one, notes=ours), *claim_figures(recipe, one), *of_tables(recipe, one["rows"])]
     return "\n".join(lines) + "\n"
+
+
+def about(files: list[dict[str, Any]]) -> Iterator[str]:
+    """ABOUT, with RECORDED_HERE before its last paragraph where the files are those of docs/benchmarks/results."""
+    recorded = {path.read_bytes() for path in (FOLDER / "results").glob("*.json")}
+    here = all(one in map(json.loads, recorded) for one in files)
+    end = len(ABOUT) - 2
+    yield from (*ABOUT[:end], *(RECORDED_HERE if here else ()), *ABOUT[end:])
 
 
 def name_of(one: dict[str, Any]) -> str:
@@ -130,7 +147,7 @@ def recorded_with(rows: list[Row]) -> Iterator[str]:
     for items, count in counts.items():
         if made := {name: one for name, one in items if one is not None}:
             rest = ", ".join(f"{name} {one}" for name, one in made.items() if name != "date")
-            yield f"{count} row{'s' * (count > 1)} measured on {made['date']}: {rest}."
+            yield f"Recorded in the file of {count} row{'s' * (count > 1)}: measured on {made['date']}, {rest}."
 
 
 def of_tables(recipe: dict[str, Any], rows: dict[str, Row]) -> list[str]:
@@ -176,7 +193,8 @@ def cells(result: Row) -> list[str]:
     error = f" ± {significant(result['kl_se'], 2)}" if result["kl_se"] and not kl.startswith("<") else ""
     same = "> 99.9 %" if 0.9995 <= result["same_top"] < 1 else f"{result['same_top'] * 100:.1f} %"
     perplexity = significant(result["perplexity"], 4)
-    return [counted, size(result["resident_bytes"]), f"{kl}{error}", median, p99, most, same, perplexity]
+    smaller = significant(result["smaller"], 2)
+    return [counted, smaller, size(result["resident_bytes"]), f"{kl}{error}", median, p99, most, same, perplexity]
 
 
 def block_of(what: Row) -> int:

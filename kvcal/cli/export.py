@@ -11,7 +11,7 @@ from kvcal.commands.options import ExportOptions
 def export(o: ExportOptions, typed: Typed) -> None:
     """Write a new checkpoint with calibrated k_scale and v_scale of 8-bit caches, as compressed-tensors names them.
 
-    Servers that load this convention (vLLM) then store keys and values in 8 bits without code of ours.
+    Servers that load this convention store keys and values in 8 bits without code of ours. vLLM loads fp8, not int8.
     """
     from kvcal.commands.export import run_export
 
@@ -20,4 +20,7 @@ def export(o: ExportOptions, typed: Typed) -> None:
         print_json(result)
     else:
         print_facts(result, wide=o.wide)
-        print_next("serve", o.output, "--kv-cache-dtype", o.to, program="vllm")
+        if o.to == "fp8":
+            print_next("serve", o.output, "--kv-cache-dtype", o.to, program="vllm")
+        else:
+            note(f"note: vLLM does not load scales for {o.to}, only for fp8; a server that does is needed")

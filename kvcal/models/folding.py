@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -223,6 +225,10 @@ def write_model(
             os.replace(temporary, place)
     except OSError as error:
         raise KVCalError(f"{output}: cannot be written: {error.strerror or error}; nothing is there") from error
+    except SafetensorError as error:
+        if not (why := re.search(r"I/O error: (.*?)(?: \(os error \d+\))?$", str(error))):
+            raise
+        raise KVCalError(f"{output}: cannot be written: {why[1]}; nothing is there") from error
 
 
 def _open_up(folder: Path) -> None:

@@ -86,11 +86,11 @@ def test_rows_go_on_and_become_tables(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [len(one) for one in claims] == [2, 7]  # the verdict, then its figures
     assert claims[1][3].endswith(" (two)")
     # stored bits are not memory: what stays resident stands beside them; blocks that are not of 32 tokens are told
-    assert "| method | stored bits | resident | KL |" in text
+    assert "| method | stored bits | × smaller | resident | KL |" in text
     assert "\nBlocks of 64 tokens: four.\n" in text
     assert "block 64" in claims[1][2] and "block 32" in claims[1][3]
     # what is said of the page's own rows is not said of another recipe's; rows say what they are of
-    assert "8cfb961a" not in text and "\n3 rows measured on 20" in text and ", torch 2" in text
+    assert "8cfb961a" not in text and "\nRecorded in the file of 3 rows: measured on 20" in text and ", torch 2" in text
     # a row that no file has yet
     assert "\nNot measured: later.\n" in text
     assert "| later over two | not measured |" in text

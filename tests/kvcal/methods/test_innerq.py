@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -542,11 +543,18 @@ def test_factors_of_residuals_are_not_folded() -> None:
         folding.key_factors(scheme)
 
 
-def test_a_fold_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+FULL = (
+    OSError(28, "No space left on device"),
+    SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+)
+
+
+@pytest.mark.parametrize("error", FULL, ids=lambda one: type(one).__name__)
+def test_a_fold_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     model, folder = saved("llama", tmp_path / "model")
 
     def full(*args: Any, **options: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr(folding, "save_file", full)
     with pytest.raises(KVCalError, match=r"folded: cannot be written: No space left on device; nothing is there"):
