@@ -69,7 +69,9 @@ def exact(loaded: Any) -> Any:
 
 
 def folder_of(tmp_path: Path, kind: str) -> Path:
-    rows = [{"text": "it was a " * 30, "next": " day"}, {"text": "the year of " * 30, "next": " night"}]
+    """Of two questions the tiny model answers the first; likelihoods put the space in front themselves."""
+    right = " thing to be done" if kind == "generate_until" else "thing"
+    rows = [{"text": ("it was a " * 30).rstrip(), "next": right}, {"text": "the year of " * 30, "next": " night"}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     more = GENERATED if kind == "generate_until" else ""
     (tmp_path / "task.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl", kind=kind) + more)
@@ -174,7 +176,7 @@ def test_a_local_task_is_paired_with_full_precision(tmp_path: Path, kind: str, m
     assert "tasks" not in full
     paired = row["tasks"]["next_words"]
     assert {"score", "full", "difference", "low", "high", "n"} <= set(paired)
-    assert (paired["n"], paired["difference"]) == (2, 0)
+    assert (paired["n"], paired["full"], paired["difference"]) == (2, 0.5, 0)
     assert [gate["gate"] for gate in done.json["gates"]] == ["max-score-drop"]
     monkeypatch.setattr(evaluation, "evaluation_text", None)  # the name is looked at before any text
     unknown = kvcal(*command)
