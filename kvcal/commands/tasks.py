@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 TEXT = "embedded:evaluation"
 GATE = "max-score-drop"
-NOTHING_SEEN = "full precision answered none of {questions}, so that no drop can be seen"
+BLIND = "full precision answered none of {questions}, so that no drop can be seen"
 OTHER_TASK = "give a task that this model can do"
 Answer = Callable[[CacheMaker | None], Scores]
 
@@ -139,10 +139,10 @@ def _answers(
 
 
 def judged(answered: Answered, limit: float | None) -> list[Check]:
-    """The gates of each row: the largest drop of a score below full precision's, and a failed one for each task of
-    which full precision's score is 0, where no drop can be seen.
+    """A gate for each row: the largest drop of a score below full precision's.
 
-    Agreement with full precision is no such score.
+    A task of which full precision's score is 0 has a failed gate, since no drop can be seen. Agreement with
+    full precision is no such score.
     """
     checks: list[Check] = []
     if limit is None:
@@ -156,9 +156,7 @@ def judged(answered: Answered, limit: float | None) -> list[Check]:
             detail = f"{worst}: {paired.score:.4g}, full precision {paired.full:.4g}, {questions(paired.n)}"
             checks.append(Check(row, GATE, drops[worst] <= limit, drops[worst], limit, None, detail))
         checks += [
-            Check(
-                row, GATE, False, detail=f"{name}: {NOTHING_SEEN.format(questions=questions(paired.n))}; {OTHER_TASK}"
-            )
+            Check(row, GATE, False, detail=f"{name}: {BLIND.format(questions=questions(paired.n))}; {OTHER_TASK}")
             for name, paired in scored.items()
             if not paired.full
         ]

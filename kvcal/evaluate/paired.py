@@ -17,8 +17,8 @@ PART = 1 << 22  # drawn indices that are held at a time
 @dataclass(frozen=True)
 class Paired:
     """A paired comparison of two runs on the same questions. score, full: mean scores of n questions, compressed and in
-    full precision. difference: score - full. low, high: its percentile bootstrap interval at LEVEL, over questions; None
-    of one question, which has no spread. mcnemar: two-sided p-value of McNemar's exact test, None where a score is
+    full precision. difference: score - full. low, high: its percentile bootstrap interval at LEVEL, over questions;
+    None of one question, which has no spread. mcnemar: two-sided p-value of McNemar's exact test, None where a score is
     neither 0 nor 1.
     """
 

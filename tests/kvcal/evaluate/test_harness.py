@@ -69,8 +69,8 @@ def exact(loaded: Any) -> Any:
 
 
 def folder_of(tmp_path: Path, kind: str) -> Path:
-    """Of two questions the tiny model answers the first; likelihoods put the space in front themselves."""
-    right = " thing to be done" if kind == "generate_until" else "thing"
+    """Of two questions the tiny model answers the first."""
+    right = " thing to be done" if kind == "generate_until" else " thing"
     rows = [{"text": ("it was a " * 30).rstrip(), "next": right}, {"text": "the year of " * 30, "next": " night"}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     more = GENERATED if kind == "generate_until" else ""
