@@ -16,7 +16,7 @@ import torch
 from kvcal.cli.evaluate import print_tasks
 from kvcal.commands import evaluation
 from kvcal.commands.task_choice import CONTEXT_NAMES, HUMANEVAL, lengths_of
-from kvcal.commands.tasks import Answered, judged
+from kvcal.commands.tasks import Answered, judged, task_names
 from kvcal.evaluate import programs
 from kvcal.evaluate.contexts import CONTEXT_TASKS, Haystack, agreed, agreement, by_length, context_once, needle
 from kvcal.evaluate.harness import TaskOptions, by_question, forced_logits, in_one_line, language_model
@@ -24,6 +24,7 @@ from kvcal.evaluate.paired import Paired
 from kvcal.methods.data_free import Preset
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
+from kvcal.pipeline.options import EvalOptions
 from kvcal.report.plots import needle_table
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import TextUnavailable, UsageError
@@ -279,6 +280,24 @@ def test_what_needs_another_option_is_refused_before_torch_is_imported(options: 
         [sys.executable, "-c", code, "eval", "--preset", "exact", *options], capture_output=True, text=True, check=False
     )
     assert (done.returncode, "imported []" in done.stdout) == (2, True), done.stdout + done.stderr
+
+
+def test_a_misspelt_task_is_named_without_lm_eval_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"--task nedle \(needle\?\): needs lm-eval, which is not installed"):
+        task_names(EvalOptions(task=["nedle"]))
+
+
+@needs_lm_eval
+def test_problems_of_humaneval_are_looked_for_before_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "open_model_of", None)
+    (tmp_path / "HumanEval.jsonl").write_text("{")
+    options = ["--task", "humaneval", "--allow-code", "--tasks-path", tmp_path]
+    done = kvcal("eval", "--preset", "exact", "--windows", 1, "--length", 64, *options)
+    assert (done.code, f"--task humaneval: {tmp_path / 'HumanEval.jsonl'}: needs a JSON object" in done.err) == (
+        1,
+        True,
+    )
 
 
 def test_kvcals_tasks_are_those_that_are_named() -> None:
