@@ -236,9 +236,11 @@ def table(folder: Path) -> str:
         for row in result["rows"]:
             for name, one in row.get("tasks", {}).items():
                 p = "–" if one.get("mcnemar") is None else f"{one['mcnemar']:.3f}"
+                low, high = one["low"], one["high"]  # null of one question
+                interval = "–" if low is None else f"{low:+.4f} to {high:+.4f}"
                 lines.append(
                     f"| {result['model']} | {name} | {row['name']} | {row['bits_per_value']:.3f} | {one['score']:.4f} | "
-                    f"{one['full']:.4f} | {one['difference']:+.4f} | {one['low']:+.4f} to {one['high']:+.4f} | {one['n']} "
+                    f"{one['full']:.4f} | {one['difference']:+.4f} | {interval} | {one['n']} "
                     f"| {p} |"
                 )
     return "\n".join(lines) + "\n"

@@ -11,7 +11,7 @@ from kvcal.cli.signature import Typed, command
 from kvcal.commands.options import GenerateOptions
 from kvcal.evaluate.spread import few_windows
 from kvcal.pipeline.options import EvalOptions
-from kvcal.report.quantities import percent, size, written
+from kvcal.report.quantities import percent, questions, size, written
 
 if TYPE_CHECKING:
     from kvcal.commands.results import EvaluationRow, TaskScores
@@ -133,18 +133,27 @@ def print_tasks(rows: list[EvaluationRow], wide: bool = False) -> None:
         columns = ["task", "name", "score", FULL, "difference", "95 % from", "to", "McNemar p", "questions"]
         line()
         print_table(columns, [[name, row, *_task_cells(paired)] for row, name, paired in lines], keys=2, wide=wide)
-        if equal := [paired["n"] for *_, paired in lines if paired["low"] == paired["high"] == 0]:
+        if blind := {name: paired["n"] for _, name, paired in lines if not paired["full"]}:
+            of = ", ".join(f"{questions(n)} of {name}" for name, n in blind.items())
+            wrapped(f"full precision answered none of {of}: the comparison says nothing", wide=wide)
+        if equal := [paired["n"] for *_, paired in lines if paired["full"] and _same(paired)]:
             share = 1 - 0.05 ** (1 / min(equal))  # exact: the loss that leaves n questions untouched once in twenty
             wrapped(
-                f"no answer differs; with {min(equal):,} questions the true loss may still be up to {percent(share)} "
+                f"no answer differs; with {questions(min(equal))} the true loss may still be up to {percent(share)} "
                 "(95 %)",
                 wide=wide,
             )
 
 
+def _same(paired: TaskScores) -> bool:
+    """Whether no answer differs: of one question there is no interval."""
+    return paired["difference"] == 0 and paired["low"] == paired["high"]
+
+
 def _task_cells(paired: TaskScores) -> list[str]:
     p_value = paired["mcnemar"]
-    figures = [f"{paired[name]:.4f}" for name in ("score", "full", "difference", "low", "high")]
+    values = (paired["score"], paired["full"], paired["difference"], paired["low"], paired["high"])
+    figures = ["–" if value is None else f"{value:.4f}" for value in values]
     return [*figures, "-" if p_value is None else f"{p_value:.3f}", f"{paired['n']:,}"]
 
 

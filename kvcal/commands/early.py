@@ -31,6 +31,7 @@ from .options import (
     RecommendOptions,
     VerifyOptions,
 )
+from .task_choice import chosen_tasks
 
 TORCH_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "meta", "xla", "npu", "privateuseone")
 
@@ -46,6 +47,8 @@ def refuse(o: Options) -> None:
         _check_preset(name)
     if isinstance(o, GenerateOptions):
         refuse_prompt(o)
+    if isinstance(o, EvalOptions):
+        chosen_tasks(o)
     if isinstance(o, RecommendOptions):
         Limit(o.max_bits, o.max_kl)
     if isinstance(o, Selection):

@@ -59,7 +59,7 @@ from .guard import guard_window, measured_warnings, schemes_of
 from .idle import refuse_prompt
 from .options import GenerateOptions
 from .target_model import with_model_of
-from .tasks import Answered, judged, run_tasks, task_names
+from .tasks import Answered, check_tasks, judged, run_tasks, task_names
 from .workbench import cache_makers, check_rows, named_error, open_model_of, rows_named
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def run_eval(
     tokenizer = tokenizer_for(o, plan.source, plan.origin)
     if tasks:
         _check_tasks(plan)
+        check_tasks(o, tasks, plan.source)
     text = evaluation_text(o, plan.source, tokenizer, plan.origin, plan.length, say)
     check_context(plan.source, plan.length, say)
     loaded, makers = _opened(o, plan, say)

@@ -23,7 +23,8 @@ from .options import ReportOptions
 
 FACTS = ("model", "revision", "text", "windows", "length", "dtype", "random_weights")
 NUMBERS = ("perplexity", "kl_se", "kl_median", "kl_p99", "kl_max", "same_top", "smaller")
-PAIRED = ("score", "full", "difference", "low", "high", "n")
+PAIRED = ("score", "full", "difference", "n")
+INTERVAL = ("low", "high")  # null of one question
 
 
 def run_report(o: ReportOptions, say: Say) -> dict[str, object]:
@@ -138,10 +139,17 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
         for one in row.get("positions", [])
     ]
     tasks = row.get("tasks", {})
-    checked["tasks"] = {_text(name): {part: _number(one[part]) for part in PAIRED} for name, one in tasks.items()}
+    checked["tasks"] = {_text(name): _paired(one) for name, one in tasks.items()}
     cells = row.get("needles", {})
     checked["needles"] = {_cell(name): _number(share) for name, share in cells.items()}
     return checked
+
+
+def _paired(one: Mapping[str, Any]) -> dict[str, float | None]:
+    ends = {part: None if one[part] is None else _number(one[part]) for part in INTERVAL}
+    if None in ends.values() and ends["low"] is not ends["high"]:
+        raise ValueError("an interval with one end")
+    return {part: _number(one[part]) for part in PAIRED} | ends
 
 
 def _number(value: object) -> float:

@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 
 class TaskScores(TypedDict):
-    """Scores of a task's n questions, compressed and in full precision; low, high: the interval of their difference.
-    mcnemar: a p-value, None where scores are not right or wrong.
+    """Scores of a task's n questions, compressed and in full precision; low, high: the interval of their difference,
+    None of one question. mcnemar: a p-value, None where scores are not right or wrong.
     """
 
     score: float
     full: float
     difference: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     n: int
     mcnemar: float | None
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_text
 
 from ..calibrate.checkpoint import CommandCheckpoint, short
@@ -16,12 +15,15 @@ from ..evaluate.contexts import CONTEXT_TASKS, Haystack, by_length
 from ..evaluate.harness import Harness, Scores, TaskOptions, check_installed, check_names
 from ..evaluate.paired import Paired
 from ..evaluate.perplexity import CacheMaker
-from ..evaluate.programs import NAME as HUMANEVAL
-from ..evaluate.programs import humaneval
+from ..evaluate.programs import humaneval, problems
+from ..models import configuration
+from ..models.names import ModelSource
 from ..pipeline.gates import Check
 from ..pipeline.options import EvalOptions
+from ..report.quantities import questions
 from ..text import sources
 from .common import Say
+from .task_choice import HUMANEVAL, KVCAL_TASKS, chosen_tasks, lengths_of, meant, refuse_lengths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,51 +31,34 @@ if TYPE_CHECKING:
     from ..models.structure import CausalLM
 
 TEXT = "embedded:evaluation"
-UNITS = {"k": 1024, "": 1}
+GATE = "max-score-drop"
+BLIND = "full precision answered none of {questions}, so that no drop can be seen"
+OTHER_TASK = "give a task that this model can do"
 Answer = Callable[[CacheMaker | None], Scores]
 
 
-def lengths_of(text: str | None) -> tuple[int, ...]:
-    """ "4k,8k,1000" -> (4096, 8192, 1000). Raises UsageError for anything else."""
-    numbers = []
-    for part in (text or "").split(","):
-        part = part.strip().lower()
-        unit = "k" if part.endswith("k") else ""
-        number = part.removesuffix(unit)
-        if not part:
-            continue
-        if not number.isdecimal() or not int(number):
-            raise UsageError(f"--lengths {text}: {part!r} is no length; give whole numbers of tokens, as 4k,8192")
-        numbers.append(int(number) * UNITS[unit])
-    return tuple(dict.fromkeys(numbers))
-
-
 def task_names(o: EvalOptions) -> list[str]:
-    """The names of --task. Raises UsageError for options that no task takes, before any work."""
-    names = list(dict.fromkeys(part.strip() for names in o.task or [] for part in names.split(",") if part.strip()))
-    if not names:
-        idle = ("limit", "lengths", "tasks_path", "allow_code", "chat", "needle_plot", "max_score_drop")
-        for name in idle:
-            if o.by_name()[name] not in (None, False):
-                raise UsageError(f"--{name.replace('_', '-')} applies only to --task: give one, or leave it out")
-    lengths_of(o.lengths)
+    """The names of --task. Raises UsageError for unknown ones, and for options that no task takes, before any work."""
+    names = chosen_tasks(o)
     if o.needle_plot is not None:
         from ..report.plots import check_plot
 
-        if "needle" not in names:
-            raise UsageError("--needle-plot draws the task `needle`: give --task needle, or leave it out")
         check_plot(o.needle_plot, "--needle-plot")
-    if o.max_score_drop is not None and set(names) <= {"agreement"}:
-        raise UsageError("--max-score-drop needs a --task with a score: give another than agreement, or leave it out")
-    if HUMANEVAL in names and not o.allow_code:
-        raise UsageError(
-            f"--task {HUMANEVAL}: runs programs that a model wrote, in a sandbox: give --allow-code to allow it"
-        )
-    if any(name not in CONTEXT_TASKS for name in names):
-        check_installed("--task")
-    if of_lm_eval := [name for name in names if name not in CONTEXT_TASKS and name != HUMANEVAL]:
-        check_names(of_lm_eval, o.tasks_path)
+    of_lm_eval = [name for name in names if name not in KVCAL_TASKS]
+    if of_lm_eval or HUMANEVAL in names:
+        check_installed("--task" + next((f" {name}{near}" for name in of_lm_eval if (near := meant(name))), ""))
+    if of_lm_eval:
+        check_names(of_lm_eval, o.tasks_path, meant)
     return names
+
+
+def check_tasks(o: EvalOptions, names: list[str], source: ModelSource) -> None:
+    """UsageError for contexts longer than the model's, KVCalError for problems of humaneval that cannot be read; before
+    any weights are.
+    """
+    refuse_lengths(o, names, configuration.geometry(source).context, source.label)
+    if HUMANEVAL in names:
+        problems(task_options(o))
 
 
 def task_options(o: EvalOptions) -> TaskOptions:
@@ -140,7 +125,7 @@ def _answers(
     answers: dict[str, Answer] = {}
     if any(name in CONTEXT_TASKS for name in names):
         haystack = Haystack.of(tokenizer, read_text(sources.EMBEDDED[TEXT]))
-    theirs = [name for name in names if name not in CONTEXT_TASKS and name != HUMANEVAL]
+    theirs = [name for name in names if name not in KVCAL_TASKS]
     harnesses = {name: Harness(model, tokenizer, [name], options) for name in theirs}
     for name in names:
         if name in CONTEXT_TASKS:
@@ -156,15 +141,23 @@ def _answers(
 def judged(answered: Answered, limit: float | None) -> list[Check]:
     """A gate for each row: the largest drop of a score below full precision's.
 
-    Agreement with full precision is no such score.
+    A task of which full precision's score is 0 has a failed gate, since no drop can be seen. Agreement with
+    full precision is no such score.
     """
-    checks = []
+    checks: list[Check] = []
+    if limit is None:
+        return checks
     for row, tasks in answered.tasks.items():
-        drops = {name: -paired.difference for name, paired in tasks.items() if not name.startswith("agreement@")}
-        if limit is None or not drops:
-            continue
-        worst = max(drops, key=lambda name: drops[name])
-        paired = tasks[worst]
-        detail = f"{worst}: {paired.score:.4g}, full precision {paired.full:.4g}, {paired.n} questions"
-        checks.append(Check(row, "max-score-drop", drops[worst] <= limit, drops[worst], limit, None, detail))
+        scored = {name: paired for name, paired in tasks.items() if not name.startswith("agreement@")}
+        drops = {name: -paired.difference for name, paired in scored.items() if paired.full}
+        if drops:
+            worst = max(drops, key=lambda name: drops[name])
+            paired = scored[worst]
+            detail = f"{worst}: {paired.score:.4g}, full precision {paired.full:.4g}, {questions(paired.n)}"
+            checks.append(Check(row, GATE, drops[worst] <= limit, drops[worst], limit, None, detail))
+        checks += [
+            Check(row, GATE, False, detail=f"{name}: {BLIND.format(questions=questions(paired.n))}; {OTHER_TASK}")
+            for name, paired in scored.items()
+            if not paired.full
+        ]
     return checks

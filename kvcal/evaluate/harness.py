@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,18 +42,20 @@ def check_installed(option: str) -> None:
         raise UsageError(f"{option}: needs lm-eval, which is not installed: pip install 'kvcal[tasks]'")
 
 
-def check_names(names: Sequence[str], tasks_path: Path | None) -> None:
-    """Raise UsageError for a task that lm-eval does not know; without a model or tokenizer, in some seconds."""
+def check_names(names: Sequence[str], tasks_path: Path | None, meant: Callable[[str], str]) -> None:
+    """Raise UsageError for a task that lm-eval does not know; without a model or tokenizer, in some seconds. meant: of
+    a name, the words that tell of a likely one.
+    """
     from lm_eval.tasks import TaskManager
 
-    _check_task_names(names, TaskManager(include_path=None if tasks_path is None else str(tasks_path)))
+    _check_task_names(names, TaskManager(include_path=None if tasks_path is None else str(tasks_path)), meant)
 
 
-def _check_task_names(names: Sequence[str], manager: TaskManager) -> None:
+def _check_task_names(names: Sequence[str], manager: TaskManager, meant: Callable[[str], str] = lambda _: "") -> None:
     if strange := [name for name in names if name not in set(manager.all_tasks)]:
         raise UsageError(  # lm-eval would take it for a path
-            f"--task {strange[0]}: lm-eval has no task, group or tag of this name; give --tasks-path FOLDER if a "
-            "file in that folder has it"
+            f"--task {strange[0]}{meant(strange[0])}: lm-eval has no task, group or tag of this name; give "
+            "--tasks-path FOLDER if a file in that folder has it"
         )
 
 

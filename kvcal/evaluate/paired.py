@@ -17,15 +17,16 @@ PART = 1 << 22  # drawn indices that are held at a time
 @dataclass(frozen=True)
 class Paired:
     """A paired comparison of two runs on the same questions. score, full: mean scores of n questions, compressed and in
-    full precision. difference: score - full. low, high: its percentile bootstrap interval at LEVEL, over questions.
-    mcnemar: two-sided p-value of McNemar's exact test, None where a score is neither 0 nor 1.
+    full precision. difference: score - full. low, high: its percentile bootstrap interval at LEVEL, over questions;
+    None of one question, which has no spread. mcnemar: two-sided p-value of McNemar's exact test, None where a score is
+    neither 0 nor 1.
     """
 
     score: float
     full: float
     difference: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     n: int
     mcnemar: float | None
 
@@ -35,7 +36,7 @@ class Paired:
         if not scores or len(scores) != len(full):
             raise UsageError(f"{len(scores)} scores and {len(full)} of full precision: needs one pair a question")
         differences = np.subtract(scores, full, dtype="f8")
-        low, high = interval(differences)
+        low, high = interval(differences) if len(differences) > 1 else (None, None)
         return cls(
             score=float(np.mean(scores)),
             full=float(np.mean(full)),

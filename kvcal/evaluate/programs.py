@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.errors import KVCalError, TextUnavailable, UsageError
 from kvcal_artifacts.files import read_text
 
 from ..report.extras import require
@@ -22,22 +22,33 @@ if TYPE_CHECKING:
     from ..models.structure import CausalLM
 
 NAME, DATA_SET = "humaneval", "openai/openai_humaneval"
+FILES = (f"{NAME}.jsonl", "HumanEval.jsonl")  # the second is the name under which it is distributed
 STOPS = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]  # as in lm-eval's task
 NEW_TOKENS = 512
 FIELDS = ("prompt", "test", "entry_point")
 
 
 def problems(options: TaskOptions) -> list[dict[str, str]]:
-    """The problems: of `humaneval.jsonl` in the folder --tasks-path where there is one, else of the hub's data set."""
-    local = None if options.tasks_path is None else options.tasks_path / f"{NAME}.jsonl"
-    if local is not None and local.exists():
+    """The problems: of `humaneval.jsonl` or `HumanEval.jsonl` in the folder --tasks-path where there is one, else of
+    the hub's data set. Raises TextUnavailable, which names the files looked for, where that cannot be reached.
+    """
+    places = [] if options.tasks_path is None else [options.tasks_path / name for name in FILES]
+    local = next((place for place in places if place.exists()), None)
+    if local is not None:
         rows = (json.loads(line) for line in read_text(local).splitlines() if line.strip())
         return _checked(rows, local)[: options.limit]
     require("datasets", f"--task {NAME}", f"put {NAME}.jsonl into a folder and give it with --tasks-path")
     from datasets import load_dataset
 
-    with in_one_line([NAME]):
-        return _checked(load_dataset(DATA_SET, split="test"), Path(DATA_SET))[: options.limit]
+    try:
+        with in_one_line([NAME]):
+            return _checked(load_dataset(DATA_SET, split="test"), Path(DATA_SET))[: options.limit]
+    except TextUnavailable as error:
+        missing = f"there is no {' or '.join(map(str, places))}" if places else f"no --tasks-path holds {FILES[0]}"
+        raise TextUnavailable(
+            f"--task {NAME}: {missing}, and {DATA_SET} on the hub cannot be reached; connect, or put {FILES[-1]} into "
+            "a folder and give it with --tasks-path"
+        ) from error
 
 
 def _checked(rows: Iterable[Mapping[str, object]], source: Path) -> list[dict[str, str]]:

@@ -68,6 +68,11 @@ def whole_number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
 
 
+def questions(count: int) -> str:
+    """Write how many questions a task has: 1 question, 1,319 questions."""
+    return "1 question" if count == 1 else f"{count:,} questions"
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """Write whole numbers that rise, runs of them folded: 0, 2–5, 9."""
     runs: list[list[int]] = []

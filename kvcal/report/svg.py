@@ -184,11 +184,13 @@ def legend(series: Sequence[Series]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def intervals(title: str, label: str, rows: Sequence[tuple[str, float, float, float]]) -> str:
-    """Rows (name, low, middle, high), one below the other, with a line at 0."""
+def intervals(title: str, label: str, rows: Sequence[tuple[str, float | None, float, float | None]]) -> str:
+    """Rows (name, low, middle, high), one below the other, with a line at 0; without ends a dot alone."""
     height = MARGIN_TOP + MARGIN_BOTTOM + 24 * len(rows)
     start = 250
-    x = Axis.over(label, [0.0, *(value for row in rows for value in row[1:])], start, WIDTH - MARGIN_RIGHT)
+    x = Axis.over(
+        label, [0.0, *(value for row in rows for value in row[1:] if value is not None)], start, WIDTH - MARGIN_RIGHT
+    )
     parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{text(title)}">']
     for tick in x.ticks:
         parts.append(f'<path class="grid" d="M{x(tick)} {MARGIN_TOP}V{height - MARGIN_BOTTOM}"/>')
@@ -199,9 +201,11 @@ def intervals(title: str, label: str, rows: Sequence[tuple[str, float, float, fl
     parts.append(f'<g class="series" style="{style(PLAIN)}">')
     for place, (name, low, middle, high) in enumerate(rows):
         y = MARGIN_TOP + 24 * place + 14
-        tip = f"{name}: {middle:+.4f}, from {low:+.4f} to {high:+.4f}"
+        tip = f"{name}: {middle:+.4f}"
         parts.append(f'<text x="{start - 10}" y="{y + 4}" text-anchor="end">{text(name[:38])}</text>')
-        parts.append(f'<path class="line" d="M{x(low)} {y}H{x(high)}"/>')
+        if low is not None and high is not None:
+            tip += f", from {low:+.4f} to {high:+.4f}"
+            parts.append(f'<path class="line" d="M{x(low)} {y}H{x(high)}"/>')
         parts.append(f'<circle class="dot" cx="{x(middle)}" cy="{y}" r="4"><title>{text(tip)}</title></circle>')
     parts.append("</g>")
     parts.append(f'<text x="{(start + WIDTH) / 2}" y="{height - 8}" text-anchor="middle">{text(label)}</text></svg>')

@@ -141,6 +141,16 @@ def test_blocks_are_those_that_rows_pack() -> None:
     assert tables.block_of({"command": "train-codebooks", "options": {"recent": 1024}}) == 1024
 
 
+def test_a_task_of_one_question_has_no_interval_in_the_table(tmp_path: Path) -> None:
+    pair = {"score": 0.0, "full": 1.0, "difference": -1.0, "low": -1.0, "high": -0.5, "n": 2, "mcnemar": None}
+    tasks = {"two": pair, "one": pair | {"low": None, "high": None, "n": 1}}
+    (tmp_path / "a.json").write_text(
+        json.dumps({"model": "m", "rows": [{"name": "kivi-2", "bits_per_value": 2.0, "tasks": tasks}]})
+    )
+    *_, two, one = script("tasks").table(tmp_path).splitlines()
+    assert ("| -1.0000 to -0.5000 | 2 |" in two, "| -1.0000 | – | 1 |" in one) == (True, True)
+
+
 def test_the_page_of_results_is_what_the_rows_say() -> None:
     results, folder = script("results"), ROOT / "docs" / "benchmarks"
     files = [json.loads(path.read_text()) for path in sorted((folder / "results").glob("*.json"))]

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
 from kvcal.cli.evaluate import print_tasks
 from kvcal.commands import evaluation
-from kvcal.commands.tasks import Answered, judged, lengths_of
-from kvcal.evaluate.contexts import Haystack, agreed, agreement, by_length, context_once, needle
+from kvcal.commands.task_choice import CONTEXT_NAMES, HUMANEVAL, lengths_of
+from kvcal.commands.tasks import Answered, judged, task_names
+from kvcal.evaluate import programs
+from kvcal.evaluate.contexts import CONTEXT_TASKS, Haystack, agreed, agreement, by_length, context_once, needle
 from kvcal.evaluate.harness import TaskOptions, by_question, forced_logits, in_one_line, language_model
 from kvcal.evaluate.paired import Paired
 from kvcal.methods.data_free import Preset
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
+from kvcal.pipeline.options import EvalOptions
 from kvcal.report.plots import needle_table
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import TextUnavailable, UsageError
 from tests.support.models_fixture import kvcal, write_text
+
+if TYPE_CHECKING:
+    from kvcal.commands.results import TaskScores
 
 LM_EVAL = importlib.util.find_spec("lm_eval") is not None
 needs_lm_eval = pytest.mark.skipif(not LM_EVAL, reason="lm-eval is not installed")
@@ -61,7 +70,9 @@ def exact(loaded: Any) -> Any:
 
 
 def folder_of(tmp_path: Path, kind: str) -> Path:
-    rows = [{"text": "it was a " * 30, "next": " day"}, {"text": "the year of " * 30, "next": " night"}]
+    """Of two questions the tiny model answers the first."""
+    right = " thing to be done" if kind == "generate_until" else " thing"
+    rows = [{"text": ("it was a " * 30).rstrip(), "next": right}, {"text": "the year of " * 30, "next": " night"}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     more = GENERATED if kind == "generate_until" else ""
     (tmp_path / "task.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl", kind=kind) + more)
@@ -97,6 +108,35 @@ def test_a_score_without_a_difference_is_no_proof(capsys: pytest.CaptureFixture[
     )
     print_tasks([{"name": "kivi-4", "tasks": {"needle@256": same | {"low": -0.2}}}])
     assert "may still be" not in capsys.readouterr().out
+    print_tasks([{"name": "kivi-4", "tasks": {"gsm8k": same | {"low": None, "high": None, "n": 1}}}])
+    words = capsys.readouterr().out.split()
+    assert (words.count("–"), "with 1 question the true loss may still be up to 95.0 %" in " ".join(words)) == (2, True)
+
+
+def test_a_task_that_full_precision_cannot_do_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    none = Paired.of([0.0] * 5, [0.0] * 5)
+    print_tasks([{"name": "kivi-4", "tasks": {"needle@256": cast("TaskScores", asdict(none))}}])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "full precision answered none of 5 questions of needle@256: the comparison says nothing" in out
+    assert "no answer differs" not in out
+
+
+def test_a_gate_that_can_see_no_drop_fails() -> None:
+    pairs = {"a": Paired.of([1.0, 1.0], [1.0, 1.0]), "b": Paired.of([0.0, 1.0], [0.0, 0.0])}
+    seen, unseen = judged(Answered({"row": pairs}), 0)
+    assert (seen.passed, unseen.passed) == (True, False)
+    assert unseen.line == (
+        "row: max-score-drop (b: full precision answered none of 2 questions, so that no drop can be seen; give a task "
+        "that this model can do)"
+    )
+
+
+def test_the_command_fails_where_no_drop_can_be_seen(tmp_path: Path) -> None:
+    """The tiny model finds no needle."""
+    short = ["--windows", 1, "--length", 64, "--lengths", 64, "--limit", 1, "--max-score-drop", 0]
+    done = kvcal("eval", "--preset", "exact", "--task", "needle", *short, "--junit", tmp_path / "gates.xml")
+    assert (done.code, "needle@64: full precision answered none of 5 questions" in done.err) == (3, True), done.err
+    assert 'failures="1"' in (tmp_path / "gates.xml").read_text()
 
 
 def test_forced_logits_are_the_models_own(loaded: Any) -> None:
@@ -137,11 +177,13 @@ def test_a_local_task_is_paired_with_full_precision(tmp_path: Path, kind: str, m
     assert "tasks" not in full
     paired = row["tasks"]["next_words"]
     assert {"score", "full", "difference", "low", "high", "n"} <= set(paired)
-    assert (paired["n"], paired["difference"]) == (2, 0)
+    assert (paired["n"], paired["full"], paired["difference"]) == (2, 0.5, 0)
     assert [gate["gate"] for gate in done.json["gates"]] == ["max-score-drop"]
     monkeypatch.setattr(evaluation, "evaluation_text", None)  # the name is looked at before any text
     unknown = kvcal(*command)
     assert (unknown.code, "--task next_words: lm-eval has no task" in unknown.err) == (2, True)
+    near = kvcal("eval", "--preset", "exact", "--task", "nedle")
+    assert (near.code, "--task nedle (needle?): lm-eval has no task" in near.err) == (2, True)
 
 
 def test_own_tasks_of_an_exact_codec_are_those_of_full_precision(loaded: Any, haystack: Haystack) -> None:
@@ -200,7 +242,7 @@ def test_a_metric_a_question() -> None:
 def test_the_gate_takes_the_largest_drop() -> None:
     pairs = {
         "a": Paired.of([1.0, 0.0], [1.0, 1.0]),
-        "b": Paired.of([1.0], [0.0]),
+        "b": Paired.of([1.0], [0.5]),
         "agreement@9": Paired.of([0.0], [1.0]),
     }
     [check] = judged(Answered({"row": pairs}), 0.25)
@@ -218,11 +260,48 @@ def test_the_gate_takes_the_largest_drop() -> None:
         (["--task", "context-once", "--needle-plot", "x.png"], "--needle-plot draws the task `needle`"),
         (["--task", "needle", "--needle-plot", "x.jpg"], "--needle-plot x.jpg: must end in .png"),
         (["--task", "needle", "--lengths", "4x"], "--lengths 4x"),
+        (["--task", "agreement,needle", "--lengths", "64,100k"], "--lengths 64,100k: a context of agreement would have "
+         "102400 tokens, tiny was made for 2048; give at most 2048"),
     ],
-)
-def test_options_that_nothing_takes(options: list[Any], said: str) -> None:
+)  # fmt: skip
+def test_options_that_nothing_takes(options: list[Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "open_model_of", None)  # before any weights
     done = kvcal("eval", "--preset", "exact", "--windows", 1, "--length", 64, *options)
     assert (done.code, said in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize("options", [["--max-score-drop", "0"], ["--task", "humaneval,gsm8k"]])
+def test_what_needs_another_option_is_refused_before_torch_is_imported(options: list[str]) -> None:
+    code = (
+        "import sys\nfrom kvcal.cli import main\ntry:\n    main()\nfinally:\n"
+        "    print('imported', [name for name in ('torch', 'lm_eval') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "eval", "--preset", "exact", *options], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "imported []" in done.stdout) == (2, True), done.stdout + done.stderr
+
+
+def test_a_misspelt_task_is_named_without_lm_eval_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"--task nedle \(needle\?\): needs lm-eval, which is not installed"):
+        task_names(EvalOptions(task=["nedle"]))
+
+
+@needs_lm_eval
+def test_problems_of_humaneval_are_looked_for_before_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "open_model_of", None)
+    (tmp_path / "HumanEval.jsonl").write_text("{")
+    options = ["--task", "humaneval", "--allow-code", "--tasks-path", tmp_path]
+    done = kvcal("eval", "--preset", "exact", "--windows", 1, "--length", 64, *options)
+    assert (done.code, f"--task humaneval: {tmp_path / 'HumanEval.jsonl'}: needs a JSON object" in done.err) == (
+        1,
+        True,
+    )
+
+
+def test_kvcals_tasks_are_those_that_are_named() -> None:
+    assert (tuple(CONTEXT_TASKS), programs.NAME) == (CONTEXT_NAMES, HUMANEVAL)
 
 
 def test_a_task_needs_something_to_compare(tmp_path: Path) -> None:

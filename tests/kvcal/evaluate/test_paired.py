@@ -34,6 +34,11 @@ def test_the_same_answers_have_no_difference() -> None:
     assert (found.difference, found.low, found.high, found.mcnemar) == (0, 0, 0, None)
 
 
+def test_one_question_has_no_interval() -> None:
+    one = Paired.of([0.0], [1.0])
+    assert (one.difference, one.low, one.high, one.n) == (-1, None, None, 1)
+
+
 @pytest.mark.parametrize(("scores", "full"), [([], []), ([1.0], [1.0, 0.0])])
 def test_what_is_no_pair_is_refused(scores: list[float], full: list[float]) -> None:
     with pytest.raises(UsageError, match="needs one pair a question"):

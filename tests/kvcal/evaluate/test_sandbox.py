@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import pytest
 from kvcal.evaluate import sandbox
 from kvcal.evaluate.harness import TaskOptions
 from kvcal.evaluate.programs import problems
-from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.errors import KVCalError, TextUnavailable, UsageError
 
 
 def able() -> bool:
@@ -83,6 +86,27 @@ def test_problems_of_a_local_file(tmp_path: Path) -> None:
     file.write_text(json.dumps(row) + "\n\n" + json.dumps(row) + "\n")
     found = problems(TaskOptions(tasks_path=tmp_path, limit=1))
     assert found == [{name: row[name] for name in ("prompt", "test", "entry_point")}]
+
+
+def test_problems_of_the_file_as_it_is_distributed(tmp_path: Path) -> None:
+    row = {"prompt": "def f():\n", "test": "def check(f): pass", "entry_point": "f"}
+    (tmp_path / "HumanEval.jsonl").write_text(json.dumps(row) + "\n")
+    assert problems(TaskOptions(tasks_path=tmp_path)) == [row]
+
+
+def test_a_folder_without_problems_is_named_where_the_hub_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach the Hub")
+
+    spec = importlib.util.find_spec("json")  # of any module that is there
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=away, __spec__=spec))
+    places = re.escape(f"there is no {tmp_path / 'humaneval.jsonl'} or {tmp_path / 'HumanEval.jsonl'}, and openai/")
+    with pytest.raises(TextUnavailable, match=places):
+        problems(TaskOptions(tasks_path=tmp_path))
+    with pytest.raises(TextUnavailable, match="no --tasks-path holds humaneval"):
+        problems(TaskOptions())
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"prompt": "x"}', '{"prompt": 1, "test": "", "entry_point": ""}'])

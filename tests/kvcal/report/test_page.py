@@ -95,6 +95,16 @@ def test_a_page_has_every_section(tmp_path: Path) -> None:
     assert all(attributes.get("aria-label") for tag, attributes in page.tags if tag == "svg")
 
 
+def test_one_question_is_a_dot_without_an_interval(tmp_path: Path) -> None:
+    page = made(tmp_path, result(row("a", 2.0, 0.1, tasks={"gsm8k": PAIR | {"low": None, "high": None, "n": 1}})))
+    tips = [word for word in page.words if word.startswith("gsm8k, a: ")]
+    assert tips == ["gsm8k, a: -0.2500"]
+    assert page.words.count("–") >= 2
+    (tmp_path / "half.json").write_text(json.dumps(result(row("a", 2.0, 0.1, tasks={"t": PAIR | {"low": None}}))))
+    half = kvcal("report", tmp_path / "half.json", "--output", tmp_path / "half.html")
+    assert (half.code != 0, "an interval with one end" in half.err) == (True, True)
+
+
 def test_it_asks_the_network_for_nothing(tmp_path: Path) -> None:
     page = made(tmp_path, result(row("a", 2.0, 0.1)))
     assert not {"script", "img", "link", "iframe", "object"} & {tag for tag, _ in page.tags}

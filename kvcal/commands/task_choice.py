@@ -1,0 +1,67 @@
+"""Which tasks `kvcal eval --task` names, as far as that can be checked without torch, a model or lm-eval."""
+
+from __future__ import annotations
+
+from kvcal_artifacts.errors import UsageError
+
+from ..pipeline.options import EvalOptions
+from ..report.suggest import nearest
+
+HUMANEVAL = "humaneval"
+CONTEXT_NAMES = ("needle", "context-once", "agreement")  # of evaluate.contexts.CONTEXT_TASKS
+KVCAL_TASKS = (*CONTEXT_NAMES, HUMANEVAL)
+IDLE = ("limit", "lengths", "tasks_path", "allow_code", "chat", "needle_plot", "max_score_drop")
+UNITS = {"k": 1024, "": 1}
+
+
+def lengths_of(text: str | None) -> tuple[int, ...]:
+    """ "4k,8k,1000" -> (4096, 8192, 1000). Raises UsageError for anything else."""
+    numbers = []
+    for part in (text or "").split(","):
+        part = part.strip().lower()
+        unit = "k" if part.endswith("k") else ""
+        number = part.removesuffix(unit)
+        if not part:
+            continue
+        if not number.isdecimal() or not int(number):
+            raise UsageError(f"--lengths {text}: {part!r} is no length; give whole numbers of tokens, as 4k,8192")
+        numbers.append(int(number) * UNITS[unit])
+    return tuple(dict.fromkeys(numbers))
+
+
+def chosen_tasks(o: EvalOptions) -> list[str]:
+    """The names of --task, known or not. Raises UsageError for options that none of them takes."""
+    names = list(dict.fromkeys(part.strip() for names in o.task or [] for part in names.split(",") if part.strip()))
+    if not names:
+        for name in IDLE:
+            if o.by_name()[name] not in (None, False):
+                raise UsageError(f"--{name.replace('_', '-')} applies only to --task: give one, or leave it out")
+    lengths_of(o.lengths)
+    if o.needle_plot is not None and "needle" not in names:
+        raise UsageError("--needle-plot draws the task `needle`: give --task needle, or leave it out")
+    if o.max_score_drop is not None and set(names) <= {"agreement"}:
+        raise UsageError("--max-score-drop needs a --task with a score: give another than agreement, or leave it out")
+    if HUMANEVAL in names and not o.allow_code:
+        raise UsageError(
+            f"--task {HUMANEVAL}: runs programs that a model wrote, in a sandbox: give --allow-code to allow it"
+        )
+    return names
+
+
+def meant(name: str) -> str:
+    """Words for an error about an unknown task: kvcal's own tasks that are nearly called so, or nothing."""
+    near = nearest(name, KVCAL_TASKS)
+    return f" ({' or '.join(near)}?)" if near else ""
+
+
+def refuse_lengths(o: EvalOptions, names: list[str], context: int, label: str) -> None:
+    """UsageError for a length of kvcal's own contexts that exceeds `context`, the model's tokens. label: of the model.
+
+    lm-eval cuts its contexts itself.
+    """
+    too_long = [length for length in lengths_of(o.lengths) if length > context]
+    if too_long and (task := next((name for name in names if name in CONTEXT_NAMES), None)):
+        raise UsageError(
+            f"--lengths {o.lengths}: a context of {task} would have {max(too_long)} tokens, {label} was made for "
+            f"{context}; give at most {context}"
+        )
