@@ -13,5 +13,6 @@
 #SBATCH --cpus-per-task=32
 #SBATCH --requeue
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # which srun does not take from sbatch since Slurm 22.05
 srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${RANKS_PER_NODE:-gpu}" --max-restarts 3 \
     --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first:${PORT:-29500}" -m kvcal "$@"

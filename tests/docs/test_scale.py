@@ -23,7 +23,8 @@ from tests.support.ranks import free_port
 SCALE = ROOT / "docs" / "scale"
 STANDS_FOR = {  # programs of a cluster
     "scontrol": "echo 127.0.0.1; echo 127.0.0.1",
-    "srun": 'SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" & wait %1 && wait %2',
+    # of 22.05 and later: cores by this variable alone, or one
+    "srun": '[ "$SRUN_CPUS_PER_TASK" = 2 ] || exit 9; SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" & wait %1 && wait %2',
     "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
     "python": f'exec {sys.executable} "$@"',
 }
@@ -115,6 +116,7 @@ def test_two_nodes_write_the_bytes_of_one_process_though_a_rank_is_killed(tmp_pa
     environment = nodes(tmp_path)
     if kind == "slurm":
         job = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "RANKS_PER_NODE": "2"}
+        job["SLURM_CPUS_PER_TASK"] = "2"
         words = ["bash", str(SCALE / "slurm.sh"), "fit", "aqua-kv", *given, "--output", str(output)]
         commands = [(words, environment | job)]
     else:
