@@ -108,6 +108,21 @@ def test_sky_installs_what_its_fit_needs_and_needs_no_token(tmp_path: Path) -> N
     assert hub_id is not None and hub_id.startswith("Qwen/")
 
 
+@pytest.mark.parametrize(("given", "restarts"), [({}, "3"), ({"RESTARTS": "0"}, "0")])
+def test_a_slurm_job_restarts_as_often_as_it_is_to(tmp_path: Path, given: dict[str, str], restarts: str) -> None:
+    environment = nodes(tmp_path) | given | {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    environment["SLURM_CPUS_PER_TASK"] = "2"
+    (tmp_path / "tools" / "torchrun").write_text('#!/bin/bash\necho "$@"\n')
+    command = ["bash", str(SCALE / "slurm.sh"), "eval", "tiny", "--max-kl", "0.1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        words = line.split()
+        assert words[words.index("--max-restarts") + 1] == restarts
+        assert words[words.index("-m") :] == ["-m", "kvcal", *command[2:]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["slurm", "sky"])
 def test_two_nodes_write_the_bytes_of_one_process_though_a_rank_is_killed(tmp_path: Path, kind: str) -> None:
