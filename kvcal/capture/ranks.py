@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ PATIENCE = 2  # times as long other ranks wait for rank 0, which may come as lat
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun
 LINE = "kvcal/line"  # the key by which ranks settle who prints
 GRACE, PAUSE = 5.0, 0.05  # seconds that a rank leaves to one that knows more, and between two looks whether it printed
+WAITS = "kvcal/waits"  # a key for each rank that has done its share and waits for rank 0's end
+BEAT, TAG, BUSY = 1.0, 1 << 30, -1  # seconds between two messages of rank 0's, their tag, what they say before its end
 MISSED = re.compile(r"[Rr]anks? (\d+) failed to pass monitoredBarrier")
 ALL_MISSED = re.compile(r"[Rr]anks (\d+(?:, \d+)*) failed to pass monitoredBarrier")
 
@@ -217,7 +220,9 @@ def current() -> Ranks:
 
 
 def leave_to_first() -> None:
-    """Raise ShareDoneError on all ranks but rank 0, which alone goes on from here: what follows is written once."""
+    """Raise ShareDoneError on all ranks but rank 0, which alone goes on from here: what follows is written once. The
+    others wait for its end in `joined`.
+    """
     if current().rank:
         raise ShareDoneError
 
@@ -225,9 +230,10 @@ def leave_to_first() -> None:
 @contextmanager
 def joined(device: str, hold_one_model: bool = False) -> Iterator[Ranks]:
     """Be a rank of the processes that torchrun started, within. device: what `--device` says; each rank has a GPU of
-    its own. hold_one_model: see Ranks.
+    its own. hold_one_model: see Ranks. Ranks that are done wait until rank 0 is, however long it works.
 
-    Raises UsageError for devices that do not suffice, RankEndedError where not all processes come.
+    Raises UsageError for devices that do not suffice, and RankEndedError where not all processes come or one ends too
+    early. LinePrintedError stands for an error whose line another rank prints.
     """
     from torch.distributed.rendezvous import rendezvous  # not at the top: torch may be built without
 
@@ -250,8 +256,9 @@ def joined(device: str, hold_one_model: bool = False) -> Iterator[Ranks]:
     before = signal.signal(signal.SIGTERM, _on_sigterm)
     _joined.append(Ranks(rank, count, kind, timeout, control, hold_one_model))
     try:
-        yield _joined[-1]
-    except ShareDoneError:
+        with _until_first_ends(_joined[-1], store):
+            yield _joined[-1]
+    except (ShareDoneError, LinePrintedError):
         raise
     except _Terminated as error:
         before = _ignore_sigterm()
@@ -284,13 +291,103 @@ def _ignore_sigterm() -> signal.Handlers:
 class LinePrintedError(KVCalError):
     """Another rank has printed the line for what failed here, too; the exit code is that of the error."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, exit_code: int | None = None) -> None:
         super().__init__(str(error))
-        self.exit_code = int(getattr(error, "exit_code", 1))
+        self.exit_code = int(getattr(error, "exit_code", 1)) if exit_code is None else exit_code
 
 
 class ShareDoneError(Exception):
     """No error: this rank has done its share, and rank 0 alone writes and prints."""
+
+
+@contextmanager
+def _until_first_ends(ranks: Ranks, store: Store) -> Iterator[None]:
+    """Keep ranks that have done their share within until rank 0 has ended.
+
+    Then a rank 0 that is killed while it works alone ends all, and torchrun can start all anew. Raises LinePrintedError
+    where rank 0 failed, RankEndedError where it was killed or is silent for PATIENCE times the timeout.
+    """
+    if ranks.rank:
+        try:
+            yield
+        except ShareDoneError:
+            _wait_for_first(ranks, store)
+            raise
+        _wait_for_first(ranks, store)
+        return
+    end = _FirstsEnd(ranks, store)
+    code = 1
+    try:
+        yield
+        code = 0
+    except Exception as error:
+        code = int(getattr(error, "exit_code", 1))
+        raise
+    finally:
+        end.tell(code)
+
+
+def _wait_for_first(ranks: Ranks, store: Store) -> None:
+    try:
+        store.set(f"{WAITS}/{ranks.rank}", "")
+    except RuntimeError as error:
+        raise RankEndedError(f"rank 0 of {ranks.count} ended; torchrun's report says why") from error
+    code, limit = torch.tensor([BUSY]), PATIENCE * ranks.timeout
+    while code.item() == BUSY:
+        try:
+            with _named(ranks, "rank 0", limit):
+                distributed.recv(code, src=0, group=ranks.control, tag=TAG)
+        except SomeRankEndedError as error:  # nothing but rank 0 is waited for
+            raise RankEndedError(f"rank 0 of {ranks.count} ended; torchrun's report says why") from error
+    if code.item():
+        raise LinePrintedError(KVCalError("rank 0 failed, and has printed why"), int(code.item()))
+
+
+class _FirstsEnd:
+    """Threads of rank 0 that tell each waiting rank every BEAT seconds that rank 0 is alive, and its end at last.
+
+    Each rank has a thread for itself, so that a rank that is stopped keeps no other from hearing.
+    """
+
+    def __init__(self, ranks: Ranks, store: Store) -> None:
+        self._ranks, self._store = ranks, store
+        self._ended, self._code = threading.Event(), BUSY
+        self._threads = [
+            threading.Thread(target=self._beat, args=(rank,), name=f"beat-{rank}", daemon=True)
+            for rank in range(1, ranks.count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def tell(self, code: int) -> None:
+        """Tell the others rank 0's exit code. With 0 wait for those that have not come yet, up to the timeout; with
+        another they see that the connection closes.
+        """
+        self._code = code
+        self._ended.set()
+        end = time.monotonic() + (GRACE if code else self._ranks.timeout)
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _beat(self, rank: int) -> None:
+        try:
+            while not self._store.check([f"{WAITS}/{rank}"]):
+                if not self._ended.is_set():
+                    self._ended.wait(BEAT)
+                elif self._code:
+                    return
+                else:
+                    time.sleep(PAUSE)
+            while True:
+                code = self._code
+                distributed.send(torch.tensor([code]), dst=rank, group=self._ranks.control, tag=TAG)
+                if code != BUSY:
+                    return
+                self._ended.wait(BEAT)
+        except (
+            RuntimeError
+        ):  # that rank has ended, or the store: torchrun tells, and the output is written nevertheless
+            return
 
 
 def _is_first(store: Store, key: str = LINE) -> bool:

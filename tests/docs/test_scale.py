@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
+from kvcal.models.names import resolve
 from tests.support.models_fixture import SUFFIX, kvcal, wait_until, write_model, write_text
 from tests.support.pages import ROOT
 from tests.support.ranks import free_port
@@ -20,7 +23,8 @@ from tests.support.ranks import free_port
 SCALE = ROOT / "docs" / "scale"
 STANDS_FOR = {  # programs of a cluster
     "scontrol": "echo 127.0.0.1; echo 127.0.0.1",
-    "srun": 'SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" & wait %1 && wait %2',
+    # of 22.05 and later: cores by this variable alone, or one
+    "srun": '[ "$SRUN_CPUS_PER_TASK" = 2 ] || exit 9; SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" & wait %1 && wait %2',
     "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
     "python": f'exec {sys.executable} "$@"',
 }
@@ -84,6 +88,41 @@ def rank_of(output: Path, rank: int) -> int | None:
     return None
 
 
+def test_sky_installs_what_its_fit_needs_and_needs_no_token(tmp_path: Path) -> None:
+    """The text of every real model comes by `datasets`, which is an extra; Meta's models are gated."""
+    task = yaml.safe_load((SCALE / "sky.yaml").read_text())
+    environment = nodes(tmp_path)
+    (tmp_path / "tools" / "pip").write_text("#!/bin/bash\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "tools" / "pip").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", task["setup"]], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    first, option, constraints, what = done.stdout.splitlines()
+    assert (first, option, (ROOT / constraints).is_file(), what[0]) == ("install", "-c", True, ".")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"]]
+    for extra in Requirement(f"kvcal{what[1:]}").extras:
+        needed += project["optional-dependencies"][extra]
+    assert {"torch", "transformers", "datasets"} <= {Requirement(one).name for one in needed}
+    hub_id = resolve(task["envs"]["MODEL"]).hub_id
+    assert hub_id is not None and hub_id.startswith("Qwen/")
+
+
+@pytest.mark.parametrize(("given", "restarts"), [({}, "3"), ({"RESTARTS": "0"}, "0")])
+def test_a_slurm_job_restarts_as_often_as_it_is_to(tmp_path: Path, given: dict[str, str], restarts: str) -> None:
+    environment = nodes(tmp_path) | given | {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    environment["SLURM_CPUS_PER_TASK"] = "2"
+    (tmp_path / "tools" / "torchrun").write_text('#!/bin/bash\necho "$@"\n')
+    command = ["bash", str(SCALE / "slurm.sh"), "eval", "tiny", "--max-kl", "0.1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        words = line.split()
+        assert words[words.index("--max-restarts") + 1] == restarts
+        assert words[words.index("-m") :] == ["-m", "kvcal", *command[2:]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["slurm", "sky"])
 def test_two_nodes_write_the_bytes_of_one_process_though_a_rank_is_killed(tmp_path: Path, kind: str) -> None:
@@ -92,6 +131,7 @@ def test_two_nodes_write_the_bytes_of_one_process_though_a_rank_is_killed(tmp_pa
     environment = nodes(tmp_path)
     if kind == "slurm":
         job = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "RANKS_PER_NODE": "2"}
+        job["SLURM_CPUS_PER_TASK"] = "2"
         words = ["bash", str(SCALE / "slurm.sh"), "fit", "aqua-kv", *given, "--output", str(output)]
         commands = [(words, environment | job)]
     else:
@@ -102,9 +142,10 @@ def test_two_nodes_write_the_bytes_of_one_process_though_a_rank_is_killed(tmp_pa
             "SKYPILOT_NUM_GPUS_PER_NODE": "2",
             "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
         }
-        job |= {name: str(value) for name, value in task["envs"].items()} | {"OUTPUT": str(output)}
+        job |= {name: str(value) for name, value in task["envs"].items()}
+        job |= {"OUTPUT": str(output), "MODEL": str(tmp_path / "model")}
         line = task["run"].replace('--output "$OUTPUT"', '--output "$OUTPUT" "$@"')
-        words = ["bash", "-c", line, "bash", *given]  # a later --model is the one that counts
+        words = ["bash", "-c", line, "bash", *given[2:]]  # text and windows: the model's defaults need the hub
         commands = [(words, environment | job | {"SKYPILOT_NODE_RANK": str(node)}) for node in range(2)]
     with run(commands, tmp_path) as processes:
         partial = output.with_name(f".{output.name}.partial")
