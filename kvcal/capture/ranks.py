@@ -332,7 +332,7 @@ def _wait_for_first(ranks: Ranks, store: Store) -> None:
         store.set(f"{WAITS}/{ranks.rank}", "")
     except RuntimeError as error:
         raise RankEndedError(f"rank 0 of {ranks.count} ended; torchrun's report says why") from error
-    code, limit = torch.tensor([BUSY]), PATIENCE * ranks.timeout
+    code, limit = torch.tensor([BUSY], device="cpu", dtype=torch.int64), PATIENCE * ranks.timeout
     while code.item() == BUSY:
         try:
             with _named(ranks, "rank 0", limit):
@@ -380,7 +380,8 @@ class _FirstsEnd:
                     time.sleep(PAUSE)
             while True:
                 code = self._code
-                distributed.send(torch.tensor([code]), dst=rank, group=self._ranks.control, tag=TAG)
+                message = torch.tensor([code], device="cpu", dtype=torch.int64)
+                distributed.send(message, dst=rank, group=self._ranks.control, tag=TAG)
                 if code != BUSY:
                     return
                 self._ended.wait(BEAT)
