@@ -35,6 +35,34 @@ def test_what_8_bits_leave_out_is_not_the_same(dtype: torch.dtype, share: float)
     assert not _same(decoded.to(dtype), exact.to(dtype))
 
 
+def concentrated() -> torch.Tensor:
+    """Keys of one block, of which one channel has nearly all squares, as in some heads of SmolLM2."""
+    keys = states()[:, :, :32]
+    keys[..., 5] = 40 + keys[..., 5]
+    return keys
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_step_of_one_large_number_is_the_same(dtype: torch.dtype) -> None:
+    """Alone it has 2e-6 of the squares in bfloat16, twenty times what all roundings together may have."""
+    expected = concentrated().to(dtype)
+    received = expected.clone()
+    received[0, 1, 7, 5] *= 1 + torch.finfo(dtype).eps
+    assert not torch.equal(expected, received)
+    assert _same(expected, received)
+    received[0, 1, 8, 5] *= 1 + 4 * torch.finfo(dtype).eps
+    assert not _same(expected, received)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("axis", [2, 3])
+def test_what_8_bits_leave_out_of_one_large_channel_is_not_the_same(dtype: torch.dtype, axis: int) -> None:
+    """axis: along which numbers share a scale, the tokens of a channel (2) or the channels of a token (3)."""
+    exact = concentrated()
+    step = (exact.amax(axis, keepdim=True) - exact.amin(axis, keepdim=True)) / 255
+    assert not _same(((exact / step).round() * step).to(dtype), exact.to(dtype))
+
+
 def test_one_head_of_one_row_is_enough() -> None:
     received = states()
     received[1, 2] += 0.01
