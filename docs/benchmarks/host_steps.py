@@ -1,12 +1,19 @@
 """Eager decode steps of two checkouts in short turns: how much longer the host takes in the new one.
 
-    python docs/benchmarks/host_steps.py OLD NEW [--rounds 40] [--steps 5] [--out DIR]
+    python docs/benchmarks/host_steps.py OLD NEW [--starts 6] [--rounds 8] [--steps 5] [--out DIR]
+    python docs/benchmarks/host_steps.py OLD NEW --no-launches --starts 12     # on a CPU: the host's share alone
 
 Each checkout has a process of its own, whose caches are filled as docs/benchmarks/eager.py of that checkout fills them.
 The two take turns of --steps steps, and who is first changes from round to round, so that a host that is slower for a
-second is slower for both. A round's figure is the ratio of the least step of each. ratio: its median over the rounds,
-with the standard error of the mean of its logarithm; slower: above 1 by more than 2.02 of these (Student's t, 40 rounds).
-`--device cpu --model tiny` tries the script.
+second is slower for both. A round's figure is the ratio of the least step of each.
+
+One process is faster than another of the same commit by up to 15 %, for as long as it lives: where its memory lies, and
+on which core it runs. So both processes are started anew --starts times. ratio: mean of the starts, each the median of
+its rounds, with the standard error over starts. slower: above 1 by more than the 97.5 % quantile of Student's t of
+these.
+
+--no-launches: kernels are chosen, and their arguments made, but no kernel runs. That takes Triton's interpreter and a
+small model on a CPU; what is attended is noise then, which steps take no notice of.
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ from typing import Any
 import torch
 
 SCHEMES = "innerq-base,higgs-2"
-LIMIT = 2.02
+QUANTILES = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 12: 2.20, 16: 2.13}
 WARM_UP = 72  # steps of each kind before any counts: two blocks are packed, and kernels compiled for their shapes
 
 
@@ -40,6 +47,9 @@ def serve(options: argparse.Namespace) -> None:
     answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
     import eager
 
+    if options.no_launches:
+        torch.set_num_threads(1)
+        stop_launches()
     names = eager.models if hasattr(eager, "models") else eager.names
     loader = eager.models if hasattr(eager, "models") else eager.loading
     geometries = eager.models if hasattr(eager, "models") else eager.configuration
@@ -47,6 +57,7 @@ def serve(options: argparse.Namespace) -> None:
     model = loader.load_model(source, dtype="bfloat16", device=options.device, random_weights=True).model
     geometry = geometries.geometry(source)
     room = WARM_UP + 2 * (options.rounds + 2) * options.steps
+    kernels = {"kernels": "triton"} if options.no_launches else {}
     with torch.no_grad(), contextlib.ExitStack() as stack:
         loops = {}
         for kind in kinds(options):
@@ -54,13 +65,28 @@ def serve(options: argparse.Namespace) -> None:
             codecs = eager.schemes.named(scheme, geometry)
             length = eager.caches.start_of(codecs.windows, options.length)
             held = length + room if static == "max_length" else None
-            cache = stack.enter_context(eager.filled_cache(model, geometry, codecs, 1, length, max_length=held))
-            loops[kind] = eager.Loop(model, cache, length, length + room)
+            filled = eager.filled_cache(model, geometry, codecs, 1, length, max_length=held, **kernels)
+            loops[kind] = eager.Loop(model, stack.enter_context(filled), length, length + room)
             eager.timed(loops[kind], WARM_UP)
         print("ready", file=answers, flush=True)
         for line in sys.stdin:
             kind, steps = line.split()
             print(json.dumps(eager.timed(loops[kind], int(steps))), file=answers, flush=True)
+
+
+def stop_launches() -> None:
+    """Leave out kernels, and the comparison of counts that a static cache's kernels would have advanced."""
+    import triton.runtime.interpreter as theirs
+
+    import kvcal_kernels.triton as ours
+
+    ours.Ready.__call__ = lambda self, tensors, *numbers: None
+    theirs.GridExecutor.__call__ = lambda self, *arguments, **options: None
+    try:
+        from kvcal_artifacts.cache.static import device_steps as static
+    except ImportError:  # the name before folders changed
+        from kvcal_artifacts import fixed as static
+    static.compare = lambda *arguments: None
 
 
 def kinds(options: argparse.Namespace) -> list[str]:
@@ -75,10 +101,11 @@ def started(tree: str, options: argparse.Namespace) -> subprocess.Popen[str]:
     words = [sys.executable, str(Path(__file__).resolve()), tree, tree, "--serve"]
     for name in ("model", "schemes", "length", "device", "rounds", "steps"):
         words += [f"--{name}", str(getattr(options, name))]
+    interpreted = {"TRITON_INTERPRET": "1"} if options.no_launches else {}
     return subprocess.Popen(
-        words,
+        [*words, *(["--no-launches"] if options.no_launches else [])],
         cwd=tree,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | interpreted,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -92,65 +119,89 @@ def turn(process: subprocess.Popen[str], kind: str, steps: int) -> list[float]:
     return [float(one) for one in json.loads(process.stdout.readline())]
 
 
-def compared(kind: str, old: Callable[[], list[float]], new: Callable[[], list[float]], rounds: int) -> dict[str, Any]:
-    """Ratios of one kind's rounds."""
+def in_turns(old: Callable[[], list[float]], new: Callable[[], list[float]], rounds: int) -> dict[str, float]:
+    """One kind's rounds of one start."""
     least: dict[str, list[float]] = {"old": [], "new": []}
     for number in range(rounds):
         sides = [("old", old), ("new", new)]
         for side, steps in sides if number % 2 == 0 else reversed(sides):
             least[side].append(min(steps()))
-    logarithms = [math.log(new_ms / old_ms) for old_ms, new_ms in zip(least["old"], least["new"], strict=True)]
-    error = statistics.stdev(logarithms) / math.sqrt(rounds)
+    ratios = [new_ms / old_ms for old_ms, new_ms in zip(least["old"], least["new"], strict=True)]
+    return {"ratio": statistics.median(ratios)} | {f"{side}_ms": statistics.median(ms) for side, ms in least.items()}
+
+
+def compared(kind: str, starts: list[dict[str, float]]) -> dict[str, Any]:
+    """One kind's figures of all starts."""
+    logarithms = [math.log(start["ratio"]) for start in starts]
+    mean, error = statistics.fmean(logarithms), math.inf
+    if len(starts) > 1:
+        error = statistics.stdev(logarithms) / math.sqrt(len(starts))
+    quantile = QUANTILES[max((count for count in QUANTILES if count <= len(starts)), default=2)]
     return {
         "kind": kind,
-        "ratio": math.exp(statistics.median(logarithms)),
-        "mean_ratio": math.exp(statistics.fmean(logarithms)),
+        "ratio": math.exp(mean),
         "error": error,
-        "slower": statistics.fmean(logarithms) > LIMIT * error,
-        "old_ms": statistics.median(least["old"]),
-        "new_ms": statistics.median(least["new"]),
+        "slower": mean > quantile * error,
+        "starts": [start["ratio"] for start in starts],
+        "old_ms": statistics.median(start["old_ms"] for start in starts),
+        "new_ms": statistics.median(start["new_ms"] for start in starts),
     }
+
+
+def one_start(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Each kind's rounds by two new processes."""
+    processes = [started(tree, options) for tree in (options.old, options.new)]
+    for process in processes:
+        if process.stdout is None or process.stdout.readline() != "ready\n":
+            sys.exit("a checkout's process ended before its first step; see above")
+    found = {}
+    for kind in kinds(options):
+        old, new = (partial(turn, process, kind, options.steps) for process in processes)
+        found[kind] = in_turns(old, new, options.rounds)
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", nargs="?", help="a checkout")
     parser.add_argument("new", nargs="?", help="another one")
-    parser.add_argument("--model", default="llama-3.2-1b", help="whose geometry; weights are random")
+    parser.add_argument("--model", help="whose geometry; weights are random. Default: llama-3.2-1b, or tiny on a CPU")
     parser.add_argument("--schemes", default=SCHEMES)
     parser.add_argument("--length", type=int, default=2048, help="tokens in the caches")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--starts", type=int, default=6, help="how often both processes are started")
+    parser.add_argument("--rounds", type=int, default=8, help="of a start")
     parser.add_argument("--steps", type=int, default=5, help="of a turn")
+    parser.add_argument("--no-launches", action="store_true", help="on a CPU: kernels are chosen, and none runs")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")), help="for host_steps.json")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.device = "cpu" if options.no_launches else options.device
+    options.model = options.model or ("tiny" if options.device == "cpu" else "llama-3.2-1b")
     if options.serve:
         serve(options)
         return
     if options.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error("needs a CUDA GPU, and torch finds none here (--device cpu --model tiny tries the script)")
+        parser.error("needs a CUDA GPU, and torch finds none here (--no-launches measures the host alone)")
     if options.new is None:
         parser.error("OLD and NEW: give two checkouts")
-    processes = [started(tree, options) for tree in (options.old, options.new)]
-    for process in processes:
-        if process.stdout is None or process.stdout.readline() != "ready\n":
-            sys.exit("a checkout's process ended before its first step; see above")
-    rows = []
-    for kind in kinds(options):
-        old, new = (partial(turn, process, kind, options.steps) for process in processes)
-        rows.append(row := compared(kind, old, new, options.rounds))
+    every: list[dict[str, dict[str, float]]] = []
+    options.out.mkdir(parents=True, exist_ok=True)
+    for _ in range(options.starts):
+        every.append(one_start(options))
+        rows = [compared(kind, [start[kind] for start in every]) for kind in kinds(options)]
+        settings = {name: getattr(options, name) for name in ("model", "device", "rounds", "steps", "no_launches")}
+        (options.out / "host_steps.json").write_text(json.dumps(settings | {"rows": rows}, indent=1))
+    for row in rows:
         print(
-            f"{kind}: new over old {row['ratio']:.3f}, mean {row['mean_ratio']:.3f} ± {row['error']:.3f}, "
+            f"{row['kind']}: new over old {row['ratio']:.3f} ± {row['error']:.3f} of {len(every)} starts, "
             f"{row['old_ms']:.2f} and {row['new_ms']:.2f} ms" + (", slower" if row["slower"] else ""),
             flush=True,
         )
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "host_steps.json").write_text(json.dumps({"rounds": options.rounds, "rows": rows}, indent=1))
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait()
 
 
 if __name__ == "__main__":

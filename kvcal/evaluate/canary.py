@@ -35,7 +35,7 @@ Pair = tuple[Tensor, Tensor]  # keys and values (B, H, T, D)
 # |received - decoded|^2 over |decoded|^2. The same computation twice, block by block and all at once, differs by a
 # rounding of float32. Rounded to 16 bits after it, one number in thousands differs by a whole step: so no number may
 # differ by more, and all together by no more than SAME_IN_16_BITS and STEPS steps of the largest number. These matter
-# where one channel has nearly all of a head's squares (SmolLM2's keys): then a step of one of 32 tokens is 2e-6 of them.
+# where one channel has nearly all of a head's squares (SmolLM2's keys): a step of one of 32 tokens is 2e-6 of them.
 # No 8-bit codec comes near.
 SAME, SAME_IN_16_BITS, STEPS = 1e-9, 1e-7, 4
 
@@ -190,8 +190,7 @@ def _same(expected: Tensor, received: Tensor) -> bool:
     few = STEPS * step.double().square().amax((2, 3))
     beyond = (difference - step).clamp_min(0)
     return bool(
-        (_squares(beyond) <= SAME * squares).all()
-        and (_squares(difference) <= SAME_IN_16_BITS * squares + few).all()
+        (_squares(beyond) <= SAME * squares).all() and (_squares(difference) <= SAME_IN_16_BITS * squares + few).all()
     )
 
 

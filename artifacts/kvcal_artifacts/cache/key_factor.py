@@ -29,7 +29,8 @@ class KeyFactor:
 
         observed: statistics of kv heads and of query heads, if they are at hand.
         """
-        states = [state for tracker in layer.statistics.values() for state in tracker.state.values()]
+        trackers = layer.statistics.values()
+        states = [state for tracker in trackers for state in tracker.state.values()] if trackers else []
         if self.remembered is not None and len(self.remembered[0]) == len(states):
             states_then, both = self.remembered
             if not any(map(is_not, states, states_then)):

@@ -187,26 +187,34 @@ class KVCalLayer(CacheLayerMixin):
 
     def _is_for_kernel(self, cache: CacheProtocol, plan: Plan, keys: Tensor, values: Tensor) -> bool:
         """Whether the kernel computes this call's attention: a few new tokens, all real, over packed blocks."""
-        forward, tokens = cache.forward, self.block_slots * cache.scheme.windows.block
+        tokens = self.block_slots * cache.scheme.windows.block
         if self.paths.refused is not None:
             return False
         if plan.query > self.paths.most_queries or tokens <= self.paths.least_tokens:
             return False
-        reasons = {
-            "a row's mask says 0 for a new token": not plan.whole,
-            "a mask that is not 2-D": forward.custom_mask,
-            "the mask hides stored tokens": forward.hides_old,
-            "output_attentions": forward.gives_weights,
-            "the model is in training mode": self.site.module.training,
-            "a gradient may be asked for": self.learns(keys, values),
-            "positions that do not follow those before": bool(
-                self.rotary and not cache.stored_rope.is_even(cache.full_ledger)
-            ),
-        }
-        why = next((why for why, holds in reasons.items() if holds), None)
+        why = self._why_not_kernel(cache, plan, keys, values)
         if why is not None:
             cache.note_decoded(self, why)
         return why is None and not (self.is_compileable and cache.is_compileable)  # else update() has asked
+
+    def _why_not_kernel(self, cache: CacheProtocol, plan: Plan, keys: Tensor, values: Tensor) -> str | None:
+        """What this call asks that the kernel does not do; None if nothing."""
+        forward = cache.forward
+        if not plan.whole:
+            return "a row's mask says 0 for a new token"
+        if forward.custom_mask:
+            return "a mask that is not 2-D"
+        if forward.hides_old:
+            return "the mask hides stored tokens"
+        if forward.gives_weights:
+            return "output_attentions"
+        if self.site.module.training:
+            return "the model is in training mode"
+        if self.learns(keys, values):
+            return "a gradient may be asked for"
+        if self.rotary and not cache.stored_rope.is_even(cache.full_ledger):
+            return "positions that do not follow those before"
+        return None
 
     def learns(self, keys: Tensor, values: Tensor) -> bool:
         """Whether a gradient may be asked for, which the operator does not have."""

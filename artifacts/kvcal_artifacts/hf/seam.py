@@ -133,6 +133,9 @@ class SeamConfig:
         return copy.copy(self.kvcal_plain)
 
 
+ODD_OPTIONS = ("sliding_window", "softcap", "s_aux", "position_bias")  # of attention, which no kernel of ours knows
+
+
 def _attention(
     module: Configured, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -152,9 +155,9 @@ def _attention(
             "output_attentions: the fused kernel gives no attention weights, and a compiled or recorded forward "
             "cannot do without it; run this call with the uncompiled model (generate: disable_compile=True)"
         )
-    odd = [name for name in ("sliding_window", "softcap", "s_aux", "position_bias") if options.get(name) is not None]
-    if odd:
-        raise KVCalError(f"{type(module).__name__}: attention with {odd[0]}; make the cache with kernels='off'")
+    for name in ODD_OPTIONS:
+        if options.get(name) is not None:
+            raise KVCalError(f"{type(module).__name__}: attention with {name}; make the cache with kernels='off'")
     handle, before = entry
     positions = None if before is None else options.get("position_ids")
     if before is not None and positions is None and (torch.compiler.is_compiling() or capturing()):

@@ -33,6 +33,7 @@ class Ledger:
     positions: Tensor | None = None  # int32 (B, columns) on the device, only for keys stored before RoPE
     starts: Tensor | None = None  # int64 (B,), CPU: positions of rows' first tokens, as far as `follow` was told
     gapless: bool = True  # whether positions of all tokens follow those before them, as far as `follow` was told
+    unpadded: Tensor | None = None  # `window`, where all columns of all rows are known to be real tokens
 
     @property
     def lengths(self) -> Tensor:
@@ -50,13 +51,16 @@ class Ledger:
             self.batch = batch
             self.valid = torch.zeros(batch, 0, dtype=torch.bool, device="cpu")
             self.starts, self.gapless = None, True
-            self.sink = self.blocks = self.window = torch.zeros(batch, dtype=torch.long, device="cpu")
+            self.sink, self.blocks, self.window = (torch.zeros(batch, dtype=torch.long, device="cpu") for _ in range(3))
         lengths, packed = self.lengths, self.blocks
-        uniform = (new_valid is None or bool(new_valid.all())) and not bool((lengths < self.columns).any())
+        unpadded = self.unpadded is self.window or not bool((lengths < self.columns).any())
+        uniform = unpadded and (new_valid is None or bool(new_valid.all()))
         if new_valid is None:
             new_valid = torch.ones(batch, query, dtype=torch.bool, device="cpu")
-        plan = self._uniform(query) if uniform else self._ragged(query, new_valid)
-        plan = replace(plan, lengths=lengths, packed=packed, valid=None if uniform else new_valid)
+        if uniform:
+            plan = self._uniform(query, lengths)
+        else:
+            plan = replace(self._ragged(query, new_valid), lengths=lengths, packed=packed, valid=new_valid)
         self.valid = torch.cat([self.valid, new_valid], 1)
         self.columns += query
         return plan
@@ -98,11 +102,20 @@ class Ledger:
         flush = ((waiting - self.windows.recent) // self.windows.block).clamp_min_(0)
         return sink, flush, waiting - flush * self.windows.block
 
-    def _uniform(self, query: int) -> Plan:
-        sink, flush, window = self._after(torch.full((self.batch,), query, device="cpu"))
-        before = self.columns
-        self.sink, self.blocks, self.window = sink, self.blocks + flush, window
-        return Plan(before, query, int(sink[0]), int(window[0]), int(flush[0]), int(self.blocks[0]))
+    def _uniform(self, query: int, lengths: Tensor) -> Plan:
+        """Advance rows without padding, all of which hold the same: in whole numbers, as every decode step does it."""
+        windows, packed = self.windows, self.blocks
+        old_sink, blocks, window = int(self.sink[0]), int(packed[0]), int(self.window[0])
+        sink = min(old_sink + query, windows.sink)
+        waiting = window + query - (sink - old_sink)
+        flush = max(0, (waiting - windows.recent) // windows.block)
+        window, blocks = waiting - flush * windows.block, blocks + flush
+        if sink != old_sink:
+            self.sink = torch.full_like(self.sink, sink)
+        if flush:
+            self.blocks = torch.full_like(packed, blocks)
+        self.window = self.unpadded = torch.full_like(self.window, window)
+        return Plan(self.columns, query, sink, window, flush, blocks, lengths=lengths, packed=packed)
 
     def _ragged(self, query: int, new_valid: Tensor) -> Plan:
         past = Past(self.valid, self.sink, self.blocks, self.windows.block)

@@ -87,6 +87,7 @@ class Settings(TypedDict):
     STEP: int
 
 
+@functools.lru_cache(256)
 def settings(
     keys: Form,
     values: Form,
@@ -101,7 +102,7 @@ def settings(
     """Return the compile-time constants of attend_kernel that follow from the shapes and the warps. None follows from
     the batch, the length or the splits, so that a model's decode steps share one compiled kernel, or two (`chosen`).
     same: keys and values of one bit width are of one grid. pairs: Rope.pairs of keys before RoPE. pages: of the kernel
-    over pages, which has no products of bytes.
+    over pages, which has no products of bytes. The dict is shared by all callers, who copy it before they change it.
     """
     rows = ratio * queries
     in_bytes = not pages and takes_int8_mma(keys, values, rows, warps, pairs)

@@ -35,6 +35,7 @@ Letters: B batch, H kv heads, D head_dim, b = 32, N blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeVar
 
 from torch import Tensor
@@ -110,7 +111,7 @@ class Form:
         if min(counts) < 0 or any(count % PIECE for count in counts) or sum(counts) >= self.dim:
             raise ValueError(f"tiers of {counts} channels: must be multiples of {PIECE} that leave some of {self.dim}")
 
-    @property
+    @cached_property
     def fields(self) -> int:
         """Fields of 2 bits that a half block of the lower tiers takes."""
         count = (self.dim - self.full + self.four) // PIECE
@@ -121,7 +122,7 @@ class Form:
         """The odd factor of head_dim that the rotation mixes; 1 where it mixes none."""
         return 1 if self.mix == "none" else self.dim // grids.rotation_width(self.dim)
 
-    @property
+    @cached_property
     def tiered(self) -> bool:
         """Keys in three tiers of precision."""
         return self.full + self.four > 0
@@ -140,13 +141,13 @@ class Form:
         """A register holds two channels of a token's value, not two tokens of a channel's."""
         return self.role == "value" and self.vector > 1
 
-    @property
+    @cached_property
     def pieces(self) -> int:
         """Pieces of a half block, with empty ones where fields of both halves must lie at the same bits."""
         count = self.dim // PIECE
         return -(-count // 4) * 4 if self.bits == 3 and not self.vector else count
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """Tiles of the only or of the lower plane."""
         if self.tiered:
@@ -157,14 +158,14 @@ class Form:
             return grids.tiles(2 * self.pieces, self.bits)
         return -(-2 * self.pieces // (16 // self.plane_bits))
 
-    @property
+    @cached_property
     def words(self) -> int:
         """Words of 16 bits in a block."""
         third = -(-self.tiles // 2) if self.bits == 3 and not self.vector else 0
         tiles = (self.tiles + third) * PIECE * PIECE - (HALF_TILE if self.halved else 0)
         return BLOCK * self.full + tiles if self.tiered else tiles
 
-    @property
+    @cached_property
     def halved(self) -> bool:
         """The last tile is half of one."""
         if self.in_bytes:
@@ -196,7 +197,7 @@ class Form:
         """A group is of tokens of one channel."""
         return not self.vector and self.inner == (self.role == "value")
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """Columns of 16 scales or zero points: of a half block, or where groups lie along tokens of `scale_blocks`."""
         if self.vector:
@@ -205,7 +206,7 @@ class Form:
             return (self.dim - self.full) // PIECE * 2
         return self.dim // (PIECE if self.along_tokens else self.group) * (1 if self.symmetric else 2)
 
-    @property
+    @cached_property
     def scales(self) -> int:
         """Float16 numbers that belong to `scale_blocks` blocks."""
         return self.columns * PIECE * (1 if self.along_tokens else 2)

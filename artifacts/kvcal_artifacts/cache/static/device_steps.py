@@ -198,15 +198,16 @@ def read(layers: Sequence[StaticLayer]) -> tuple[int, list[tuple[Steps, Tensor]]
         counts = [getattr(steps.counts, name) for name in STORED]
         gap = torch.zeros_like(flagged) if steps.rope is None else steps.rope.gap
         figures = torch.cat([flagged[None], gap[None], steps.length[None], *counts]).to("cpu")  # int64, as the length
-        if bool(figures[0]):
+        lost, gaps, columns = figures[:3].tolist()
+        if lost:
             _refuse(flags)
-        if bool(figures[1]):
+        if gaps:
             raise KVCalError(
                 "compiled or recorded steps had tokens at positions that do not follow those before them, as they must "
                 "where keys are stored before RoPE; call reset() and start again, and give such positions to the "
                 "uncompiled model"
             )
-        lengths.add(int(figures[2]))
+        lengths.add(columns)
         per_device.append((steps, figures[3:].view(len(STORED), -1)))
     if len(lengths) > 1:
         raise KVCalError(f"layers hold {sorted(lengths)} tokens: {BROKE_OFF}")
