@@ -1,11 +1,12 @@
 """Time and memory of `fit aqua-kv` on GPUs that nobody has run it on, from what was measured on one or two.
 
-    python docs/scale/projection.py [--measured FILE]      # prints the tables of docs/scale.md
+    python docs/scale/projection.py [--measured FILE ...]  # prints the tables of docs/scale.md
     python docs/scale/projection.py --write                # and puts them there
 
---measured: the JSON of docs/runs/two_gpus.py; by default docs/runs/two_gpus-bc2cf7a.json. From it come the seconds of each
-phase for Llama-3.2-3B geometry on one GPU ("fit-1", of two GPUs "fit-2") and, where it was run, for two layers of
-Llama-3.1-70B geometry ("70b-1"). The model, for 256 windows of 8192 tokens, two a batch, in bfloat16:
+--measured: files of docs/runs/two_gpus.py, of which a later one's parts count; by default those of docs/runs that were
+made last. From them come the seconds of each phase for Llama-3.2-3B geometry on one GPU ("fit-1", of two GPUs "fit-2")
+and, where it was run, for two layers of Llama-3.1-70B geometry ("70b-1"). The model, for 256 windows of 8192 tokens, two
+a batch, in bfloat16:
 
 - forward: FLOPs of the passes (`flops`), at the rate of the measured run
 - encode and any phase unknown here: layers x kv width; gram: layers with predictors x kv width squared; solve: the
@@ -17,7 +18,7 @@ Llama-3.1-70B geometry ("70b-1"). The model, for 256 windows of 8192 tokens, two
 - load: bytes of weights once a node over `read`, and once more for the guard, which rank 0 alone runs, and which random
   weights do not have. The system may keep weights in memory, and a guard that warns reads them twice more: neither is
   in the model. Exchange: bytes of all shards' sums over `link` or `network`, and
-  `meeting` for each shard of each pass
+  `meeting` twice a pass
 - memory: a layer's weights, hidden states, reconstructions, and activations scaled by hidden + intermediate size
 """
 
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ NAMES = ("llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b")
 BASE, WIDE = NAMES[0], NAMES[2]
 MACHINES = ((1, 1), (1, 2), (1, 4), (1, 8), (4, 8))  # nodes, GPUs of each; one and two GPUs come first
 PAGE = Path(__file__).resolve().parents[1] / "scale.md"
-MEASURED = Path(__file__).resolve().parents[1] / "runs" / "two_gpus-bc2cf7a.json"
+RUNS = Path(__file__).resolve().parents[1] / "runs"
+MEASURED = [RUNS / "two_gpus-bc2cf7a.json", RUNS / "two_gpus-cb55843f.json"]  # the second: of the fit alone
 SPILLED_PEAK = 3_972_776_960  # bytes, one H200, `--layerwise --spill cpu`: docs/runs/scale-llama-3.2-3b.md
 PAIRS = {"fit": f"fit of {BASE}", "books": f"codebooks of {BASE}", "70b": f"two layers of {WIDE}"}
 FASTER = 1.85  # wanted of two GPUs, for the fit of BASE
@@ -53,8 +55,8 @@ UNSHARED = ("import", "text", "guard", "method", "keep", "write", "solve", "weig
 @dataclass(frozen=True)
 class Assumed:
     """What has not been measured. Bytes per second: weights from a node's disk, sums from GPU to GPU of one node, and
-    from node to node. Seconds: `meeting`, of ranks that meet before a shard's sums are sent, beside the bytes; what
-    two GPUs measured as exchange has such meetings in `link`.
+    from node to node. Seconds: `meeting`, of ranks that meet before sums are sent, beside the bytes; what two GPUs
+    measured as exchange has such meetings in `link`.
     """
 
     read: float = 2e9
@@ -103,15 +105,14 @@ def sums_bytes(geometry: Geometry, layers: int) -> float:
 
     X'X, X'Y and Y'Y of keys by the keys below, and of values by the values below and this layer's keys.
     """
-    width, shards = geometry.kv_width, len(Shards(WINDOWS, BATCH).within(slice(0, TRAIN)))
+    width, shards = geometry.kv_width, len(Shards(WINDOWS, BATCH, train=TRAIN).within(slice(0, TRAIN)))
     one = sum((inputs + 1) ** 2 + (inputs + 1) * width + width for inputs in (width, 2 * width))
     return float(8 * one * shards * (layers - 1))
 
 
 def meetings(geometry: Geometry, passes: int) -> int:
-    """How often ranks meet: for each shard of each pass of each layer, two of which go over all windows."""
-    shards = Shards(WINDOWS, BATCH)
-    return geometry.layers * (passes * len(shards.within(slice(0, TRAIN))) + 2 * shards.count)
+    """How often ranks meet: about twice in each pass of each layer, two of which go over all windows."""
+    return geometry.layers * 2 * (passes + 2)
 
 
 def weight_bytes(geometry: Geometry) -> float:
@@ -167,9 +168,11 @@ def memory(geometry: Geometry, peak: float, nodes: int, gpus: int) -> Memory:
     return Memory(spilled + busiest(ranks) * states, spilled, states)
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Measured]]:
-    """The file, and the phases by geometry: those of 70B from its two layers where they are there."""
-    found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+def read(paths: Sequence[Path]) -> tuple[dict[str, Any], dict[str, Measured]]:
+    """The parts of all files, and the phases by geometry: those of 70B from its two layers where they are there."""
+    found: dict[str, Any] = {}
+    for path in paths:
+        found |= json.loads(path.read_text("utf-8"))
     by_name = {name: Measured(CATALOGUE[BASE].geometry, CATALOGUE[BASE].geometry.layers, _ok(found, "fit-1")["phases"])
                for name in NAMES}  # fmt: skip
     if found.get("70b-1", {}).get("ok"):
@@ -183,9 +186,9 @@ def _ok(found: Mapping[str, Any], part: str) -> Any:
     return found[part]
 
 
-def tables(path: Path, assumed: Assumed) -> list[str]:
+def tables(paths: Sequence[Path], assumed: Assumed) -> list[str]:
     """Lines of Markdown."""
-    found, by_name = read(path)
+    found, by_name = read(paths)
     two = found.get("fit-2", {})
     if two.get("ok") and two["phases"].get("exchange"):
         link = sums_bytes(by_name[BASE].geometry, by_name[BASE].layers) / two["phases"]["exchange"]
@@ -202,7 +205,8 @@ def tables(path: Path, assumed: Assumed) -> list[str]:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
         "",
-        f"Measured: [{path.name}](runs/{path.name}). Sums travel at {assumed.link / 1e9:.1f} GB/s in a node ({source}). "
+        f"Measured: {', '.join(f'[{path.name}](runs/{path.name})' for path in paths)}. "
+        f"Sums travel at {assumed.link / 1e9:.1f} GB/s in a node ({source}). "
         f"Assumed are {assumed.read / 1e9:.1f} GB/s of each node's disk, {assumed.network / 1e9:.1f} between nodes, and "
         f"{assumed.meeting * 1e3:.0f} ms for ranks to meet.",
     ]
@@ -278,7 +282,7 @@ def _time(value: float) -> str:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--measured", type=Path, default=MEASURED)
+    options.add_argument("--measured", type=Path, nargs="+", default=MEASURED)
     for name, default in (one for one in vars(Assumed()).items() if isinstance(one[1], float)):
         options.add_argument(f"--{name}", type=float, default=default, help="see Assumed")
     options.add_argument("--write", action="store_true", help="renew docs/scale.md")

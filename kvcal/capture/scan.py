@@ -144,7 +144,7 @@ class Capture:
         if self.batch < 1:
             raise UsageError(f"batch of {self.batch} windows: it takes at least 1")
         self.shards = Shards(self.windows, self.batch, ranks, train)
-        if ranks.count > self.shards.count:
+        if ranks.count > self.shards.most_ranks:
             raise UsageError(self._too_many())
         self.timer: Timer = timer or untimed
         self.hidden: SpillStore | None = None
@@ -154,11 +154,11 @@ class Capture:
 
     def _too_many(self) -> str:
         """The line for ranks some of which would have no windows."""
-        count, most = self.shards.ranks.count, self.shards.count
+        count, most = self.shards.ranks.count, self.shards.most_ranks
         if most < SHARDS:
             less = f"give --nproc-per-node {most} or less, more --windows, or a smaller --batch"
             return f"{count} ranks for {most} batches of windows: {less}"
-        return f"{count} ranks: windows lie in {most} shards, one rank each at most; start {most} ranks or less in all"
+        return f"{count} ranks: windows are shared by {most} at most; start {most} ranks or less in all"
 
     def __len__(self) -> int:
         """Layers that are handed out."""

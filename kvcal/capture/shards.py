@@ -6,6 +6,7 @@ several (docs/scale.md).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,14 +21,15 @@ from .ranks import ALONE, Ranks
 from .spill import Pending, SpillStore, Where
 
 SENT_AT_ONCE = 1 << 29  # bytes of sums that a rank sends at once, where shards have as many as the first ones
-SHARDS = 24  # at most: as many for 1, 2, 3, 4, 6, 8 or 12 ranks each
+SHARDS = 24  # of training windows, and of others, at most: as many for 1, 2, 3, 4, 6, 8 or 12 ranks each
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Windows 0 to `windows`, run `batch` at a time, in at most SHARDS shards, each of one rank.
+    """Windows 0 to `windows`, run `batch` at a time, in shards, each of one rank.
 
-    train: windows [0, train) are fitted on, and count twice as work; None: all windows are alike.
+    train: windows [0, train) are fitted on. Their batches lie in at most SHARDS shards, and those behind them in as
+    many again, so that ranks have equal shares of a pass over either. None: all windows are alike.
     """
 
     windows: int
@@ -40,16 +42,28 @@ class Shards:
         return -(-self.windows // self.batch)
 
     @property
-    def count(self) -> int:
+    def most_ranks(self) -> int:
+        """How many ranks can have a shard."""
         return min(SHARDS, self.batches)
+
+    @cached_property
+    def _edges(self) -> tuple[int, ...]:
+        """Where each shard begins, in batches, and where the last one ends; shards of training windows come first."""
+        border = self.batches if self.train is None else min(self.batches, -(-self.train // self.batch))
+        return (*_starts(0, border), *_starts(border, self.batches), self.batches)
+
+    @cached_property
+    def _trained(self) -> int:
+        """How many shards have training windows."""
+        return len(_starts(0, self.batches if self.train is None else min(self.batches, -(-self.train // self.batch))))
+
+    @property
+    def count(self) -> int:
+        return len(self._edges) - 1
 
     def of(self, window: int) -> int:
         """The shard of a window."""
-        size, longer = divmod(self.batches, self.count)  # in batches; the first shards have one more
-        number = window // self.batch
-        if number < longer * (size + 1):
-            return number // (size + 1)
-        return longer + (number - longer * (size + 1)) // size
+        return bisect_right(self._edges, window // self.batch, hi=self.count) - 1
 
     def within(self, rows: slice) -> range:
         """The shards that these windows, not none, lie in."""
@@ -57,8 +71,7 @@ class Shards:
 
     def span(self, shard: int) -> slice:
         """The windows of a shard."""
-        size, longer = divmod(self.batches, self.count)
-        first, stop = (number * size + min(number, longer) for number in (shard, shard + 1))
+        first, stop = self._edges[shard : shard + 2]
         return slice(first * self.batch, min(stop * self.batch, self.windows))
 
     def owner(self, shard: int) -> int:
@@ -67,12 +80,17 @@ class Shards:
 
     @cached_property
     def _owners(self) -> tuple[int, ...]:
-        """The rank of each shard: an equal number of shards each, and about equal work."""
-        train = self.windows if self.train is None else self.train
-        spans = map(self.span, range(self.count))
-        return dealt(
-            [one.stop - one.start + max(0, min(one.stop, train) - one.start) for one in spans], self.ranks.count
-        )
+        """The rank of each shard: equal work of training windows, and of others, as far as shards allow it. Who has
+        most of the first has least of the second.
+        """
+        hands = self.ranks.count
+        sizes = [span.stop - span.start for span in map(self.span, range(self.count))]
+        first, second = sizes[: self._trained], sizes[self._trained :]
+        trained, others = dealt(first, hands), dealt(second, hands)
+        by_load = sorted(range(hands), key=lambda hand: (_load(first, trained, hand), hand))  # least first
+        by_share = sorted(range(hands), key=lambda hand: (-_load(second, others, hand), hand))  # most first
+        rank_of = dict(zip(by_share, by_load, strict=True))
+        return (*trained, *(rank_of[hand] for hand in others))
 
     def owners(self, rows: slice) -> list[int]:
         """The rank of each batch in which those windows are run, in window order."""
@@ -109,13 +127,26 @@ class Shards:
         return slice(start, start + rows.stop - rows.start)
 
 
+def _starts(first: int, stop: int) -> list[int]:
+    """Where at most SHARDS shards of batches [first, stop) begin; the first ones have one batch more than others."""
+    count = min(SHARDS, stop - first)
+    if not count:
+        return []
+    size, longer = divmod(stop - first, count)
+    return [first + number * size + min(number, longer) for number in range(count)]
+
+
+def _load(work: Sequence[int], owners: Sequence[int], hand: int) -> int:
+    return sum(cost for cost, owner in zip(work, owners, strict=True) if owner == hand)
+
+
 def dealt(work: Sequence[int], hands: int) -> tuple[int, ...]:
     """Who gets each piece of work, as even as a few exchanges make it, with as many pieces for each as for any other,
     or one less. Pieces that cost the same go round: 0, 1, 2, ..., 0, 1, 2, ...
     """
     owners = [place % hands for place in range(len(work))]
     while True:
-        loads = [sum(cost for cost, owner in zip(work, owners, strict=True) if owner == hand) for hand in range(hands)]
+        loads = [_load(work, owners, hand) for hand in range(hands)]
         most = loads.index(max(loads))
         # the heavier of both after the exchange, and the two pieces: of whoever has most, and of another
         exchanges = [

@@ -33,9 +33,9 @@ def test_8b_on_two_gpus_by_hand(projection: Any) -> None:
     large = 32 * 7_864_320 * 2 * 4096 * 6144 + 31 * 2_097_152 * (2 * (4096**2 + 3 * 4096 * 14336) + 4 * 4096 * 4096)
     shared = 100 * large / small + 20 * 31 / 27 + 40 * 32 / 28
     sums = 8 * (1025**2 + 1025 * 1024 + 1024 + 2049**2 + 2049 * 1024 + 1024)  # of a layer and shard: 67 MB
-    met = 32 * (2 * 21 + 2 * 24)  # the training windows lie in 21 shards of the 24
+    met = 32 * 2 * (2 + 2)  # twice a pass, two of which go over all windows
     weights = 2 * 8_030_261_248 / 2e9  # read for the fit, and again for the guard
-    right = shared * 114 / 224 + 31 / 27 + 2 * weights + sums * 21 * 31 / 50e9 + met * 2e-3
+    right = shared / 2 + 31 / 27 + 2 * weights + sums * 24 * 31 / 50e9 + met * 2e-3
     measured = projection.Measured(base, 28, phases)
     assert projection.seconds(larger, measured, 1, 2, projection.Assumed()) == pytest.approx(right, rel=1e-12)
     random = projection.seconds(larger, measured, 1, 2, projection.Assumed(), read=False)
@@ -43,11 +43,11 @@ def test_8b_on_two_gpus_by_hand(projection: Any) -> None:
 
 
 def test_24_ranks_of_32_have_windows(projection: Any) -> None:
-    """128 batches of two windows: eight of the shards have six of them, the others five. Training windows count twice as
-    work, so that the rank with most of them may have fewer windows than another.
+    """112 batches of two training windows: 16 of their shards have five of them, the others four. The 16 batches behind
+    them are a shard each, and go first to ranks with four.
     """
-    assert [projection.busiest(count) * 256 for count in (1, 2, 8, 24)] == [256, 130, 34, 12]
-    assert [projection.busiest(count, 224) * 224 for count in (1, 2, 8, 24)] == [224, 114, 32, 12]
+    assert [projection.busiest(count) * 256 for count in (1, 2, 8, 24)] == [256, 128, 32, 12]
+    assert [projection.busiest(count, 224) * 224 for count in (1, 2, 8, 24)] == [224, 112, 28, 10]
     one = CATALOGUE["llama-3.1-70b"].geometry
     measured = projection.Measured(one, 80, {"forward": 240.0})
     assert projection.seconds(one, measured, 4, 8, projection.Assumed()) == projection.seconds(
@@ -67,7 +67,7 @@ def test_two_layers_of_70b_stand_for_80(projection: Any, tmp_path: Path) -> None
     part = {"ok": True, "seconds": 50, "phases": {"forward": 30.0, "gram": 2.0, "encode": 4.0, "moments": 1.0}}
     (tmp_path / "two.json").write_text(json.dumps({"fit-1": part, "70b-1": part}))
     geometry = CATALOGUE["llama-3.1-70b"].geometry
-    _, by_name = projection.read(tmp_path / "two.json")
+    _, by_name = projection.read([tmp_path / "two.json"])
     passes = by_name["llama-3.1-70b"].passes
     work = projection.flops(geometry, 80, passes) / projection.flops(geometry, 2, passes)
     right = 30 * work + 2 * 79 + 4 * 40 + 1 * 40 + 2 * 2 * geometry.parameters / 2e9  # read twice
@@ -76,7 +76,7 @@ def test_two_layers_of_70b_stand_for_80(projection: Any, tmp_path: Path) -> None
     assert found == pytest.approx(right, rel=1e-12)
     (tmp_path / "failed.json").write_text(json.dumps({"fit-1": part | {"ok": False}}))
     with pytest.raises(SystemExit, match="fit-1 is missing, or failed"):
-        projection.read(tmp_path / "failed.json")
+        projection.read([tmp_path / "failed.json"])
 
 
 def test_the_page_shows_what_it_prints(projection: Any) -> None:

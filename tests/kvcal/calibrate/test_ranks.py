@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from kvcal.calibrate.driver import fit_together
 from kvcal.calibrate.job import FitJob, FitOptions
@@ -232,16 +234,33 @@ class Batch:
     rows: slice
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12, 24])
 def test_work_is_dealt_out_evenly(ranks: int) -> None:
-    """The paper's windows on a GPU: shards of 12 or of 10, the last 32 windows not fitted on."""
-    shards = Shards(256, 2, Ranks(0, ranks), 224)
-    owned = [[shards.span(shard) for shard in range(24) if shards.owner(shard) == rank] for rank in range(ranks)]
-    assert {len(some) for some in owned} == {24 // ranks}
-    fitted = [sum(max(0, min(one.stop, 224) - one.start) for one in some) for some in owned]
-    work = [count + sum(one.stop - one.start for one in some) for count, some in zip(fitted, owned, strict=True)]
-    assert sum(work) == 480 and max(work) <= 480 / ranks + 4  # 4 windows: between a shard and the next smaller one
-    assert {2: [240, 240], 4: [122, 122, 118, 118]}.get(ranks, sorted(work)[::-1]) == sorted(work)[::-1]
+    """The paper's windows on a GPU: 112 batches of two to be fitted on, 16 held out. No rank has a batch more of either
+    than another, nor of both, and with 2, 4 or 8 all have the same.
+    """
+    every = [Shards(256, 2, Ranks(rank, ranks), 224) for rank in range(ranks)]
+    for rows in (slice(0, 224), slice(224, 256), slice(0, 256)):
+        loads = [sum(part.stop - part.start for part in one.chunks(rows)) for one in every]
+        assert sum(loads) == rows.stop - rows.start
+        assert max(loads) - min(loads) <= (0 if ranks in (1, 2, 4, 8) else 2), rows
+
+
+@given(st.integers(1, 90), st.integers(1, 5), st.integers(0, 90), st.integers(1, 24))
+def test_every_window_has_one_rank_whatever_is_held_out(windows: int, batch: int, train: int, count: int) -> None:
+    assume(count <= Shards(windows, batch).most_ranks)
+    train = min(train, windows)
+    every = [Shards(windows, batch, Ranks(rank, count), train) for rank in range(count)]
+    assert [one.most_ranks for one in every] == [min(24, -(-windows // batch))] * count
+    chunks = [one.chunks(slice(0, windows)) for one in every]
+    assert all(chunks)  # no rank is idle
+    rows = sorted(row for one in chunks for part in one for row in range(part.start, part.stop))
+    assert rows == list(range(windows))
+    spans = [every[0].span(shard) for shard in range(every[0].count)]
+    assert [row for one in spans for row in range(one.start, one.stop)] == rows
+    assert [every[0].of(row) for row in rows] == [n for n, one in enumerate(spans) for _ in range(one.start, one.stop)]
+    if windows <= 24 * batch:  # a batch is a shard, as without held-out windows
+        assert spans == [slice(first, min(first + batch, windows)) for first in range(0, windows, batch)]
 
 
 def test_alike_work_goes_round() -> None:
@@ -338,9 +357,7 @@ def test_more_processes_than_batches_are_refused(model: Any) -> None:
         Capture(model, ids, device="cpu", batch=2, ranks=Ranks(0, 5))
     with pytest.raises(UsageError, match=line):
         evaluate(model, ids, {}, batch=2, ranks=Ranks(0, 5))
-    with pytest.raises(
-        UsageError, match="32 ranks: windows lie in 24 shards, one rank each at most; start 24 ranks or"
-    ):
+    with pytest.raises(UsageError, match="32 ranks: windows are shared by 24 at most; start 24 ranks or less"):
         Capture(model, ids[:1].expand(30, -1), device="cpu", batch=1, ranks=Ranks(0, 32))
 
 
