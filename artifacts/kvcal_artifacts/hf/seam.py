@@ -9,11 +9,12 @@ model's own one, one token more each step, torch must not use the backend that p
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -167,11 +168,17 @@ def _attention(
             "disable_compile=True)"
         )
     stored = key if before is None else before
-    from ..operator import decode_eagerly
-
-    decode = torch.ops.kvcal.decode_attention if torch.compiler.is_compiling() else decode_eagerly
+    decode = torch.ops.kvcal.decode_attention if torch.compiler.is_compiling() else _eager_operator()
     out: Tensor = decode(query, stored, value, float(options["scaling"]), handle, positions)
     return out.transpose(1, 2).contiguous(), None
+
+
+@functools.cache
+def _eager_operator() -> Callable[..., Tensor]:
+    """The operator without torch's dispatcher. Its module imports this one."""
+    from ..operator import decode_eagerly
+
+    return decode_eagerly
 
 
 def _model_attention(

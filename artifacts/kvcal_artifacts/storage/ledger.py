@@ -52,8 +52,9 @@ class Ledger:
             self.valid = torch.zeros(batch, 0, dtype=torch.bool, device="cpu")
             self.starts, self.gapless = None, True
             self.sink, self.blocks, self.window = (torch.zeros(batch, dtype=torch.long, device="cpu") for _ in range(3))
-        lengths, packed = self.lengths, self.blocks
-        unpadded = self.unpadded is self.window or not bool((lengths < self.columns).any())
+        packed, unpadded = self.blocks, self.unpadded is self.window
+        lengths = torch.full_like(packed, self.columns) if unpadded else self.lengths
+        unpadded = unpadded or not bool((lengths < self.columns).any())
         uniform = unpadded and (new_valid is None or bool(new_valid.all()))
         if new_valid is None:
             new_valid = torch.ones(batch, query, dtype=torch.bool, device="cpu")
