@@ -174,7 +174,7 @@ class Running:
         self.task, self._output, self._started = task, args.output / f"{task.name}.json", time.monotonic()
         self._partial = self._output.with_suffix(".partial")
         shown = [word for path in bundles for word in ("--bundle", str(path))]
-        text = ["--text", args.text, "--windows", "1", "--length", "1024"]  # the figures beside the tasks
+        text = ["--text", args.text, "--windows", "1", "--length", "512"]  # the figures beside the tasks
         words = ["eval", "-m", task.model, *shown, *text, *task.options, "--device", args.device, "--json"]
         with self._partial.open("wb") as out, self._output.with_suffix(".log").open("ab") as log:
             self._process = subprocess.Popen(command(words), stdout=out, stderr=log, env=environment())
