@@ -229,19 +229,20 @@ def run(args: argparse.Namespace) -> int:
 
 def table(folder: Path) -> str:
     """Scores of every scheme beside full precision, with the interval of the difference."""
-    lines = ["| model | task | scheme | bits | score | full precision | difference | 95 % | questions | McNemar's p |"]
-    lines.append("|---" * 10 + "|")
+    columns = "model | task | scheme | bits | score | full precision | difference | 95 % | questions | McNemar's p | packed"
+    lines = [f"| {columns} |", "|---" * 11 + "|"]
     for path in sorted(folder.glob("*.json")):
         result: dict[str, Any] = json.loads(path.read_text())
         for row in result["rows"]:
             for name, one in row.get("tasks", {}).items():
                 p = "–" if one.get("mcnemar") is None else f"{one['mcnemar']:.3f}"
                 low, high = one["low"], one["high"]  # null of one question
+                packed = "–" if one.get("packed") is None else f"{one['packed']:.0%}"  # files of before have none
                 interval = "–" if low is None else f"{low:+.4f} to {high:+.4f}"
                 lines.append(
                     f"| {result['model']} | {name} | {row['name']} | {row['bits_per_value']:.3f} | {one['score']:.4f} | "
                     f"{one['full']:.4f} | {one['difference']:+.4f} | {interval} | {one['n']} "
-                    f"| {p} |"
+                    f"| {p} | {packed} |"
                 )
     return "\n".join(lines) + "\n"
 

@@ -130,12 +130,18 @@ def print_tasks(rows: list[EvaluationRow], wide: bool = False) -> None:
     """A line a task and row: scores, their difference with its interval, McNemar's p-value; nothing without tasks."""
     lines = [(row["name"], name, paired) for row in rows for name, paired in row.get("tasks", {}).items()]
     if lines:
-        columns = ["task", "name", "score", FULL, "difference", "95 % from", "to", "McNemar p", "questions"]
+        columns = ["task", "name", "score", FULL, "difference", "95 % from", "to", "McNemar p", "questions", "packed"]
         line()
         print_table(columns, [[name, row, *_task_cells(paired)] for row, name, paired in lines], keys=2, wide=wide)
         if blind := {name: paired["n"] for _, name, paired in lines if not paired["full"]}:
             of = ", ".join(f"{questions(n)} of {name}" for name, n in blind.items())
             wrapped(f"full precision answered none of {of}: the comparison says nothing", wide=wide)
+        if exact := dict.fromkeys(f"{name} by {row}" for row, name, paired in lines if paired.get("packed") == 0):
+            wrapped(
+                f"nothing was packed while answering {', '.join(exact)}: the score is full precision's; give longer "
+                "contexts or a scheme with smaller windows",
+                wide=wide,
+            )
         if equal := [paired["n"] for *_, paired in lines if paired["full"] and _same(paired)]:
             share = 1 - 0.05 ** (1 / min(equal))  # exact: the loss that leaves n questions untouched once in twenty
             wrapped(
@@ -154,7 +160,9 @@ def _task_cells(paired: TaskScores) -> list[str]:
     p_value = paired["mcnemar"]
     values = (paired["score"], paired["full"], paired["difference"], paired["low"], paired["high"])
     figures = ["–" if value is None else f"{value:.4f}" for value in values]
-    return [*figures, "-" if p_value is None else f"{p_value:.3f}", f"{paired['n']:,}"]
+    packed = paired.get("packed")  # files of before have none
+    share = "–" if packed is None else percent(packed)
+    return [*figures, "-" if p_value is None else f"{p_value:.3f}", f"{paired['n']:,}", share]
 
 
 @command(GenerateOptions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 if TYPE_CHECKING:
     from ..evaluate.attention_error import ErrorRow
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 class TaskScores(TypedDict):
     """Scores of a task's n questions, compressed and in full precision; low, high: the interval of their difference,
-    None of one question. mcnemar: a p-value, None where scores are not right or wrong.
+    None of one question. mcnemar: a p-value, None where scores are not right or wrong. packed: the share of tokens in
+    packed blocks when answers were there; files of before have none.
     """
 
     score: float
@@ -22,6 +23,7 @@ class TaskScores(TypedDict):
     high: float | None
     n: int
     mcnemar: float | None
+    packed: NotRequired[float | None]
 
 
 class EvaluationRow(TypedDict, total=False):

@@ -13,6 +13,7 @@ from kvcal_artifacts.files import read_text
 from ..calibrate.checkpoint import CommandCheckpoint, short
 from ..evaluate.contexts import CONTEXT_TASKS, Haystack, by_length
 from ..evaluate.harness import Harness, Scores, TaskOptions, check_installed, check_names
+from ..evaluate.packed_share import OpenCache, PackedShare, share_of
 from ..evaluate.paired import Paired
 from ..evaluate.perplexity import CacheMaker
 from ..evaluate.programs import humaneval, problems
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
 TEXT = "embedded:evaluation"
 GATE = "max-score-drop"
 BLIND = "full precision answered none of {questions}, so that no drop can be seen"
+EXACT = "nothing was packed while it was answered, so that its score is full precision's"
+LONGER = "give a task of longer contexts, or a scheme with smaller windows"
 OTHER_TASK = "give a task that this model can do"
-Answer = Callable[[CacheMaker | None], Scores]
+Answer = Callable[[OpenCache | None], Scores]
 
 
 def task_names(o: EvalOptions) -> list[str]:
@@ -76,15 +79,18 @@ def task_options(o: EvalOptions) -> TaskOptions:
 @dataclass(frozen=True)
 class Answered:
     """Scores of the tasks that were run. tasks: by row and task, scores next to those of full precision. needles: by
-    row, `full` first, the share of needles found by needle@LENGTH/DEPTH; empty without --task needle.
+    row, `full` first, the share of needles found by needle@LENGTH/DEPTH; empty without --task needle. packed: by row
+    and task, the share of tokens that lay in packed blocks when answers were there.
     """
 
     tasks: dict[str, dict[str, Paired]] = field(default_factory=dict)
+    packed: dict[str, dict[str, float | None]] = field(default_factory=dict)
     needles: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def of(self, row: str) -> dict[str, object]:
         """What a row of `kvcal eval --json` says of it."""
-        paired = {name: asdict(one) for name, one in self.tasks.get(row, {}).items()}
+        tasks = self.tasks.get(row, {})
+        paired = {name: asdict(one) | {"packed": self.packed.get(row, {}).get(name)} for name, one in tasks.items()}
         return ({"tasks": paired} if paired else {}) | ({"needles": self.needles[row]} if row in self.needles else {})
 
 
@@ -98,16 +104,18 @@ def run_tasks(
 ) -> Answered:
     """Every task through every cache. What a killed run answered is not asked again."""
     names, options = task_names(o), task_options(o)
-    answered = Answered({name: {} for name in makers})
+    answered = Answered({name: {} for name in makers}, packed={name: {} for name in makers})
     for task, answer in _answers(names, model, tokenizer, options).items():
         full: Scores = {}
         for row, maker in (("full", None), *makers.items()):
             place = f"task-{short(json.dumps([task, row, asdict(options)], default=str))}"
-            scores: Scores | None = work.read(place)
-            if scores is None:
+            recorded = work.read(place)
+            if recorded is None:
                 say(f"task {task}: {row}")
-                scores = answer(maker)
-                work.keep(place, scores)
+                share = PackedShare()
+                recorded = {"scores": answer(None if maker is None else share.counting(maker)), "rows": share.rows}
+                work.keep(place, recorded)
+            scores = recorded["scores"]
             if task == "needle":
                 answered.needles[row] = {name: fmean(cell) for name, cell in scores.items()}
             joined = by_length(scores)
@@ -115,6 +123,7 @@ def run_tasks(
                 full = joined
             else:
                 answered.tasks[row] |= {name: Paired.of(joined[name], full[name]) for name in full}
+                answered.packed[row] |= {name: share_of(recorded["rows"], name, full) for name in full}
     return answered
 
 
@@ -141,8 +150,8 @@ def _answers(
 def judged(answered: Answered, limit: float | None) -> list[Check]:
     """A gate for each row: the largest drop of a score below full precision's.
 
-    A task of which full precision's score is 0 has a failed gate, since no drop can be seen. Agreement with
-    full precision is no such score.
+    A task of which full precision's score is 0 has a failed gate, since no drop can be seen. So has one that was
+    answered without a packed block. Agreement with full precision is no such score.
     """
     checks: list[Check] = []
     if limit is None:
@@ -159,5 +168,10 @@ def judged(answered: Answered, limit: float | None) -> list[Check]:
             Check(row, GATE, False, detail=f"{name}: {BLIND.format(questions=questions(paired.n))}; {OTHER_TASK}")
             for name, paired in scored.items()
             if not paired.full
+        ]
+        checks += [
+            Check(row, GATE, False, detail=f"{name}: {EXACT}; {LONGER}")
+            for name in scored
+            if answered.packed.get(row, {}).get(name) == 0
         ]
     return checks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,7 +22,7 @@ from kvcal_artifacts.errors import UsageError
 
 from ..report.progress import progress
 from .harness import Scores, TaskOptions
-from .perplexity import CacheMaker
+from .packed_share import OpenCache
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedTokenizerBase
@@ -80,7 +80,7 @@ class Haystack:
         return [] if begin is None else [int(begin)]
 
 
-def needle(model: CausalLM, haystack: Haystack, maker: CacheMaker | None, options: TaskOptions) -> Scores:
+def needle(model: CausalLM, haystack: Haystack, maker: OpenCache | None, options: TaskOptions) -> Scores:
     """1 for each needle found, by length and depth, as needle@1024/0.25 (`by_length` joins the depths); `--limit`
     questions of each.
     """
@@ -112,7 +112,7 @@ def by_length(scores: Scores) -> Scores:
     return joined
 
 
-def context_once(model: CausalLM, haystack: Haystack, maker: CacheMaker | None, options: TaskOptions) -> Scores:
+def context_once(model: CausalLM, haystack: Haystack, maker: OpenCache | None, options: TaskOptions) -> Scores:
     """A context with several needles is compressed once; each question is asked of a copy of that cache. Scored as
     context-once@1024; `--limit` contexts of each length.
     """
@@ -142,7 +142,7 @@ def _asked(
     context: list[int],
     cities: list[str],
     numbers: list[str],
-    maker: CacheMaker | None,
+    maker: OpenCache | None,
 ) -> Iterator[float]:
     with _cache(model, maker) as filled:
         ids = torch.tensor([context], device=model.device)
@@ -153,7 +153,7 @@ def _asked(
             yield float(number in answer)
 
 
-def agreement(model: CausalLM, haystack: Haystack, maker: CacheMaker | None, options: TaskOptions) -> Scores:
+def agreement(model: CausalLM, haystack: Haystack, maker: OpenCache | None, options: TaskOptions) -> Scores:
     """How long greedy decoding says what full precision says: the share of AGREEMENT_TOKENS tokens before the first
     other one. Contexts have each length, as agreement@1024, `--limit` of each.
     """
@@ -215,6 +215,5 @@ def _closing(cache: AnyCache) -> Iterator[AnyCache]:
             cache.close()
 
 
-def _cache(model: CausalLM, maker: CacheMaker | None) -> AbstractContextManager[Cache]:
-    cache: Cache = DynamicCache(config=model.config) if maker is None else maker()
-    return _closing(cache)
+def _cache(model: CausalLM, maker: OpenCache | None) -> AbstractContextManager[Cache]:
+    return nullcontext(DynamicCache(config=model.config)) if maker is None else maker()

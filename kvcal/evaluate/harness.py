@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from kvcal_artifacts.errors import KVCalError, TextUnavailable, UsageError
 
 from .calls import calls
-from .perplexity import CacheMaker
+from .packed_share import OpenCache
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
@@ -114,7 +114,7 @@ class Harness:
                 "in a sandbox (--allow-code)"
             )
 
-    def scores(self, maker: CacheMaker | None) -> Scores:
+    def scores(self, maker: OpenCache | None) -> Scores:
         """Score of each question, by the name of its task; synthetic contexts of several lengths are tasks of their
         own, as NAME@4096. maker: of the caches that answer; None: the model's cache.
         """
@@ -175,7 +175,7 @@ def in_one_line(names: Sequence[str]) -> Iterator[None]:
 
 
 def language_model(
-    model: CausalLM, tokenizer: PreTrainedTokenizerBase, maker: CacheMaker | None, options: TaskOptions
+    model: CausalLM, tokenizer: PreTrainedTokenizerBase, maker: OpenCache | None, options: TaskOptions
 ) -> HFLM:
     """lm-eval's model class over the caches of `maker`; None: the model's cache."""
     from lm_eval.models.huggingface import HFLM
@@ -201,7 +201,7 @@ def language_model(
 
 
 @torch.no_grad()
-def forced_logits(model: nn.Module, ids: Tensor, maker: CacheMaker, step: int) -> Tensor:
+def forced_logits(model: nn.Module, ids: Tensor, maker: OpenCache, step: int) -> Tensor:
     """Logits (B, T, vocabulary) of token ids (B, T), teacher-forced through a cache. Padding on the right changes no
     token before it.
     """

@@ -14,7 +14,7 @@ from ..report.extras import require
 from ..report.progress import progress
 from . import sandbox
 from .harness import Scores, TaskOptions, check_installed, in_one_line, language_model
-from .perplexity import CacheMaker
+from .packed_share import OpenCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,7 +67,7 @@ def _checked(rows: Iterable[Mapping[str, object]], source: Path) -> list[dict[st
 
 
 def humaneval(
-    model: CausalLM, tokenizer: PreTrainedTokenizerBase, maker: CacheMaker | None, options: TaskOptions
+    model: CausalLM, tokenizer: PreTrainedTokenizerBase, maker: OpenCache | None, options: TaskOptions
 ) -> Scores:
     """1 for each problem whose completed program passes its tests. Raises UsageError without --allow-code."""
     if not options.allow_code:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .colours import Shades, shades
 from .plots import needle_table
-from .quantities import quantity, size, written
+from .quantities import percent, quantity, size, written
 from .svg import Chart, Series, intervals, legend, text
 
 LENGTHS = [1024 * 2**power for power in range(8)]  # tokens, of memory against length
@@ -269,13 +269,14 @@ def _tasks(report: Report) -> str:
     if not pairs:
         return ""
     bars = [(f"{task}, {row}", one["low"], one["difference"], one["high"]) for row, task, one in pairs]
-    columns = ["task", "name", "score", "full precision", "difference", "from", "to", "questions"]
+    columns = ["task", "name", "score", "full precision", "difference", "from", "to", "questions", "packed"]
     cells = [
         [
             text(task),
             text(row),
             *(_shown(one[name], "{:.4f}") for name in ("score", "full", "difference", "low", "high")),
             str(one["n"]),
+            "–" if (share := one.get("packed")) is None else percent(share),
         ]
         for row, task, one in pairs
     ]

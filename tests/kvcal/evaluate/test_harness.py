@@ -6,7 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +20,7 @@ from kvcal.commands.tasks import Answered, judged, task_names
 from kvcal.evaluate import programs
 from kvcal.evaluate.contexts import CONTEXT_TASKS, Haystack, agreed, agreement, by_length, context_once, needle
 from kvcal.evaluate.harness import TaskOptions, by_question, forced_logits, in_one_line, language_model
+from kvcal.evaluate.packed_share import share_of
 from kvcal.evaluate.paired import Paired
 from kvcal.methods.data_free import Preset
 from kvcal.models.loading import load_model
@@ -72,7 +73,7 @@ def exact(loaded: Any) -> Any:
 def folder_of(tmp_path: Path, kind: str) -> Path:
     """Of two questions the tiny model answers the first."""
     right = " thing to be done" if kind == "generate_until" else " thing"
-    rows = [{"text": ("it was a " * 30).rstrip(), "next": right}, {"text": "the year of " * 30, "next": " night"}]
+    rows = [{"text": ("it was a " * 60).rstrip(), "next": right}, {"text": "the year of " * 60, "next": " night"}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     more = GENERATED if kind == "generate_until" else ""
     (tmp_path / "task.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl", kind=kind) + more)
@@ -110,7 +111,10 @@ def test_a_score_without_a_difference_is_no_proof(capsys: pytest.CaptureFixture[
     assert "may still be" not in capsys.readouterr().out
     print_tasks([{"name": "kivi-4", "tasks": {"gsm8k": same | {"low": None, "high": None, "n": 1}}}])
     words = capsys.readouterr().out.split()
-    assert (words.count("–"), "with 1 question the true loss may still be up to 95.0 %" in " ".join(words)) == (2, True)
+    assert (words.count("–"), "with 1 question the true loss may still be up to 95.0 %" in " ".join(words)) == (
+        3,
+        True,
+    )  # of low, high and packed
 
 
 def test_a_task_that_full_precision_cannot_do_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,11 +135,47 @@ def test_a_gate_that_can_see_no_drop_fails() -> None:
     )
 
 
+def test_a_score_without_a_packed_block_is_full_precisions(capsys: pytest.CaptureFixture[str]) -> None:
+    right = Paired.of([1.0, 1.0], [1.0, 1.0])
+    answered = Answered({"row": {"a": right, "b": right}}, packed={"row": {"a": 0.5, "b": 0.0}})
+    assert [one["packed"] for one in answered.of("row")["tasks"].values()] == [0.5, 0.0]  # type: ignore[attr-defined]
+    seen, exact = judged(answered, 0)
+    assert (seen.passed, exact.passed) == (True, False)
+    assert "b: nothing was packed while it was answered" in exact.line
+    assert [check.passed for check in judged(replace(answered, packed={}), 0)] == [True]  # of files of before
+    print_tasks([{"name": "row", **cast("dict[str, Any]", answered.of("row"))}])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "nothing was packed while answering b by row" in out and "answering a" not in out
+    assert "50.0 %" in out and "0 %" in out
+
+
+def test_shares_of_contexts_by_their_length() -> None:
+    """Contexts are a little shorter than their length, or longer by a question."""
+    rows = [(500, 320), (530, 352), (1010, 800), (1040, 864), (20, 0)]
+    names = ["needle@512", "needle@1024"]
+    assert share_of(rows, "needle@512", names) == 672 / 1050
+    assert share_of(rows, "needle@1024", names) == 1664 / 2050
+    assert share_of(rows, "gsm8k", ["gsm8k"]) == 2336 / 3100
+    assert share_of([], "gsm8k", ["gsm8k"]) is None
+
+
+def test_the_command_counts_what_was_packed(tmp_path: Path) -> None:
+    """Of 4 + 128 exact tokens and blocks of 32, contexts of 100 and of 400 tokens, with a question and an answer."""
+    words = ["--windows", 1, "--length", 512, "--lengths", "100,400", "--limit", 1, "--task", "needle", "--json"]
+    done = kvcal("eval", "--preset", "higgs-2", *words)
+    tasks = done.json["rows"][1]["tasks"]
+    assert tasks["needle@100"]["packed"] == 0
+    assert 0.5 < tasks["needle@400"]["packed"] < 0.8
+    assert "nothing was packed while answering needle@100 by higgs-2" in " ".join(
+        kvcal("eval", "--preset", "higgs-2", *words[:-1]).out.split()
+    )
+
+
 def test_the_command_fails_where_no_drop_can_be_seen(tmp_path: Path) -> None:
     """The tiny model finds no needle."""
-    short = ["--windows", 1, "--length", 64, "--lengths", 64, "--limit", 1, "--max-score-drop", 0]
+    short = ["--windows", 1, "--length", 64, "--lengths", 256, "--limit", 1, "--max-score-drop", 0]
     done = kvcal("eval", "--preset", "exact", "--task", "needle", *short, "--junit", tmp_path / "gates.xml")
-    assert (done.code, "needle@64: full precision answered none of 5 questions" in done.err) == (3, True), done.err
+    assert (done.code, "needle@256: full precision answered none of 5 questions" in done.err) == (3, True), done.err
     assert 'failures="1"' in (tmp_path / "gates.xml").read_text()
 
 
@@ -178,6 +218,7 @@ def test_a_local_task_is_paired_with_full_precision(tmp_path: Path, kind: str, m
     paired = row["tasks"]["next_words"]
     assert {"score", "full", "difference", "low", "high", "n"} <= set(paired)
     assert (paired["n"], paired["full"], paired["difference"]) == (2, 0.5, 0)
+    assert paired["packed"] > 0.1  # else the codec answered nothing
     assert [gate["gate"] for gate in done.json["gates"]] == ["max-score-drop"]
     monkeypatch.setattr(evaluation, "evaluation_text", None)  # the name is looked at before any text
     unknown = kvcal(*command)
