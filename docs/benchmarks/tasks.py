@@ -229,7 +229,9 @@ def run(args: argparse.Namespace) -> int:
 
 def table(folder: Path) -> str:
     """Scores of every scheme beside full precision, with the interval of the difference."""
-    columns = "model | task | scheme | bits | score | full precision | difference | 95 % | questions | McNemar's p | packed"
+    columns = (
+        "model | task | scheme | bits | score | full precision | difference | 95 % | questions | McNemar's p | packed"
+    )
     lines = [f"| {columns} |", "|---" * 11 + "|"]
     for path in sorted(folder.glob("*.json")):
         result: dict[str, Any] = json.loads(path.read_text())
