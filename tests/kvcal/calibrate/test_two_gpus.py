@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ HALVES = {
 }
 FIT = ["fit-predictors", "--windows", "12", "--length", "256", "--batch", "2", "--json"]
 # A command takes seconds, and more than a minute where a dozen others import, compile and share both GPUs beside it.
-SECONDS, RANK_SECONDS = 300, 240  # after which it has failed; a rank that hangs is named before
+SECONDS, RANK_SECONDS = 200, 240  # after which it has failed, and says where each process stands
 WAYS = {
     "one": [],
     "layers on both": ["--device-map", json.dumps(HALVES)],
@@ -42,6 +44,7 @@ def ran(way: str, *words: object) -> Any:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     started = [sys.executable, *(launch if way in ("heads on both", "windows on both") else []), "-m", "kvcal"]
     environment = {**os.environ, "KVCAL_RANK_TIMEOUT": str(RANK_SECONDS), "KVCAL_DEBUG": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONFAULTHANDLER"] = "1"  # a process that is aborted prints what each of its threads does
     process = subprocess.Popen(
         [*started, *map(str, words), *WAYS[way]],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment,
@@ -49,9 +52,13 @@ def ran(way: str, *words: object) -> Any:
     try:
         out, err = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
+        ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+        for pid in ranks or [process.pid]:
+            os.kill(int(pid), signal.SIGABRT)
+        time.sleep(5)
         process.terminate()  # torchrun ends its processes, which have sessions of their own
         out, err = process.communicate()
-        raise AssertionError(f"{way}: not done after {SECONDS} s: {err[-9000:]}") from None
+        raise AssertionError(f"{way}: not done after {SECONDS} s: {err[:9000]} ... {err[-3000:]}") from None
     assert process.returncode == 0, err[-3000:]
     return json.loads(out)
 
