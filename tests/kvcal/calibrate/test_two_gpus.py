@@ -53,7 +53,7 @@ def ran(way: str, *words: object) -> Any:
         out, err = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-        for pid in ranks or [process.pid]:
+        for pid in ranks or [str(process.pid)]:
             os.kill(int(pid), signal.SIGABRT)
         time.sleep(5)
         process.terminate()  # torchrun ends its processes, which have sessions of their own
