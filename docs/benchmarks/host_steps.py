@@ -189,12 +189,15 @@ def main() -> None:
         parser.error("needs a CUDA GPU, and torch finds none here (--no-launches measures the host alone)")
     if options.new is None:
         parser.error("OLD and NEW: give two checkouts")
+    if options.starts < 2:
+        parser.error(f"--starts {options.starts}: must be 2 or more, as one start has no spread")
     every: list[dict[str, dict[str, float]]] = []
     options.out.mkdir(parents=True, exist_ok=True)
     for _ in range(options.starts):
         every.append(one_start(options))
         rows = [compared(kind, [start[kind] for start in every]) for kind in kinds(options)]
-        settings = {name: getattr(options, name) for name in ("model", "device", "rounds", "steps", "no_launches")}
+        names = ("old", "new", "model", "device", "rounds", "steps", "no_launches")
+        settings = {name: getattr(options, name) for name in names}
         (options.out / "host_steps.json").write_text(json.dumps(settings | {"rows": rows}, indent=1))
     for row in rows:
         print(

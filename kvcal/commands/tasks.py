@@ -123,7 +123,7 @@ def run_tasks(
                 full = joined
             else:
                 answered.tasks[row] |= {name: Paired.of(joined[name], full[name]) for name in full}
-                answered.packed[row] |= {name: share_of(recorded["rows"], name, full) for name in full}
+                answered.packed[row] |= {name: share_of(recorded["rows"], name) for name in full}
     return answered
 
 

@@ -96,7 +96,7 @@ def needle(model: CausalLM, haystack: Haystack, maker: OpenCache | None, options
                     sentence = NEEDLE.format(city=city, number=number)
                     context = haystack.context(length, [(depth, sentence)], draw.randrange(len(haystack.ids)))
                     prompt = haystack.head + context + haystack.question(city)
-                    with _cache(model, maker) as cache:
+                    with _cache(model, maker, length) as cache:
                         answer = _answer(model, haystack.tokenizer, prompt, cache)
                     answered.append(float(number in answer))
                     advance()
@@ -130,7 +130,7 @@ def context_once(model: CausalLM, haystack: Haystack, maker: OpenCache | None, o
                     for i, (city, number) in enumerate(zip(cities, numbers, strict=True))
                 ]
                 context = haystack.head + haystack.context(length, needles, draw.randrange(len(haystack.ids)))
-                answered += _asked(model, haystack, context, cities, numbers, maker)
+                answered += _asked(model, haystack, context, cities, numbers, maker, length)
                 advance()
     return scores
 
@@ -143,8 +143,9 @@ def _asked(
     cities: list[str],
     numbers: list[str],
     maker: OpenCache | None,
+    length: int,
 ) -> Iterator[float]:
-    with _cache(model, maker) as filled:
+    with _cache(model, maker, length, copied=True) as filled:
         ids = torch.tensor([context], device=model.device)
         model(input_ids=ids, past_key_values=filled, use_cache=True, logits_to_keep=1)
         for city, number in zip(cities, numbers, strict=True):
@@ -169,7 +170,7 @@ def agreement(model: CausalLM, haystack: Haystack, maker: OpenCache | None, opti
                 if maker is None:
                     answered.append(1.0)
                 else:
-                    with maker() as cache:
+                    with maker(length) as cache:
                         answered.append(agreed(exact, _decoded(model, prompt, cache, AGREEMENT_TOKENS)))
                 advance()
     return scores
@@ -215,5 +216,7 @@ def _closing(cache: AnyCache) -> Iterator[AnyCache]:
             cache.close()
 
 
-def _cache(model: CausalLM, maker: OpenCache | None) -> AbstractContextManager[Cache]:
-    return nullcontext(DynamicCache(config=model.config)) if maker is None else maker()
+def _cache(
+    model: CausalLM, maker: OpenCache | None, length: int, copied: bool = False
+) -> AbstractContextManager[Cache]:
+    return nullcontext(DynamicCache(config=model.config)) if maker is None else maker(length, copied)

@@ -5,57 +5,76 @@ Prompts shorter than a scheme's exact windows are answered by full precision, an
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol
+
+import torch
 
 from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.storage.eviction import EvictingLedger
 
 from .perplexity import CacheMaker
 
-OpenCache: TypeAlias = Callable[[], AbstractContextManager[KVCalCache]]  # a CacheMaker is one
+
+class OpenCache(Protocol):
+    """Opens a cache that answers. length: of the context that is asked for, in tokens; 0: of no certain length. copied:
+    copies of it answer, behind its last call.
+    """
+
+    def __call__(self, length: int = 0, copied: bool = False) -> AbstractContextManager[KVCalCache]: ...
 
 
 @dataclass
 class PackedShare:
-    """What the caches of a task's answers held when the answer was there. rows: of each row of a batch its tokens, and
-    those of them in packed blocks.
+    """What the caches of a task's answers held before the last call of the model. rows: a tuple for each row of a batch.
+
+    A tuple has the length of contexts that was asked for (0: none was), and the row's tokens. The third is how many of
+    these no call can read as they were: those in packed blocks, and evicted ones. Pads on the right of a row count as tokens, since a
+    cache cannot tell them.
     """
 
-    rows: list[tuple[int, int]] = field(default_factory=list)
+    rows: list[tuple[int, int, int]] = field(default_factory=list)
 
     def counting(self, maker: CacheMaker) -> OpenCache:
         """The same caches, each of which is counted when it is closed."""
 
         @contextmanager
-        def opened() -> Iterator[KVCalCache]:
+        def opened(length: int = 0, copied: bool = False) -> Iterator[KVCalCache]:
             with maker() as cache:
                 yield cache
-                cache.settle()
-                ledger, block = cache.ledger, cache.scheme.windows.block
-                counts = zip(ledger.lengths.tolist(), ledger.blocks.tolist(), strict=True)
-                self.rows += [(tokens, min(tokens, blocks * block)) for tokens, blocks in counts]
+                tokens, changed = _counts(cache, copied)
+                self.rows += [(length, *row) for row in zip(tokens, changed, strict=True)]
 
         return opened
 
 
-def share_of(rows: Sequence[Sequence[int]], name: str, names: Iterable[str]) -> float | None:
-    """The share of tokens in packed blocks, from 0 to 1, for the task `name` out of `names`, which were answered
-    together; None where there are no tokens.
+def _counts(cache: KVCalCache, with_last: bool) -> tuple[list[int], list[int]]:
+    """The tokens of each row, and how many of them were in packed blocks or evicted before the last call.
 
-    rows: of a PackedShare. Names that end in @LENGTH have the rows whose length is nearest to theirs: contexts are some
-    tokens shorter, or longer by a question.
+    That call may have packed more, which nothing reads. with_last: a copy of the cache does.
     """
-    lengths = {length for other in names if (length := _length(other)) is not None}
-    length = _length(name)
-    if length is not None:
-        rows = [row for row in rows if min(lengths, key=lambda one: abs(math.log(max(1, row[0]) / one))) == length]
-    tokens = sum(row[0] for row in rows)
-    return sum(row[1] for row in rows) / tokens if tokens else None
+    cache.settle()
+    ledger, windows = cache.ledger, cache.scheme.windows
+    tokens, plan = ledger.lengths, cache.forward.begun
+    if isinstance(ledger, EvictingLedger):  # blocks' worth of tokens that left the recent window: packed, or evicted
+        blocks = ledger.passed
+    elif with_last or plan is None or plan.packed is None:  # a device's steps by itself have no plan on the host
+        blocks = ledger.blocks
+    else:
+        blocks = plan.packed
+    changed = blocks * windows.block
+    return tokens.tolist(), torch.minimum(changed, tokens).tolist()
 
 
-def _length(name: str) -> int | None:
+def share_of(rows: Sequence[Sequence[int]], name: str) -> float | None:
+    """The share of tokens in packed blocks, from 0 to 1, for the task `name`; None where there are no tokens.
+
+    rows: of a PackedShare. A name that ends in @LENGTH has the rows of contexts of that length, if any are. lm-eval's
+    contexts come without a length: all of a task count for each of its lengths.
+    """
     length = name.rpartition("@")[2]
-    return int(length) if "@" in name and length.isdecimal() else None
+    chosen = [row for row in rows if str(row[0]) == length] or rows
+    tokens = sum(row[1] for row in chosen)
+    return sum(row[2] for row in chosen) / tokens if tokens else None

@@ -344,8 +344,8 @@ def kinds_asked(file: Path) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and "codecs" in (node.module or "").split("."):
             imported |= {alias.asname or alias.name for alias in node.names}
-    classes = imported & {kind.__name__ for kind in CODECS.values()}
-    asked = []
+    kinds_of_codecs = {kind.__name__ for kind in CODECS.values()}
+    classes, asked = imported & kinds_of_codecs, list[str]()
     for node in ast.walk(tree):
         parts: list[ast.expr] = []
         match node:
@@ -355,11 +355,15 @@ def kinds_asked(file: Path) -> list[str]:
                 parts = [kinds]
             case ast.Compare(ops=[ast.Is() | ast.IsNot()], comparators=comparators):
                 parts = comparators
-        asked += [name.id for part in parts for name in ast.walk(part) if isinstance(name, ast.Name)]
-    return [name for name in asked if name in classes]
+        every = [node for part in parts for node in ast.walk(part)]
+        asked += [node.id for node in every if isinstance(node, ast.Name) and node.id in classes]
+        asked += [node.attr for node in every if isinstance(node, ast.Attribute) and node.attr in kinds_of_codecs]
+    return asked
 
 
-OF_ONE_CODEC = {f"kvcal.methods.{name}" for name in ("aqua_kv", "calibrated", "innerq")} | {"kvcal.bench.tables"}
+OF_ONE_CODEC = {f"kvcal.methods.{name}" for name in ("aqua_kv", "calibrated", "innerq", "squat")} | {
+    "kvcal.bench.tables"
+}
 
 
 def test_codecs_say_themselves_what_serves_them() -> None:
@@ -373,9 +377,9 @@ def test_questions_for_a_kind_are_seen(tmp_path: Path) -> None:
     file.write_text(
         "from ..codecs import Squat, Uniform, Codec\nfrom .other import Higgs\n"
         "isinstance(x, Squat | Higgs), isinstance(x, Codec), type(x) is Uniform, isinstance(x, (int, Uniform))\n"
-        "def f(x) -> TypeGuard[Squat]: ...\n"
+        "def f(x) -> TypeGuard[Squat]: ...\nisinstance(x, codecs.Vector), isinstance(x, codecs.Squat)\n"
     )
-    assert sorted(kinds_asked(file)) == ["Squat", "Squat", "Uniform", "Uniform"]
+    assert sorted(kinds_asked(file)) == ["Squat", "Squat", "Squat", "Uniform", "Uniform"]
 
 
 def test_only_the_command_line_imports_typer() -> None:

@@ -33,7 +33,7 @@ class Ledger:
     positions: Tensor | None = None  # int32 (B, columns) on the device, only for keys stored before RoPE
     starts: Tensor | None = None  # int64 (B,), CPU: positions of rows' first tokens, as far as `follow` was told
     gapless: bool = True  # whether positions of all tokens follow those before them, as far as `follow` was told
-    unpadded: Tensor | None = None  # `window`, where all columns of all rows are known to be real tokens
+    alike: Tensor | None = None  # `window`, where all rows are known to hold the same, and no pads
 
     @property
     def lengths(self) -> Tensor:
@@ -52,10 +52,10 @@ class Ledger:
             self.valid = torch.zeros(batch, 0, dtype=torch.bool, device="cpu")
             self.starts, self.gapless = None, True
             self.sink, self.blocks, self.window = (torch.zeros(batch, dtype=torch.long, device="cpu") for _ in range(3))
-        packed, unpadded = self.blocks, self.unpadded is self.window
-        lengths = torch.full_like(packed, self.columns) if unpadded else self.lengths
-        unpadded = unpadded or not bool((lengths < self.columns).any())
-        uniform = unpadded and (new_valid is None or bool(new_valid.all()))
+        packed, alike = self.blocks, self.alike is self.window
+        lengths = torch.full_like(packed, self.columns) if alike else self.lengths
+        alike = alike or self._is_alike(lengths)
+        uniform = alike and (new_valid is None or bool(new_valid.all()))
         if new_valid is None:
             new_valid = torch.ones(batch, query, dtype=torch.bool, device="cpu")
         if uniform:
@@ -103,8 +103,16 @@ class Ledger:
         flush = ((waiting - self.windows.recent) // self.windows.block).clamp_min_(0)
         return sink, flush, waiting - flush * self.windows.block
 
+    def _is_alike(self, lengths: Tensor) -> bool:
+        """Whether no row has pads, and all hold the same.
+
+        Rows of one length need not: where a call's tokens were pads in some rows and packed a block in others, and a
+        crop has removed these columns, the block stays packed.
+        """
+        return not bool((lengths < self.columns).any()) and bool((self.blocks == self.blocks[:1]).all())
+
     def _uniform(self, query: int, lengths: Tensor) -> Plan:
-        """Advance rows without padding, all of which hold the same: in whole numbers, as every decode step does it."""
+        """Advance rows that are alike: in whole numbers, as every decode step does it."""
         windows, packed = self.windows, self.blocks
         old_sink, blocks, window = int(self.sink[0]), int(packed[0]), int(self.window[0])
         sink = min(old_sink + query, windows.sink)
@@ -115,7 +123,7 @@ class Ledger:
             self.sink = torch.full_like(self.sink, sink)
         if flush:
             self.blocks = torch.full_like(packed, blocks)
-        self.window = self.unpadded = torch.full_like(self.window, window)
+        self.window = self.alike = torch.full_like(self.window, window)
         return Plan(self.columns, query, sink, window, flush, blocks, lengths=lengths, packed=packed)
 
     def _ragged(self, query: int, new_valid: Tensor) -> Plan:

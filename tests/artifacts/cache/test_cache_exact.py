@@ -309,3 +309,31 @@ def test_a_rotation_that_is_not_the_models_own_is_refused(dtype: torch.dtype, mo
     monkeypatch.setattr(hf.AttentionSite, "keys_from", bent)
     with pytest.raises(KVCalError, match="layer 0: keys captured before RoPE do not give the model's keys"):
         model(token_ids(1, 5), past_key_values=made)
+
+
+@pytest.mark.parametrize("max_length", [None, 120])
+def test_rows_that_differ_after_a_crop(max_length: int | None) -> None:
+    """New tokens are pads in the second row, pack a block in the first, and are cropped: each row goes on as it was."""
+    model, behind = tiny("llama"), 5
+    length = SINK + RECENT + BLOCK - 2  # a block is packed by two more
+    ids = token_ids(2, length + behind, seed=11)
+
+    def steps(past: Any) -> Tensor:
+        mask = torch.ones(2, length + behind, dtype=torch.long)
+        mask[1, length:] = 0
+        with torch.no_grad():
+            model(ids[:, :length], past_key_values=past, attention_mask=mask[:, :length])
+            model(ids[:, length:], past_key_values=past, attention_mask=mask)
+            past.crop(-behind)
+            mask[1] = 1
+            logits = [
+                model(ids[:, at : at + 1], past_key_values=past, attention_mask=mask[:, : at + 1]).logits
+                for at in range(length, length + behind)
+            ]
+        return torch.cat(logits, 1)
+
+    with make(model, strict=False, max_length=max_length) as compressed:
+        got = steps(compressed)
+        assert compressed.ledger.lengths.tolist() == [length + behind] * 2
+        assert compressed.describe()["packed_blocks"][0] > 0
+    torch.testing.assert_close(got, steps(DynamicCache(config=model.config)), rtol=0, atol=1e-5)

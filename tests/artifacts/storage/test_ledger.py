@@ -238,6 +238,19 @@ def test_rows_without_padding_need_no_index() -> None:
     assert (plan.past, plan.query, plan.sink, plan.window, plan.flush, plan.blocks) == (41, 9, 4, 22, 1, 3)
 
 
+def test_rows_of_one_length_need_not_hold_the_same() -> None:
+    """Tokens that are pads in one row pack a block in the other, which stays packed when a crop has removed them."""
+    ledger = Ledger(Windows(4, 16, 8))
+    ledger.begin(2, 27, None)  # one token less than packs a block
+    ledger.begin(2, 3, torch.tensor([[True] * 3, [False] * 3]))
+    assert ledger.blocks.tolist() == [1, 0]
+    ledger.commit_crop(3)
+    assert (ledger.lengths.tolist(), ledger.padded) == ([27, 27], False)
+    plan = ledger.begin(2, 1, None)
+    assert (plan.ragged, ledger.blocks.tolist(), ledger.window.tolist()) == (True, [1, 1], [16, 16])
+    assert not ledger.begin(2, 1, None).ragged  # they hold the same again
+
+
 def test_index_tensors_move_with_a_plan() -> None:
     ledger = Ledger(Windows(4, 16, 8))
     plan = ledger.begin(2, 40, torch.tensor([[True] * 40, [False] * 10 + [True] * 30]))

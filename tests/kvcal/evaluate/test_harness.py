@@ -20,7 +20,7 @@ from kvcal.commands.tasks import Answered, judged, task_names
 from kvcal.evaluate import programs
 from kvcal.evaluate.contexts import CONTEXT_TASKS, Haystack, agreed, agreement, by_length, context_once, needle
 from kvcal.evaluate.harness import TaskOptions, by_question, forced_logits, in_one_line, language_model
-from kvcal.evaluate.packed_share import share_of
+from kvcal.evaluate.packed_share import PackedShare, share_of
 from kvcal.evaluate.paired import Paired
 from kvcal.methods.data_free import Preset
 from kvcal.models.loading import load_model
@@ -29,6 +29,7 @@ from kvcal.pipeline.options import EvalOptions
 from kvcal.report.plots import needle_table
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import TextUnavailable, UsageError
+from kvcal_artifacts.scheme import HeavyHitters
 from tests.support.models_fixture import kvcal, write_text
 
 if TYPE_CHECKING:
@@ -67,13 +68,13 @@ def haystack(loaded: Any) -> Haystack:
 
 def exact(loaded: Any) -> Any:
     scheme = Preset("exact-32", "exact-32", sink=4, recent=16, block=8).scheme(loaded.model)
-    return lambda: KVCalCache(scheme, loaded.model)
+    return lambda *length, **kind: KVCalCache(scheme, loaded.model)
 
 
 def folder_of(tmp_path: Path, kind: str) -> Path:
     """Of two questions the tiny model answers the first."""
-    right = " thing to be done" if kind == "generate_until" else " thing"
-    rows = [{"text": ("it was a " * 60).rstrip(), "next": right}, {"text": "the year of " * 60, "next": " night"}]
+    right = " thing to be." if kind == "generate_until" else " thing"
+    rows = [{"text": ("it was a " * 75).rstrip(), "next": right}, {"text": "the year of " * 75, "next": " night"}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     more = GENERATED if kind == "generate_until" else ""
     (tmp_path / "task.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl", kind=kind) + more)
@@ -150,13 +151,45 @@ def test_a_score_without_a_packed_block_is_full_precisions(capsys: pytest.Captur
 
 
 def test_shares_of_contexts_by_their_length() -> None:
-    """Contexts are a little shorter than their length, or longer by a question."""
-    rows = [(500, 320), (530, 352), (1010, 800), (1040, 864), (20, 0)]
-    names = ["needle@512", "needle@1024"]
-    assert share_of(rows, "needle@512", names) == 672 / 1050
-    assert share_of(rows, "needle@1024", names) == 1664 / 2050
-    assert share_of(rows, "gsm8k", ["gsm8k"]) == 2336 / 3100
-    assert share_of([], "gsm8k", ["gsm8k"]) is None
+    rows = [(512, 530, 352), (512, 500, 320), (1024, 1040, 864), (1024, 1010, 800)]
+    assert share_of(rows, "needle@512") == 672 / 1030
+    assert share_of(rows, "needle@1024") == 1664 / 2050
+    of_lm_eval = [(0, 500, 320), (0, 20, 0)]
+    assert share_of(of_lm_eval, "gsm8k") == share_of(of_lm_eval, "ruler_vt@4096") == 320 / 520
+    assert share_of([], "gsm8k") is None
+
+
+def counted(loaded: Any, use: Any, keep: float | None = None) -> list[tuple[int, int, int]]:
+    """Rows of an exact codec with 4 + 16 exact tokens and blocks of 8."""
+    share, scheme = PackedShare(), Preset("exact-32", "exact-32", sink=4, recent=16, block=8).scheme(loaded.model)
+    scheme = scheme if keep is None else scheme.keeping(HeavyHitters(keep))
+    with share.counting(lambda: KVCalCache(scheme, loaded.model))(7) as cache, torch.no_grad():
+        use(cache)
+    return share.rows
+
+
+def test_what_the_last_call_packs_is_not_counted(loaded: Any) -> None:
+    """Nothing has read it: a prompt by itself is answered by exact tokens."""
+    ids = torch.ones(2, 61, dtype=torch.long)
+    once = counted(loaded, lambda cache: loaded.model(ids, past_key_values=cache))
+    assert once == [(7, 61, 0)] * 2
+
+    def steps(cache: KVCalCache) -> None:
+        loaded.model(ids[:, :60], past_key_values=cache)
+        loaded.model(ids[:, 60:], past_key_values=cache)
+
+    assert counted(loaded, steps) == [(7, 61, 40)] * 2  # of 60, 4 + 16 are exact; the 61st packs no more
+
+
+def test_evicted_tokens_are_none_that_were_left_as_they_were(loaded: Any) -> None:
+    ids = torch.ones(1, 101, dtype=torch.long)
+
+    def steps(cache: KVCalCache) -> None:
+        loaded.model(ids[:, :100], past_key_values=cache)
+        loaded.model(ids[:, 100:], past_key_values=cache)
+
+    [(_, tokens, changed)] = counted(loaded, steps, keep=0.2)
+    assert (tokens, changed) == (101, 80)
 
 
 def test_the_command_counts_what_was_packed(tmp_path: Path) -> None:
@@ -234,7 +267,10 @@ def test_own_tasks_of_an_exact_codec_are_those_of_full_precision(loaded: Any, ha
         assert task(loaded.model, haystack, exact(loaded), options) == own
         assert sum(map(len, own.values())) == count
     coarse = Preset("uniform-1", "uniform-1", sink=0, recent=0, block=8).scheme(loaded.model)
-    assert agreement(loaded.model, haystack, lambda: KVCalCache(coarse, loaded.model), options)["agreement@96"][0] < 1
+    assert (
+        agreement(loaded.model, haystack, lambda *length: KVCalCache(coarse, loaded.model), options)["agreement@96"][0]
+        < 1
+    )
 
 
 def test_needles_lie_where_they_are_said_to(loaded: Any, haystack: Haystack) -> None:
