@@ -28,11 +28,11 @@ class OpenCache(Protocol):
 
 @dataclass
 class PackedShare:
-    """What the caches of a task's answers held before the last call of the model. rows: a tuple for each row of a batch.
+    """What the caches of a task's answers held before the last call of the model.
 
-    A tuple has the length of contexts that was asked for (0: none was), and the row's tokens. The third is how many of
-    these no call can read as they were: those in packed blocks, and evicted ones. Pads on the right of a row count as tokens, since a
-    cache cannot tell them.
+    rows: a tuple for each row of a batch. It has the length of contexts that was asked for (0: none was), and the row's
+    tokens. The third is how many of these no call can read as they were: those in packed blocks, and evicted ones. Pads
+    on the right of a row count as tokens, since a cache cannot tell them.
     """
 
     rows: list[tuple[int, int, int]] = field(default_factory=list)
