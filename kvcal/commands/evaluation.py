@@ -238,7 +238,10 @@ def _judged(
             bundle = method if isinstance(method, Bundle) else None
             checks += check_row(*figures, limits, watched.rows, alive, bundle, watched.scheme)
         elif row.bits_per_value is None:
-            say(f"note: {row.name} packed nothing: windows of {plan.length} tokens fit into its sink and recent window")
+            why = f"windows of {plan.length} tokens fit into its sink and recent window"
+            if watched.scheme.selection is not None:
+                why = f"of windows of {plan.length} tokens all that it keeps are exact"
+            say(f"note: {row.name} packed nothing: {why}")
         elif not alive.blocks:
             say(f"note: {row.name}: {alive}")
         else:
