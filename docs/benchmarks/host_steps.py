@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 SCHEMES = "innerq-base,higgs-2"
-QUANTILES = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 12: 2.20, 16: 2.13}
+ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 72  # steps of each kind before any counts: two blocks are packed, and kernels compiled for their shapes
 
 
@@ -131,17 +131,16 @@ def in_turns(old: Callable[[], list[float]], new: Callable[[], list[float]], rou
 
 
 def compared(kind: str, starts: list[dict[str, float]]) -> dict[str, Any]:
-    """One kind's figures of all starts."""
+    """One kind's figures of two or more starts."""
+    from kvcal.evaluate.spread import quantile, standard_error  # here: a checkout's process has its own kvcal
+
     logarithms = [math.log(start["ratio"]) for start in starts]
-    mean, error = statistics.fmean(logarithms), math.inf
-    if len(starts) > 1:
-        error = statistics.stdev(logarithms) / math.sqrt(len(starts))
-    quantile = QUANTILES[max((count for count in QUANTILES if count <= len(starts)), default=2)]
+    mean, error = statistics.fmean(logarithms), standard_error(logarithms)
     return {
         "kind": kind,
         "ratio": math.exp(mean),
         "error": error,
-        "slower": mean > quantile * error,
+        "slower": mean > quantile(len(starts)) * error,
         "starts": [start["ratio"] for start in starts],
         "old_ms": statistics.median(start["old_ms"] for start in starts),
         "new_ms": statistics.median(start["new_ms"] for start in starts),
@@ -185,6 +184,7 @@ def main() -> None:
     if options.serve:
         serve(options)
         return
+    sys.path[:0] = [str(ROOT / part) for part in ("", "kernels", "artifacts")]
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("needs a CUDA GPU, and torch finds none here (--no-launches measures the host alone)")
     if options.new is None:
@@ -195,6 +195,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for _ in range(options.starts):
         every.append(one_start(options))
+        if len(every) < 2:
+            continue
         rows = [compared(kind, [start[kind] for start in every]) for kind in kinds(options)]
         names = ("old", "new", "model", "device", "rounds", "steps", "no_launches")
         settings = {name: getattr(options, name) for name in names}

@@ -46,16 +46,16 @@ class Shards:
         """How many ranks can have a shard."""
         return min(SHARDS, self.batches)
 
+    @property
+    def _trained_batches(self) -> int:
+        """How many batches have training windows: the first ones, one of which may hold others, too."""
+        return self.batches if self.train is None else min(self.batches, -(-self.train // self.batch))
+
     @cached_property
     def _edges(self) -> tuple[int, ...]:
         """Where each shard begins, in batches, and where the last one ends; shards of training windows come first."""
-        border = self.batches if self.train is None else min(self.batches, -(-self.train // self.batch))
+        border = self._trained_batches
         return (*_starts(0, border), *_starts(border, self.batches), self.batches)
-
-    @cached_property
-    def _trained(self) -> int:
-        """How many shards have training windows."""
-        return len(_starts(0, self.batches if self.train is None else min(self.batches, -(-self.train // self.batch))))
 
     @property
     def count(self) -> int:
@@ -85,7 +85,8 @@ class Shards:
         """
         hands = self.ranks.count
         sizes = [span.stop - span.start for span in map(self.span, range(self.count))]
-        first, second = sizes[: self._trained], sizes[self._trained :]
+        trained_shards = min(SHARDS, self._trained_batches)
+        first, second = sizes[:trained_shards], sizes[trained_shards:]
         trained, others = dealt(first, hands), dealt(second, hands)
         by_load = sorted(range(hands), key=lambda hand: (_load(first, trained, hand), hand))  # least first
         by_share = sorted(range(hands), key=lambda hand: (-_load(second, others, hand), hand))  # most first
