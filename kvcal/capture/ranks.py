@@ -14,7 +14,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,6 +37,7 @@ T = TypeVar("T")
 Form: TypeAlias = tuple[tuple[int, ...], torch.dtype, str]  # of a tensor: shape, dtype, kind of its device
 
 TIMEOUT = "KVCAL_RANK_TIMEOUT"
+SENT_AT_ONCE = 1 << 29  # bytes of tensors that are copied together, to be sent as one
 SECONDS = 1800  # that ranks wait for each other: torch's default for gloo
 PATIENCE = 2  # times as long other ranks wait for rank 0, which may come as late and then wait for all before it says
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun
@@ -109,34 +110,34 @@ class Ranks:
         received: T = _Unpickler(io.BytesIO(data), tensors).load()
         return received
 
-    def exchange(self, values: Sequence[T]) -> tuple[list[list[T]], int]:
-        """What every rank gives here, by the ranks' numbers, on every rank; and the bytes of the largest value's
-        tensors. One rank may give more values than another, or none. Tensors lie as `broadcast` says.
+    def exchange(self, values: Sequence[T]) -> list[list[T]]:
+        """What every rank gives here, by the ranks' numbers, on every rank. One rank may give more values than another,
+        or none. Tensors lie as `broadcast` says.
 
-        One barrier and one list of what comes serve all; a rank's tensors go as one, those on a GPU and those on a
-        CPU apart. With a count of 1 no bytes are counted. Raises RankEndedError as `broadcast`.
+        One barrier and one list of what comes serve all; a rank's tensors go as one, those on a GPU and those on a CPU
+        apart, SENT_AT_ONCE bytes at a time. Raises RankEndedError as `broadcast`.
         """
         if self.count == 1:
-            return [list(values)], 0
+            return [list(values)]
         self.meet()
         packed = [_packed(value) for value in values]
         mine = [(data, [(tuple(x.shape), x.dtype, x.device.type) for x in tensors]) for data, tensors in packed]
         headers: list[list[tuple[bytes, list[Form]]]] = [[]] * self.count
         by_rank: list[list[T]] = []
-        largest = 0
         with _named(self):
             distributed.all_gather_object(headers, mine, group=self.control)
             for source, header in enumerate(headers):
                 forms = [form for _, some in header for form in some]
                 to_send = [x for _, tensors in packed for x in tensors] if source == self.rank else []
-                tensors = self._broadcast_as_one(forms, to_send, source)
+                tensors = []
+                for run in _sent_at_once(forms):
+                    tensors += self._broadcast_as_one(forms[run], to_send[run], source)
                 received: list[T] = []
                 for data, some in header:
                     first, tensors = tensors[: len(some)], tensors[len(some) :]
-                    largest = max(largest, _size(first))
                     received.append(_Unpickler(io.BytesIO(data), first).load())
                 by_rank.append(list(values) if source == self.rank else received)
-        return by_rank, largest
+        return by_rank
 
     def _broadcast_as_one(self, forms: list[Form], to_send: list[Tensor], source: int) -> list[Tensor]:
         """The tensors of these forms that rank `source` is to send: they go in one buffer for each kind of
@@ -243,6 +244,7 @@ def joined(device: str, hold_one_model: bool = False) -> Iterator[Ranks]:
         agents_store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
         store = attempt_store(agents_store, rank, count, timeout)
         backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
+        os.environ.setdefault("NCCL_DEBUG_FILE", "/dev/stderr")  # of NCCL_DEBUG: stdout is the command's, as of --json
         distributed.init_process_group(
             backend, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=timeout)
         )
@@ -509,8 +511,17 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[number]
 
 
-def _size(tensors: Iterable[Tensor]) -> int:
-    return sum(x.nbytes for x in tensors)
+def _sent_at_once(forms: Sequence[Form]) -> Iterator[slice]:
+    """Runs of tensors of these forms that are sent as one: SENT_AT_ONCE bytes at most, or a single larger one."""
+    start = total = 0
+    for number, (shape, dtype, _) in enumerate(forms):
+        size = math.prod(shape) * dtype.itemsize
+        if number > start and total + size > SENT_AT_ONCE:
+            yield slice(start, number)
+            start, total = number, 0
+        total += size
+    if start < len(forms):
+        yield slice(start, len(forms))
 
 
 def _packed(value: object) -> tuple[bytes, list[Tensor]]:

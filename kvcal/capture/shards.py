@@ -7,7 +7,7 @@ several (docs/scale.md).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +20,6 @@ from torch import Tensor
 from .ranks import ALONE, Ranks
 from .spill import Pending, SpillStore, Where
 
-SENT_AT_ONCE = 1 << 29  # bytes of sums that a rank sends at once, where shards have as many as the first ones
 SHARDS = 24  # of training windows, and of others, at most: as many for 1, 2, 3, 4, 6, 8 or 12 ranks each
 
 
@@ -80,18 +79,30 @@ class Shards:
 
     @cached_property
     def _owners(self) -> tuple[int, ...]:
-        """The rank of each shard: equal work of training windows, and of others, as far as shards allow it. Who has
-        most of the first has least of the second.
+        """The rank of each shard: each has neighbours, of training windows and of others, and where the shares are not
+        equal, who has less of the first has more of the second.
         """
-        hands = self.ranks.count
-        sizes = [span.stop - span.start for span in map(self.span, range(self.count))]
-        trained_shards = min(SHARDS, self._trained_batches)
-        first, second = sizes[:trained_shards], sizes[trained_shards:]
-        trained, others = dealt(first, hands), dealt(second, hands)
-        by_load = sorted(range(hands), key=lambda hand: (_load(first, trained, hand), hand))  # least first
-        by_share = sorted(range(hands), key=lambda hand: (-_load(second, others, hand), hand))  # most first
-        rank_of = dict(zip(by_share, by_load, strict=True))
-        return (*trained, *(rank_of[hand] for hand in others))
+        trained, hands = min(SHARDS, self._trained_batches), range(self.ranks.count)
+        first = [range(trained * hand // len(hands), trained * (hand + 1) // len(hands)) for hand in hands]
+        others = self.count - trained
+        second = [range(others * hand // len(hands), others * (hand + 1) // len(hands)) for hand in hands]
+        owners = {shard: hand for hand, shards in enumerate(first) for shard in shards}
+        least_first = sorted(hands, key=lambda hand: self._batches_of(first[hand]))
+        most_first = sorted(second, key=lambda shards: -self._batches_of(shards, trained))
+        owners |= {trained + one: hand for hand, shards in zip(least_first, most_first, strict=True) for one in shards}
+        return tuple(owners[shard] for shard in range(self.count))
+
+    def _batches_of(self, shards: range, behind: int = 0) -> int:
+        """How many batches these shards have, numbered from `behind`."""
+        return self._edges[behind + shards.stop] - self._edges[behind + shards.start]
+
+    def branches(self, passed: range) -> frozenset[range]:
+        """The runs of shards whose sums are added to each other where a pass has been over the shards `passed`: halves
+        of a half and so on, of training windows and of others by themselves. It does not depend on the ranks.
+        """
+        border = min(SHARDS, self._trained_batches)
+        kinds = [range(passed.start, min(border, passed.stop)), range(max(border, passed.start), passed.stop)]
+        return frozenset({passed, *(branch for kind in kinds if kind for branch in _halves(kind))})
 
     def owners(self, rows: slice) -> list[int]:
         """The rank of each batch in which those windows are run, in window order."""
@@ -129,37 +140,19 @@ class Shards:
 
 
 def _starts(first: int, stop: int) -> list[int]:
-    """Where at most SHARDS shards of batches [first, stop) begin; the first ones have one batch more than others."""
-    count = min(SHARDS, stop - first)
-    if not count:
-        return []
-    size, longer = divmod(stop - first, count)
-    return [first + number * size + min(number, longer) for number in range(count)]
-
-
-def _load(work: Sequence[int], owners: Sequence[int], hand: int) -> int:
-    return sum(cost for cost, owner in zip(work, owners, strict=True) if owner == hand)
-
-
-def dealt(work: Sequence[int], hands: int) -> tuple[int, ...]:
-    """Who gets each piece of work, as even as a few exchanges make it, with as many pieces for each as for any other,
-    or one less. Pieces that cost the same go round: 0, 1, 2, ..., 0, 1, 2, ...
+    """Where at most SHARDS shards of batches [first, stop) begin: any runs of as many shards have as many batches, or
+    one more.
     """
-    owners = [place % hands for place in range(len(work))]
-    while True:
-        loads = [_load(work, owners, hand) for hand in range(hands)]
-        most = loads.index(max(loads))
-        # the heavier of both after the exchange, and the two pieces: of whoever has most, and of another
-        exchanges = [
-            (max(loads[most] - work[one] + work[other], loads[owners[other]] + work[one] - work[other]), one, other)
-            for one in range(len(work))
-            for other in range(len(work))
-            if owners[one] == most != owners[other]
-        ]
-        heavier, one, other = min(exchanges, default=(loads[most], 0, 0))
-        if heavier >= loads[most]:
-            return tuple(owners)
-        owners[one], owners[other] = owners[other], owners[one]
+    count = min(SHARDS, stop - first)
+    return [first + (stop - first) * number // count for number in range(count)]
+
+
+def _halves(parts: range) -> set[range]:
+    """A run of parts, its halves, their halves and so on, down to single parts."""
+    if len(parts) == 1:
+        return {parts}
+    middle = (parts.start + parts.stop + 1) // 2
+    return {parts} | _halves(range(parts.start, middle)) | _halves(range(middle, parts.stop))
 
 
 class ShardStore(SpillStore):
@@ -207,18 +200,35 @@ S = TypeVar("S", bound=Sums)
 B = TypeVar("B", bound=HasRows)
 
 
+class _Branches(Generic[S]):
+    """Sums of runs of shards, added as soon as two runs are the halves of a branch (`Shards.branches`)."""
+
+    def __init__(self, branches: frozenset[range]) -> None:
+        self._branches = branches
+        self.sums: list[tuple[range, S]] = []
+
+    def add(self, run: range, sums: S) -> None:
+        """Take the sums of a run of shards; runs come in their order, with gaps."""
+        self.sums.append((run, sums))
+        while len(self.sums) > 1:
+            (first, one), (second, other) = self.sums[-2:]
+            both = range(first.start, second.stop)
+            if first.stop < second.start or both not in self._branches:
+                return
+            one.merge(other)
+            self.sums[-2:] = [(both, one)]
+
+
 class ShardSums(Generic[S]):
     """The sums of one pass, given to `LayerTaps.batches`. The batch at hand is added to `part`; when the pass is over,
     `total` holds the sums of all shards of every rank.
 
-    empty: makes sums of nothing. Ranks tell each other the sums of many shards at once: waiting for each other takes
-    longer than sending. size: bytes of a shard's sums, where they are known; 0: the first shards tell.
+    empty: makes sums of nothing. Halves of the shards are added to halves, in an order that does not depend on the
+    ranks. Each rank adds what it can by itself, and the ranks tell each other the rest when the pass is over.
     """
 
-    def __init__(self, empty: Callable[[], S], size: int = 0) -> None:
+    def __init__(self, empty: Callable[[], S]) -> None:
         self._empty, self.part, self.total = empty, empty(), empty()
-        self._size = size
-        self._closed: list[S] = []  # of this rank's shards, those that the other ranks do not have yet
 
     def over(
         self, batches: Iterator[B], shards: Shards, rows: slice, timer: Callable[[str], AbstractContextManager[None]]
@@ -226,37 +236,24 @@ class ShardSums(Generic[S]):
         """The same batches, of a pass over the windows `rows`; shards are closed between them."""
         if rows.start >= rows.stop:
             return
-        passed, ranks = shards.within(rows), shards.ranks
-        sent, at = passed.start, passed.start  # the next shard to send, and that of `part`
-        size = 0 if ranks.count == 1 else self._size
+        passed = shards.within(rows)
+        branches = shards.branches(passed)
+        mine, every = _Branches[S](branches), _Branches[S](branches)
+        at = -1  # the shard of `part`
         for batch in _and_none(batches):
-            shard = passed.stop if batch is None else shards.of(batch.rows.start)
-            self._close(range(at, shard), shards)
+            shard = -1 if batch is None else shards.of(batch.rows.start)
+            if shard != at >= 0:
+                mine.add(range(at, at + 1), self.part)
+                self.part = self._empty()
             at = shard
-            while sent < min(shard, passed.stop):
-                stop = min(sent + ranks.count * (max(1, SENT_AT_ONCE // size) if size else 1), passed.stop)
-                if shard < stop:
-                    break
-                with timer("exchange") if ranks.count > 1 else nullcontext():
-                    size = max(size, self._exchange(range(sent, stop), shards))
-                sent = stop
             if batch is not None:
                 yield batch
-
-    def _close(self, passed: range, shards: Shards) -> None:
-        """Put this rank's sums by, when it has passed these shards: at most one of them is its."""
-        if any(shards.owner(shard) == shards.ranks.rank for shard in passed):
-            self._closed.append(self.part)
-            self.part = self._empty()
-
-    def _exchange(self, sent: range, shards: Shards) -> int:
-        """Add these shards in their order; returns the bytes of the largest one's sums."""
-        by_rank, largest = shards.ranks.exchange(self._closed)
-        self._closed = []
-        sums_of = [iter(some) for some in by_rank]
-        for shard in sent:
-            self.total.merge(next(sums_of[shards.owner(shard)]))
-        return largest
+        with timer("exchange") if shards.ranks.count > 1 else nullcontext():
+            by_rank = shards.ranks.exchange(mine.sums)
+        for run, sums in sorted((one for some in by_rank for one in some), key=lambda one: one[0].start):
+            every.add(run, sums)
+        [(_, total)] = every.sums
+        self.total.merge(total)
 
 
 def _and_none(items: Iterator[B]) -> Iterator[B | None]:

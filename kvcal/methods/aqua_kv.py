@@ -199,7 +199,7 @@ class _LayerRun:
 
     def _encode(self, codec: Codec, role: str, advance: bool) -> HoldoutError:
         carry = self.carry
-        sums = ShardSums(_Encoded, 0 if codec.ragged else HoldoutError.size(carry.shape.heads * carry.shape.dim))
+        sums = ShardSums(_Encoded)
         want = frozenset(role) | taps_of(codec.stats)
         for batch in self.taps.batches(want, self.method.frame, advance=advance, sums=sums):
             x = getattr(batch, role)
@@ -251,7 +251,7 @@ class _LayerRun:
     def _fit(self, inputs: tuple[str, ...], want: frozenset[str]) -> Predictor:
         method, width = self.method, self.carry.shape.heads * self.carry.shape.dim
         sizes = len(inputs) * width, width
-        sums = ShardSums(lambda: Gram.empty(*sizes, self.taps.device), Gram.size(*sizes))
+        sums = ShardSums(lambda: Gram.empty(*sizes, self.taps.device))
         for x, y in self._pairs(inputs, want, sums):
             with self.carry.timer("gram"):
                 sums.part.add(x, y)

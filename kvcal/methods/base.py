@@ -156,11 +156,6 @@ class HoldoutError:
     error: Tensor | float = 0.0  # per channel, squared
     count: int = 0
 
-    @staticmethod
-    def size(channels: int) -> int:
-        """Bytes of the sums for so many channels, at most."""
-        return 4 * 8 * channels
-
     def add(self, x: Tensor, guess: Tensor | None, decoded: Tensor) -> None:
         """Add tokens x (n, C), what was predicted for them (or None) and what they decode to, both (n, C)."""
         wide = x.double()

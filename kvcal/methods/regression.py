@@ -43,11 +43,6 @@ class Gram:
 
         return cls(zeros(inputs + 1, inputs + 1), zeros(inputs + 1, outputs), zeros(outputs))
 
-    @staticmethod
-    def size(inputs: int, outputs: int) -> int:
-        """Bytes of the sums for so many of both."""
-        return 8 * ((inputs + 1) * (inputs + 1 + outputs) + outputs)
-
     def add(self, x: Tensor, y: Tensor) -> None:
         """x (n, Cin), y (n, C) float32."""
         exact = product_dtype(x.device)

@@ -145,7 +145,7 @@ class TrainingData:
 
         attended: also their centre by attention, unless values are stored of a layer whose queries cannot be had.
         """
-        sums = ShardSums(lambda: Moments(self.shape, self.taps.device), Moments.size(self.shape))
+        sums = ShardSums(lambda: Moments(self.shape, self.taps.device))
         attended = attended and self.taps.site.odd is None
         for stored, batch in self.batches({"q", "k"} if attended else {"q"} if self.role == "key" else (), sums):
             with self.carry.timer("moments"):
@@ -189,11 +189,6 @@ class Moments:
         self.weight = torch.zeros_like(self.square)
         self.attended = torch.zeros_like(self.total)
         self.attention = torch.zeros_like(self.total[:, :1])
-
-    @staticmethod
-    def size(shape: Shape) -> int:
-        """Bytes of the sums for this shape."""
-        return 8 * shape.heads * (2 * shape.dim * shape.dim + 2 * shape.dim + 1)
 
     def add(self, x: Tensor) -> None:
         """Add tokens x (B, H, T, D), as they will be stored."""

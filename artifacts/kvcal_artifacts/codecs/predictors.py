@@ -37,7 +37,8 @@ class Predictor(ABC):
         missing = set(self.constants(weights, 1, 1)) - set(weights)
         if missing:
             raise KVCalError(f"{self.name} predictor lacks {', '.join(sorted(missing))}")
-        self.weights = weights
+        # As a bundle, or another rank, gives them: products of a matrix that lies by columns differ in their last bits.
+        self.weights = {name: w.contiguous() for name, w in weights.items()}
 
     @classmethod
     @abstractmethod

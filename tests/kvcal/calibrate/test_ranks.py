@@ -7,7 +7,8 @@ import io
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ from hypothesis import strategies as st
 
 from kvcal.calibrate.driver import fit_together
 from kvcal.calibrate.job import FitJob, FitOptions
-from kvcal.capture import shards as sharding
+from kvcal.capture import ranks as ranks_module
 from kvcal.capture.ranks import ALONE, Ranks, ShareDoneError, _packed, _Unpickler, joined
 from kvcal.capture.scan import Capture, WholeModel
-from kvcal.capture.shards import SHARDS, Gathered, Shards, ShardSums, dealt, tree_sum
+from kvcal.capture.shards import SHARDS, Gathered, Shards, ShardSums, tree_sum
 from kvcal.capture.spread import spread
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods import METHODS, VQKV, AquaKV, InnerQ, KVTuner, MixKVQ, Squat, codebooks, mlp, training_vectors
@@ -32,6 +33,7 @@ from kvcal.methods.training_vectors import TrainingVectors, VectorShards
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.text import token_windows
+from kvcal_artifacts.bundle import load_bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_kernels.residual_vq.nearest import nearest
 from tests.support.models_fixture import SMALL, SUFFIX, kvcal, write_model, write_text
@@ -138,6 +140,41 @@ def test_bytes_do_not_depend_on_how_many_processes_there_are(
         path.name.removesuffix(SUFFIX): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in (tmp_path / "out").iterdir()
     } == alone
+
+
+def layouts(value: object, name: str = "") -> dict[str, tuple[Any, ...]]:
+    """Shape, strides and dtype of every tensor within, by its path, but for what is computed when it is first used."""
+    if isinstance(value, torch.Tensor):
+        return {name: (tuple(value.shape), value.stride(), value.dtype)}
+    parts: Iterable[tuple[object, object]] = ()
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    elif type(value).__module__.startswith("kvcal") and hasattr(value, "__dict__"):
+        parts = ((part, inner) for part, inner in vars(value).items() if part != "_memo")
+    return {key: one for part, inner in parts for key, one in layouts(inner, f"{name}.{part}").items()}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_fitted_codec_computes_with_what_its_bundle_holds(model: Any, tmp_path: Path, name: str) -> None:
+    """Other ranks and resumed runs have it from there; a product of a matrix that lies by columns has other last bits
+    on a GPU.
+    """
+    path = tmp_path / f"one{SUFFIX}"
+    [result] = fit_together(
+        [FitJob(JOBS[name], path)],
+        WholeModel(model),
+        TEXT,
+        model_record={"name": "m"},
+        revision="r",
+        device=torch.device("cpu"),
+        options=FitOptions(batch=2, warn=False),
+    )
+    fitted_layers, read = result.bundle.scheme.layers, load_bundle(path).scheme.layers
+    for one, other in zip(fitted_layers, read, strict=True):
+        assert layouts(vars(one)) == layouts(vars(other))
+    assert layouts([vars(one) for one in fitted_layers]) or name in ("kvtuner", "mixkvq")  # which have no tensors
 
 
 SEARCHES = {
@@ -263,11 +300,6 @@ def test_every_window_has_one_rank_whatever_is_held_out(windows: int, batch: int
         assert spans == [slice(first, min(first + batch, windows)) for first in range(0, windows, batch)]
 
 
-def test_alike_work_goes_round() -> None:
-    assert dealt([3] * 7, 3) == (0, 1, 2, 0, 1, 2, 0)
-    assert dealt([3], 1) == (0,)
-
-
 def test_shards_come_in_their_order() -> None:
     shards, gathered = Shards(99, 2), ShardSums(Gathered)
     batches = (Batch(rows) for rows in shards.chunks(slice(3, 90)))
@@ -276,8 +308,7 @@ def test_shards_come_in_their_order() -> None:
     assert torch.cat(gathered.total.tensors).tolist() == list(range(3, 90))
 
 
-# bytes that a rank sends at once, and what is known of a shard's: how often three ranks meet, in 6 turns
-SIZES_AT_ONCE = {(1, 0): 6, (200, 0): 4, (1 << 20, 0): 2, (1 << 20, 100): 1, (200, 100): 3}
+AT_ONCE = (1, 200, 1 << 20)  # bytes of tensors that are sent as one
 
 
 @dataclass
@@ -300,26 +331,16 @@ class Uneven:
 
 
 def passes(ranks: Ranks) -> list[Uneven]:
-    """Sums of a pass over some of the windows for each of SIZES_AT_ONCE, and how often ranks met, as sums of one."""
-    found, meetings = [], 0
-
-    class Counted(Ranks):
-        def meet(self) -> None:
-            nonlocal meetings
-            meetings += 1
-            super().meet()
-
-    shards = Shards(99, 2, Counted(**vars(ranks)))
-    for at_once, known in SIZES_AT_ONCE:
+    """Sums of a pass over some of the windows for each of AT_ONCE."""
+    found, shards = [], Shards(99, 2, ranks, 60)
+    for at_once in AT_ONCE:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sharding, "SENT_AT_ONCE", at_once)
-            sums = ShardSums(Uneven, known)
-            for batch in sums.over(
-                map(Batch, shards.chunks(slice(3, 70))), shards, slice(3, 70), lambda phase: _nothing()
-            ):
+            patch.setattr(ranks_module, "SENT_AT_ONCE", at_once)
+            sums = ShardSums(Uneven)
+            rows = slice(3, 70)
+            for batch in sums.over(map(Batch, shards.chunks(rows)), shards, rows, lambda phase: _nothing()):
                 sums.part.add(batch.rows)
-            found += [sums.total, Uneven(rows=[meetings])]
-            meetings = 0
+            found.append(sums.total)
     return found
 
 
@@ -329,19 +350,62 @@ def exchanged(folder: Path) -> int:
     return 0
 
 
-def test_sums_of_many_shards_are_exchanged_at_once(tmp_path: Path) -> None:
-    """In the order of the shards, whatever a shard has, and where the last ranks have fewer."""
+def test_sums_are_those_of_one_process(tmp_path: Path) -> None:
+    """Whatever a shard has, where the pass begins and ends, and however much is sent at once."""
     ends = in_ranks(3, lambda: exchanged(tmp_path), tmp_path)
     assert [code for code, _ in ends] == [0] * 3, ends
     right = passes(ALONE)
     for rank in range(3):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
-        assert [one.rows for one in found[1::2]] == [[count] for count in SIZES_AT_ONCE.values()]
-        for one, other in zip(found[::2], right[::2], strict=True):
+        for one, other in zip(found, right, strict=True):
             assert one.rows == other.rows == list(range(3, 70))
             assert all(torch.equal(*pair) for pair in zip(one.tensors, other.tensors, strict=True))
             assert [x.dtype for x in one.tensors] == [x.dtype for x in other.tensors]
             assert torch.equal(one.total, other.total)
+
+
+@dataclass
+class Written:
+    """How what it sums up was added, in brackets."""
+
+    text: str = ""
+
+    def merge(self, other: Written) -> None:
+        self.text = f"({self.text} + {other.text})" if self.text else other.text
+
+
+@pytest.mark.parametrize(
+    ("train", "rows", "how"),
+    [
+        (None, slice(0, 7), "(((0 + 1) + (2 + 3)) + ((4 + 5) + 6))"),
+        (5, slice(0, 7), "((((0 + 1) + 2) + (3 + 4)) + (5 + 6))"),
+        (5, slice(0, 5), "(((0 + 1) + 2) + (3 + 4))"),
+        (5, slice(4, 6), "(4 + 5)"),
+    ],
+)
+def test_halves_are_added_to_halves(train: int | None, rows: slice, how: str) -> None:
+    shards, sums = Shards(7, 1, train=train), ShardSums(Written)
+    for batch in sums.over(map(Batch, shards.chunks(rows)), shards, rows, lambda phase: _nothing()):
+        sums.part.text = str(batch.rows.start)
+    assert sums.total.text == how
+
+
+@pytest.mark.parametrize(("count", "most"), [(1, 1), (2, 1), (3, 4), (4, 1), (6, 3), (8, 1), (12, 2), (24, 1)])
+def test_ranks_send_few_sums_of_many_shards(count: int, most: int) -> None:
+    sent = []
+
+    class Listening(Ranks):
+        def exchange(self, values: Any) -> Any:
+            sent.append(len(values))
+            return [list(values)]
+
+    for rank in range(count):
+        shards, sums = Shards(256, 2, Listening(rank, count), 224), ShardSums(Written)
+        rows = slice(0, 224)
+        with suppress(ValueError):  # what others sent is missing
+            for batch in sums.over(map(Batch, shards.chunks(rows)), shards, rows, lambda phase: _nothing()):
+                sums.part.text = str(batch.rows.start)
+    assert len(sent) == count and max(sent) == most
 
 
 def _nothing() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -73,7 +74,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("way", ["layers on both", "balanced", "windows on both"])
 def test_a_bundle_has_the_bytes_of_one_gpu(bundle: Path, tmp_path: Path, way: str) -> None:
     ran(way, *FIT, "--output", tmp_path / f"two{SUFFIX}")
-    assert (tmp_path / f"two{SUFFIX}").read_bytes() == bundle.read_bytes()
+    one, two = (hashlib.sha256(path.read_bytes()).hexdigest() for path in (bundle, tmp_path / f"two{SUFFIX}"))
+    assert one == two  # of bytes pytest would print the difference, which takes minutes
 
 
 def test_a_bundle_of_heads_on_both_has_the_errors_of_one_gpu(tmp_path: Path) -> None:
