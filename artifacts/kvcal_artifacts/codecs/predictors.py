@@ -165,7 +165,7 @@ def check_gain(weights: Mapping[str, Tensor], what: str) -> None:
     """
     for name, weight in weights.items():
         if weight.ndim == 2 and weight.is_floating_point():
-            gain = float(weight.float().norm(dim=0).max())
+            gain = float(weight.float().square().sum(0).max().sqrt())  # norm(dim=0) takes ten times as long
         elif name == "scale":
             lowest = weights["min"].float()
             gain = float(lowest.abs().maximum((lowest + 15 * weight.float()).abs()).max())
