@@ -17,8 +17,8 @@ a batch, in bfloat16:
   width squared, by rank 0; weights (random ones are made there): left out, see load
 - load: bytes of weights once a node over `read`, and once more for the guard, which rank 0 alone runs, and which random
   weights do not have. The system may keep weights in memory, and a guard that warns reads them twice more: neither is
-  in the model. Exchange: bytes of all shards' sums over `link` or `network`, and
-  `meeting` twice a pass
+  in the model. Exchange: bytes of the sums that ranks send over `link` or `network`, and `meeting` for each time that
+  they meet, which the run on two GPUs gives
 - memory: a layer's weights, hidden states, reconstructions, and activations scaled by hidden + intermediate size
 """
 
@@ -43,7 +43,7 @@ BASE, WIDE = NAMES[0], NAMES[2]
 MACHINES = ((1, 1), (1, 2), (1, 4), (1, 8), (4, 8))  # nodes, GPUs of each; one and two GPUs come first
 PAGE = Path(__file__).resolve().parents[1] / "scale.md"
 RUNS = Path(__file__).resolve().parents[1] / "runs"
-MEASURED = [RUNS / "two_gpus-bc2cf7a.json", RUNS / "two_gpus-cb55843f.json"]  # the second: of the fit alone
+MEASURED = [RUNS / "two_gpus-bc2cf7a.json", RUNS / "two_gpus-5e632804.json"]  # the second: of the fit alone
 SPILLED_PEAK = 3_972_776_960  # bytes, one H200, `--layerwise --spill cpu`: docs/runs/scale-llama-3.2-3b.md
 PAIRS = {"fit": f"fit of {BASE}", "books": f"codebooks of {BASE}", "70b": f"two layers of {WIDE}"}
 FASTER = 1.85  # wanted of two GPUs, for the fit of BASE
@@ -54,16 +54,17 @@ UNSHARED = ("import", "text", "guard", "method", "keep", "write", "solve", "weig
 
 @dataclass(frozen=True)
 class Assumed:
-    """What has not been measured. Bytes per second: weights from a node's disk, sums from GPU to GPU of one node, and
-    from node to node. Seconds: `meeting`, of ranks that meet before sums are sent, beside the bytes; what two GPUs
-    measured as exchange has such meetings in `link`.
+    """Bytes per second: weights from a node's disk, sums from GPU to GPU of one node, and from node to node. Seconds:
+    `meeting`, of ranks that meet, wait for each other and send sums, beside the bytes; of two GPUs it is measured.
+
+    link: at least what two H200s had. Sums took 3.9 s at cb55843f, where they were 47 GB, and 1.8 s at 5e632804, where
+    they are 4.
     """
 
     read: float = 2e9
-    link: float = 50e9
+    link: float = 20e9
     network: float = 10e9
     meeting: float = 2e-3
-    link_has_meetings: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,19 +101,27 @@ def busiest(ranks: int, windows: int = WINDOWS) -> float:
     return max(sum(one.stop - one.start for one in each.chunks(slice(0, windows))) for each in shards) / windows
 
 
-def sums_bytes(geometry: Geometry, layers: int) -> float:
-    """Bytes of sums that are sent: of each layer with one below it, of each shard of training windows, float64.
+def sums_bytes(geometry: Geometry, layers: int, ranks: int) -> float:
+    """Bytes of sums that are sent: of each layer with one below it, of all training windows, float64.
 
     X'X, X'Y and Y'Y of keys by the keys below, and of values by the values below and this layer's keys.
     """
-    width, shards = geometry.kv_width, len(Shards(WINDOWS, BATCH, train=TRAIN).within(slice(0, TRAIN)))
+    width = geometry.kv_width
     one = sum((inputs + 1) ** 2 + (inputs + 1) * width + width for inputs in (width, 2 * width))
-    return float(8 * one * shards * (layers - 1))
+    return float(8 * one * sent(ranks) * (layers - 1))
 
 
-def meetings(geometry: Geometry, passes: int) -> int:
-    """How often ranks meet: about twice in each pass of each layer, two of which go over all windows."""
-    return geometry.layers * 2 * (passes + 2)
+def sent(ranks: int) -> int:
+    """How many sums all ranks send after a pass over the training windows: of the longest runs that each can add."""
+    shards = Shards(WINDOWS, BATCH, Ranks(0, ranks), TRAIN)
+    branches = shards.branches(shards.within(slice(0, TRAIN)))
+    whole = [run for run in branches if len({shards.owner(shard) for shard in run}) == 1]
+    return sum(all(run == other or not set(run) < set(other) for other in whole) for run in whole)
+
+
+def meetings(layers: int, passes: int) -> int:
+    """How often ranks meet: after each pass of each layer, two of which go over all windows, and for its two codecs."""
+    return layers * (passes + 4)
 
 
 def weight_bytes(geometry: Geometry) -> float:
@@ -143,9 +152,8 @@ def seconds(
     total = busiest(ranks, TRAIN) * (sum(parts.values()) - unshared) + unshared
     total += 2 * weight_bytes(geometry) / assumed.read if read else 0.0
     if ranks > 1:
-        total += sums_bytes(geometry, geometry.layers) / (assumed.link if nodes == 1 else assumed.network)
-        if nodes > 1 or not assumed.link_has_meetings:
-            total += meetings(geometry, measured.passes) * assumed.meeting
+        total += sums_bytes(geometry, geometry.layers, ranks) / (assumed.link if nodes == 1 else assumed.network)
+        total += meetings(geometry.layers, measured.passes) * assumed.meeting
     return total
 
 
@@ -190,12 +198,12 @@ def tables(paths: Sequence[Path], assumed: Assumed) -> list[str]:
     """Lines of Markdown."""
     found, by_name = read(paths)
     two = found.get("fit-2", {})
+    source = "assumed"
     if two.get("ok") and two["phases"].get("exchange"):
-        link = sums_bytes(by_name[BASE].geometry, by_name[BASE].layers) / two["phases"]["exchange"]
-        assumed = replace(assumed, link=link, link_has_meetings=True)
-        source = "measured, meetings and waits included"
-    else:
-        source = "assumed"
+        base = by_name[BASE]
+        waited = two["phases"]["exchange"] - sums_bytes(base.geometry, base.layers, 2) / assumed.link
+        assumed = replace(assumed, meeting=waited / meetings(base.layers, base.passes))
+        source = "measured on two GPUs"
     lines = [
         "| geometry | " + " | ".join(_machine(*one) for one in MACHINES) + " |",
         "|---" * (len(MACHINES) + 1) + "|",
@@ -206,9 +214,9 @@ def tables(paths: Sequence[Path], assumed: Assumed) -> list[str]:
     lines += [
         "",
         f"Measured: {', '.join(f'[{path.name}](runs/{path.name})' for path in paths)}. "
-        f"Sums travel at {assumed.link / 1e9:.1f} GB/s in a node ({source}). "
-        f"Assumed are {assumed.read / 1e9:.1f} GB/s of each node's disk, {assumed.network / 1e9:.1f} between nodes, and "
-        f"{assumed.meeting * 1e3:.0f} ms for ranks to meet.",
+        f"Each time that ranks meet takes {assumed.meeting * 1e3:.1f} ms beside the bytes ({source}). "
+        f"Assumed are {assumed.read / 1e9:.1f} GB/s of each node's disk, and for sums {assumed.link / 1e9:.1f} GB/s in a "
+        f"node and {assumed.network / 1e9:.1f} between nodes.",
     ]
     lines.append("")
     for (nodes, gpus), goal in GOALS.items():
@@ -233,7 +241,7 @@ def _pairs(found: Mapping[str, Any]) -> list[str]:
             phases = _divided(one) / _divided(two)
             goal = f" Goal {FASTER}: {'met' if faster >= FASTER else 'missed'}." if part == "fit" else ""
             lines.append(
-                f"- Two GPUs beside one, {what}: measured {faster:.2f} times as fast; {phases:.2f} in phases that "
+                f"- Two GPUs beside one, {what}: measured {faster:.3f} times as fast; {phases:.2f} in phases that "
                 f"ranks divide.{goal}"
             )
     return lines
