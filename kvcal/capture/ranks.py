@@ -114,8 +114,8 @@ class Ranks:
         """What every rank gives here, by the ranks' numbers, on every rank. One rank may give more values than another,
         or none. Tensors lie as `broadcast` says.
 
-        One barrier and one list of what comes serve all; a rank's tensors go as one, those on a GPU and those on a CPU
-        apart, SENT_AT_ONCE bytes at a time. Raises RankEndedError as `broadcast`.
+        One barrier and one list of what comes serve all. A rank's tensors go as one, SENT_AT_ONCE bytes at a time;
+        those on a GPU and those on a CPU go apart. Raises RankEndedError as `broadcast`.
         """
         if self.count == 1:
             return [list(values)]

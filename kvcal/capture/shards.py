@@ -97,8 +97,8 @@ class Shards:
         return self._edges[behind + shards.stop] - self._edges[behind + shards.start]
 
     def branches(self, passed: range) -> frozenset[range]:
-        """The runs of shards whose sums are added to each other where a pass has been over the shards `passed`: halves
-        of a half and so on, of training windows and of others by themselves. It does not depend on the ranks.
+        """The runs of shards that are summed up by themselves in a pass over the shards `passed`, whatever the ranks:
+        halves, their halves and so on. Training windows and others are halved apart.
         """
         border = min(SHARDS, self._trained_batches)
         kinds = [range(passed.start, min(border, passed.stop)), range(max(border, passed.start), passed.stop)]

@@ -32,14 +32,21 @@ def test_8b_on_two_gpus_by_hand(projection: Any) -> None:
     small = 28 * 7_864_320 * 2 * 3072 * 5120 + 27 * 2_097_152 * (2 * (3072**2 + 3 * 3072 * 8192) + 4 * 3072 * 4096)
     large = 32 * 7_864_320 * 2 * 4096 * 6144 + 31 * 2_097_152 * (2 * (4096**2 + 3 * 4096 * 14336) + 4 * 4096 * 4096)
     shared = 100 * large / small + 20 * 31 / 27 + 40 * 32 / 28
-    sums = 8 * (1025**2 + 1025 * 1024 + 1024 + 2049**2 + 2049 * 1024 + 1024)  # of a layer and shard: 67 MB
-    met = 32 * 2 * (2 + 2)  # twice a pass, two of which go over all windows
+    sums = 8 * (1025**2 + 1025 * 1024 + 1024 + 2049**2 + 2049 * 1024 + 1024)  # of a layer: 67 MB
+    met = 32 * (2 + 2 + 2)  # each pass, two of which go over all windows, and two codecs
     weights = 2 * 8_030_261_248 / 2e9  # read for the fit, and again for the guard
-    right = shared / 2 + 31 / 27 + 2 * weights + sums * 24 * 31 / 50e9 + met * 2e-3
+    right = shared / 2 + 31 / 27 + 2 * weights + sums * 2 * 31 / 20e9 + met * 2e-3
     measured = projection.Measured(base, 28, phases)
     assert projection.seconds(larger, measured, 1, 2, projection.Assumed()) == pytest.approx(right, rel=1e-12)
     random = projection.seconds(larger, measured, 1, 2, projection.Assumed(), read=False)
     assert random == pytest.approx(right - 2 * weights, rel=1e-12)
+
+
+def test_ranks_send_whole_halves(projection: Any) -> None:
+    """Of 24 shards in the order of halves; the last halves are 2 + 1. Three ranks have 8 each: 6 + 2, 1 + 3 + 3 + 1,
+    1 + 1 + 6.
+    """
+    assert [projection.sent(ranks) for ranks in (1, 2, 3, 4, 8, 24)] == [1, 2, 9, 4, 8, 24]
 
 
 def test_24_ranks_of_32_have_windows(projection: Any) -> None:
