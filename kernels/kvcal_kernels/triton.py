@@ -72,6 +72,7 @@ class Ready:
     ) -> None:
         self.kernel, self.grid, self.options = kernel, grid, options
         self._examine, self._interpreted = examine, interpreted()
+        self._key = id(kernel), repr(sorted(options.items()))
         self._run: Callable[..., object] | None = None
         names = kernel.arg_names
         self._constants = tuple(options[name] for name in names if name in options)
@@ -93,7 +94,7 @@ class Ready:
 
     def compiled(self, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> Kernel:
         """Return the compiled kernel, loaded and examined."""
-        with on(tensors[0].device), _FIRST:
+        with on(tensors[0].device), _FIRST.setdefault(self._key, RLock()):
             kernel = self.kernel.warmup(*tensors, *numbers, grid=self.grid, **self.options)
             if self._examine is not None and id(kernel) not in _EXAMINED:
                 self._examine(kernel)
@@ -108,7 +109,9 @@ def examined() -> list[Kernel]:
 
 ALIGNMENT = 16  # bytes: where pointers are multiples of it, Triton compiles for that
 _EXAMINED: dict[int, Kernel] = {}  # compiled kernels, which Triton keeps as long as the process
-_FIRST = RLock()  # a thread's first launch: Triton hands the same compiled kernel to a second one before it is examined
+# By the kernel and the constants of a launch: a thread's first one. Triton hands the same compiled kernel to a second
+# thread before it is examined. Kernels of other constants are compiled meanwhile.
+_FIRST: dict[tuple[int, str], RLock] = {}
 
 
 class Prepared(dict[object, T]):

@@ -122,6 +122,29 @@ def test_two_threads_first_launches_are_examined_once() -> None:
     assert not failed and examined == [kernel.made] and len(kernel.started) == 2
 
 
+def test_kernels_of_other_constants_are_compiled_side_by_side() -> None:
+    from kvcal_kernels.triton import Ready
+
+    kernel, both = Kernel(), threading.Barrier(2)
+    compile_ = kernel.warmup
+
+    def warmup(*given: Any, **options: Any) -> Any:
+        both.wait(10)  # which breaks where one waits for the other's end
+        return compile_(*given, **options)
+
+    kernel.warmup = warmup  # type: ignore[method-assign]
+    tensors = torch.zeros(4), torch.zeros(2, dtype=torch.int32)
+    threads = [
+        threading.Thread(target=Ready(kernel, (3,), {"SIZE": size}, lambda made: None), args=(tensors, 5))
+        for size in (32, 64)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not both.broken and sorted(given[3] for given in kernel.started) == [32, 64]
+
+
 def test_what_is_prepared_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvcal_kernels.triton import Prepared
 

@@ -30,6 +30,7 @@ from .constants import Constant, constants, once
 LARGEST = 65504.0  # of float16: no sum of a few codewords reaches what is far beyond
 LEAST = 2.0**-14  # float16's smallest normal number
 ODD = 0x1E3779B97F4A7C15  # mixes bits when multiplied by, modulo 2^64
+FEW = 4  # channels whose 16 bits are one number of 64
 STAGES, CODEWORDS = 1024, 65536  # at most, of a band and of a stage
 
 
@@ -278,15 +279,20 @@ def no_codewords(book: Tensor) -> str:
     A smaller codebook does the same where no more than half of them differ, sizes being powers of two. Where all are
     below float16's normal numbers, their digits are lost.
     """
-    size, largest = len(book), float(book.abs().max())
+    size, ends = len(book), book.aminmax()
+    largest = float(torch.maximum(-ends.min, ends.max))
     if largest < LEAST:
         return f"no codeword's magnitude is above {largest:.3g}, needs {LEAST:.3g}, float16's smallest normal number"
+    least = size // 2 + 1
+    if book.shape[1] >= FEW and book.dtype == torch.float16:  # they mostly differ in their first channels alone
+        first = (book[:, :FEW] + 0.0).contiguous().view(torch.int64)
+        if len(first.unique()) >= least:
+            return ""
     # rows as numbers modulo 2^64, which sort faster; two that share one by chance only lower the count
     digits = (book.float() + 0.0).view(torch.int32).long()  # one zero of either sign
     factors = torch.arange(1, book.shape[1] + 1, device=book.device) * ODD
     factors = (factors ^ (factors >> 29)) * ODD | 1
     distinct = len((digits * factors).sum(-1).unique())
-    least = size // 2 + 1
     return "" if distinct >= least else f"{distinct} of {size} codewords differ, needs {least}"
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +25,30 @@ BLOCKS = (9, 0, 4)  # packed blocks of the rows that are tried: several programs
 SINK, RECENT = (4, 2, 4), (131, 17, 40)
 CALLS = ((1, False), (1, True), (3, True), (16, False))  # new tokens, and whether recent ones lie in a ring
 OF_TIERS = ((1, False), (3, False))  # each compiles for 80 s; tiers come in caches without a ring
+COMPILERS = min(8, os.cpu_count() or 1)  # threads in which kernels are compiled
 ROWS = (512, 832)  # tokens that the kernel that dequantises is tried on: whole tiles of it, and not
+
+R = TypeVar("R")
+
+
+def side_by_side(calls: Sequence[Callable[[], R]], device: torch.device) -> list[R]:
+    """What the calls return, each of which may compile a kernel: on a GPU in threads, on the current stream. Triton
+    compiles outside of Python for nine tenths of the time.
+    """
+    if device.type != "cuda" or len(calls) < 2:
+        return [call() for call in calls]
+    from kvcal_kernels.triton import interpreted
+
+    if interpreted():  # which changes Triton's own functions while a kernel runs
+        return [call() for call in calls]
+    stream, inference = torch.cuda.current_stream(device), torch.is_inference_mode_enabled()
+
+    def called(call: Callable[[], R]) -> R:
+        with torch.cuda.stream(stream), torch.inference_mode(inference):
+            return call()
+
+    with ThreadPoolExecutor(min(len(calls), COMPILERS)) as threads:
+        return list(threads.map(called, calls))
 
 
 @dataclass(frozen=True)
@@ -64,6 +92,7 @@ def trial(
     tokens = _Tokens(heads, keys.dim, dtype, device, generator)
     blocks, sink, recent = tokens.counts(BLOCKS), tokens.sink(), tokens.recent()
     rope = _rope(rotary, sink[0].shape[2], key_blocks.words.shape[2], recent[0].shape[2], device) if rotary else None
+    calls, expected, names = [], [], []
     for queries, ring in OF_TIERS if keys.tiered else CALLS:
         q, scaling = tokens.random(heads * ratio, queries), keys.dim**-0.5
         packed_q = (
@@ -72,13 +101,20 @@ def trial(
             else (q.float() * torch.linspace(0.5, 2, keys.dim, device=device, dtype=torch.float32)).to(dtype)
         )
         arguments = *pair, blocks, sink, recent, scaling
-        expected = reference.attend(q.float(), *arguments, None if packed_q is None else packed_q.float(), ring, rope)
+        right = reference.attend(q.float(), *arguments, None if packed_q is None else packed_q.float(), ring, rope)
         for launch in attention.fast().launches(keys, values, ratio * queries, rotary > 0):
-            actual = attention.fast().attend(q, *arguments, launch, packed_q=packed_q, ring=ring, rope=rope)
-            where = f"{queries} new tokens{' behind a ring' if ring else ''}, warps a program {launch.warps}"
-            if why := apart(actual, expected, dtype, where):
-                return why
-    return None
+            attend = partial(attention.fast().attend, q, *arguments, launch)
+            calls.append(partial(attend, packed_q=packed_q, ring=ring, rope=rope))
+            expected.append(right)
+            names.append(f"{queries} new tokens{' behind a ring' if ring else ''}, warps a program {launch.warps}")
+    return _first_apart(side_by_side(calls, device), expected, names, dtype)
+
+
+def _first_apart(
+    actual: Sequence[Tensor], expected: Sequence[Tensor], names: Sequence[str], dtype: torch.dtype
+) -> str | None:
+    every = zip(actual, expected, names, strict=True)
+    return next((why for one, right, name in every if (why := apart(one, right, dtype, name))), None)
 
 
 def transform_trial(
@@ -97,13 +133,13 @@ def transform_trial(
     )
     tokens = _Tokens(heads, keys.dim, dtype, device, generator)
     blocks, sink, recent = tokens.counts(BLOCKS), tokens.sink(), tokens.recent()
+    calls, expected, names = [], [], []
     for queries, ring in CALLS:
         q, arguments = tokens.random(heads * ratio, queries), (*pair, blocks, sink, recent, keys.dim**-0.5)
-        actual = attention.transform().attend(q, *arguments, ring=ring)
-        expected = reference.attend(q.float(), *arguments, ring=ring)
-        if why := apart(actual, expected, dtype, f"{queries} new tokens{' behind a ring' if ring else ''}"):
-            return why
-    return None
+        calls.append(partial(attention.transform().attend, q, *arguments, ring=ring))
+        expected.append(reference.attend(q.float(), *arguments, ring=ring))
+        names.append(f"{queries} new tokens{' behind a ring' if ring else ''}")
+    return _first_apart(side_by_side(calls, device), expected, names, dtype)
 
 
 def _coordinates(
