@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
@@ -20,6 +19,7 @@ from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.files import check_regular, write_atomically
 
+from ..capture.spill import to_host
 from ..methods.codebooks import StageReport
 from .checkpoint import LayerCheckpoint, partial_folder
 from .sampled_vectors import Sample
@@ -78,12 +78,14 @@ class StageCheckpoint(LayerCheckpoint):
         return self._read(self._sample(layer), sample_of)
 
     def keep_sample(self, layer: int, sample: Sample) -> None:
-        """Keep a layer's vectors: they are hashed and written while the next layer runs, two layers' at most in
-        memory. Raises as `settle` where those of this layer, or of the one before, could not be written.
+        """Keep a layer's vectors: they are copied from the device, hashed and written while the next layer runs, two
+        layers' at most in memory. They must not be changed until `settle`. Raises as `settle` where those of this layer,
+        or of the one before, could not be written.
         """
         record: dict[str, Json] = {"roles": list(sample.scales), "rotary": sample.rotary, "probe": sample.probe}
-        path, tensors = self.place(self._sample(layer).name), _on_host(sample.tensors)
-        self.write_meanwhile(partial(_save, path, tensors, record))
+        self.settle()  # before more memory is taken
+        path, copies = self.place(self._sample(layer).name), {name: to_host(x) for name, x in sample.tensors.items()}
+        self.write_meanwhile(lambda: _save(path, {name: copy() for name, copy in copies.items()}, record))
 
     def drop_samples(self) -> None:
         with suppress(OSError, KVCalError):

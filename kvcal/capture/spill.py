@@ -23,9 +23,28 @@ from torch import Tensor
 from kvcal_artifacts.errors import KVCalError
 
 Where = Literal["device", "cpu", "disk"]
-Pending = Callable[[], Tensor]  # a read under way; called, it waits and gives the rows on the device
+Pending = Callable[[], Tensor]  # a copy under way; called, it waits and gives the rows, where they are wanted
 
 WRITES_IN_FLIGHT = 2  # chunks staged for a file at most; more would hold the memory that spilling saves
+
+
+def to_host(x: Tensor) -> Pending:
+    """Start copying a tensor to the host, while the device goes on; called, the result waits and gives it, contiguous.
+    Until then x must not be changed.
+    """
+    if x.device.type != "cuda":
+        return lambda: x.cpu().contiguous()
+    try:
+        pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
+    except RuntimeError:  # a limit of locked memory
+        return lambda: x.cpu().contiguous()
+    copied = _download(x, pinned, torch.cuda.Stream(x.device))
+
+    def take() -> Tensor:
+        copied.synchronize()
+        return pinned
+
+    return take
 
 
 class SpillStore:

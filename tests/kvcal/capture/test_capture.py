@@ -443,6 +443,21 @@ def test_spill_store_on_cuda(where: Any, pinned: bool, tmp_path: Path, monkeypat
     check_spill_store("cuda", where, torch.bfloat16, tmp_path)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_copies_to_the_host_are_those_of_the_call(device: str) -> None:
+    """Of numbers that are still being computed then, whatever is computed behind them, and contiguous."""
+    x = torch.randn(400, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
+    for _ in range(20 if device == "cuda" else 1):
+        product = (x @ x.T).T
+        copy = spill.to_host(product)
+        x = x / x.norm()
+        found = copy()
+        assert found.device.type == "cpu" and found.is_contiguous()
+        assert torch.equal(found, product.cpu())
+    none = spill.to_host(x[:0])()
+    assert none.shape == (0, 300)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_does_not_grow_with_the_square_of_the_length(dtype: torch.dtype) -> None:
