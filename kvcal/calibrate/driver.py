@@ -27,7 +27,7 @@ from ..capture.ranks import RankEndedError, ShareDoneError
 from ..capture.scan import Capture, LayerSource, LayerTaps, default_batch
 from ..capture.shards import Shards, ShardStore
 from ..capture.spill import SpillStore
-from ..methods.base import Carry, Finishing, Method, coded_tokens
+from ..methods.base import Carry, Finishing, HasUnfitted, Method, coded_tokens
 from ..methods.vqkv import VQKV
 from ..report.progress import progress
 from ..report.timing import PhaseTimer
@@ -174,8 +174,10 @@ def _warn(jobs: Sequence[FitJob], parts: Sequence[Part], scan: Scan) -> None:
     schemes = {name: scheme for name, scheme in completed.items() if scheme is not None}
     if not schemes or not scan.options.warn:
         return
+    methods = {name: job.method for name, job in zip(names, jobs, strict=True) if name in schemes}
+    bare = {name: method.unfitted() for name, method in methods.items() if isinstance(method, HasUnfitted)}
     with _failing([part.work for part in parts if isinstance(part, LayerPart)]), scan.timer("guard"):
-        say_forecasts(scan, schemes)
+        say_forecasts(scan, schemes, {name: one for name, one in bare.items() if one is not None})
 
 
 def _part(job: FitJob, scan: Scan) -> Part:

@@ -27,7 +27,7 @@ from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_kernels.device import on
 
 from ..capture.scan import Capture, LayerSource, WholeModel
-from ..methods.base import Carry, coded_tokens
+from ..methods.base import Carry, Unfitted, coded_tokens
 from ..methods.calibrated import CalibratedFactors
 from ..methods.data_free import preset
 from ..methods.statistics import TrainingData
@@ -47,6 +47,8 @@ OUTLIER = 10.0
 # More bits per value, of keys and values, that count as "about the same": scales of groups along tokens take 0.38 more
 # than one of a whole head; another bit of keys takes 0.5.
 WIDER = 0.5
+WORSE = 1.25  # a fit is named whose forecast is at least so many times that of its preset, and LEAST_LOSS more
+LEAST_LOSS = 1e-3  # nats per token: less is within what forecasts of one scheme on two texts differ by
 BETTER = 0.5  # an alternative is named where its forecast is at most so many times the scheme's
 
 
@@ -114,10 +116,12 @@ def warnings(
     device: torch.device | None = None,
     *,
     text: str,
+    unfitted: Mapping[str, Unfitted] | None = None,
 ) -> list[str]:
     """One line for each scheme whose forecast KL on text is high. A scheme that packs nothing of the text has no
     forecast, and a line, too. ids: token windows (N, T) int64, of which those of `window_of` are taken. text: what they
-    are of, for the line. Forecasts of one scheme on two texts differ, up to a few times.
+    are of, for the line. unfitted: by the scheme's name; a line says where fitting made it worse. Forecasts of one
+    scheme on two texts differ, up to a few times.
     """
     if not schemes:
         return []
@@ -125,15 +129,25 @@ def warnings(
     windows = window_of(ids, schemes.values(), context)
     forecastable = {name: scheme for name, scheme in schemes.items() if least_tokens(scheme) <= windows.shape[1]}
     lines = [_no_forecast(name, one, ids, context) for name, one in schemes.items() if name not in forecastable]
+    bare = {name: one for name, one in (unfitted or {}).items() if name in forecastable}
+    rivals = {f"{name}, unfitted": one.preset.scheme(_source(model).model) for name, one in bare.items()}
     with progress("Outlier guard, passes", total=1) as advance:
-        by_name = forecasts(model, windows, forecastable, device)
+        by_name = forecasts(model, windows, forecastable | rivals, device)
+        without = {name: by_name.pop(f"{name}, unfitted").kl for name in bare}
         words = {name: word for name, result in by_name.items() if (word := grade(result.kl)) is not None}
         advance(total=1 + PASSES_OF_ADVICE * bool(words))
         instead = advice(model, windows, {name: (forecastable[name], by_name[name].kl) for name in words}, device)
         advance(PASSES_OF_ADVICE * bool(words))
     count, length = windows.shape
     where = f"{count} window{'s' * (count > 1)} of {length:,} tokens of {text}"
-    return lines + [_line(name, by_name[name], word, instead[name], where) for name, word in words.items()]
+    lines += [_line(name, by_name[name], word, instead[name], where) for name, word in words.items()]
+    return lines + [
+        f"warning: fitting made {name} worse: forecast KL {by_name[name].kl:.2g} nats per token, and {without[name]:.2g} "
+        f"of the preset {one.name}, which needs no text; take the preset"
+        + (f", or fit with {one.options}" if one.options else "")
+        for name, one in bare.items()
+        if by_name[name].kl >= max(WORSE * without[name], without[name] + LEAST_LOSS)
+    ]
 
 
 def measured_warning(name: str, kl: float | None, command: str) -> str | None:
@@ -421,9 +435,10 @@ def _alike(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     return all(torch.equal(first[name].cpu(), second[name].cpu()) for name in first.keys() & second.keys())
 
 
-def say_forecasts(scan: Scan, schemes: Mapping[str, Scheme]) -> None:
-    """Say what these schemes are forecast to cost on held-out windows, where that is much. Training windows are taken
-    too, where the held-out ones together are too short for a block of each. Of random weights nothing is forecast.
+def say_forecasts(scan: Scan, schemes: Mapping[str, Scheme], unfitted: Mapping[str, Unfitted] | None = None) -> None:
+    """Say what these schemes are forecast to cost on held-out windows, where that is much, or more than without their
+    fit. Training windows are taken too, where the held-out ones together are too short for a block of each. Of random
+    weights nothing is forecast.
     """
     from .forecast import least_tokens
 
@@ -435,5 +450,5 @@ def say_forecasts(scan: Scan, schemes: Mapping[str, Scheme]) -> None:
     enough = holdout.numel() - len(holdout) >= need  # joined windows lose a BOS each
     ids = holdout if enough else torch.cat((holdout, train))
     text = f"the {'held-out ' if enough else ''}calibration text"
-    for line in warnings(scan.source, ids, schemes, scan.device, text=text):
+    for line in warnings(scan.source, ids, schemes, scan.device, text=text, unfitted=unfitted):
         scan.say(line)

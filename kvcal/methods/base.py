@@ -115,6 +115,30 @@ class Finishing(Protocol):
         """What fit_layer gave for each compressed layer -> the bundle's codecs and metrics. Never from a checkpoint."""
 
 
+@dataclass(frozen=True)
+class Unfitted:
+    """What there is without a method's text. preset: stores the same, fitted to nothing; its name is `name`. options:
+    of the method's command, that fit otherwise; "" for none.
+    """
+
+    name: str
+    preset: HasScheme
+    options: str = ""
+
+
+class HasScheme(Protocol):
+    def scheme(self, model: nn.Module) -> Scheme:
+        """The scheme for this model."""
+
+
+@runtime_checkable
+class HasUnfitted(Protocol):
+    """A method whose text is not needed for a scheme, only for a better one."""
+
+    def unfitted(self) -> Unfitted | None:
+        """None where these settings have no preset."""
+
+
 def layer_by_layer(
     model: nn.Module, windows: Windows, frame: Frame, pair: Callable[[int, Shape], LayerCodecs]
 ) -> Scheme:

@@ -24,8 +24,9 @@ from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
 from ..capture.scan import LayerTaps, TapBatch
 from ..capture.shards import Added, Largest, ShardSums
-from .base import Carry, HoldoutError, LayerFit, flat
+from .base import Carry, HoldoutError, LayerFit, Unfitted, flat
 from .composition import DataFreeComposition
+from .data_free import Preset
 from .factors import by_queries, channel_factor, outlier_ratios, share_pairs
 from .registry import no_factors
 
@@ -84,6 +85,15 @@ class InnerQ:
     @property
     def frame(self) -> Frame:
         return "post_rope"
+
+    def unfitted(self) -> Unfitted | None:
+        """The preset of these codecs, whose factors are those of each prompt."""
+        variants = [name for name, value in INNERQ_VALUES.items() if (self.key, self.value) == (INNERQ_KEYS, value)]
+        if not variants or self.per_layer:
+            return None
+        name = f"innerq-{variants[0]}"
+        bare = Preset(name, name, self.frame, self.sink, self.recent, self.block)
+        return Unfitted(name, bare, "--search plain" if self.search == "queries" else "")
 
     def buffers(self) -> dict[str, str]:
         return {}

@@ -49,6 +49,7 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Predicted, Shape, Uniform
 from kvcal_artifacts.errors import KVCalError, NonFiniteError
 from kvcal_artifacts.hf import AttentionSite
+from kvcal_artifacts.presets import INNERQ_VALUES
 from kvcal_artifacts.scheme import Scheme
 from tests.support.models_fixture import SUFFIX, kvcal
 
@@ -254,6 +255,32 @@ def test_schemes_together_are_told_what_each_is_told_alone(twin: Any, windows: t
     source = LoadCounter(twin)
     assert warnings(source, windows[:1], schemes, torch.device("cpu"), text="the text") == alone
     assert len(alone) == 2 and source.loads == dict.fromkeys(range(8), 3)
+
+
+def test_a_fit_that_is_worse_than_its_preset_is_named(tiny: Any, windows: torch.Tensor) -> None:
+    """Here by codecs of fewer bits than the preset's, or of as many."""
+    unfitted = InnerQ().unfitted()
+    assert unfitted is not None
+    given = {"coarse": preset("uniform-2").scheme(tiny.model), "fine": preset("uniform-8").scheme(tiny.model)}
+    bare = dict.fromkeys(given, unfitted)
+    [line] = warnings(tiny.model, windows[:1], given, text="the text", unfitted=bare)
+    kls = forecasts(tiny.model, windows[:1, :512], given | {"bare": unfitted.preset.scheme(tiny.model)})
+    assert line == (
+        f"warning: fitting made coarse worse: forecast KL {kls['coarse'].kl:.2g} nats per token, and "
+        f"{kls['bare'].kl:.2g} of the preset innerq-base, which needs no text; take the preset, or fit with "
+        "--search plain"
+    )
+    assert not warnings(tiny.model, windows[:1], {"bare": unfitted.preset.scheme(tiny.model)}, text="the text",
+                        unfitted={"bare": unfitted})  # fmt: skip
+
+
+def test_innerq_without_its_fit_is_the_preset_of_its_codecs(tiny: Any) -> None:
+    for name in ("base", "hybrid", "small"):
+        bare = InnerQ(value=INNERQ_VALUES[name], recent=64, search="plain").unfitted()
+        assert bare is not None and (bare.name, bare.options) == (f"innerq-{name}", "")
+        made, right = bare.preset.scheme(tiny.model), replace(preset(f"innerq-{name}"), recent=64).scheme(tiny.model)
+        assert made.config() == right.config() and made.bits_per_value() == right.bits_per_value()
+    assert InnerQ(key="inner-4-symmetric").unfitted() is None and InnerQ(per_layer=("0=exact-16",)).unfitted() is None
 
 
 def test_what_gives_no_number_breaks_the_model(
