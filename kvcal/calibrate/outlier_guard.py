@@ -142,8 +142,8 @@ def warnings(
     where = f"{count} window{'s' * (count > 1)} of {length:,} tokens of {text}"
     lines += [_line(name, by_name[name], word, instead[name], where) for name, word in words.items()]
     return lines + [
-        f"warning: fitting made {name} worse: forecast KL {by_name[name].kl:.2g} nats per token, and {without[name]:.2g} "
-        f"of the preset {one.name}, which needs no text; take the preset"
+        f"warning: fitting made {name} worse: forecast KL {by_name[name].kl:.2g} nats per token, and "
+        f"{without[name]:.2g} of the preset {one.name}, which needs no text; take the preset"
         + (f", or fit with {one.options}" if one.options else "")
         for name, one in bare.items()
         if by_name[name].kl >= max(WORSE * without[name], without[name] + LEAST_LOSS)

@@ -78,9 +78,9 @@ class StageCheckpoint(LayerCheckpoint):
         return self._read(self._sample(layer), sample_of)
 
     def keep_sample(self, layer: int, sample: Sample) -> None:
-        """Keep a layer's vectors: they are copied from the device, hashed and written while the next layer runs, two
-        layers' at most in memory. They must not be changed until `settle`. Raises as `settle` where those of this layer,
-        or of the one before, could not be written.
+        """Keep a layer's vectors: they are copied from the device, hashed and written while the next layer runs, those
+        of two layers at most in memory. They must not be changed until `settle`. Raises as `settle` where those of this
+        layer, or of the one before, could not be written.
         """
         record: dict[str, Json] = {"roles": list(sample.scales), "rotary": sample.rotary, "probe": sample.probe}
         self.settle()  # before more memory is taken

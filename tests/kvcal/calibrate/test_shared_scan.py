@@ -131,7 +131,8 @@ def test_the_forecast_is_of_held_out_text(
 ) -> None:
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(
-        "kvcal.calibrate.outlier_guard.warnings", lambda model, ids, schemes, device, text: seen.append(ids) or []
+        "kvcal.calibrate.outlier_guard.warnings",
+        lambda model, ids, schemes, device, text, unfitted: seen.append(ids) or [],
     )
     fit_together(jobs(tmp_path)[:2], WholeModel(model), text, **keywords(model))
     assert len(seen) == 1 and torch.equal(seen[0], text.holdout)

@@ -591,7 +591,7 @@ def test_a_disk_without_room_for_vectors_costs_only_them(
 def test_the_guard_comes_before_the_bundle(
     given: list[object], usual: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def guard(source: Any, ids: torch.Tensor, schemes: dict[str, Any], device: Any, text: str) -> list[str]:
+    def guard(source: Any, ids: torch.Tensor, schemes: dict[str, Any], device: Any, **other: Any) -> list[str]:
         assert list(schemes) == ["x"] and ids.shape == (1, 68)
         if not output.with_suffix(".go").exists():
             raise NonFiniteError("layer 2, key head 0: NaN or infinity in window 0")
