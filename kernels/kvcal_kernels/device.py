@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -17,6 +18,11 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 
 _THERE = nullcontext()
+
+
+def interpreted() -> bool:
+    """Return whether kernels run in Triton's interpreter, on any device; Triton need not be installed."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def capturing() -> bool:

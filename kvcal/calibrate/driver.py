@@ -23,7 +23,7 @@ from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, coverage
 from kvcal_kernels.device import on
 
 from ..capture.checks import check_model
-from ..capture.ranks import RankEndedError, ShareDoneError
+from ..capture.ranks import ErrorAgainError, RankEndedError, ShareDoneError
 from ..capture.scan import Capture, LayerSource, LayerTaps, default_batch
 from ..capture.shards import Shards, ShardStore
 from ..capture.spill import SpillStore
@@ -317,7 +317,7 @@ def _failing(works: Sequence[LayerCheckpoint], others: Sequence[LayerCheckpoint]
     """
     try:
         yield
-    except NonFiniteError:
+    except (NonFiniteError, ErrorAgainError):
         for work in (*works, *others):
             work.remove()
         raise

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -26,7 +26,7 @@ from torch import Tensor, distributed
 
 from kvcal_artifacts.bundle.canonical import canonical
 from kvcal_artifacts.checked import Json
-from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 
 from .attempt import MissingRanksError, attempt_store
 
@@ -39,10 +39,14 @@ Form: TypeAlias = tuple[tuple[int, ...], torch.dtype, str]  # of a tensor: shape
 TIMEOUT = "KVCAL_RANK_TIMEOUT"
 SENT_AT_ONCE = 1 << 29  # bytes of tensors that are copied together, to be sent as one
 SECONDS = 1800  # that ranks wait for each other: torch's default for gloo
-PATIENCE = 2  # times as long other ranks wait for rank 0, which may come as late and then wait for all before it says
+# Other ranks wait for rank 0 so many times as long as rank 0 for them: it may come that late, wait for all, and only then
+# name the one that is missing.
+PATIENCE = 2
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun
+AGAIN = "kvcal/again"  # the key that a rank sets whose error would come again
 LINE = "kvcal/line"  # the key by which ranks settle who prints
-GRACE, PAUSE = 5.0, 0.05  # seconds that a rank leaves to one that knows more, and between two looks whether it printed
+GRACE = 5.0  # seconds in which another rank, which may know more, can print its line first
+PAUSE = 0.05  # seconds between two looks whether it has
 WAITS = "kvcal/waits"  # a key for each rank that has done its share and waits for rank 0's end
 BEAT, TAG, BUSY = 1.0, 1 << 30, -1  # seconds between two messages of rank 0's, their tag, what they say before its end
 MISSED = re.compile(r"[Rr]anks? (\d+) failed to pass monitoredBarrier")
@@ -57,10 +61,14 @@ class SomeRankEndedError(RankEndedError):
     """Another rank ended, and this one does not know which."""
 
 
+class ErrorAgainError(SomeRankEndedError):
+    """Another rank ended with an error that would come again: a number of the model or its input that is not finite."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """One process of `count`, the one of number `rank`. control: the gloo group that barriers and objects go by, which
-    waits PATIENCE times the timeout.
+    waits PATIENCE times the timeout. store: of this attempt of all ranks.
     hold_one_model: they hold one model by heads (tp_plan) and run all windows together, instead of some windows each.
 
     Every method is to be called by all ranks, in the same order. With a count of 1 nothing is sent.
@@ -72,6 +80,7 @@ class Ranks:
     timeout: float = SECONDS
     control: ProcessGroup | None = None
     hold_one_model: bool = False
+    store: Store | None = None
 
     @property
     def of_windows(self) -> Ranks:
@@ -82,8 +91,8 @@ class Ranks:
         return f"rank {self.rank} of {self.count}"
 
     def broadcast(self, value: T | None, source: int) -> T:
-        """What rank `source` gives here, on every rank; tensors lie on the device of the same kind. Other ranks give
-        None.
+        """What rank `source` gives here, on every rank; tensors lie on the device of the same kind, by rows. Other ranks
+        give None.
 
         Raises RankEndedError where a rank ended, or does not come within the timeout.
         """
@@ -104,10 +113,7 @@ class Ranks:
             for x in tensors:
                 if x.numel():
                     distributed.broadcast(x.reshape(-1).view(torch.uint8), src=source)
-        if self.rank == source:
-            assert value is not None
-            return value
-        received: T = _Unpickler(io.BytesIO(data), tensors).load()
+        received: T = _Unpickler(io.BytesIO(data), tensors).load()  # on the source, too: tensors lie alike everywhere
         return received
 
     def exchange(self, values: Sequence[T]) -> list[list[T]]:
@@ -136,7 +142,7 @@ class Ranks:
                 for data, some in header:
                     first, tensors = tensors[: len(some)], tensors[len(some) :]
                     received.append(_Unpickler(io.BytesIO(data), first).load())
-                by_rank.append(list(values) if source == self.rank else received)
+                by_rank.append(received)
         return by_rank
 
     def _broadcast_as_one(self, forms: list[Form], to_send: list[Tensor], source: int) -> list[Tensor]:
@@ -207,6 +213,14 @@ class Ranks:
             with _named(self, *(("rank 0", PATIENCE * self.timeout) if self.rank else ())):
                 distributed.monitored_barrier(self.control, timedelta(seconds=self.timeout), wait_all_ranks=True)
 
+    @property
+    def would_come_again(self) -> bool:
+        """Whether a rank ended with an error that would come again."""
+        try:
+            return self.store is not None and bool(self.store.check([AGAIN]))
+        except RuntimeError:  # the store is gone
+            return False
+
     def _on(self, kind: str) -> str:
         return "cpu" if kind == "cpu" else self.device
 
@@ -230,8 +244,8 @@ def leave_to_first() -> None:
 
 @contextmanager
 def joined(device: str, hold_one_model: bool = False) -> Iterator[Ranks]:
-    """Be a rank of the processes that torchrun started, within. device: what `--device` says; each rank has a GPU of
-    its own. hold_one_model: see Ranks. Ranks that are done wait until rank 0 is, however long it works.
+    """Join the processes that torchrun started, as one of their ranks, until the end of the block. device: what
+    `--device` says; each rank has a GPU of its own. hold_one_model: see Ranks. Ranks that are done wait until rank 0 is, however long it works.
 
     Raises UsageError for devices that do not suffice, and RankEndedError where not all processes come or one ends too
     early. LinePrintedError stands for an error whose line another rank prints.
@@ -254,9 +268,12 @@ def joined(device: str, hold_one_model: bool = False) -> Iterator[Ranks]:
         first = _is_first(agents_store, f"{LINE}/{os.environ.get(RESTARTS, '0')}")
         raise (late if first else LinePrintedError(late)) from error
     except RuntimeError as error:
-        raise RankEndedError(f"not all of the processes that torchrun started came: {_first_line(error)}") from error
+        raise RankEndedError(
+            f"not all of the processes that torchrun started came ({_first_line(error)}): start them again; what they "
+            "printed before says which ended"
+        ) from error
     before = signal.signal(signal.SIGTERM, _on_sigterm)
-    _joined.append(Ranks(rank, count, kind, timeout, control, hold_one_model))
+    _joined.append(Ranks(rank, count, kind, timeout, control, hold_one_model, store))
     try:
         with _until_first_ends(_joined[-1], store):
             yield _joined[-1]
@@ -268,6 +285,9 @@ def joined(device: str, hold_one_model: bool = False) -> Iterator[Ranks]:
         raise (ended if _is_first(store) else LinePrintedError(ended)) from error
     except Exception as error:
         before = _ignore_sigterm()
+        if isinstance(error, NonFiniteError):
+            with suppress(RuntimeError):  # the store is gone
+                store.set(AGAIN, "")
         if isinstance(error, SomeRankEndedError):
             _wait_for_line(store)
         if _is_first(store):
@@ -426,7 +446,7 @@ def _timeout() -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise UsageError(f"{TIMEOUT}={text}: give seconds above 0")
+        raise UsageError(f"{TIMEOUT}={text}: must be a number of seconds above 0")
     return seconds
 
 
@@ -438,26 +458,27 @@ def _rank_device(device: str) -> str:
         raise UsageError(f"--device {device}: under torchrun every rank has a GPU of its own; give cuda, cpu or auto")
     index, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= gpus:
-        raise UsageError(
-            f"torchrun started more processes here than there are GPUs ({gpus}): give --nproc-per-node "
-            f"{max(1, gpus)}, or --device cpu"
-        )
+        fewer = f"--nproc-per-node {gpus}, or " if gpus else ""
+        raise UsageError(f"torchrun started more processes here than there are GPUs ({gpus}): give {fewer}--device cpu")
     torch.cuda.set_device(index)
     return f"cuda:{index}"
 
 
 @contextmanager
 def _named(ranks: Ranks, missing: str = "another rank", seconds: float | None = None) -> Iterator[None]:
-    """Let what torch.distributed raises say which rank is missing: by this name where it does not know.
+    """Turn errors of torch.distributed within the block into lines that name the rank that is missing.
 
-    seconds: after which torch.distributed waits no longer; the timeout by default.
+    missing: its name where torch.distributed does not say it. seconds: how long the call waits, by default the timeout.
     """
-    end = time.monotonic() + 0.9 * (seconds or ranks.timeout)
+    limit = seconds or ranks.timeout
+    end = time.monotonic() + 0.9 * limit
     try:
         yield
     except RuntimeError as error:
         in_time = time.monotonic() < end  # torch.distributed says the same where a connection was closed
         match = ALL_MISSED.search(str(error)) or MISSED.search(str(error))
+        if in_time and ranks.would_come_again:
+            raise ErrorAgainError(f"{ranks}: another rank ended, whose line says why") from error
         if match is None and in_time:
             raise SomeRankEndedError(f"{ranks}: another rank ended; torchrun's report says which") from error
         who = f"{missing} of {ranks.count}"
@@ -465,7 +486,7 @@ def _named(ranks: Ranks, missing: str = "another rank", seconds: float | None = 
             who = _who([int(rank) for rank in match[1].split(", ")], ranks.count)
         if in_time:
             raise RankEndedError(f"{who} ended; torchrun's report says why") from error
-        raise RankEndedError(_not_in_time(who, ranks.timeout)) from error
+        raise RankEndedError(_not_in_time(who, limit, twice=limit > ranks.timeout)) from error
 
 
 def _who(ranks: list[int], count: int) -> str:
@@ -473,8 +494,11 @@ def _who(ranks: list[int], count: int) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {count}"
 
 
-def _not_in_time(who: str, seconds: float) -> str:
-    return f"{who} did not come within {seconds:g} s ({TIMEOUT}): it hangs, or has ended"
+def _not_in_time(who: str, seconds: float, twice: bool = False) -> str:
+    """The line for ranks that were waited for so long: the timeout, or twice as long."""
+    setting = f"twice {TIMEOUT}" if twice else TIMEOUT
+    why = "they hang, or have ended" if who.startswith("ranks ") else "it hangs, or has ended"
+    return f"{who} did not come within {seconds:g} s ({setting}): {why}"
 
 
 def _first_line(error: BaseException) -> str:
@@ -482,7 +506,9 @@ def _first_line(error: BaseException) -> str:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out: they are sent by themselves, each once, so that what shares one here shares it there."""
+    """Leaves tensors out, to be sent by themselves. A tensor that stands in several places of the object is sent once, and
+    stands in these places where it is received.
+    """
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -501,7 +527,9 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts them back. What it reads comes from the other processes of the same job, as torch's own objects do."""
+    """Puts tensors back into what a _Pickler wrote. That comes from the processes of the same job, as torch's own objects
+    do.
+    """
 
     def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(file)

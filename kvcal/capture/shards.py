@@ -79,8 +79,8 @@ class Shards:
 
     @cached_property
     def _owners(self) -> tuple[int, ...]:
-        """The rank of each shard: each has neighbours, of training windows and of others, and where the shares are not
-        equal, who has less of the first has more of the second.
+        """The rank of each shard. Each rank has neighbouring shards of training windows, and of others. Where these
+        shares are not equal, a rank with fewer of the first kind has more of the second.
         """
         trained, hands = min(SHARDS, self._trained_batches), range(self.ranks.count)
         first = [range(trained * hand // len(hands), trained * (hand + 1) // len(hands)) for hand in hands]
@@ -233,7 +233,9 @@ class ShardSums(Generic[S]):
     def over(
         self, batches: Iterator[B], shards: Shards, rows: slice, timer: Callable[[str], AbstractContextManager[None]]
     ) -> Iterator[B]:
-        """The same batches, of a pass over the windows `rows`; shards are closed between them."""
+        """Yield the batches of a pass over the windows `rows`. Between two of them the caller has added the first to
+        `part`; at the last batch of a shard `part` is put by and begins anew.
+        """
         if rows.start >= rows.stop:
             return
         passed = shards.within(rows)
@@ -257,7 +259,7 @@ class ShardSums(Generic[S]):
 
 
 def _and_none(items: Iterator[B]) -> Iterator[B | None]:
-    """The items, and None behind them."""
+    """Yield the items, and then None."""
     yield from items
     yield None
 

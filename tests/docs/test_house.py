@@ -122,26 +122,8 @@ def test_the_plug_in_needs_only_what_a_server_has() -> None:
         assert not within(target, "lmcache") or module == "kvcal_vllm.lmcache", f"{module} imports {target}"
 
 
-ROOMS = (  # of kvcal, highest first: an arrow goes down this list, never up
-    "cli",
-    "commands",
-    "demo",
-    "bench",
-    "bundles",
-    "pipeline",
-    "search",
-    "evaluate",
-    "calibrate",
-    "methods",
-    "capture",
-    "text",
-    "models",
-    "report",
-)
-
-
 def test_rooms_of_kvcal() -> None:
-    assert house.rooms("kvcal") == sorted(ROOMS)
+    assert house.rooms("kvcal") == sorted(house.ROOMS)
 
 
 @pytest.mark.parametrize("package", SOURCE_ROOTS)
@@ -150,18 +132,7 @@ def test_a_package_has_few_entries_at_its_top(package: str) -> None:
 
 
 def test_arrows_between_rooms_never_climb() -> None:
-    floors = {room: len(ROOMS) - place for place, room in enumerate(ROOMS)}  # the package itself has none: its version
-    climbing = [
-        f"{module} imports {target}"
-        for module, targets in house.arrows("kvcal").items()
-        for target in targets
-        if (room := _room(module)) in floors and floors.get(_room(target), 0) > floors[room]
-    ]
-    assert climbing == []
-
-
-def _room(module: str) -> str:
-    return module.split(".")[1] if "." in module else ""
+    assert house.climbing() == []
 
 
 @pytest.mark.parametrize("package", SOURCE_ROOTS)
@@ -255,22 +226,10 @@ def test_nine_of_ten_modules_are_short(package: str) -> None:
     assert house.ninth_decile(house.lines_of_modules(package)) <= NINTH_DECILE
 
 
-LINE = 120  # characters
-# page.py has a style sheet, whose lines are the page's own.
-LONGER = ("kvcal/report/page.py",)
-
-
-def test_lines_have_a_limit() -> None:
+@pytest.mark.parametrize("package", SOURCE_ROOTS)
+def test_lines_have_a_limit(package: str) -> None:
     """Prose too, which the formatter leaves as it is; the linter's limit is that of tests and pages' scripts."""
-    long = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for package in SOURCE_ROOTS
-        for _, path in modules(package)
-        if not path.relative_to(ROOT).as_posix().startswith(LONGER)
-        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
-        if len(line) > LINE
-    ]
-    assert long == []
+    assert house.long_lines(package) == []
 
 
 @pytest.mark.parametrize("package", SOURCE_ROOTS)
@@ -338,38 +297,10 @@ def test_misplaced_tests_are_seen(tmp_path: Path) -> None:
     ]
 
 
-def kinds_asked(file: Path) -> list[str]:
-    """Classes of codecs that a file imports and asks objects to be: by isinstance, TypeGuard or type(x) is."""
-    tree, imported = ast.parse(file.read_text()), set[str]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and "codecs" in (node.module or "").split("."):
-            imported |= {alias.asname or alias.name for alias in node.names}
-    kinds_of_codecs = {kind.__name__ for kind in CODECS.values()}
-    classes, asked = imported & kinds_of_codecs, list[str]()
-    for node in ast.walk(tree):
-        parts: list[ast.expr] = []
-        match node:
-            case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, kinds]):
-                parts = [kinds]
-            case ast.Subscript(value=ast.Name(id="TypeGuard"), slice=kinds):
-                parts = [kinds]
-            case ast.Compare(ops=[ast.Is() | ast.IsNot()], comparators=comparators):
-                parts = comparators
-        every = [node for part in parts for node in ast.walk(part)]
-        asked += [node.id for node in every if isinstance(node, ast.Name) and node.id in classes]
-        asked += [node.attr for node in every if isinstance(node, ast.Attribute) and node.attr in kinds_of_codecs]
-    return asked
-
-
-OF_ONE_CODEC = {f"kvcal.methods.{name}" for name in ("aqua_kv", "calibrated", "innerq", "squat")} | {
-    "kvcal.bench.tables"
-}
-
-
-def test_codecs_say_themselves_what_serves_them() -> None:
-    files = {module: file for package in SOURCE_ROOTS for module, file in modules(package)}
-    others = {m: f for m, f in files.items() if not within(m, "kvcal_artifacts.codecs", *OF_ONE_CODEC)}
-    assert {module: kinds for module, file in others.items() if (kinds := kinds_asked(file))} == {}
+@pytest.mark.parametrize("package", SOURCE_ROOTS)
+def test_codecs_say_themselves_what_serves_them(package: str) -> None:
+    assert {kind.__name__ for kind in CODECS.values()} <= house.kinds_of_codecs()
+    assert house.kinds_of_codecs_asked(package) == {}
 
 
 def test_questions_for_a_kind_are_seen(tmp_path: Path) -> None:
@@ -379,7 +310,7 @@ def test_questions_for_a_kind_are_seen(tmp_path: Path) -> None:
         "isinstance(x, Squat | Higgs), isinstance(x, Codec), type(x) is Uniform, isinstance(x, (int, Uniform))\n"
         "def f(x) -> TypeGuard[Squat]: ...\nisinstance(x, codecs.Vector), isinstance(x, codecs.Squat)\n"
     )
-    assert sorted(kinds_asked(file)) == ["Squat", "Squat", "Squat", "Uniform", "Uniform"]
+    assert sorted(house.kinds_asked(file)) == ["Squat", "Squat", "Squat", "Uniform", "Uniform"]
 
 
 def test_only_the_command_line_imports_typer() -> None:

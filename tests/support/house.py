@@ -264,6 +264,116 @@ def circles(targets: dict[str, set[str]]) -> list[list[str]]:
     return sorted(groups)
 
 
+ROOMS = (  # of kvcal, highest first: an arrow goes down this list, never up
+    "cli",
+    "commands",
+    "demo",
+    "bench",
+    "bundles",
+    "pipeline",
+    "search",
+    "evaluate",
+    "calibrate",
+    "methods",
+    "capture",
+    "text",
+    "models",
+    "report",
+)
+
+
+def climbing() -> list[str]:
+    """Imports of kvcal that go up ROOMS: a line each."""
+    floors = {room: len(ROOMS) - place for place, room in enumerate(ROOMS)}  # the package itself has none: its version
+
+    def room_of(module: str) -> str:
+        return module.split(".")[1] if "." in module else ""
+
+    return [
+        f"{module} imports {target}"
+        for module, targets in arrows("kvcal").items()
+        for target in targets
+        if (room := room_of(module)) in floors and floors.get(room_of(target), 0) > floors[room]
+    ]
+
+
+LINE = 120  # characters
+LONGER = ("kvcal/report/page.py",)  # has a style sheet, whose lines are the page's own
+
+
+def long_lines(package: str) -> list[str]:
+    """Lines of more than LINE characters, prose too: file and number."""
+    return [
+        f"{path.relative_to(ROOT)}:{number}"
+        for _, path in modules(package)
+        if not path.relative_to(ROOT).as_posix().startswith(LONGER)
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if len(line) > LINE
+    ]
+
+
+@cache
+def kinds_of_codecs() -> frozenset[str]:
+    """Names of the classes that are codecs: of kvcal_artifacts.codecs, that derive from Codec."""
+    bases: dict[str, set[str]] = {}
+    for module, path in modules("kvcal_artifacts"):
+        if module.startswith("kvcal_artifacts.codecs"):
+            classes = (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ClassDef))
+            bases |= {node.name: {ast.unparse(base) for base in node.bases} for node in classes}
+    kinds, more = set[str](), {"Codec"}
+    while more:
+        more = {name for name, parents in bases.items() if parents & (kinds | {"Codec"})} - kinds
+        kinds |= more
+    return frozenset(kinds)
+
+
+def kinds_asked(file: Path) -> list[str]:
+    """Classes of codecs that a file imports and asks objects to be: by isinstance, TypeGuard or type(x) is."""
+    tree, imported = ast.parse(file.read_text("utf-8")), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and "codecs" in (node.module or "").split("."):
+            imported |= {alias.asname or alias.name for alias in node.names}
+    classes, asked = imported & kinds_of_codecs(), list[str]()
+    for node in ast.walk(tree):
+        parts: list[ast.expr] = []
+        match node:
+            case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, kinds]):
+                parts = [kinds]
+            case ast.Subscript(value=ast.Name(id="TypeGuard"), slice=kinds):
+                parts = [kinds]
+            case ast.Compare(ops=[ast.Is() | ast.IsNot()], comparators=comparators):
+                parts = comparators
+        every = [node for part in parts for node in ast.walk(part)]
+        asked += [node.id for node in every if isinstance(node, ast.Name) and node.id in classes]
+        asked += [node.attr for node in every if isinstance(node, ast.Attribute) and node.attr in kinds_of_codecs()]
+    return asked
+
+
+# Methods that fit one kind, and a table of kinds.
+OF_ONE_CODEC = {f"kvcal.methods.{name}" for name in ("aqua_kv", "calibrated", "innerq", "squat")} | {
+    "kvcal.bench.tables"
+}
+
+
+def kinds_of_codecs_asked(package: str) -> dict[str, list[str]]:
+    """What `kinds_asked` finds in each module outside of codecs and OF_ONE_CODEC."""
+    asked = {
+        module: kinds_asked(file)
+        for module, file in modules(package)
+        if module not in OF_ONE_CODEC and not module.startswith("kvcal_artifacts.codecs")
+    }
+    return {module: kinds for module, kinds in asked.items() if kinds}
+
+
+def revisited(journey: int) -> int:
+    """How many modules a journey of docs/architecture.md visits twice, as the page says; a test compares it with what
+    runs.
+    """
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    text = re.search(rf"^\*\*{journey}\. .*?\n\n", page, re.M | re.S)
+    return len(re.findall(r"`[\w/]+\.py`\s+again", text[0])) if text else -1
+
+
 def rooms(package: str) -> list[str]:
     """Files and folders at the top of a package, without those that every package has."""
     return sorted(path.name for path in (SOURCE_ROOTS[package] / package).iterdir() if path.name not in NO_ROOMS)
@@ -487,7 +597,7 @@ def lines_of_modules(package: str) -> list[int]:
 
 
 def table() -> list[list[str]]:
-    """A row a figure, a column a package."""
+    """A row a figure, a column a package; the last two rows have one for all."""
     packages = list(SOURCE_ROOTS)
 
     def of(kind: str, figure: Callable[[Size], int]) -> list[str]:
@@ -513,6 +623,11 @@ def table() -> list[list[str]]:
         ["docstrings not readable alone", *count(lambda package: len(docstrings_in_need(package)))],
         ["# fmt: skip", *count(lambda package: words(package).skipped)],
         ["lines outside the formatter", *count(lambda package: words(package).unformatted)],
+        ["lines of over 120 characters", *count(lambda package: len(long_lines(package)))],
+        ["questions for a codec's class", *count(lambda package: len(kinds_of_codecs_asked(package)))],
+        ["arrows that climb", *count(lambda package: len(climbing()) if package == "kvcal" else "-")],
+        ["tests that lie elsewhere", str(len(list(misplaced_tests(ROOT / "tests"))))],
+        ["journeys 1, 5: visited twice", ", ".join(str(revisited(journey)) for journey in (1, 5))],
     ]
 
 

@@ -1,4 +1,5 @@
-"""Which paths a layer takes, and why no others: `layer_paths` alone chooses, once for all that reads or packs.
+"""Which paths a layer takes, and why no others: `layer_paths` alone chooses, for all that reads or packs. It is called
+when a layer is made, and again when the first keys have come, whose dtype and device are then known.
 
 It asks codecs which kernels can serve them (codecs/base.py), and each path whether its kernels run on the device.
 Whether one call goes by it (at most 16 new tokens, a mask that the kernel knows) is `KVCalLayer._is_for_kernel`.

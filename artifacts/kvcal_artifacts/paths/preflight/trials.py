@@ -15,6 +15,7 @@ from torch import Tensor
 from kvcal_kernels import attention, dequantise, layout
 from kvcal_kernels.attention import reference
 from kvcal_kernels.dequantise import Rotation
+from kvcal_kernels.device import interpreted
 from kvcal_kernels.layout import BLOCK, Form, TransformBlocks, TransformForm
 
 from ...codecs import Codec, Context
@@ -35,11 +36,7 @@ def side_by_side(calls: Sequence[Callable[[], R]], device: torch.device) -> list
     """What the calls return, each of which may compile a kernel: on a GPU in threads, on the current stream. Triton
     compiles outside of Python for nine tenths of the time.
     """
-    if device.type != "cuda" or len(calls) < 2:
-        return [call() for call in calls]
-    from .verdicts import interpreted  # which imports this module
-
-    if interpreted():  # which changes Triton's own functions while a kernel runs
+    if device.type != "cuda" or interpreted():  # the interpreter changes Triton's own functions while a kernel runs
         return [call() for call in calls]
     stream, inference = torch.cuda.current_stream(device), torch.is_inference_mode_enabled()
 

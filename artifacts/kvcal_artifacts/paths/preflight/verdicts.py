@@ -24,6 +24,7 @@ import torch
 
 import kvcal_kernels
 from kvcal_kernels.device import capturing, on
+from kvcal_kernels.device import interpreted as interpreted  # others ask here
 from kvcal_kernels.layout import Form, TransformForm
 from kvcal_kernels.quantise import AnyRule, Rule
 
@@ -87,11 +88,6 @@ def source_hash() -> str:
     for package in (kvcal_kernels, codecs):
         files += sorted(Path(str(package.__file__)).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
-
-
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on any device."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def unsupported(device: torch.device) -> str | None:
