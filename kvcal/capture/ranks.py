@@ -39,8 +39,8 @@ Form: TypeAlias = tuple[tuple[int, ...], torch.dtype, str]  # of a tensor: shape
 TIMEOUT = "KVCAL_RANK_TIMEOUT"
 SENT_AT_ONCE = 1 << 29  # bytes of tensors that are copied together, to be sent as one
 SECONDS = 1800  # that ranks wait for each other: torch's default for gloo
-# Other ranks wait for rank 0 so many times as long as rank 0 for them: it may come that late, wait for all, and only then
-# name the one that is missing.
+# Other ranks wait for rank 0 so many times as long as rank 0 for them: it may come that late, wait for all, and only
+# then name the one that is missing.
 PATIENCE = 2
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun
 AGAIN = "kvcal/again"  # the key that a rank sets whose error would come again
@@ -91,8 +91,8 @@ class Ranks:
         return f"rank {self.rank} of {self.count}"
 
     def broadcast(self, value: T | None, source: int) -> T:
-        """What rank `source` gives here, on every rank; tensors lie on the device of the same kind, by rows. Other ranks
-        give None.
+        """What rank `source` gives here, on every rank; tensors lie on the device of the same kind, by rows. Other
+        ranks give None.
 
         Raises RankEndedError where a rank ended, or does not come within the timeout.
         """
@@ -245,7 +245,8 @@ def leave_to_first() -> None:
 @contextmanager
 def joined(device: str, hold_one_model: bool = False) -> Iterator[Ranks]:
     """Join the processes that torchrun started, as one of their ranks, until the end of the block. device: what
-    `--device` says; each rank has a GPU of its own. hold_one_model: see Ranks. Ranks that are done wait until rank 0 is, however long it works.
+    `--device` says; each rank has a GPU of its own. hold_one_model: see Ranks. Ranks that are done wait until rank 0
+    is, however long it works.
 
     Raises UsageError for devices that do not suffice, and RankEndedError where not all processes come or one ends too
     early. LinePrintedError stands for an error whose line another rank prints.
@@ -506,8 +507,8 @@ def _first_line(error: BaseException) -> str:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out, to be sent by themselves. A tensor that stands in several places of the object is sent once, and
-    stands in these places where it is received.
+    """Leaves tensors out, to be sent by themselves. A tensor that stands in several places of the object is sent once,
+    and stands in these places where it is received.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -527,8 +528,8 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts tensors back into what a _Pickler wrote. That comes from the processes of the same job, as torch's own objects
-    do.
+    """Puts tensors back into what a _Pickler wrote. That comes from the processes of the same job, as torch's own
+    objects do.
     """
 
     def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:

@@ -27,7 +27,7 @@ from ..calibrate.checkpoint import check_partial
 from ..calibrate.provenance import cpu_record, device_name
 from ..methods.aqua_kv import AquaKV
 from ..methods.data_free import DataFree
-from ..models import configuration, files
+from ..models import configuration, tokenizers
 from ..models.devices import pick_device, pick_dtype
 from ..models.names import ModelSource
 from ..pipeline.identity import code_identity, model_identity
@@ -171,8 +171,8 @@ def tokenizer_for(o: RunOptions, source: ModelSource, *origins: str | None) -> P
             documents.check_local(origin)
     pick_dtype(o.dtype, pick_device(o.device))
     if not o.random_weights:
-        return files.load_tokenizer(source)
-    return files.local_tokenizer(source)
+        return tokenizers.load_tokenizer(source)
+    return tokenizers.local_tokenizer(source)
 
 
 def evaluation_text(

@@ -10,7 +10,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import refuse_dash
 
 from ..bundles.paths import bundle_at
-from ..models import configuration, files, layerwise, names
+from ..models import configuration, layerwise, names, revision
 from ..models.folding import key_factors, without_factors, write_folded
 from ..report.outputs import check_output
 from ..report.version import __version__
@@ -40,7 +40,7 @@ def run_fold(o: FoldOptions, say: Say) -> dict[str, object]:
         "layers": len(factors),
         "changed_tensors": len(changed),
         "dtype": configuration.config_fields(folded)["dtype"],
-        "revision": files.weights_revision(folded, random_weights=False, seed=0),
+        "revision": revision.weights_revision(folded, random_weights=False, seed=0),
         "bundle": None,
     }
     if rest is not None:

@@ -15,7 +15,7 @@ from kvcal_artifacts.scheme import Scheme
 from ..calibrate.outlier_guard import warnings
 from ..methods.base import settings_of
 from ..methods.data_free import COMPOSED, DataFree, Preset, block_notes, composed
-from ..models import configuration, files, layerwise, names
+from ..models import configuration, layerwise, names, tokenizers
 from ..models.devices import pick_device, pick_dtype
 from ..pipeline.options import PresetOptions
 from ..report.version import __version__
@@ -108,7 +108,7 @@ def _opened(source: names.ModelSource, o: PresetOptions) -> tuple[Any, str, tupl
 def _warnings(source: names.ModelSource, schemes: dict[str, Scheme], device: str) -> list[str]:
     where = pick_device(device)
     parts = layerwise.open_layerwise(source, dtype=pick_dtype("auto", where), device=where)
-    return warnings(parts, guard_window(files.load_tokenizer(source), schemes), schemes, where, text=GUARD_TEXT)
+    return warnings(parts, guard_window(tokenizers.load_tokenizer(source), schemes), schemes, where, text=GUARD_TEXT)
 
 
 def _from_config(source: names.ModelSource) -> tuple[Any, str | None, tuple[float, ...]]:

@@ -22,7 +22,7 @@ from ..capture import ranks
 from ..capture.scan import LayerSource, WholeModel
 from ..methods.aqua_kv import AquaKV
 from ..methods.data_free import DataFree, preset
-from ..models import configuration, files, loading, names
+from ..models import configuration, loading, names, tokenizers
 from ..models.devices import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseWeights, open_layerwise
 from ..models.spread import WHOLE, Spread
@@ -77,7 +77,7 @@ def open_for_fit(
 
 
 def _tokenizer(source: names.ModelSource, random_weights: bool) -> PreTrainedTokenizerBase | None:
-    return None if random_weights and source.kind == "hub" else files.read_tokenizer(source)
+    return None if random_weights and source.kind == "hub" else tokenizers.read_tokenizer(source)
 
 
 def open_model(

@@ -10,17 +10,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .files import load_tokenizer as load_tokenizer
     from .loading import LoadedModel as LoadedModel
     from .loading import load_model as load_model
     from .names import ModelSource as ModelSource
     from .names import resolve as resolve
+    from .tokenizers import load_tokenizer as load_tokenizer
 
 _WHERE = {
     "LoadedModel": "loading",
     "ModelSource": "names",
     "load_model": "loading",
-    "load_tokenizer": "files",
+    "load_tokenizer": "tokenizers",
     "resolve": "names",
 }
 __all__ = ["LoadedModel", "ModelSource", "load_model", "load_tokenizer", "resolve"]

@@ -19,6 +19,7 @@ from kvcal_artifacts.errors import ModelUnavailable, UsageError
 from kvcal_artifacts.hf import decoder_of
 
 from . import configuration, devices, files, hub, loading
+from .revision import weights_revision
 from .structure import empty_model, head_of, tied
 from .weights import FileWeights, Weights, fill, release, tie
 
@@ -143,17 +144,19 @@ def open_layerwise(
     target, kind = devices.to_device(device), devices.to_dtype(dtype)
     config = configuration.geometry_config(source) if random_weights else configuration.load_config(source)
     model = empty_model(config, kind)
-    weights = loading.random_source(config, seed) if random_weights else _stored(source, model)
-    revision = files.weights_revision(source, random_weights=random_weights, seed=seed)
+    local = files.weight_files(source) if source.kind != "hub" and not random_weights else None
+    weights = loading.random_source(config, seed) if random_weights else _stored(source, model, local)
+    revision = weights_revision(source, random_weights=random_weights, seed=seed, files=local)
     return LayerwiseWeights(source, model, weights, device=target, revision=revision, random_weights=random_weights)
 
 
-def _stored(source: ModelSource, model: CausalLM) -> Weights:
+def _stored(source: ModelSource, model: CausalLM, local: files.WeightFiles | None) -> Weights:
+    """A model's weights. local: its files, but of a hub model, whose shards are fetched when a layer needs them."""
+    index = files.weights_index(source) if local is None else local.index
     if source.kind == "embedded":
         from .embedded import EmbeddedWeights
 
-        return EmbeddedWeights(files.embedded_weights(source))
-    index = files.weights_index(source)
+        return EmbeddedWeights(index)
     return FileWeights(source.label, index, partial(_locate, source, index), model)
 
 

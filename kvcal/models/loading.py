@@ -20,12 +20,14 @@ from kvcal_artifacts.errors import KVCalError, ModelUnavailable, OutOfMemory, Us
 
 from .configuration import geometry, geometry_config, load_config
 from .devices import to_device, to_dtype
-from .files import embedded_weights, local_tokenizer, read_tokenizer, weights_folder, weights_index, weights_revision
+from .files import WeightFiles, weight_files
 from .hub import one_line
 from .memory import is_oom
 from .names import ModelSource
 from .quiet import quiet
+from .revision import weights_revision
 from .spread import WHOLE, Spread, dispatch, map_for, tensor_parallel, tied_together, weights_device
+from .tokenizers import local_tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -60,8 +62,8 @@ def load_model(
         if random_weights:
             return _random(source, kind, target, seed, spread)
         load = _embedded if source.kind == "embedded" else _pretrained
-        model = load(source, kind, target, spread)
-    revision = weights_revision(source, random_weights=False, seed=seed)
+        model, files = load(source, kind, target, spread)
+    revision = weights_revision(source, random_weights=False, seed=seed, files=files)
     return LoadedModel(model, read_tokenizer(source), source, revision, random_weights=False)
 
 
@@ -115,23 +117,28 @@ def random_source(config: PreTrainedConfig, seed: int) -> Weights:
     return RandomWeights(seed, getattr(config, "initializer_range", 0.02))
 
 
-def _embedded(source: ModelSource, dtype: torch.dtype, device: torch.device, spread: Spread) -> CausalLM:
+def _embedded(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, spread: Spread
+) -> tuple[CausalLM, WeightFiles]:
     from . import structure
     from .embedded import EmbeddedWeights
 
     model = structure.empty_model(load_config(source), dtype)
-    return _filled(source, model, EmbeddedWeights(embedded_weights(source)), dtype, device, spread)
+    files = weight_files(source)
+    return _filled(source, model, EmbeddedWeights(files.index), dtype, device, spread), files
 
 
-def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device, spread: Spread) -> CausalLM:
+def _pretrained(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, spread: Spread
+) -> tuple[CausalLM, WeightFiles]:
     from . import structure, weights
 
     config = load_config(source)
-    folder = weights_folder(source)
+    files = weight_files(source)
     quantised = getattr(config, "quantization_config", None) is not None
     if not quantised:  # whose tensors have other shapes
-        weights.check_shapes(source.label, folder / weights_index(source).name, structure.empty_model(config, dtype))
-    return _from_folder(source, folder, config, dtype, device, spread)
+        weights.check_shapes(source.label, files.index, structure.empty_model(config, dtype))
+    return _from_folder(source, files.index.parent, config, dtype, device, spread), files
 
 
 def _from_folder(

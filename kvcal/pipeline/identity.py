@@ -14,8 +14,8 @@ from kvcal_artifacts.bundle.canonical import canonical, sha256_text
 
 from ..models import hub
 from ..models.file_hashes import file_sha256
-from ..models.files import weights_revision
 from ..models.names import resolve
+from ..models.revision import weights_revision
 from ..report.version import __version__
 from ..text import documents, hub_datasets, sources
 from .options import FROM_MODEL, HOW, NOT_IN_RECIPE, BuiltOptions, TuneThresholdsOptions

@@ -122,6 +122,12 @@ def test_the_plug_in_needs_only_what_a_server_has() -> None:
         assert not within(target, "lmcache") or module == "kvcal_vllm.lmcache", f"{module} imports {target}"
 
 
+def test_one_module_of_kvcal_asks_the_plug_in_what_a_server_holds() -> None:
+    asking = {(module, target) for module, target, _ in imports("kvcal") if within(target, "kvcal_vllm")}
+    assert {module for module, _ in asking} == {"kvcal.bench.planning.paged"}
+    assert all(within(target, "kvcal_vllm.plan") for _, target in asking)
+
+
 def test_rooms_of_kvcal() -> None:
     assert house.rooms("kvcal") == sorted(house.ROOMS)
 

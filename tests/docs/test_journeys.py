@@ -1,5 +1,5 @@
-"""The journeys of docs/architecture.md: their stations are files, and none comes twice unless the page says `again`. A
-running program enters the modules of journeys 1 and 5 in exactly that order, and those of 3 and 4 for the first time.
+"""The journeys of docs/architecture.md: their stations are files, and none comes twice. A running program enters the
+modules of journeys 1 and 5 in exactly that order, and those of 3 and 4 for the first time.
 """
 
 from __future__ import annotations
@@ -34,14 +34,10 @@ MOST_STATIONS, MOST_WORDS, LINE = 8, 1000, 120
 
 @dataclass(frozen=True)
 class Journey:
-    """stations: the text between two arrows. modules: all that are named, in order, with whether the page says `again`."""
+    """stations: the text between two arrows. files: all that are named, in order."""
 
     stations: list[str]
-    modules: list[tuple[Path, bool]]
-
-    @property
-    def files(self) -> list[Path]:
-        return [file for file, _ in self.modules]
+    files: list[Path]
 
 
 def journeys() -> dict[int, Journey]:
@@ -49,12 +45,12 @@ def journeys() -> dict[int, Journey]:
     page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     found: dict[int, Journey] = {}
     for number, text in re.findall(r"^\*\*(\d)\. .*?\*\* (.*?)\n\n", page, re.M | re.S):
-        package, modules = "", []
-        for station, again in re.findall(r"`([\w/]+\.py)`(\s+again)?", text):
+        package, files = "", []
+        for station in re.findall(r"`([\w/]+\.py)`", text):
             first, _, rest = station.partition("/")
             package, inside = (first, rest) if first in SOURCE_ROOTS else (package, station)
-            modules.append((SOURCE_ROOTS[package] / package / inside, bool(again)))
-        found[int(number)] = Journey(text.split("→"), modules)
+            files.append(SOURCE_ROOTS[package] / package / inside)
+        found[int(number)] = Journey(text.split("→"), files)
     return found
 
 
@@ -72,13 +68,11 @@ def test_there_are_five() -> None:
 
 
 @pytest.mark.parametrize("number", JOURNEYS)
-def test_a_journey_visits_few_files_and_says_which_it_comes_back_to(number: int) -> None:
+def test_a_journey_visits_few_files_and_none_twice(number: int) -> None:
     journey = JOURNEYS[number]
     assert [str(file) for file in journey.files if not file.is_file()] == []
-    for place, (file, again) in enumerate(journey.modules):
-        assert again == (file in journey.files[:place]), file
+    assert len(set(journey.files)) == len(journey.files)
     assert 2 <= len(journey.stations) <= MOST_STATIONS
-    assert sum(again for _, again in journey.modules) <= 1
 
 
 class Visits:

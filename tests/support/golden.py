@@ -1,7 +1,7 @@
 """Whether a change of source changes stored bytes: bundles of every preset and codec on `tiny`, and the blocks that
 they pack.
 
-    python tests/support/golden.py make FOLDER      # with the code on PYTHONPATH; what is there stays
+    python tests/support/golden.py make FOLDER      # in the checkout whose code makes them; what is there stays
     python tests/support/golden.py compare BEFORE AFTER
 
 FOLDER/NAME.kvcal.safetensors is the bundle; hashes.json has, for each, the hash of the file and of every packed tensor

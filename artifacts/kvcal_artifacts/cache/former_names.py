@@ -1,4 +1,7 @@
-"""Names that members of the cache and its layers had before they were renamed: they stay, without a warning."""
+"""Names that public members of the cache and its layers had before they were renamed. They stay, without a warning.
+
+Members that only other members used, as `turn` and `pending` were, are gone.
+"""
 
 from __future__ import annotations
 

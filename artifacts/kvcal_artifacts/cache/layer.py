@@ -9,28 +9,27 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcal_kernels.device import on
-from kvcal_kernels.layout import AnyBlocks
 
 from .. import hf, operator
 from ..codecs import Codec, Context
 from ..codecs.base import Packed
 from ..errors import KVCalError
-from ..modes import without_autocast, without_grad
+from ..modes import without_autocast
 from ..paths import choose
-from ..paths.choose import PathKind
 from ..scheme import LayerCodecs
 from ..storage import block_store
 from ..storage.host_storage import HostStorage
 from ..storage.plan import Plan
 from ..storage.slots import first_slots
-from . import attention, observing, reading, storing
+from . import observing, reading
+from .attending import AttendingLayer
 from .former_names import OF_LAYERS, also_named
 from .key_factor import KeyFactor
 from .protocols import CacheProtocol, LayerStorage
 from .statistics import statistic
 
 
-class KVCalLayer(CacheLayerMixin):
+class KVCalLayer(AttendingLayer, CacheLayerMixin):
     """One layer's storage. Keys are stored in the scheme's frame; the bookkeeping is that of the layer's cache."""
 
     is_croppable = True
@@ -56,7 +55,6 @@ class KVCalLayer(CacheLayerMixin):
         self.columns = 0
         self.rotary = cache.stored_rope.rotary if site.rope else 0  # channels that the kernel rotates
         self.handle = operator.register(self)
-        self._due: tuple[Plan, list[Tensor]] | None = None  # between update() and its attention by the kernel
         self.storage = storage or HostStorage()
         self.key_factor = KeyFactor()
         self.expect(site.placed[1])
@@ -107,9 +105,6 @@ class KVCalLayer(CacheLayerMixin):
     @packed.setter
     def packed(self, value: list[Packed]) -> None:
         self.storage.packed, self._shown = value, None
-
-    # packed tensors, and how the kernel sees them
-    _shown: tuple[list[Packed], tuple[AnyBlocks, AnyBlocks]] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -177,14 +172,6 @@ class KVCalLayer(CacheLayerMixin):
         self.finish(plan, stored)
         return out
 
-    def finish(self, plan: Plan, stored: list[Tensor], extended: list[Tensor] | None = None) -> None:
-        """Store the call's tokens. extended: windows with the new tokens behind them, if attention joined them."""
-        storing.store(self, plan, stored, observing.observe(self, plan, stored[0]), extended)
-        self.columns += plan.query
-        if self.cache.offloading_layers:
-            self.offload()
-        self.storage.publish(self)
-
     def _is_for_kernel(self, cache: CacheProtocol, plan: Plan, keys: Tensor, values: Tensor) -> bool:
         """Whether the kernel computes this call's attention: a few new tokens, all real, over packed blocks."""
         tokens = self.block_slots * cache.scheme.windows.block
@@ -249,25 +236,6 @@ class KVCalLayer(CacheLayerMixin):
         if self._due is not None or self.is_compileable:  # steps on the device hand off nothing here
             self._due = None
             hf.drop_hand_off(self.site)
-
-    @without_grad
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
-        """Attention of the call that update() began, for operator.py; then its tokens are stored."""
-        due, self._due = self._due, None
-        if due is None:
-            raise KVCalError(f"layer {self.index}: attention was called without update(); call reset() and start again")
-        packed = None if self.paths.kind is PathKind.CODEBOOK else self.as_blocks(self.storage.packed)
-        with without_autocast(q.device.type):
-            out, extended = attention.attend(self, packed, *due, q, scaling)
-            self.finish(*due, extended)
-        return out.to(q.dtype)
-
-    def as_blocks(self, packed: list[Packed]) -> tuple[AnyBlocks, AnyBlocks]:
-        """Keys and values as the kernel takes them, wrapped once for tensors that stay."""
-        if self._shown is None or self._shown[0] is not packed:
-            keys, values = (codec.as_blocks(tensors) for codec, tensors in zip(self.pair, packed, strict=True))
-            self._shown = packed, (keys, values)
-        return self._shown[1]
 
     is_verified = False
 

@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import cache
+from contextlib import nullcontext
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -1377,6 +1378,32 @@ def test_whether_the_kernel_runs_is_seen_from_the_keys_that_come(monkeypatch: py
     with torch.no_grad():
         own(token_ids(1, 80), past_key_values=kept)
     assert "kernel" in kept.describe()["path"] and "no" not in {layer.paths.refused for layer in kept.compressed_layers}
+
+
+def test_kernels_that_are_tried_are_compiled_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, in the order of the calls, on the caller's stream and in its modes; the first error is raised."""
+    device, stream, seen = SimpleNamespace(type="cuda"), object(), list[Any]()
+    monkeypatch.setattr(trials, "interpreted", lambda: False)
+    monkeypatch.setattr(trials, "COMPILERS", 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda given: seen.append(given) or nullcontext())
+    both = threading.Barrier(3)
+
+    def call(number: int) -> tuple[int, bool, bool]:
+        both.wait(10)  # which breaks where one call waits for another's end
+        return number, torch.is_grad_enabled(), threading.current_thread() is threading.main_thread()
+
+    with torch.no_grad():
+        found = trials.in_threads([partial(call, number) for number in range(3)], device)  # type: ignore[arg-type]
+    assert found == [(number, False, False) for number in range(3)] and seen == [stream] * 3
+
+    def fails() -> None:
+        raise RuntimeError("no compiler")
+
+    with pytest.raises(RuntimeError, match="no compiler"):
+        trials.in_threads([fails, lambda: None], device)  # type: ignore[arg-type]
+    here = [threading.current_thread] * 2
+    assert trials.in_threads(here, torch.device("cpu")) == [threading.main_thread()] * 2
 
 
 def test_architectures_with_scores_of_their_own_are_refused() -> None:

@@ -20,9 +20,9 @@ from kvcal.bundles.provenance import recorded
 from kvcal.bundles.publish import pull
 from kvcal.cli.app import COMMANDS
 from kvcal.commands.common import tokenizer_for
-from kvcal.models.files import load_tokenizer
 from kvcal.models.folding import write_folded
 from kvcal.models.names import resolve
+from kvcal.models.tokenizers import load_tokenizer
 from kvcal.pipeline.shared_options import RunOptions
 from kvcal.text.files import read_file
 from kvcal_artifacts import load_bundle

@@ -14,9 +14,9 @@ from torch import Tensor
 from kvcal.evaluate import probe as probing
 from kvcal.evaluate.probe import Probe, Settings, mean_explained, paper_probes, table
 from kvcal.methods.regression import Gram, SharedGram
-from kvcal.models.files import load_tokenizer
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
+from kvcal.models.tokenizers import load_tokenizer
 from kvcal.text import token_windows
 from kvcal_artifacts.errors import UsageError
 from tests.support.models_fixture import Done, kvcal, write_model, write_text

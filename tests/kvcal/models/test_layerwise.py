@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PaliGemmaConfig
 
-from kvcal.models.files import weights_revision
 from kvcal.models.layerwise import LayerwiseWeights, open_layerwise
 from kvcal.models.loading import load_model
 from kvcal.models.names import ModelSource, resolve
+from kvcal.models.revision import weights_revision
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
 from tests.support.architectures import MIXTURES, TINY, VARIANTS
 from tests.support.models_fixture import write_tokenizer

@@ -17,14 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from kvcal.models import configuration, files, hub, layerwise, loading, names
+from kvcal.models import configuration, hub, layerwise, loading, names
 from kvcal.models.catalogue import ALIASES, CATALOGUE, TINY, models_table
 from kvcal.models.configuration import catalogue_config, load_config
-from kvcal.models.files import load_tokenizer
 from kvcal.models.geometry import Geometry
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
+from kvcal.models.revision import weights_revision
 from kvcal.models.structure import empty_model
+from kvcal.models.tokenizers import load_tokenizer
 from kvcal.models.weights import RandomWeights
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, OutOfMemory, UsageError
 from tests.support.architectures import TINY as MODELS
@@ -303,15 +304,15 @@ def test_folder_loads_silently_and_changes_with_its_weights(tmp_path: Path, capf
 def test_sampled_revision_of_large_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     source = folder_with(MODELS["llama"](), tmp_path, max_shard_size="60KB")
-    whole = files.weights_revision(source, random_weights=False, seed=0)
+    whole = weights_revision(source, random_weights=False, seed=0)
     monkeypatch.setattr("kvcal.models.file_hashes.FULL_HASH_BYTES", 1000)
-    sampled = files.weights_revision(source, random_weights=False, seed=0)
+    sampled = weights_revision(source, random_weights=False, seed=0)
     assert whole.startswith("sha256:")
     assert sampled.startswith("sampled-sha256:")
     shard = sorted(tmp_path.glob("model-*.safetensors"))[0]
     tensors = {name: tensor + 1 for name, tensor in load_file(shard).items()}
     save_file(tensors, shard, metadata={"format": "pt"})
-    assert files.weights_revision(source, random_weights=False, seed=0) != sampled
+    assert weights_revision(source, random_weights=False, seed=0) != sampled
 
 
 def _no_weights(path: Path) -> None:

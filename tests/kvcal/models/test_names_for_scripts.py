@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import kvcal.models
-from kvcal.models import files, loading, names
+from kvcal.models import loading, names, tokenizers
 
 
 def test_names_are_those_of_the_modules() -> None:
@@ -17,7 +17,7 @@ def test_names_are_those_of_the_modules() -> None:
     assert kvcal.models.LoadedModel is loading.LoadedModel
     assert kvcal.models.resolve is names.resolve
     assert kvcal.models.ModelSource is names.ModelSource
-    assert kvcal.models.load_tokenizer is files.load_tokenizer
+    assert kvcal.models.load_tokenizer is tokenizers.load_tokenizer
     for name in kvcal.models.__all__:
         assert getattr(kvcal.models, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'weight'"):

@@ -26,22 +26,23 @@ BLOCKS = (9, 0, 4)  # packed blocks of the rows that are tried: several programs
 SINK, RECENT = (4, 2, 4), (131, 17, 40)
 CALLS = ((1, False), (1, True), (3, True), (16, False))  # new tokens, and whether recent ones lie in a ring
 OF_TIERS = ((1, False), (3, False))  # each compiles for 80 s; tiers come in caches without a ring
-COMPILERS = min(8, os.cpu_count() or 1)  # threads in which kernels are compiled
+# Threads in which kernels are compiled.
+COMPILERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 ROWS = (512, 832)  # tokens that the kernel that dequantises is tried on: whole tiles of it, and not
 
 R = TypeVar("R")
 
 
-def side_by_side(calls: Sequence[Callable[[], R]], device: torch.device) -> list[R]:
+def in_threads(calls: Sequence[Callable[[], R]], device: torch.device) -> list[R]:
     """What the calls return, each of which may compile a kernel: on a GPU in threads, on the current stream. Triton
     compiles outside of Python for nine tenths of the time.
     """
     if device.type != "cuda" or interpreted():  # the interpreter changes Triton's own functions while a kernel runs
         return [call() for call in calls]
-    stream, inference = torch.cuda.current_stream(device), torch.is_inference_mode_enabled()
+    stream, modes = torch.cuda.current_stream(device), (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
 
     def called(call: Callable[[], R]) -> R:
-        with torch.cuda.stream(stream), torch.inference_mode(inference):
+        with torch.cuda.stream(stream), torch.inference_mode(modes[0]), torch.set_grad_enabled(modes[1]):
             return call()
 
     with ThreadPoolExecutor(min(len(calls), COMPILERS)) as threads:
@@ -104,7 +105,7 @@ def trial(
             calls.append(partial(attend, packed_q=packed_q, ring=ring, rope=rope))
             expected.append(right)
             names.append(f"{queries} new tokens{' behind a ring' if ring else ''}, warps a program {launch.warps}")
-    return _first_apart(side_by_side(calls, device), expected, names, dtype)
+    return _first_apart(in_threads(calls, device), expected, names, dtype)
 
 
 def _first_apart(
@@ -136,7 +137,7 @@ def transform_trial(
         calls.append(partial(attention.transform().attend, q, *arguments, ring=ring))
         expected.append(reference.attend(q.float(), *arguments, ring=ring))
         names.append(f"{queries} new tokens{' behind a ring' if ring else ''}")
-    return _first_apart(side_by_side(calls, device), expected, names, dtype)
+    return _first_apart(in_threads(calls, device), expected, names, dtype)
 
 
 def _coordinates(

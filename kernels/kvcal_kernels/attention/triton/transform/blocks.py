@@ -72,7 +72,7 @@ def _fetched(
     origins, p_pages, pages, page_stride, first, last, to, o_slot, lane, KEYS: tl.constexpr, VALUES: tl.constexpr,
     SLOTS: tl.constexpr, PAGED: tl.constexpr, NW: tl.constexpr,
 ):
-    """Wait for the blocks from `first` on, and begin to fetch those that are SLOTS - 1 turns behind to the slot before
+    """Wait for the blocks from `first` on, and begin to fetch those that are SLOTS - 1 turns later to the slot before
     theirs, `o_slot`: return the pages of those another turn behind.
     """
     SLOT: tl.constexpr = KEYS.slot + VALUES.slot
@@ -92,7 +92,7 @@ def packed_blocks(
     ASM: tl.constexpr,
 ):
     """Attend to the blocks from start to stop: return maxima, sums and outputs of each warp. middle: up to where every
-    row sees all of a block. pages: with PAGED of the blocks SLOTS - 1 turns behind the first.
+    row sees all of a block. pages: with PAGED of the blocks SLOTS - 1 turns after the first.
     """
     SLOT: tl.constexpr = KEYS.slot + VALUES.slot
     EACH: tl.constexpr = turns_of(SLOTS)
