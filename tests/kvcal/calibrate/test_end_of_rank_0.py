@@ -78,7 +78,7 @@ def test_others_end_at_once_with_a_rank_0_that_is_killed(tmp_path: Path, agent: 
 def test_others_name_a_rank_0_that_is_silent(tmp_path: Path, agent: int) -> None:
     ends = in_ranks(2, lambda: works_on("is stopped", tmp_path), tmp_path, timeout=30, port=agent)
     assert [code for code, _ in ends] == [-signal.SIGKILL, 1], ends
-    line = f"rank 0 of 2 did not come within {SECONDS} s (KVCAL_RANK_TIMEOUT): it hangs, or has ended"
+    line = f"rank 0 of 2 did not come within {2 * SECONDS} s (twice KVCAL_RANK_TIMEOUT): it hangs, or has ended"
     assert f"RankEndedError: {line}" in ends[1][1], ends
 
 

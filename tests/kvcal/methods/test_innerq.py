@@ -594,7 +594,7 @@ def test_outliers_tell_schemes_apart(tmp_path: Path) -> None:
     kl: dict[str, list[float]] = {}
     for model in (loaded.model, outlier_twin(loaded.model)):
         schemes = {"factors": fitted(model, tmp_path, ids[1:], **window).scheme}
-        schemes["exponent 1"] = fitted(model, tmp_path, ids[1:], exponent=1.0, **window).scheme
+        schemes["exponent 1"] = fitted(model, tmp_path, ids[1:], exponent=1.0, search="plain", **window).scheme
         for name in ("innerq-base", "innerq-base-plain", "kivi-2", "turboquant-2", "uniform-2"):
             schemes[name] = replace(preset(name), **window).scheme(model)
         makers = {name: lambda s=s, m=model: KVCalCache(s, m) for name, s in schemes.items()}  # type: ignore[misc]
