@@ -280,7 +280,7 @@ def no_codewords(book: Tensor) -> str:
     below float16's normal numbers, their digits are lost.
     """
     size, ends = len(book), book.aminmax()
-    largest = float(torch.maximum(-ends.min, ends.max))
+    largest = float(torch.maximum(-ends.min, ends.max)) + 0.0  # no -0
     if largest < LEAST:
         return f"no codeword's magnitude is above {largest:.3g}, needs {LEAST:.3g}, float16's smallest normal number"
     least = size // 2 + 1

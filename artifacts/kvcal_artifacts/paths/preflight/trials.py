@@ -37,7 +37,7 @@ def in_threads(calls: Sequence[Callable[[], R]], device: torch.device) -> list[R
     """What the calls return, each of which may compile a kernel: on a GPU in threads, on the current stream. Triton
     compiles outside of Python for nine tenths of the time.
     """
-    if device.type != "cuda" or interpreted():  # the interpreter changes Triton's own functions while a kernel runs
+    if device.type != "cuda" or len(calls) < 2 or interpreted():  # which changes Triton's functions as a kernel runs
         return [call() for call in calls]
     stream, modes = torch.cuda.current_stream(device), (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
 
