@@ -7,7 +7,7 @@ several (docs/scale.md).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -309,34 +309,23 @@ def tree_sum(ranks: Ranks, parts: int, part: Callable[[int], Tensor], like: Tens
     depend on the ranks. Each rank sends only the sums of whole branches of this tree, not every part.
     """
     edges = [-(-parts * rank // ranks.count) for rank in range(ranks.count + 1)]
+    branches = frozenset(_halves(range(parts)))
 
-    def owner(first: int, stop: int) -> int | None:
-        """The rank that has all of these parts."""
-        return next((rank for rank in range(ranks.count) if edges[rank] <= first and stop <= edges[rank + 1]), None)
+    def added(rank: int, value: Callable[[int], Tensor | None]) -> list[tuple[range, Added]]:
+        """A rank's branches, of parts with these values."""
+        sums = _Branches[Added](branches)
+        for number in range(edges[rank], edges[rank + 1]):
+            sums.add(range(number, number + 1), Added(value(number)))
+        return sums.sums
 
-    def total(first: int, stop: int, branch_sums: Mapping[tuple[int, int], Tensor]) -> Tensor:
-        """The sum of these parts, from the sums of branches and from `part`."""
-        if (branch := branch_sums.get((first, stop))) is not None:
-            return branch
-        if stop - first == 1:
-            return part(first)
-        middle = (first + stop + 1) // 2
-        return total(first, middle, branch_sums) + total(middle, stop, branch_sums)
-
-    def branches(first: int, stop: int) -> list[tuple[int, tuple[int, int]]]:
-        """The largest branches of which one rank has all parts, and that rank."""
-        if (rank := owner(first, stop)) is not None:
-            return [(rank, (first, stop))]
-        middle = (first + stop + 1) // 2
-        return branches(first, middle) + branches(middle, stop)
-
-    of = [[branch for rank, branch in branches(0, parts) if rank == one] for one in range(ranks.count)]
-    if ranks.count == 1:
-        return total(0, parts, {})
-    sent = [total(*branch, {}) for branch in of[ranks.rank]]
-    most = max(len(some) for some in of)
-    received = ranks.gather(torch.stack(sent + [torch.zeros_like(like)] * (most - len(sent))))
-    sums: dict[tuple[int, int], Tensor] = {}
-    for some, tensors in zip(of, received, strict=True):
-        sums |= zip(some, tensors[: len(some)], strict=True)
-    return total(0, parts, sums)
+    runs = [[run for run, _ in added(rank, lambda _: None)] for rank in range(ranks.count)]
+    mine = [one.value for _, one in added(ranks.rank, part) if one.value is not None]
+    unused = max(map(len, runs)) - len(mine)
+    received = ranks.gather(torch.stack(mine + [torch.zeros_like(like)] * unused))
+    every = _Branches[Added](branches)
+    for some, tensors in zip(runs, received, strict=True):
+        for run, tensor in zip(some, tensors, strict=False):  # others are unused
+            every.add(run, Added(tensor))
+    [(_, total)] = every.sums
+    assert total.value is not None
+    return total.value
