@@ -208,7 +208,7 @@ class _Branches(Generic[S]):
         self.sums: list[tuple[range, S]] = []
 
     def add(self, run: range, sums: S) -> None:
-        """Take the sums of a run of shards; runs come in their order, with gaps."""
+        """Take the sums of a run of shards; runs come in their order, and may have gaps between them."""
         self.sums.append((run, sums))
         while len(self.sums) > 1:
             (first, one), (second, other) = self.sums[-2:]
@@ -234,7 +234,7 @@ class ShardSums(Generic[S]):
         self, batches: Iterator[B], shards: Shards, rows: slice, timer: Callable[[str], AbstractContextManager[None]]
     ) -> Iterator[B]:
         """Yield the batches of a pass over the windows `rows`. Between two of them the caller has added the first to
-        `part`; at the last batch of a shard `part` is put by and begins anew.
+        `part`; after the last batch of a shard `part` is set aside and begins anew.
         """
         if rows.start >= rows.stop:
             return

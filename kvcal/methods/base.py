@@ -117,8 +117,8 @@ class Finishing(Protocol):
 
 @dataclass(frozen=True)
 class Unfitted:
-    """What there is without a method's text. preset: stores the same, fitted to nothing; its name is `name`. options:
-    of the method's command, that fit otherwise; "" for none.
+    """What a method comes down to without its text. preset: the scheme of the same codecs without a fit, called `name`.
+    options: of the method's command, for another fit; "" for none.
     """
 
     name: str
@@ -136,7 +136,7 @@ class HasUnfitted(Protocol):
     """A method whose text is not needed for a scheme, only for a better one."""
 
     def unfitted(self) -> Unfitted | None:
-        """None where these settings have no preset."""
+        """The preset of the same codecs; None where these settings have none."""
 
 
 def layer_by_layer(

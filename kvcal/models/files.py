@@ -24,7 +24,7 @@ class WeightFiles:
 
 
 def weight_files(source: ModelSource) -> WeightFiles:
-    """All of them, downloaded if need be. Raises ModelUnavailable where one is missing."""
+    """The files of a model's weights, downloaded if need be. Raises ModelUnavailable where one is missing."""
     if source.kind == "embedded":
         path = embedded_weights(source)
         return WeightFiles(path, frozenset({path}))
