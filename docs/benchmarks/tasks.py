@@ -3,7 +3,7 @@
     python docs/benchmarks/tasks.py --qwen ./qwen2.5-coder-0.5b --smollm2 ./smollm2-135m --calibration books.txt \
         --data ../shared/data/eval --output tasks --jobs 4
 
-Every task, and every length of RULER and of needles, is one `kvcal eval --task …` in a process of its own, with all
+Every task, and every length of a RULER task or of needles, is one `kvcal eval --task …` in a process of its own, with all
 schemes in it. It writes OUTPUT/NAME.json when it ends, to a temporary name first, and its progress to OUTPUT/NAME.log.
 Nothing is fetched: HumanEval and GSM8K are read from --data (`humaneval/HumanEval.jsonl`, `gsm8k/test.jsonl`), RULER's
 contexts are generated. Can be cut at any second: the same command leaves out what is there, and `kvcal eval` goes on
@@ -90,8 +90,7 @@ def tasks(args: argparse.Namespace, folder: Path) -> list[Task]:
     def at_most(questions: int) -> tuple[str, str]:
         return ("--limit", str(min(questions, args.limit or questions)))
 
-    path, ruler = ("--tasks-path", str(folder)), ",".join(f"{name}_few" for name in RULER)
-    batch = ("--batch", str(args.batch))
+    path, batch = ("--tasks-path", str(folder)), ("--batch", str(args.batch))
     every = [
         Task("humaneval", args.qwen, ("--task", "humaneval", "--allow-code", *path, *limit, *batch)),
         Task("gsm8k", args.qwen, ("--task", "gsm8k_offline", *path, *at_most(args.gsm8k), *batch)),
@@ -99,9 +98,11 @@ def tasks(args: argparse.Namespace, folder: Path) -> list[Task]:
     models = (("qwen", args.qwen, args.qwen_lengths), ("smollm2", args.smollm2, args.smollm2_lengths))
     for name, model, lengths in models:
         for length in reversed(lengths.split(",")):
-            few = ("--task", ruler, "--lengths", length, *path, *at_most(args.ruler))
             needles = ("--task", "needle,agreement", "--lengths", length, *at_most(args.needles))
-            every += [Task(f"ruler-{name}-{length}", model, few), Task(f"needle-{name}-{length}", model, needles)]
+            every.append(Task(f"needle-{name}-{length}", model, needles))
+            for ruler in RULER:
+                options = ("--task", f"{ruler}_few", "--lengths", length, *path, *at_most(args.ruler))
+                every.append(Task(f"ruler-{name}-{length}-{ruler}", model, options))
     names = [task.name for task in every]
     begun = args.tasks.split(",") if args.tasks else [""]
     if strange := [start for start in begun if not any(name.startswith(start) for name in names)]:
