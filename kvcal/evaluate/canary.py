@@ -165,9 +165,12 @@ class Audit:
         self.compared.add(layer.index)
         for role, states, received in zip(ROLES, expected, out, strict=True):
             attended, slots = layer.site.local(states).to(received.dtype), slice(start, start + states.shape[2])
+            rotated = None
             if role == "key" and cache.scheme.frame == "pre_rope" and layer.site.rope:
-                attended = layer.site.rotate(attended, *cache.rope(slots, attended))
-            if not _same(attended, received[:, :, slots]):
+                table = cache.rope(slots, attended)
+                rotated = _rotated_sizes(layer.site, attended, table)
+                attended = layer.site.rotate(attended, *table)
+            if not _same(attended, received[:, :, slots], rotated):
                 self.bypassed[layer.index, role] = None
 
 
@@ -178,15 +181,26 @@ def decoded(cache: KVCalCache, layer: KVCalLayer, packed: list[Packed]) -> tuple
         return layer.decode(packed, cache.old_context(layer.index))
 
 
-def _same(expected: Tensor, received: Tensor) -> bool:
-    """Whether two tensors (B, H, T, D) are one but for rounding, in each row's every head."""
+def _rotated_sizes(site: hf.AttentionSite, x: Tensor, table: Pair) -> Tensor:
+    """What each number of rotated x (B, H, T, D) can be at most: float32. Its RoPE pair is rounded before it is rotated,
+    so that a step of the larger one reaches the smaller.
+    """
+    size, cos, sin = x.float().abs(), table[0].float().abs(), table[1].float().abs()
+    return torch.maximum(site.rotate(size, cos, sin).abs(), site.rotate(size, cos, -sin).abs())
+
+
+def _same(expected: Tensor, received: Tensor, rotated: Tensor | None = None) -> bool:
+    """Whether two tensors (B, H, T, D) are one but for rounding, in each row's every head. rotated: of keys that were
+    rounded before RoPE, too, what _rotated_sizes gives.
+    """
     if expected.shape != received.shape:
         return False
     wide, other = expected.float(), received.float()
     difference, squares = (wide - other).abs(), _squares(wide)
     if received.dtype is torch.float32:
         return bool((_squares(difference) <= SAME * squares).all())
-    step = torch.finfo(received.dtype).eps * torch.maximum(wide.abs(), other.abs())  # or half of it
+    size = torch.maximum(wide.abs(), other.abs())
+    step = torch.finfo(received.dtype).eps * (size if rotated is None else size + rotated)  # or half of it
     few = STEPS * step.double().square().amax((2, 3))
     beyond = (difference - step).clamp_min(0)
     return bool(

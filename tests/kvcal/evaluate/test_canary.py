@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvcal.evaluate.canary import _same
+from kvcal.evaluate.canary import _rotated_sizes, _same
+from kvcal.models.configuration import structure
+from kvcal.models.names import resolve
+from kvcal_artifacts import hf
 from tests.support.models_fixture import kvcal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,6 +65,38 @@ def test_what_8_bits_leave_out_of_one_large_channel_is_not_the_same(dtype: torch
     exact = concentrated()
     step = (exact.amax(axis, keepdim=True) - exact.amin(axis, keepdim=True)) / 255
     assert not _same(((exact / step).round() * step).to(dtype), exact.to(dtype))
+
+
+def rotated_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys after RoPE as Transformers' Llama turns them in their own dtype, and _rotated_sizes of them."""
+    angles = torch.arange(keys.shape[2])[:, None] * 10000.0 ** (-torch.arange(0, 64, 2) / 64)
+    table = tuple(torch.cat([wave(angles)] * 2, -1)[None].to(keys.dtype) for wave in (torch.cos, torch.sin))
+    site = hf.attention_site(hf.decoder_of(structure(resolve("tiny"))), 0)
+    return site.rotate(keys, *table), _rotated_sizes(site, keys, (table[0], table[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_step_before_rope_is_the_same(dtype: torch.dtype) -> None:
+    """Two large numbers of a pair may leave a small one, of which it is many steps: SmolLM2's layer 14 on an H200."""
+    before = concentrated().to(dtype)
+    before[..., 5 + 32] += 40
+    other = before.clone()
+    other[0, 1, 3, 5] *= 1 + torch.finfo(dtype).eps
+    (expected, sizes), (received, _) = rotated_keys(before), rotated_keys(other)
+    assert not _same(expected, received)  # as numbers that nothing rotates
+    assert _same(expected, received, sizes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("axis", [2, 3])
+@pytest.mark.parametrize("keys", [states, concentrated])
+def test_what_8_bits_leave_out_before_rope_is_not_the_same(
+    dtype: torch.dtype, axis: int, keys: Callable[[], torch.Tensor]
+) -> None:
+    exact = keys()
+    step = (exact.amax(axis, keepdim=True) - exact.amin(axis, keepdim=True)) / 255
+    (expected, sizes), (received, _) = (rotated_keys(x.to(dtype)) for x in ((exact / step).round() * step, exact))
+    assert not _same(expected, received, sizes)
 
 
 def test_one_head_of_one_row_is_enough() -> None:
