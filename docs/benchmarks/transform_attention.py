@@ -115,6 +115,7 @@ VARIANTS: dict[str, tuple[str, fused.Launch | None]] = {  # change of a kernel, 
     # last, as they are compiled by then: exact tokens in programs of packed ones, which have 16 blocks fewer for them,
     # whatever the plan says, or in programs of their own
     "exact tokens carried": ("", fused.Launch(warps=4, registers=168, slots=2, tail_cost=16)),
+    "exact tokens carried, 4 blocks": ("", fused.Launch(warps=4, registers=168, slots=2, tail_cost=4)),
     "exact tokens carried, 255 registers": ("", fused.Launch(warps=4, registers=255, slots=2, tail_cost=16)),
     "exact tokens apart": ("", fused.Launch(warps=4, registers=168, slots=2, tail_cost=ALONE)),
 }

@@ -96,6 +96,17 @@ def _check(q: Tensor, keys: Blocks, values: Blocks, blocks: Tensor, sink: Exact,
     _check_places(tensors, q)
 
 
+ALIGNED = 16  # bytes that a lane loads at a time
+
+
+def aligned_exact(q: Tensor, sink: Exact, recent: Exact) -> tuple[Tensor, Exact, Exact]:
+    """Return queries and exact tokens, copies of all where one begins between multiples of ALIGNED bytes."""
+    if not any(x.data_ptr() % ALIGNED for x in (q, *sink[:2], *recent[:2])):
+        return q, sink, recent
+    q, *exact = (x.clone() for x in (q, *sink[:2], *recent[:2]))
+    return q, (exact[0], exact[1], sink[2]), (exact[2], exact[3], recent[2])
+
+
 def check_exact(q: Tensor, shape: tuple[int, int, int], blocks: Tensor, sink: Exact, recent: Exact) -> None:
     """Raise ValueError unless queries, counts and exact tokens are as the kernel takes them. shape: rows, kv heads,
     head_dim.

@@ -193,7 +193,7 @@ def test_compiled_kernel_keeps_to_its_budget(bits: float, most: float, tmp_path:
     check_layouts(own.asm["ttgir"])
     registers, spilled = resources(own, tmp_path)
     loop = max((sum(one.values()) for one in loops(own, tmp_path) if one["HMMA"] > 16), default=0) / turns_of(2)
-    assert registers <= 168 and spilled <= 32 and 0 < loop / 256 < most, (registers, spilled, loop / 256)
+    assert registers <= 168 and spilled <= 64 and 0 < loop / 256 < most, (registers, spilled, loop / 256)
 
 
 @pytest.mark.gpu

@@ -98,7 +98,7 @@ def made(case: Case, seed: int = 0) -> Made:
     move_blocks(pages, form, keys, values, torch.arange(total)[:, None])
     starts = torch.tensor([0, *case.queries]).cumsum(0).to(torch.int32)
     width = case.heads * case.ratio * case.dim
-    q = normal(sum(case.queries), width + (width if case.strided else 0), seed=seed + 40).to(case.dtype)
+    q = normal(sum(case.queries), width + (width + 1 if case.strided else 0), seed=seed + 40).to(case.dtype)
     q = q[:, :width].unflatten(1, (-1, case.dim))
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     return Made(q, pages, form, table, lengths, starts, case.dim**-0.5, *constants)

@@ -23,7 +23,9 @@ Pairs = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Case:
-    """keys, values: pairs of 4, 3, 2 and 1 bits a coordinate. peaked: queries so large that few tokens count."""
+    """keys, values: pairs of 4, 3, 2 and 1 bits a coordinate. peaked: queries so large that few tokens count. shifted: queries
+    and exact tokens begin at an odd number of their memory.
+    """
 
     keys: Pairs = (3, 5, 9, 6)
     values: Pairs = (2, 11, 4, 9)
@@ -38,6 +40,7 @@ class Case:
     ring: bool = False
     gain: str = "debiased"
     peaked: bool = False
+    shifted: bool = False
     warps: int = 0  # of a program; 0: as the device has it
     slots: int = 0  # of a warp's ring, where `warps` is not 0
     splits: int = 0  # programs of a row, likewise
@@ -56,6 +59,11 @@ def codec_of(role: Any, pairs: Pairs, dim: int, heads: int = 2, gain: str = "mse
     return Transform(Shape(heads, dim, BLOCK), role, bits + [0] * (dim - len(bits)), basis, mean, gain)
 
 
+def placed(x: Tensor, case: Case) -> Tensor:
+    """The same numbers where the case has them in memory."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x) if case.shifted else x
+
+
 def made(case: Case, seed: int = 0) -> tuple[Any, ...]:
     """Arguments of `reference.attend`."""
     rows, capacity = len(case.blocks), max(*case.blocks, 1) + 1
@@ -67,13 +75,20 @@ def made(case: Case, seed: int = 0) -> tuple[Any, ...]:
 
     def exact(capacity: int, counts: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor, Tensor]:
         size = (rows, case.heads, capacity, case.dim)
-        k, v = (normal(*size, seed=seed + i).to(case.dtype) for i in (0, 1))
+        k, v = (placed(normal(*size, seed=seed + i).to(case.dtype), case) for i in (0, 1))
         return k, v, torch.tensor(counts, dtype=torch.int32)
 
     sink = exact(max(case.sink), case.sink, seed + 20)
     recent = exact(-(-max(case.recent) // BLOCK) * BLOCK, case.recent, seed + 30)
     q = normal(rows, case.heads * case.ratio, case.queries, case.dim, seed=seed + 40) * (30 if case.peaked else 1)
-    return q.to(case.dtype), *sides, torch.tensor(case.blocks, dtype=torch.int32), sink, recent, case.dim**-0.5
+    return (
+        placed(q.to(case.dtype), case),
+        *sides,
+        torch.tensor(case.blocks, dtype=torch.int32),
+        sink,
+        recent,
+        case.dim**-0.5,
+    )
 
 
 def small() -> list[Case]:
@@ -87,6 +102,7 @@ def small() -> list[Case]:
         Case((32, 0, 0, 0), (1, 1, 1, 1), ratio=1, dtype=bf, ring=True, blocks=(6,), sink=(4,), recent=(40,)),
         Case((0, 0, 7, 3), (0, 30, 0, 0), ratio=4, queries=3, blocks=(4, 1), sink=(4, 0), recent=(33, 7), ring=True),
         Case((0, 0, 0, 32), (0, 0, 0, 1), ratio=2, queries=16, blocks=(2,), sink=(0,), recent=(31,), gain="mse"),
+        Case(blocks=(3, 1, 0), shifted=True),
         Case(blocks=(25, 3, 12), sink=(4, 0, 1), warps=4, slots=2, splits=1),
         Case(
             (8, 14, 20, 14),

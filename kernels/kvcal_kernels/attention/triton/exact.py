@@ -12,7 +12,7 @@ from .softmax import by_parity
 
 
 @triton.jit
-def _slot(token, first, capacity, RING: tl.constexpr):
+def slot_of(token, first, capacity, RING: tl.constexpr):
     """Return the slot of a token; with RING, token 0 is in slot `first` and others follow, wrapping at the capacity."""
     if RING:
         token = tl.where(first + token >= capacity, first + token - capacity, first + token)
@@ -59,7 +59,7 @@ def _window_tokens(
     for start in tl.range(begin, end, NW * 16, num_stages=STAGES):
         token = start + b_token
         live = token < end
-        o_token = (i_head * capacity + _slot(token, first, capacity, RING)) * D
+        o_token = (i_head * capacity + slot_of(token, first, capacity, RING)) * D
         b_s = tl.zeros([NW, 16, N], tl.float32)
         for i in tl.static_range(PAIRS):
             place = (run * 32 + token + tl.where(token < gap, shift, -gap)).to(tl.int64)
@@ -88,7 +88,7 @@ def _window_tokens(
                 channel = value_channels(i, r[None, :, None], k % 2, True, FOUR)
                 for j in tl.static_range(2):
                     token = start + tl.arange(0, NW)[:, None, None] * 16 + j * 8 + k // 2
-                    o_v = (i_head * capacity + _slot(token, first, capacity, RING)) * D + channel
+                    o_v = (i_head * capacity + slot_of(token, first, capacity, RING)) * D + channel
                     b_v = tl.load(p_v + o_v, mask=token + channel * 0 < end, other=0.0)
                     b_o = multiply_add(b_v, halves[j], b_o, ASM)
                 outputs = outputs + (b_o,)

@@ -13,7 +13,7 @@ from .grids import load_tables
 from .kernel import output_of, query_of, step
 from .merge import blocks_of_split, merge_splits, store_split
 from .numbers import LOW, zeros
-from .queries import powers
+from .queries import powers, rows_in_pages
 from .ring import fetch_pages, open_page_ring, pages_of, wait_for_blocks
 from .softmax import declare_parities
 
@@ -64,12 +64,9 @@ def paged_kernel(
     i_head = (i_batch * HEADS + i_kv).to(tl.int64)
     i_group = i_head * CHUNKS + i_chunk
     n = i_chunk * QUERY_ROWS + tl.arange(0, N) // EACH
-    query = tl.load(p_starts + i_batch)
-    count = tl.load(p_starts + i_batch + 1) - query
-    length = tl.minimum(tl.load(p_lengths + i_batch), capacity * 32)
-    b_row = n < RATIO * tl.minimum(count, QUERIES)
-    o_q = (query + n // RATIO).to(tl.int64) * q_stride + (i_kv * RATIO + n % RATIO) * D
-    limit = tl.where(b_row, length - count + 1 + n // RATIO, 0)
+    count, length, b_row, o_q, limit = rows_in_pages(
+        p_lengths, p_starts, i_batch, i_kv, n, q_stride, capacity, RATIO, QUERIES, D
+    )
     start, stop = blocks_of_split(i_split, tl.cdiv(length, 32), splits, splits, 0, 0, NW, LONG)
     o_head = i_kv.to(tl.int64) * head_stride
     p_head, p_row = p_pages + o_head, p_table + i_batch.to(tl.int64) * table_stride

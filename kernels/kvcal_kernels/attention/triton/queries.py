@@ -46,3 +46,20 @@ def powers(
     b_down = ((254 << 23) - exponent).to(tl.float32, bitcast=True) * PEAK
     b_up = exponent.to(tl.float32, bitcast=True) * (1 / PEAK)
     return b_down, b_up
+
+
+@triton.jit
+def rows_in_pages(
+    p_lengths, p_starts, i_batch, i_kv, n, q_stride, capacity, RATIO: tl.constexpr, QUERIES: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Return a request's queries and tokens; of its query rows n [N] which there are, where they begin, and the first
+    token that each does not see.
+    """
+    query = tl.load(p_starts + i_batch)
+    count = tl.load(p_starts + i_batch + 1) - query
+    length = tl.minimum(tl.load(p_lengths + i_batch), capacity * 32)
+    b_row = n < RATIO * tl.minimum(count, QUERIES)
+    o_q = (query + n // RATIO).to(tl.int64) * q_stride + (i_kv * RATIO + n % RATIO) * D
+    limit = tl.where(b_row, length - count + 1 + n // RATIO, 0)
+    return count, length, b_row, o_q, limit

@@ -7,14 +7,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..exact import exact_tokens
 from ..merge import blocks_of_split, merge_splits, store_split
-from ..numbers import LOW, zeros
-from ..queries import powers, row_offset
-from ..softmax import declare_parities
+from ..queries import row_offset
 from .blocks import packed_blocks
-from .codes import declare_lanes
-from .decoder import load_points, output_of, query_of
+from .exact import exact_tokens
+from .output import output_of
+from .query import begin
 from .ring import open_ring, origins_of
 
 
@@ -63,20 +61,11 @@ def transform_kernel(
             key_pointers, p_kn, value_pointers, p_vn, i_head, i_batch, capacity, lane, KEYS, VALUES, False
         )
         to += open_ring(origins, p_blocks, 0, lane, i_split * 0, start, last, KEYS, VALUES, SLOTS, False, NW)
-    b_down, b_up = powers(p_q, o_q, b_row, KEYS, SLICES, 16.0, 51 << 23, False, N)
     i_group = i_head * CHUNKS + i_chunk
-    q, b_up, b_mean = query_of(
-        p_q, p_key_basis + i_kv * (KEY_STEPS * SLICES * 256), p_factor, p_mean + i_kv * D, o_q, b_row, b_down, b_up,
-        KEYS, SLICES, NW, N, ASM,
+    q, unit, b_mean, b_m, b_l, acc = begin(
+        p_q, p_key_basis, p_factor, p_mean, p_table, o_q, b_row, to, i_split * 0, i_kv, factor, KEYS, VALUES, SLICES,
+        ENTRIES, NW, N, ASM,
     )
-    unit = b_up * factor
-    if ASM:
-        declare_parities()
-        declare_lanes(to)
-        load_points(p_table, i_split * 0, ENTRIES)
-    b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
-    b_l = tl.zeros([NW, 16, N], tl.float32)
-    acc = zeros(VALUE_STEPS, NW, N)
     b_m, b_l, acc = packed_blocks(
         key_pointers, p_kn, value_pointers, p_vn, p_blocks, 0, p_table, i_head, i_batch, start, stop, stop, 0, origins,
         to, to, lane, q, unit, b_m, b_l, acc, capacity, KEYS, VALUES, TABLES, SLOTS, False, NW, N, ASM,
@@ -89,8 +78,7 @@ def transform_kernel(
         b_m, b_l, out = exact_tokens(
             p_sink_k, p_sink_v, p_recent_k, p_recent_v, p_q, o_q, b_row, n, i_head, i_batch,
             (i_split - tail_start) * tail_tokens, tail_tokens, sink_splits, sink, recent, blocks, sink_capacity,
-            recent_capacity, factor, b_m, b_l, out, p_blocks, p_blocks, 0, 0, VALUES, SLICES, 1, 1, RATIO, QUERIES, 0,
-            NW, N, ASM, RING,
+            recent_capacity, factor, b_m, b_l, out, VALUES, SLICES, RATIO, QUERIES, NW, N, ASM, RING,
         )
     store_split(
         p_partial, p_stat, out, b_m, b_l, i_group * splits + i_split, b_row, i_split >= tail_start, VALUES, WIDE, 1, 1,

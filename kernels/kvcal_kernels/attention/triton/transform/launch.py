@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....layout.transform import OCTET, QUAD, Basis, TransformBlocks, TransformForm, check_transform, half_points
 from ....triton import Prepared, Ready, interpreted
-from ...checks import Exact, check_exact
+from ...checks import Exact, aligned_exact, check_exact
 from ...plan import (
     ALONE,
     MOST_AT_ONCE,
@@ -198,6 +198,7 @@ def attend(
     """Compute `reference.attend` for q, sink and recent of one dtype, float16 or bfloat16, every tensor contiguous:
     ValueError says what is not. A `workspace` of its own is needed where launches overlap, and under a CUDA graph.
     """
+    q, sink, recent = aligned_exact(q, sink, recent)
     tensors = (q, blocks, *sink, *recent)
     shapes = tuple((x.shape, x.dtype, x.device) for x in tensors)
     key = keys.launch_key, values.launch_key, shapes, launch, ring

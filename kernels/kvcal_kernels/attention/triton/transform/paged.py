@@ -9,13 +9,11 @@ import triton
 import triton.language as tl
 
 from ..merge import blocks_of_split, merge_splits, store_split
-from ..numbers import LOW, zeros
-from ..queries import powers
+from ..queries import rows_in_pages
 from ..ring import pages_of
-from ..softmax import declare_parities
 from .blocks import packed_blocks
-from .codes import declare_lanes
-from .decoder import load_points, output_of, query_of
+from .output import output_of
+from .query import begin
 from .ring import open_ring, origins_of
 
 
@@ -47,12 +45,9 @@ def paged_kernel(
     i_head = (i_batch * HEADS + i_kv).to(tl.int64)
     i_group = i_head * CHUNKS + i_chunk
     n = i_chunk * QUERY_ROWS + tl.arange(0, N) // 2
-    query = tl.load(p_starts + i_batch)
-    count = tl.load(p_starts + i_batch + 1) - query
-    length = tl.minimum(tl.load(p_lengths + i_batch), capacity * 32)
-    b_row = n < RATIO * tl.minimum(count, QUERIES)
-    o_q = (query + n // RATIO).to(tl.int64) * q_stride + (i_kv * RATIO + n % RATIO) * D
-    limit = tl.where(b_row, length - count + 1 + n // RATIO, 0)
+    count, length, b_row, o_q, limit = rows_in_pages(
+        p_lengths, p_starts, i_batch, i_kv, n, q_stride, capacity, RATIO, QUERIES, D
+    )
     start, stop = blocks_of_split(i_split, tl.cdiv(length, 32), splits, splits, 0, 0, NW, LONG)
     o_head = i_kv.to(tl.int64) * head_stride
     p_row = p_table + i_batch.to(tl.int64) * table_stride
@@ -70,19 +65,10 @@ def paged_kernel(
         origins = origins_of(key_pointers, p_kn, value_pointers, p_vn, o_head, i_batch, 0, lane, KEYS, VALUES, True)
         to += open_ring(origins, p_row, page_stride, lane, i_split * 0, start, last, KEYS, VALUES, SLOTS, True, NW)
         pages = pages_of(p_row, start + (SLOTS - 1) * NW, stop, NW)
-    b_down, b_up = powers(p_q, o_q, b_row, KEYS, SLICES, 16.0, 51 << 23, False, N)
-    q, b_up, b_mean = query_of(
-        p_q, p_key_basis + i_kv * (KEY_STEPS * SLICES * 256), p_factor, p_mean + i_kv * D, o_q, b_row, b_down, b_up,
-        KEYS, SLICES, NW, N, ASM,
+    q, unit, b_mean, b_m, b_l, acc = begin(
+        p_q, p_key_basis, p_factor, p_mean, p_points, o_q, b_row, to, i_split * 0, i_kv, factor, KEYS, VALUES, SLICES,
+        ENTRIES, NW, N, ASM,
     )
-    unit = b_up * factor
-    if ASM:
-        declare_parities()
-        declare_lanes(to)
-        load_points(p_points, i_split * 0, ENTRIES)
-    b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
-    b_l = tl.zeros([NW, 16, N], tl.float32)
-    acc = zeros(VALUE_STEPS, NW, N)
     whole = tl.maximum(length - count + 1, 0) // 32  # blocks all of whose tokens every query sees
     b_m, b_l, acc = packed_blocks(
         key_pointers, p_kn, value_pointers, p_vn, p_row, page_stride, p_points, o_head, i_batch, start,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ....layout import Basis, PageForm, TransformBlocks, TransformForm
@@ -29,6 +30,8 @@ def attend_pages(
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute `reference.attend_pages` as `..paged_launch.attend_pages` does, which says what the arguments are."""
+    if q.data_ptr() % 4 or q.stride(0) % 2:  # lanes load two numbers at a time
+        q = q.clone(memory_format=torch.contiguous_format)
     assert isinstance(form.keys, TransformForm) and isinstance(form.values, TransformForm)
     call = Pages(q, pages, form, table, lengths, starts, queries, blocks)
     behind = constants_of(_bare(form.keys, keys), _bare(form.values, values))
