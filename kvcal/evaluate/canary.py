@@ -182,8 +182,8 @@ def decoded(cache: KVCalCache, layer: KVCalLayer, packed: list[Packed]) -> tuple
 
 
 def _rotated_sizes(site: hf.AttentionSite, x: Tensor, table: Pair) -> Tensor:
-    """What each number of rotated x (B, H, T, D) can be at most: float32. Its RoPE pair is rounded before it is rotated,
-    so that a step of the larger one reaches the smaller.
+    """The most that each number of rotated x (B, H, T, D) can be: float32. Its RoPE pair is rounded first, so that a
+    step of the larger one reaches the smaller.
     """
     size, cos, sin = x.float().abs(), table[0].float().abs(), table[1].float().abs()
     return torch.maximum(site.rotate(size, cos, sin).abs(), site.rotate(size, cos, -sin).abs())
