@@ -11,7 +11,7 @@ behind the last task and row that were answered (in KVCAL_CACHE_DIR or HF_HOME, 
 `--task-seconds` ends one task, `--budget-seconds` all.
 
 Needs lm-eval; `--packages` prints what a machine lacks of it, for pip. GSM8K is lm-eval's gsm8k_cot, whose eight examples
-stand in its task file. `--table` prints Markdown from what is there.
+stand in its task file. `--table` prints Markdown from what is there, `--collect` makes one file of it.
 """
 
 from __future__ import annotations
@@ -228,26 +228,76 @@ def run(args: argparse.Namespace) -> int:
     return int(any(not (args.output / f"{task.name}.json").exists() for task in chosen))
 
 
-def table(folder: Path) -> str:
-    """Scores of every scheme beside full precision, with the interval of the difference."""
-    columns = (
-        "model | task | scheme | bits | score | full precision | difference | 95 % | questions | McNemar's p | packed"
-    )
-    lines = [f"| {columns} |", "|---" * 11 + "|"]
+def collected(folder: Path, machine: str) -> dict[str, Any]:
+    """All results of a folder, without the text's figures beside them. machine: what ran them, and at which commit."""
+    kept = ("name", "bits_per_value", "sha256", "tasks", "needles")
+    runs = []
     for path in sorted(folder.glob("*.json")):
-        result: dict[str, Any] = json.loads(path.read_text())
-        for row in result["rows"]:
-            for name, one in row.get("tasks", {}).items():
-                p = "–" if one.get("mcnemar") is None else f"{one['mcnemar']:.3f}"
-                low, high = one["low"], one["high"]  # null of one question
-                packed = "–" if one.get("packed") is None else f"{one['packed']:.0%}"  # files of before have none
-                interval = "–" if low is None else f"{low:+.4f} to {high:+.4f}"
-                lines.append(
-                    f"| {result['model']} | {name} | {row['name']} | {row['bits_per_value']:.3f} | {one['score']:.4f} | "
-                    f"{one['full']:.4f} | {one['difference']:+.4f} | {interval} | {one['n']} "
-                    f"| {p} | {packed} |"
-                )
-    return "\n".join(lines) + "\n"
+        result = json.loads(path.read_text())
+        rows = [{key: row[key] for key in kept if key in row} for row in result["rows"] if "tasks" in row]
+        runs.append({"run": path.stem, "model": result["model"], "seconds": result.get("seconds"), "rows": rows})
+    return {"machine": machine, "runs": runs}
+
+
+def table(files: list[dict[str, Any]]) -> str:
+    """Scores beside full precision, with the interval of the difference: a table for each model and set of schemes,
+    and for each length the mean of the tasks of RULER that are there.
+    """
+    lines: list[str] = []
+    runs = [run for file in files for run in file["runs"]]
+    for model, schemes in dict.fromkeys((run["model"], tuple(row["name"] for row in run["rows"])) for run in runs):
+        here = [
+            run["rows"] for run in runs if (run["model"], tuple(r["name"] for r in run["rows"])) == (model, schemes)
+        ]
+        heads = [f"{row['name'].removeprefix(f'{model}-')}, {row['bits_per_value']:.2f} bits" for row in here[0]]
+        pairs = [(task, [row["tasks"][task] for row in rows]) for rows in here for task in rows[0]["tasks"]]
+        pairs.sort(key=lambda pair: _order(pair[0]))
+        columns = ["task", "tokens", "questions", "full", *(word for h in heads for word in (h, "difference, 95 %"))]
+        lines += [f"**{model}**", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        lines += [_line(_titled(task), ones) for task, ones in pairs]
+        lines += _means([(_titled(task), ones) for task, ones in pairs], len(columns))
+        least = min(one["packed"] for _, ones in pairs for one in ones if one.get("packed") is not None)
+        lines += ["", f"At least {least:.0%} of a context were packed when its last token was asked for.", ""]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _titled(task: str) -> tuple[str, int | None]:
+    """A task's name for a reader, and its length."""
+    name, _, length = task.partition("@")
+    return name.removesuffix("_few").removesuffix("_offline"), int(length) if length else None
+
+
+def _order(task: str) -> tuple[int, str, int]:
+    (name, length), first = _titled(task), ("humaneval", "gsm8k", "needle", "agreement")
+    return first.index(name) if name in first else len(first), name, length or 0
+
+
+def _line(task: tuple[str, int | None], ones: list[dict[str, Any]]) -> str:
+    name, length = task
+    cells = [name, "–" if length is None else f"{length:,}", str(ones[0]["n"]), f"{ones[0]['full']:.3f}"]
+    for one in ones:
+        interval = "" if one["low"] is None else f" ({one['low']:+.3f} to {one['high']:+.3f})"
+        cells += [f"{one['score']:.3f}", f"{one['difference']:+.3f}{interval}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def _means(pairs: list[tuple[tuple[str, int | None], list[dict[str, Any]]]], columns: int) -> list[str]:
+    """Lines with the means of RULER's tasks by length."""
+    names, lines = {_titled(task)[0] for task in RULER}, []
+    for length in sorted({length for (name, length), _ in pairs if name in names and length is not None}):
+        rows = [ones for (name, at), ones in pairs if name in names and at == length]
+        means = [sum(ones[0]["full"] for ones in rows) / len(rows)]
+        means += [sum(ones[i]["score"] for ones in rows) / len(rows) for i in range(len(rows[0]))]
+        cells = [
+            f"mean of {len(rows)} of RULER",
+            f"{length:,}",
+            str(sum(ones[0]["n"] for ones in rows)),
+            f"{means[0]:.3f}",
+        ]
+        for mean in means[1:]:
+            cells += [f"{mean:.3f}", f"{mean - means[0]:+.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def lacking() -> list[str]:
@@ -278,12 +328,17 @@ def main() -> None:
     parser.add_argument("--budget-seconds", type=float, default=3600.0)
     parser.add_argument("--output", type=Path, default=Path("tasks"), help="a folder")
     parser.add_argument("--packages", action="store_true", help="print the packages that lm-eval needs and are absent")
-    parser.add_argument("--table", action="store_true", help="print Markdown of the files that are there")
+    parser.add_argument("--collect", type=Path, help="write what is in --output to one JSON file")
+    parser.add_argument("--machine", default="", help="of --collect: card and commit")
+    parser.add_argument("--table", nargs="*", type=Path, help="print Markdown of such files, or of --output")
     args = parser.parse_args()
     if args.packages:
         print("\n".join(lacking()))
-    elif args.table:
-        print(table(args.output), end="")
+    elif args.collect:
+        args.collect.write_text(json.dumps(collected(args.output, args.machine), indent=1) + "\n")
+    elif args.table is not None:
+        files = [json.loads(path.read_text()) for path in args.table] or [collected(args.output, args.machine)]
+        print(table(files), end="")
     else:
         sys.exit(run(args))
 

@@ -142,13 +142,21 @@ def test_blocks_are_those_that_rows_pack() -> None:
 
 
 def test_a_task_of_one_question_has_no_interval_in_the_table(tmp_path: Path) -> None:
-    pair = {"score": 0.0, "full": 1.0, "difference": -1.0, "low": -1.0, "high": -0.5, "n": 2, "mcnemar": None}
+    pair = {"score": 0.0, "full": 1.0, "difference": -1.0, "low": -1.0, "high": -0.5, "n": 2, "packed": 0.5}
     tasks = {"two": pair, "one": pair | {"low": None, "high": None, "n": 1}}
     (tmp_path / "a.json").write_text(
         json.dumps({"model": "m", "rows": [{"name": "kivi-2", "bits_per_value": 2.0, "tasks": tasks}]})
     )
-    *_, two, one = script("tasks").table(tmp_path).splitlines()
-    assert ("| -1.0000 to -0.5000 | 2 |" in two, "| -1.0000 | – | 1 |" in one) == (True, True)
+    lines = script("tasks").table([script("tasks").collected(tmp_path, "")]).splitlines()
+    assert "| one | – | 1 | 1.000 | 0.000 | -1.000 |" in lines
+    assert "| two | – | 2 | 1.000 | 0.000 | -1.000 (-1.000 to -0.500) |" in lines
+
+
+def test_the_page_of_tasks_is_what_the_answers_say() -> None:
+    folder = ROOT / "docs" / "benchmarks"
+    files = [json.loads((folder / f"tasks-{commit}.json").read_text()) for commit in ("299628b5", "3bb539e3")]
+    between = (folder / "tasks.md").read_text().partition("<!-- tasks.py -->")[2].partition("<!-- end -->")[0]
+    assert between.strip() == script("tasks").table(files).strip()
 
 
 def test_the_page_of_results_is_what_the_rows_say() -> None:
