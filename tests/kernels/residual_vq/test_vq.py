@@ -247,6 +247,15 @@ def test_compiled_kernel_keeps_to_its_budget(
     assert len(steps) == bool(ceiling) and all(step <= ceiling for step in steps), steps
 
 
+@needs_triton
+def test_parts_of_all_lengths_take_one_compiled_kernel() -> None:
+    """Training asks for parts of many lengths: Triton would compile each kernel twice for them."""
+    from kvcal_kernels.residual_vq.nearest import triton as fused
+
+    for kernel in (fused.scale_kernel, fused.propose_kernel, fused.settle_kernel):
+        assert [p.name for p in kernel.params if p.do_not_specialize] == ["n"]
+
+
 # Of each small kernel: registers, instructions of a thread in all (scale, settle: once; 32 vectors of 80) or of a turn
 # (sums: 32 vectors).
 SMALL = {

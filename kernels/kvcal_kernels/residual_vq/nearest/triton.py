@@ -38,7 +38,7 @@ def chunks(d: int) -> tuple[int, int, int, int]:
     return tuple(widths + [0] * (4 - len(widths)))  # type: ignore[return-value]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])  # parts of all lengths take one kernel
 def scale_kernel(p_x, p_half, p_unit, n, d: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):
     """Store vectors times a power of two each, which brings the largest element into [1, 2), as float16; and one over
     that power.
@@ -63,7 +63,7 @@ def load_rows(p, rows, live, start, d, WIDTH: tl.constexpr):
     return tl.load(p + rows[:, None] * d + cols[None, :], mask=inside, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])  # parts of all lengths take one kernel
 def propose_kernel(
     p_x, p_unit, p_book, p_half, p_candidates, n, k, d: tl.constexpr,
     D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D3: tl.constexpr,
@@ -113,7 +113,7 @@ def propose_kernel(
         tl.store(p_candidates + i_rows * CANDIDATES + i, code, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])  # parts of all lengths take one kernel
 def settle_kernel(
     p_x, p_book, p_candidates, p_codes, n, k,
     d: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, CANDIDATES: tl.constexpr,
