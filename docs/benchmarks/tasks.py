@@ -11,7 +11,8 @@ behind the last task and row that were answered (in KVCAL_CACHE_DIR or HF_HOME, 
 `--task-seconds` ends one task, `--budget-seconds` all.
 
 Needs lm-eval; `--packages` prints what a machine lacks of it, for pip. GSM8K is lm-eval's gsm8k_cot, whose eight examples
-stand in its task file. `--table` prints Markdown from what is there, `--collect` makes one file of it.
+stand in its task file. `--table` prints Markdown from what is there, `--report` makes
+pages of it, `--collect` one file.
 """
 
 from __future__ import annotations
@@ -228,6 +229,15 @@ def run(args: argparse.Namespace) -> int:
     return int(any(not (args.output / f"{task.name}.json").exists() for task in chosen))
 
 
+def reports(folder: Path) -> None:
+    """A page of `kvcal report` for each model of a folder: MODEL.html in it."""
+    files: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("*.json")):
+        files.setdefault(json.loads(path.read_text())["model"], []).append(str(path))
+    for model, some in files.items():
+        kvcal(["report", *some, "--output", str(folder / f"{Path(model).name}.html")])
+
+
 def collected(folder: Path, machine: str) -> dict[str, Any]:
     """All results of a folder, without the text's figures beside them. machine: what ran them, and at which commit."""
     kept = ("name", "bits_per_value", "sha256", "tasks", "needles")
@@ -328,12 +338,15 @@ def main() -> None:
     parser.add_argument("--budget-seconds", type=float, default=3600.0)
     parser.add_argument("--output", type=Path, default=Path("tasks"), help="a folder")
     parser.add_argument("--packages", action="store_true", help="print the packages that lm-eval needs and are absent")
+    parser.add_argument("--report", action="store_true", help="write OUTPUT/MODEL.html of what is there")
     parser.add_argument("--collect", type=Path, help="write what is in --output to one JSON file")
     parser.add_argument("--machine", default="", help="of --collect: card and commit")
     parser.add_argument("--table", nargs="*", type=Path, help="print Markdown of such files, or of --output")
     args = parser.parse_args()
     if args.packages:
         print("\n".join(lacking()))
+    elif args.report:
+        reports(args.output)
     elif args.collect:
         args.collect.write_text(json.dumps(collected(args.output, args.machine), indent=1) + "\n")
     elif args.table is not None:

@@ -21,6 +21,8 @@ from ..search.comparison import front
 from .common import Say
 from .options import ReportOptions
 
+COMPARED = ("model", "text", "windows", "length")  # figures of one page have the same
+ONE_TEXT = "give files of one model and text"
 FACTS = ("model", "revision", "text", "windows", "length", "dtype", "random_weights")
 NUMBERS = ("perplexity", "kl_se", "kl_median", "kl_p99", "kl_max", "same_top", "smaller")
 PAIRED = ("score", "full", "difference", "n")
@@ -34,20 +36,15 @@ def run_report(o: ReportOptions, say: Say) -> dict[str, object]:
     check_output(o.output)
     if o.output.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--output {o.output}: must end in .html")
-    heads: list[Heads] = []
-    rows: dict[str, dict[str, Any]] = {}
-    facts: dict[str, object] = {}
-    speeds: list[Speed] = []
+    fitted: list[Heads] = []
+    joined = Joined()
     for path in o.inputs:
         if path.name.endswith(SUFFIX):
-            heads += _of_bundle(path, say)
-            continue
-        result = read_result(path)
-        speeds += result["speeds"]
-        rows |= {row["name"]: row for row in result["rows"]}
-        heads += _of_layers(result["layers"])
-        _same_facts(facts, result["facts"], path)
-    ordered = sorted(rows.values(), key=lambda row: (row["name"] != "full", row["bits_per_value"] or 0.0))
+            fitted += _of_bundle(path, say)
+        else:
+            joined.add(path, read_result(path), say)
+    facts, speeds, heads = joined.facts, joined.speeds, [*joined.heads.values(), *fitted]
+    ordered = sorted(joined.rows.values(), key=lambda row: (row["name"] != "full", row["bits_per_value"] or 0.0))
     compressed = [row for row in ordered if row["name"] != "full"]
     title = f"KV-cache compression of {facts['model']}" if "model" in facts else "KV-cache compression"
     report = Report(
@@ -66,15 +63,63 @@ def run_report(o: ReportOptions, say: Say) -> dict[str, object]:
     return {"output": o.output, **sizes}
 
 
-def _same_facts(facts: dict[str, object], other: Mapping[str, object], path: Path) -> None:
-    """Add a file's facts. Raises UsageError where its figures do not compare with those of the files before it."""
-    for name in ("model", "text", "windows", "length"):
-        if name in facts and name in other and facts[name] != other[name]:
-            raise UsageError(
-                f"{path}: {name} is {other[name]!r}, of the files before it {facts[name]!r}: their figures do not "
-                "compare; give files of one model and text"
-            )
-    facts.update(other)
+class Joined:
+    """Results of several files of one model. A row's figures are those of the first file that has it; its tasks and
+    needles are of all files.
+    """
+
+    def __init__(self) -> None:
+        self.facts: dict[str, object] = {}
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.heads: dict[str, Heads] = {}
+        self.speeds: list[Speed] = []
+
+    def add(self, path: Path, result: Mapping[str, Any], say: Say) -> None:
+        """Add what `read_result` found in a file. Of one measured on other text only tasks are taken, and said to be.
+
+        Raises UsageError where its figures do not compare with those of the files before it.
+        """
+        self.speeds += result["speeds"]
+        facts = result["facts"]
+        other = [
+            name for name in COMPARED if name in self.facts and facts.get(name, self.facts[name]) != self.facts[name]
+        ]
+        tasks_only = bool(other) and other[0] != "model" and any(row["tasks"] for row in result["rows"])
+        if other and not tasks_only:
+            raise UsageError(f"{path}: {self._difference(other[0], facts)}: their figures do not compare; {ONE_TEXT}")
+        for row in result["rows"]:
+            self._add_row(path, row, new=not tasks_only)
+        if tasks_only:
+            say(f"note: {path}: {self._difference(other[0], facts)}: only its tasks are shown")
+            return
+        self.facts |= facts
+        self.heads = {one.name: one for one in _of_layers(result["layers"])} | self.heads
+
+    def _difference(self, name: str, facts: Mapping[str, object]) -> str:
+        return f"{name} is {facts[name]!r}, of the files before it {self.facts[name]!r}"
+
+    def _add_row(self, path: Path, row: dict[str, Any], *, new: bool) -> None:
+        """A row's tasks to the row of its name; the row itself where there is none and `new`."""
+        name = row["name"]
+        if name not in self.rows:
+            if not new and row["tasks"]:
+                raise UsageError(f"{path}: has tasks of {name}, of which no file before it has a row; {ONE_TEXT}")
+            if new:
+                self.rows[name] = row
+            return
+        before = self.rows[name]
+        for what in ("sha256", "bits_per_value"):
+            if None not in (row[what], before[what]) and row[what] != before[what]:
+                raise UsageError(
+                    f"{path}: {name} has {what} {row[what]!s:.20}, in the files before it {before[what]!s:.20}: they "
+                    "are two schemes; give one of the files, or name the bundles otherwise"
+                )
+        for part in ("tasks", "needles"):
+            for task, score in row[part].items():
+                if before[part].setdefault(task, score) != score:
+                    raise UsageError(
+                        f"{path}: {name} has another result of {task} than the files before it; give one of them"
+                    )
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -131,6 +176,7 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
     }
     for name in NUMBERS:
         checked[name] = None if row.get(name) is None else _number(row[name])
+    checked["sha256"] = None if row.get("sha256") is None else _text(row["sha256"])
     for name in ("cache_bytes", "window_bytes", "resident_bytes", "bytes_at_16_bit"):
         checked[name] = _number(row.get(name, 0))
     checked["positions"] = [
@@ -149,7 +195,8 @@ def _paired(one: Mapping[str, Any]) -> dict[str, float | None]:
     ends = {part: None if one[part] is None else _number(one[part]) for part in INTERVAL}
     if None in ends.values() and ends["low"] is not ends["high"]:
         raise ValueError("an interval with one end")
-    return {part: _number(one[part]) for part in PAIRED} | ends
+    packed = None if one.get("packed") is None else _number(one["packed"])
+    return {part: _number(one[part]) for part in PAIRED} | ends | {"packed": packed}
 
 
 def _number(value: object) -> float:

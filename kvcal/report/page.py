@@ -14,7 +14,7 @@ from typing import Any
 from .colours import Shades, shades
 from .plots import needle_table
 from .quantities import percent, quantity, size, written
-from .svg import Chart, Series, intervals, legend, text
+from .svg import Chart, Interval, Series, intervals, legend, text
 
 LENGTHS = [1024 * 2**power for power in range(8)]  # tokens, of memory against length
 
@@ -266,9 +266,12 @@ def _needles(report: Report) -> str:
 
 def _tasks(report: Report) -> str:
     pairs = [(row["name"], name, one) for row in report.compressed for name, one in row.get("tasks", {}).items()]
+    pairs.sort(key=lambda pair: _by_length(pair[1]))  # the rows of a task beside each other, as they come
     if not pairs:
         return ""
-    bars = [(f"{task}, {row}", one["low"], one["difference"], one["high"]) for row, task, one in pairs]
+    colours = report.shades
+    series = {row: Series(row, [], False, colours[row]) for row, _, _ in pairs}
+    bars = [Interval(task, series[row], one["low"], one["difference"], one["high"]) for row, task, one in pairs]
     columns = ["task", "name", "score", "full precision", "difference", "from", "to", "questions", "packed"]
     cells = [
         [
@@ -282,7 +285,14 @@ def _tasks(report: Report) -> str:
     ]
     words = "Difference to full precision on the same questions, with the bootstrap interval of 95 %."
     chart = intervals("Task scores less full precision", "difference of the score", bars)
-    return _section("Tasks", words, _wide("chart of task scores", chart), _table("Tasks", columns, cells))
+    parts = (_wide("chart of task scores", chart), legend(list(series.values())), _table("Tasks", columns, cells))
+    return _section("Tasks", words, *parts)
+
+
+def _by_length(task: str) -> tuple[str, int]:
+    """A task's name and its length, of names such as needle@4096."""
+    name, _, length = task.partition("@")
+    return (name, int(length)) if length.isdecimal() else (task, 0)
 
 
 def _memory(report: Report) -> str:

@@ -16,6 +16,7 @@ WIDTH, HEIGHT = 720, 340
 MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 70, 16, 14, 46
 PLAIN = Shades(OTHER, "#a3adb8")
 TICKS = 6
+ROW, LONGEST = 20, 32  # height of an interval; letters left of it
 
 
 def text(value: object) -> str:
@@ -164,6 +165,11 @@ class Chart:
         return rows
 
 
+def _short(name: str) -> str:
+    """A name that fits left of a chart: its beginning and its end."""
+    return name if len(name) <= LONGEST else f"{name[: LONGEST // 2]}…{name[-(LONGEST // 2) :]}"
+
+
 def number(value: float) -> str:
     """A number of about four digits: 0.001, 2.5, 4,096, 1,500,000."""
     return f"{value:,.0f}" if abs(value) >= 1000 or value == round(value) else f"{value:.4g}"
@@ -184,13 +190,23 @@ def legend(series: Sequence[Series]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def intervals(title: str, label: str, rows: Sequence[tuple[str, float | None, float, float | None]]) -> str:
-    """Rows (name, low, middle, high), one below the other, with a line at 0; without ends a dot alone."""
-    height = MARGIN_TOP + MARGIN_BOTTOM + 24 * len(rows)
+@dataclass(frozen=True)
+class Interval:
+    """A dot at `middle` with a line from low to high, where there are ends, in a series' colours. of: what it is of."""
+
+    of: str
+    series: Series
+    low: float | None
+    middle: float
+    high: float | None
+
+
+def intervals(title: str, label: str, rows: Sequence[Interval]) -> str:
+    """Intervals one below the other, with a line at 0. What they are of stands left of the first of its kind."""
+    height = MARGIN_TOP + MARGIN_BOTTOM + ROW * len(rows)
     start = 250
-    x = Axis.over(
-        label, [0.0, *(value for row in rows for value in row[1:] if value is not None)], start, WIDTH - MARGIN_RIGHT
-    )
+    numbers = [value for row in rows for value in (row.low, row.middle, row.high) if value is not None]
+    x = Axis.over(label, [0.0, *numbers], start, WIDTH - MARGIN_RIGHT)
     parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{text(title)}">']
     for tick in x.ticks:
         parts.append(f'<path class="grid" d="M{x(tick)} {MARGIN_TOP}V{height - MARGIN_BOTTOM}"/>')
@@ -198,15 +214,16 @@ def intervals(title: str, label: str, rows: Sequence[tuple[str, float | None, fl
             f'<text x="{x(tick)}" y="{height - MARGIN_BOTTOM + 18}" text-anchor="middle">{number(tick)}</text>'
         )
     parts.append(f'<path class="axis" d="M{x(0)} {MARGIN_TOP}V{height - MARGIN_BOTTOM}"/>')
-    parts.append(f'<g class="series" style="{style(PLAIN)}">')
-    for place, (name, low, middle, high) in enumerate(rows):
-        y = MARGIN_TOP + 24 * place + 14
-        tip = f"{name}: {middle:+.4f}"
-        parts.append(f'<text x="{start - 10}" y="{y + 4}" text-anchor="end">{text(name[:38])}</text>')
-        if low is not None and high is not None:
-            tip += f", from {low:+.4f} to {high:+.4f}"
-            parts.append(f'<path class="line" d="M{x(low)} {y}H{x(high)}"/>')
-        parts.append(f'<circle class="dot" cx="{x(middle)}" cy="{y}" r="4"><title>{text(tip)}</title></circle>')
-    parts.append("</g>")
+    for place, row in enumerate(rows):
+        y = MARGIN_TOP + ROW * place + ROW // 2
+        tip = f"{row.of}, {row.series.name}: {row.middle:+.4f}"
+        if not place or rows[place - 1].of != row.of:
+            parts.append(f'<text x="{start - 10}" y="{y + 4}" text-anchor="end">{text(_short(row.of))}</text>')
+        parts.append(f'<g class="series" style="{style(row.series.shades)}">')
+        if row.low is not None and row.high is not None:
+            tip += f", from {row.low:+.4f} to {row.high:+.4f}"
+            dashes = ' stroke-dasharray="5 4"' if row.series.shades.dashed else ""
+            parts.append(f'<path class="line"{dashes} d="M{x(row.low)} {y}H{x(row.high)}"/>')
+        parts.append(f'<circle class="dot" cx="{x(row.middle)}" cy="{y}" r="4"><title>{text(tip)}</title></circle></g>')
     parts.append(f'<text x="{(start + WIDTH) / 2}" y="{height - 8}" text-anchor="middle">{text(label)}</text></svg>')
     return "\n".join(parts)

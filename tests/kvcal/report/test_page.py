@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvcal.report.colours import colour, shades
-from kvcal.report.svg import Axis, Chart, Series, intervals, number
+from kvcal.report.svg import Axis, Chart, Interval, Series, intervals, number
 from tests.support.models_fixture import kvcal
 
 POSITION = {"first": 0, "last": 127, "kl": 0.01, "kl_se": None, "same_top": 1.0}
@@ -134,6 +134,46 @@ def test_files_of_other_texts_do_not_compare(tmp_path: Path) -> None:
     assert not (tmp_path / "x.html").exists()
 
 
+def test_tasks_of_several_files_are_on_one_page(tmp_path: Path) -> None:
+    layers = {"a": [{"key_head_errors": [0.1, 0.2], "value_head_errors": [0.3, 0.4]}]}
+    task = {"tasks": {"gsm8k": PAIR | {"packed": 0.85}}, "needles": {"needle@64/0": 1.0}}
+    more = {"tasks": {"humaneval": PAIR}, "needles": {"needle@128/0": 0.5}}
+    page = made(
+        tmp_path, result(row("a", 2.0, 0.1, **task), layers=layers), result(row("a", 2.0, 0.1, **more), layers=layers)
+    )
+    assert {"gsm8k", "humaneval", "85.0 %", "64", "128"} <= set(page.words)
+    assert page.words.count("a: keys") == 1
+
+
+def test_of_another_text_only_tasks_are_taken(tmp_path: Path) -> None:
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    files[0].write_text(json.dumps(result(row("a", 2.0, 0.1))))
+    files[1].write_text(json.dumps(result(row("a", 2.0, 0.7, tasks={"gsm8k": PAIR})) | {"length": 32}))
+    done = kvcal("report", *files, "--output", tmp_path / "x.html")
+    assert done.code == 0, done.err
+    assert "b.json: length is 32, of the files before it 64: only its tasks are shown" in done.err + done.out
+    words = Page((tmp_path / "x.html").read_text()).words
+    assert ("gsm8k" in words, "0.10000" in words, "0.70000" in words) == (True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"tasks": {"gsm8k": PAIR | {"score": 0.75}}}, "a has another result of gsm8k than the files before it"),
+        ({"sha256": "b" * 64}, "a has sha256 bbbb"),
+        ({"bits_per_value": 3.0}, "a has bits_per_value 3.0, in the files before it 2.0"),
+    ],
+)
+def test_one_name_of_two_results_is_refused(tmp_path: Path, other: dict[str, Any], why: str) -> None:
+    first = row("a", 2.0, 0.1, tasks={"gsm8k": PAIR}, sha256="a" * 64)
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, one in zip(files, (first, first | other), strict=True):
+        path.write_text(json.dumps(result(one)))
+    done = kvcal("report", *files, "--output", tmp_path / "x.html")
+    assert (done.code, why in done.err) == (2, True), done.err
+    assert not (tmp_path / "x.html").exists()
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -174,7 +214,11 @@ def test_axes_hold_what_is_drawn() -> None:
     assert all(plain.low <= tick <= plain.high for tick in plain.ticks)
     chart = Chart.of("t", ("x", "y"), [Series("a", [(0.0, 1.0, None), (1.0, 1.0, 0.1)])], (True, False))
     assert str(chart).count("<circle") == 1  # zero has no logarithm
-    assert intervals("t", "d", [("a", -1.0, 0.0, 1.0)]).count("<circle") == 1
+    one = Series("a", [(0.0, 1.0, None)])
+    rows = [Interval(name, one, -1.0, 0.0, 1.0) for name in ("short", "short", "x" * 50)]
+    drawn = intervals("t", "d", rows)
+    assert (drawn.count("<circle"), drawn.count(">short<")) == (3, 1)
+    assert f">{'x' * 16}…{'x' * 16}<" in drawn
     assert [number(x) for x in (0.001, 4096, 10_000.0, 2.5)] == ["0.001", "4,096", "10,000", "2.5"]
 
 
