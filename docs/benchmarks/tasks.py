@@ -205,10 +205,27 @@ class Running:
         print(f"{self.task.name}: stopped after {self.seconds:.0f} s; the same command goes on", flush=True)
 
 
+SETTINGS = ("qwen", "smollm2", "calibration", "text", "fit_windows", "fit_length", "gsm8k", "ruler", "needles", "limit")
+
+
+def check_settings(args: argparse.Namespace) -> None:
+    """Results are left out where they are there, so a folder holds those of one set of settings."""
+    settings, place = {name: getattr(args, name) for name in SETTINGS}, args.output / "settings.txt"
+    if not place.exists():
+        place.write_text(json.dumps(settings, indent=1) + "\n")
+    before = json.loads(place.read_text())
+    if other := [name for name in SETTINGS if before.get(name) != settings[name]]:
+        raise SystemExit(
+            f"tasks.py: {args.output} holds results with --{other[0].replace('_', '-')} {before.get(other[0])}, not "
+            f"{settings[other[0]]}: give another --output, or delete it"
+        )
+
+
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0 where every task has its file."""
     end = time.monotonic() + args.budget_seconds
     args.output.mkdir(parents=True, exist_ok=True)
+    check_settings(args)
     write_tasks(args.data, args.output / "task-files", args.ruler)
     chosen = tasks(args, args.output / "task-files")
     waiting = [task for task in chosen if not (args.output / f"{task.name}.json").exists()]

@@ -21,9 +21,10 @@ from ..search.comparison import front
 from .common import Say
 from .options import ReportOptions
 
-COMPARED = ("model", "text", "windows", "length")  # figures of one page have the same
+OF_ONE_MODEL = ("model", "revision")
+COMPARED = (*OF_ONE_MODEL, "text", "windows", "length", "step", "dtype")  # figures of one page have the same
 ONE_TEXT = "give files of one model and text"
-FACTS = ("model", "revision", "text", "windows", "length", "dtype", "random_weights")
+FACTS = (*COMPARED, "random_weights")
 NUMBERS = ("perplexity", "kl_se", "kl_median", "kl_p99", "kl_max", "same_top", "smaller")
 PAIRED = ("score", "full", "difference", "n")
 INTERVAL = ("low", "high")  # null of one question
@@ -40,7 +41,7 @@ def run_report(o: ReportOptions, say: Say) -> dict[str, object]:
     joined = Joined()
     for path in o.inputs:
         if path.name.endswith(SUFFIX):
-            fitted += _of_bundle(path, say)
+            fitted += _of_bundle(path, joined.facts, say)
         else:
             joined.add(path, read_result(path), say)
     facts, speeds, heads = joined.facts, joined.speeds, [*joined.heads.values(), *fitted]
@@ -84,7 +85,7 @@ class Joined:
         other = [
             name for name in COMPARED if name in self.facts and facts.get(name, self.facts[name]) != self.facts[name]
         ]
-        tasks_only = bool(other) and other[0] != "model" and any(row["tasks"] for row in result["rows"])
+        tasks_only = bool(other) and other[0] not in OF_ONE_MODEL and any(row["tasks"] for row in result["rows"])
         if other and not tasks_only:
             raise UsageError(f"{path}: {self._difference(other[0], facts)}: their figures do not compare; {ONE_TEXT}")
         for row in result["rows"]:
@@ -218,13 +219,28 @@ def _cell(name: str) -> str:
     return name
 
 
-def _of_bundle(path: Path, say: Say) -> list[Heads]:
+def _of_bundle(path: Path, facts: dict[str, object], say: Say) -> list[Heads]:
+    """Errors that a bundle records. facts: of the files before it, or the model of the first bundle. Raises UsageError
+    where it was made for another model.
+    """
     bundle = bundle_at(path)
+    revision, other = bundle.fingerprint.revision, facts.get("revision")
+    if revision is not None and isinstance(other, str) and revision != other and _kind(revision) == _kind(other):
+        raise UsageError(
+            f"{path}: was made for revision {revision:.20}, the files before it are of {other:.20}; {ONE_TEXT}"
+        )
+    if revision is not None:
+        facts.setdefault("revision", revision)
     errors = stored_head_errors(bundle.metrics)
     if errors is None:
         say(f"note: {bundle.name} records no errors by head; `kvcal inspect --model` measures them")
         return []
     return [Heads(f"{bundle.name}, when fitted", errors.key, errors.value)]
+
+
+def _kind(revision: str) -> str:
+    """Whether a revision is a commit or a hash of weights, and of which kind: two kinds do not compare."""
+    return revision.rpartition(":")[0]
 
 
 def _of_layers(layers: Mapping[str, Any]) -> list[Heads]:

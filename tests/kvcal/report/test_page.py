@@ -156,6 +156,25 @@ def test_of_another_text_only_tasks_are_taken(tmp_path: Path) -> None:
     assert ("gsm8k" in words, "0.10000" in words, "0.70000" in words) == (True, True, False)
 
 
+@pytest.mark.parametrize("name", ["step", "dtype", "windows", "revision"])
+def test_figures_of_other_settings_do_not_compare(tmp_path: Path, name: str) -> None:
+    settings = {"step": 32, "dtype": "bfloat16", "windows": 2, "revision": "sha256:a"}
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    files[0].write_text(json.dumps(result(row("a", 2.0, 0.1)) | settings))
+    files[1].write_text(json.dumps(result(row("b", 2.0, 0.1)) | settings | {name: "x" if name != "windows" else 3}))
+    done = kvcal("report", *files, "--output", tmp_path / "x.html")
+    assert (done.code, f"b.json: {name} is " in done.err) == (2, True), done.err
+
+
+def test_a_bundle_of_another_model_is_refused(tmp_path: Path) -> None:
+    bundle = tmp_path / "x.kvcal.safetensors"
+    assert kvcal("preset", "kivi-2", "--model", "tiny", "--output", bundle).code == 0
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(result(row("a", 2.0, 0.1)) | {"revision": "sha256:0"}))
+    done = kvcal("report", file, bundle, "--output", tmp_path / "x.html")
+    assert (done.code, "was made for revision" in done.err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("other", "why"),
     [
