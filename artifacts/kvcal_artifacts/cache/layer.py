@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -77,6 +78,7 @@ class KVCalLayer(AttendingLayer, CacheLayerMixin):
         self.columns, self.is_initialized = 0, False
         # columns that no statistic counts, those of steps on the device: the newest ones, and all
         self.unseen = self.missed = 0
+        self.decoding: Hashable = None  # of `codecs`, where blocks of layers may be decoded together
         self._due = None
 
     @property
@@ -122,6 +124,7 @@ class KVCalLayer(AttendingLayer, CacheLayerMixin):
         self.codecs = self.paths.codecs
         if self.paths.refused is not None:
             self.cache.on_refused(self)
+        self.decoding = self.codecs.decoding if self.cache.remember and self.cache.max_length is None else None
         self.packed = [codec.empty(key_states.shape[0], key_states.device) for codec in self.pair]
         self.is_initialized = True
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from itertools import pairwise
 from typing import Literal, TypedDict
 
@@ -308,6 +308,9 @@ class Squat(Codec):
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         return self.inner.decode(packed, context)
+
+    def decoding(self) -> Hashable:
+        return self.inner.decoding()
 
     def of_heads(self, heads: slice) -> Codec | str:
         inner = self.inner.of_heads(heads)

@@ -87,6 +87,15 @@ def from_block(stored: Stored, start: int) -> Stored:
     return stored.take(_numbers(stored)[:, :, start:]) if isinstance(stored, Ragged) else stored[:, :, start:]
 
 
+def as_rows(layers: list[Stored], start: int) -> Stored:
+    """The blocks from `start` on of several layers of one kind, each (B, H, N, ...), as rows of one (layers * B, ...)."""
+    ragged = [one for one in layers if isinstance(one, Ragged)]
+    if ragged:
+        whole = Ragged(torch.cat([one.data for one in ragged]), torch.cat([one.counts for one in ragged]))
+        return from_block(whole, start) if start else whole
+    return torch.cat([one[:, :, start:] for one in layers if isinstance(one, Tensor)])
+
+
 def move(stored: Stored, device: torch.device | str) -> Stored:
     """Blocks on another device; the host does not wait for the copy."""
     if isinstance(stored, Ragged):
