@@ -76,7 +76,7 @@ PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
 PREDICTED = ("first_layer", "key_inputs", "value_inputs")
 FITTED = ("calibration", "fit_windows", "fit_length")
 MEASURED = ("cache_bytes", "window_bytes", "resident_bytes")
-KEPT = 1 << 32  # bytes, at most, of full precision's log-probabilities that all rows share; an eighth of what is free
+FULL_BYTES = 1 << 32  # at most, and an eighth of free memory: of full precision's log-probabilities for all rows
 FIGURES = 3  # which figures a row has; rows of result files that have others are measured again
 
 
@@ -317,7 +317,7 @@ def _measure_rows(
     ids, failed = texts.evaluation.ids, dict[str, KVCalError]()
     todo = [row for row in rows if row.key not in ledger.rows]
     items = Items(say, len(rows), len(rows) - len(todo))
-    full = FullRuns(most=min(KEPT, (free_bytes(loaded.model.device) or 0) // 8)) if len(todo) > 1 else None
+    full = FullRuns(most=min(FULL_BYTES, (free_bytes(loaded.model.device) or 0) // 8)) if len(todo) > 1 else None
 
     def figures_of(row: Candidate) -> dict[str, Any] | KVCalError:
         method = row.what

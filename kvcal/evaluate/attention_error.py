@@ -8,7 +8,7 @@ statistics), the cache is run in steps instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
@@ -19,10 +19,10 @@ from transformers import DynamicCache
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer
 from kvcal_artifacts.cache.chain import Chain
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.hf import AttentionSite
 
 from ..models.spread import input_device
 from ..report.progress import progress
+from .attended import Visible, attention, mixed_attention
 
 if TYPE_CHECKING:
     from ..models.structure import CausalLM
@@ -150,7 +150,7 @@ class Meter:
             raise UsageError("attention errors are measured of all heads in one process: load the model by device_map")
         self._cache, self._sums, self._step = cache, sums, step
         self._queries: dict[int, Tensor] = {}
-        self._seen: dict[tuple[int, int, torch.device], Seen] = {}
+        self._visible: dict[tuple[int, int, torch.device], Visible] = {}
         self._handles = []
         for layer in cache.compressed_layers:
             self._sums.setdefault(layer.index, LayerError())
@@ -177,18 +177,18 @@ class Meter:
             exact = uncompressed.update(keys, values, 0)
             q = self._rotated_queries(layer)
             if decoded[0].shape[2] > q.shape[2]:  # the first call sees nothing packed
-                seen = self._of_call(q, decoded[0].shape[2])
-                self._sums[layer.index].add(*attention(site, q, [exact, decoded], seen))
+                visible = self._of_call(q, decoded[0].shape[2])
+                self._sums[layer.index].add(*attention(site, q, [exact, decoded], visible))
             return exact
 
         return metered
 
-    def _of_call(self, q: Tensor, length: int) -> Seen:
+    def _of_call(self, q: Tensor, length: int) -> Visible:
         """What the call's queries see of so many columns, computed once for the layers of a device."""
         key = length, q.shape[2], q.device
-        if key not in self._seen:
-            self._seen = {key: Seen.of(torch.arange(length - q.shape[2], length, device=q.device), length)}
-        return self._seen[key]
+        if key not in self._visible:
+            self._visible = {key: Visible.of(torch.arange(length - q.shape[2], length, device=q.device), length)}
+        return self._visible[key]
 
     def _rotated_queries(self, layer: KVCalLayer) -> Tensor:
         """The current call's queries (B, heads, Q, D) after RoPE."""
@@ -197,7 +197,7 @@ class Meter:
 
 
 QUERIES = 256  # of a window that are compared at a time: scores (B, heads, QUERIES, T) are held
-SEEN = 1 << 26  # numbers, at most, of what queries see: more are computed anew in every layer
+VISIBLE = 1 << 26  # numbers, at most, of what queries see: more are computed anew in every layer
 
 
 class WholeMeter(Meter):
@@ -215,22 +215,22 @@ class WholeMeter(Meter):
             for start in range(self._step, length, QUERIES):
                 stop = min(start + QUERIES, length)
                 states = [x[:, :, :stop] for x in (keys, values, *decoded)]
-                seen = self._of_queries(start, stop, length, q.device)
-                self._sums[layer.index].add(*mixed_attention(layer.site, q[:, :, start:stop], states, seen))
+                visible = self._of_queries(start, stop, length, q.device)
+                self._sums[layer.index].add(*mixed_attention(layer.site, q[:, :, start:stop], states, visible))
             return exact
 
         return metered
 
-    def _of_queries(self, start: int, stop: int, length: int, device: torch.device) -> Seen:
+    def _of_queries(self, start: int, stop: int, length: int, device: torch.device) -> Visible:
         """What the queries from `start` to `stop` of a window of `length` tokens see."""
         key = start, stop, device
-        if key in self._seen:
-            return self._seen[key]
+        if key in self._visible:
+            return self._visible[key]
         queries = torch.arange(start, stop, device=device)
-        seen = Seen.of(queries, stop, self._packed(queries))
-        if length * length <= SEEN:
-            self._seen[key] = seen
-        return seen
+        visible = Visible.of(queries, stop, self._packed(queries))
+        if length * length <= VISIBLE:
+            self._visible[key] = visible
+        return visible
 
     def _decoded(self, layer: KVCalLayer, keys: Tensor, values: Tensor) -> list[Tensor]:
         """Keys after RoPE and values (B, H, T, D) of the whole window, those of packed blocks as they decode."""
@@ -255,80 +255,3 @@ class WholeMeter(Meter):
         begun = queries // self._step * self._step
         blocks = ((begun - windows.sink - windows.recent) // windows.block).clamp_min(0)
         return windows.sink, windows.sink + blocks * windows.block
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What S queries see of T columns. future (S, T) bool: those behind each. count (S, 1): how many it sees.
-    compressed (S, T) bool: in whose place a query sees decoded states; others: its complement; both None where there
-    are none.
-    """
-
-    future: Tensor
-    count: Tensor
-    compressed: Tensor | None = None
-    others: Tensor | None = None
-
-    @classmethod
-    def of(cls, positions: Tensor, length: int, packed: tuple[int, Tensor] | None = None) -> Seen:
-        """Of queries at `positions` (S,) over `length` columns. packed: first column, and one behind the last (S,)."""
-        columns = torch.arange(length, device=positions.device)
-        future, count = columns > positions[:, None], (positions + 1)[:, None]
-        if packed is None:
-            return cls(future, count)
-        compressed = (columns >= packed[0]) & (columns < packed[1][:, None])
-        return cls(future, count, compressed, ~compressed)
-
-
-def mixed_attention(
-    site: AttentionSite, q: Tensor, states: list[Tensor], seen: Seen
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """What `attention` gives with exact keys and values, and with those that each query sees of a cache.
-
-    q (B, heads, S, D). states: exact keys and values, then decoded ones, (B, H, T, D) each. seen: with `compressed`.
-    """
-    keys, values, decoded_keys, decoded_values = (x.float()[:, :, None] for x in states)
-    grouped, compressed, others = _grouped(site, q, keys.shape[1]), seen.compressed, seen.others
-    assert compressed is not None and others is not None
-    exact = grouped @ keys.transpose(-1, -2)
-    mixed = torch.where(compressed, grouped @ decoded_keys.transpose(-1, -2), exact)
-
-    def outputs(scores: Tensor, packed_values: Tensor) -> Tensor:
-        """Both sums apart for exact states too, so that an exact codec has an error of exactly 0."""
-        weights = scores.masked_fill(seen.future, float("-inf")).softmax(-1)
-        return weights.masked_fill(compressed, 0) @ values + weights.masked_fill(others, 0) @ packed_values
-
-    return (
-        (_centred(exact, seen), outputs(exact, values)),
-        (_centred(mixed, seen), outputs(mixed, decoded_values)),
-    )
-
-
-def attention(
-    site: AttentionSite, q: Tensor, states: Sequence[tuple[Tensor, Tensor]], seen: Seen
-) -> list[tuple[Tensor, Tensor]]:
-    """Scores and outputs of the last S tokens' queries q (B, heads, S, D) over each of these keys and values (B, H, T,
-    D), all float32.
-
-    Scores (B, H, group, S, T) are less their mean over what a query sees, and zero elsewhere. Outputs are (B, H, group,
-    S, D).
-    """
-    grouped, results = _grouped(site, q, states[0][0].shape[1]), []
-    for keys, values in states:
-        scores = grouped @ keys.float()[:, :, None].transpose(-1, -2)
-        weights = scores.masked_fill(seen.future, float("-inf")).softmax(-1)
-        results.append((_centred(scores, seen), weights @ values.float()[:, :, None]))
-    return results
-
-
-def _grouped(site: AttentionSite, q: Tensor, heads: int) -> Tensor:
-    """Queries (B, heads, S, D) by kv head and scaled: (B, H, group, S, D) float32."""
-    scaling = float(getattr(site.module, "scaling", q.shape[3] ** -0.5))
-    return torch.unflatten(q.float(), 1, (heads, -1)) * scaling
-
-
-def _centred(scores: Tensor, seen: Seen) -> Tensor:
-    """Scores (..., S, T) less their mean over what queries see, zero elsewhere."""
-    scores = scores.masked_fill(seen.future, 0)
-    scores -= scores.sum(-1, keepdim=True) / seen.count
-    return scores.masked_fill_(seen.future, 0)

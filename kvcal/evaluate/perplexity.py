@@ -175,7 +175,7 @@ def evaluate(
 
     step: tokens a forward, or more where no token sees other blocks then (`calls`). batch: windows at a time (chosen
     from the device and T by default). saved: of the same windows, caches, step and batch, or the figures are of
-    neither. full: filled by the first evaluation and read by the later ones, which run no full precision then; takes
+    neither. full: filled by the first evaluation and read by the later ones, which run no full precision then. It takes
     4·N·T·vocabulary bytes on the model's device, or what its limit allows. ranks: the processes that share the batches;
     each gets all rows.
     Raises UsageError for windows of one token and for more ranks than batches, NonFiniteError for logits that are not

@@ -272,8 +272,8 @@ class KVCalLayer(AttendingLayer, CacheLayerMixin):
         if self.decoding is None:  # steps on the device change them in place
             return self._statistics_now()
         states = [state for tracker in self.statistics.values() for state in tracker.state.values()]
-        known, now = self._current
-        if len(known) != len(states) or any(map(is_not, known, states)):
+        states_then, now = self._current
+        if len(states_then) != len(states) or any(map(is_not, states_then, states)):
             now = self._statistics_now()
             self._current = states, now
         return dict(now)

@@ -306,8 +306,7 @@ class Higgs(Codec):
         if isinstance(self._form, str):
             return self
         twin = copy.copy(self)
-        twin._form = "stored for decoding, as the scheme predicts layers or keeps keys before RoPE"
-        twin._look_up = None
+        twin._form, twin._look_up = "stored for decoding, as the scheme predicts layers or keeps keys before RoPE", None
         return twin
 
     def for_lookups(self) -> Higgs:

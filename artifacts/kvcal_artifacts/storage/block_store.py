@@ -88,7 +88,7 @@ def from_block(stored: Stored, start: int) -> Stored:
 
 
 def as_rows(layers: list[Stored], start: int) -> Stored:
-    """The blocks from `start` on of several layers of one kind, each (B, H, N, ...), as rows of one (layers * B, ...)."""
+    """The blocks from `start` on of layers of one kind, each (B, H, N, ...), as rows of one: (layers * B, H, ...)."""
     ragged = [one for one in layers if isinstance(one, Ragged)]
     if ragged:
         whole = Ragged(torch.cat([one.data for one in ragged]), torch.cat([one.counts for one in ragged]))
