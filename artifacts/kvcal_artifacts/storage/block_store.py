@@ -52,15 +52,26 @@ def arrange(old: Stored, new: Stored | None, order: Tensor) -> Stored:
 
 
 def _append_ragged(old: Ragged, new: Ragged, plan: Plan) -> Ragged:
+    if plan.rows is None:
+        return _joined(old, new)
     both = Ragged(torch.cat([old.data, new.data]), torch.cat([old.counts.flatten(), new.counts.flatten()])[None, None])
     first, second = _numbers(old), _numbers(new) + old.counts.numel()
-    if plan.rows is None:
-        return both.take(torch.cat([first, second], 2))
     assert plan.slots is not None and plan.picks is not None
     order = first.new_full((*first.shape[:2], plan.blocks), -1)
     order[:, :, : first.shape[2]] = first
     order[plan.rows, :, plan.slots] = second[plan.rows, :, plan.picks]
     return both.take(order)
+
+
+def _joined(old: Ragged, new: Ragged) -> Ragged:
+    """The items of each row and head, old ones first; the host knows how many rows they have, and waits for nothing."""
+    data, counts = torch.cat([old.data, new.data]), torch.cat([old.counts, new.counts], 2)
+    begins = torch.cat([old.offsets(), new.offsets() + len(old.data)], 2).flatten()
+    lengths = counts.flatten().long()
+    index = torch.arange(len(data), device=data.device)
+    shift = begins - (lengths.cumsum(0) - lengths)
+    index += torch.repeat_interleave(shift, lengths, output_size=len(data))
+    return Ragged(data.index_select(0, index), counts)
 
 
 def _numbers(items: Ragged) -> Tensor:
