@@ -27,13 +27,14 @@ from ..capture import ranks
 from ..capture.scan import WholeModel
 from ..capture.spread import spread
 from ..evaluate.attention_error import attention_errors
-from ..evaluate.perplexity import Batches, CacheMaker, evaluate
+from ..evaluate.perplexity import Batches, CacheMaker, FullRuns, evaluate
 from ..evaluate.spread import ties
 from ..methods.aqua_kv import AquaKV
 from ..methods.composition import Composition
 from ..methods.data_free import DataFree, Preset, block_notes, composed, preset
 from ..models import configuration
 from ..models.loading import LoadedModel
+from ..models.memory import free_bytes
 from ..models.names import ModelSource, resolve
 from ..pipeline.options import FitPredictorsOptions
 from ..pipeline.scheme_file import Recipe, read_recipe
@@ -75,6 +76,7 @@ PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
 PREDICTED = ("first_layer", "key_inputs", "value_inputs")
 FITTED = ("calibration", "fit_windows", "fit_length")
 MEASURED = ("cache_bytes", "window_bytes", "resident_bytes")
+FULL_BYTES = 1 << 32  # at most, and an eighth of free memory: of full precision's log-probabilities for all rows
 FIGURES = 3  # which figures a row has; rows of result files that have others are measured again
 
 
@@ -315,6 +317,7 @@ def _measure_rows(
     ids, failed = texts.evaluation.ids, dict[str, KVCalError]()
     todo = [row for row in rows if row.key not in ledger.rows]
     items = Items(say, len(rows), len(rows) - len(todo))
+    full = FullRuns(most=min(FULL_BYTES, (free_bytes(loaded.model.device) or 0) // 8)) if len(todo) > 1 else None
 
     def figures_of(row: Candidate) -> dict[str, Any] | KVCalError:
         method = row.what
@@ -322,7 +325,7 @@ def _measure_rows(
         try:
             if isinstance(method, AquaKV):
                 method = _fitted(method, loaded, texts.fitting, work, _bundle_name(row), say)
-            [figures] = measure(loaded, ids, makers(row.name, method), settings, batch, batches).values()
+            [figures] = measure(loaded, ids, makers(row.name, method), settings, batch, batches, full).values()
             return figures
         except KVCalError as error:
             return named_error(row.name, error)
@@ -384,14 +387,15 @@ def measure(
     settings: Mapping[str, Any],
     batch: int | None = None,
     saved: Batches | None = None,
+    full_runs: FullRuns | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Rows by name: what `kvcal eval` measures, attention errors, and bytes at a length. Full precision runs once for
-    all.
+    all, and with `full_runs` once for all calls.
 
     settings: step, attention_windows, at_length; attention_tokens, if attention errors are of windows' first tokens
     only. saved: `evaluate` explains it.
     """
-    full, *rows = evaluate(loaded.model, ids, makers, step=settings["step"], batch=batch, saved=saved)
+    full, *rows = evaluate(loaded.model, ids, makers, step=settings["step"], batch=batch, saved=saved, full=full_runs)
     part = ids[: settings["attention_windows"], : settings.get("attention_tokens")]
     figures = {}
     for row, (name, make) in zip(rows, makers.items(), strict=True):

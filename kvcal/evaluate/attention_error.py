@@ -19,10 +19,10 @@ from transformers import DynamicCache
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer
 from kvcal_artifacts.cache.chain import Chain
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.hf import AttentionSite
 
 from ..models.spread import input_device
 from ..report.progress import progress
+from .attended import Visible, attention, mixed_attention
 
 if TYPE_CHECKING:
     from ..models.structure import CausalLM
@@ -30,36 +30,35 @@ if TYPE_CHECKING:
 Update = Callable[..., tuple[Tensor, Tensor]]  # a layer's: new keys and values -> all that attention gets
 
 
-@dataclass
 class LayerError:
-    """Sums of one layer over windows, heads and queries."""
+    """Sums of one layer over windows, heads and queries: squared errors of scores, squares of scores, and the same two
+    of outputs. They stay on the layer's device until they are asked for, so that no call waits for it.
+    """
 
-    logit_error: float = 0.0
-    logits: float = 0.0
-    output_error: float = 0.0
-    outputs: float = 0.0
-    # The same four sums of each kv head, (4, H).
-    by_head: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float32, device="cpu"))
+    def __init__(self) -> None:
+        self._totals: Tensor | None = None  # (4,) float64
+        self._by_head: Tensor | None = None  # the same four of each kv head, (4, H) float64
 
     def add(self, exact: tuple[Tensor, Tensor], decoded: tuple[Tensor, Tensor]) -> None:
-        self.logit_error += float((decoded[0] - exact[0]).square().sum(dtype=torch.float64))
-        self.logits += float(exact[0].square().sum(dtype=torch.float64))
-        self.output_error += float((decoded[1] - exact[1]).square().sum(dtype=torch.float64))
-        self.outputs += float(exact[1].square().sum(dtype=torch.float64))
-        squares = (decoded[0] - exact[0], exact[0], decoded[1] - exact[1], exact[1])
-        self.by_head = self.by_head + torch.stack([_squares(x) for x in squares]).cpu()
+        """Add a call's scores and outputs (B, H, ...), exact ones and those of decoded states."""
+        differences = (decoded[0] - exact[0], exact[0], decoded[1] - exact[1], exact[1])
+        squares = [x.square() for x in differences]
+        totals = torch.stack([x.sum(dtype=torch.float64) for x in squares])
+        by_head = torch.stack([x.sum([0, *range(2, x.ndim)], dtype=torch.float64) for x in squares])
+        self._totals = totals if self._totals is None else self._totals + totals
+        self._by_head = by_head if self._by_head is None else self._by_head + by_head
+
+    def errors(self) -> tuple[float, float]:
+        """Relative errors of scores and of outputs; 0 where nothing was packed."""
+        logit, logits, output, outputs = [0.0] * 4 if self._totals is None else self._totals.tolist()
+        return (logit / max(logits, 1e-30)) ** 0.5, (output / max(outputs, 1e-30)) ** 0.5
 
     def head_errors(self) -> tuple[list[float], list[float]]:
-        """Relative errors of scores and of outputs, one number for each kv head; empty where nothing was packed."""
-        if not self.by_head.ndim:
+        """The same, one number for each kv head; empty where nothing was packed."""
+        if self._by_head is None:
             return [], []
-        logit, logits, output, outputs = self.by_head.clamp_min(1e-30)
+        logit, logits, output, outputs = self._by_head.cpu().clamp_min(1e-30)
         return (logit / logits).sqrt().tolist(), (output / outputs).sqrt().tolist()
-
-
-def _squares(x: Tensor) -> Tensor:
-    """(B, H, ...) -> (H,) float64."""
-    return x.square().sum([0, *range(2, x.ndim)], dtype=torch.float64)
 
 
 class ErrorRow(TypedDict):
@@ -129,11 +128,12 @@ def attention_errors(
                         advance(chunk.numel())
                 finally:
                     meter.close()
+    errors = {index: (one.errors(), one.head_errors()) for index, one in sums.items()}
     return AttentionErrors(
-        {i: (s.logit_error / max(s.logits, 1e-30)) ** 0.5 for i, s in sums.items()},
-        {i: (s.output_error / max(s.outputs, 1e-30)) ** 0.5 for i, s in sums.items()},
-        {i: s.head_errors()[0] for i, s in sums.items()},
-        {i: s.head_errors()[1] for i, s in sums.items()},
+        {index: logit for index, ((logit, _), _) in errors.items()},
+        {index: output for index, ((_, output), _) in errors.items()},
+        {index: logits for index, (_, (logits, _)) in errors.items()},
+        {index: outputs for index, (_, (_, outputs)) in errors.items()},
     )
 
 
@@ -150,6 +150,7 @@ class Meter:
             raise UsageError("attention errors are measured of all heads in one process: load the model by device_map")
         self._cache, self._sums, self._step = cache, sums, step
         self._queries: dict[int, Tensor] = {}
+        self._visible: dict[tuple[int, int, torch.device], Visible] = {}
         self._handles = []
         for layer in cache.compressed_layers:
             self._sums.setdefault(layer.index, LayerError())
@@ -176,11 +177,18 @@ class Meter:
             exact = uncompressed.update(keys, values, 0)
             q = self._rotated_queries(layer)
             if decoded[0].shape[2] > q.shape[2]:  # the first call sees nothing packed
-                outputs = attention(site, q, *exact), attention(site, q, *decoded)
-                self._sums[layer.index].add(*outputs)
+                visible = self._of_call(q, decoded[0].shape[2])
+                self._sums[layer.index].add(*attention(site, q, [exact, decoded], visible))
             return exact
 
         return metered
+
+    def _of_call(self, q: Tensor, length: int) -> Visible:
+        """What the call's queries see of so many columns, computed once for the layers of a device."""
+        key = length, q.shape[2], q.device
+        if key not in self._visible:
+            self._visible = {key: Visible.of(torch.arange(length - q.shape[2], length, device=q.device), length)}
+        return self._visible[key]
 
     def _rotated_queries(self, layer: KVCalLayer) -> Tensor:
         """The current call's queries (B, heads, Q, D) after RoPE."""
@@ -189,6 +197,7 @@ class Meter:
 
 
 QUERIES = 256  # of a window that are compared at a time: scores (B, heads, QUERIES, T) are held
+VISIBLE = 1 << 26  # numbers, at most, of what queries see: more are computed anew in every layer
 
 
 class WholeMeter(Meter):
@@ -202,14 +211,26 @@ class WholeMeter(Meter):
         def metered(keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
             exact = update(keys, values, *args, **kwargs)
             q, decoded = self._rotated_queries(layer), self._decoded(layer, keys, values)
-            for queries in torch.arange(self._step, keys.shape[2], device=q.device).split(QUERIES):
-                visible = slice(0, int(queries[-1]) + 1)
-                states = [x[:, :, visible] for x in (keys, values, *decoded)]
-                now = q[:, :, queries[0] : queries[-1] + 1]
-                self._sums[layer.index].add(*mixed_attention(layer.site, now, states, queries, self._packed(queries)))
+            length = keys.shape[2]
+            for start in range(self._step, length, QUERIES):
+                stop = min(start + QUERIES, length)
+                states = [x[:, :, :stop] for x in (keys, values, *decoded)]
+                visible = self._of_queries(start, stop, length, q.device)
+                self._sums[layer.index].add(*mixed_attention(layer.site, q[:, :, start:stop], states, visible))
             return exact
 
         return metered
+
+    def _of_queries(self, start: int, stop: int, length: int, device: torch.device) -> Visible:
+        """What the queries from `start` to `stop` of a window of `length` tokens see."""
+        key = start, stop, device
+        if key in self._visible:
+            return self._visible[key]
+        queries = torch.arange(start, stop, device=device)
+        visible = Visible.of(queries, stop, self._packed(queries))
+        if length * length <= VISIBLE:
+            self._visible[key] = visible
+        return visible
 
     def _decoded(self, layer: KVCalLayer, keys: Tensor, values: Tensor) -> list[Tensor]:
         """Keys after RoPE and values (B, H, T, D) of the whole window, those of packed blocks as they decode."""
@@ -234,56 +255,3 @@ class WholeMeter(Meter):
         begun = queries // self._step * self._step
         blocks = ((begun - windows.sink - windows.recent) // windows.block).clamp_min(0)
         return windows.sink, windows.sink + blocks * windows.block
-
-
-def mixed_attention(
-    site: AttentionSite, q: Tensor, states: list[Tensor], positions: Tensor, packed: tuple[int, Tensor]
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """What `attention` gives with exact keys and values, and with those that each query sees of a cache.
-
-    q (B, heads, S, D) at `positions` (S,). states: exact keys and values, then decoded ones, (B, H, T, D) each. packed:
-    first column, and one behind the last (S,), in whose place a query sees decoded states.
-    """
-    keys, values, decoded_keys, decoded_values = (x.float()[:, :, None] for x in states)
-    heads, length = keys.shape[1], keys.shape[3]
-    scaling = float(getattr(site.module, "scaling", q.shape[3] ** -0.5))
-    grouped = torch.unflatten(q.float(), 1, (heads, -1)) * scaling
-    columns = torch.arange(length, device=q.device)
-    future = columns > positions[:, None]
-    compressed = (columns >= packed[0]) & (columns < packed[1][:, None])
-    exact = grouped @ keys.transpose(-1, -2)
-    mixed = torch.where(compressed, grouped @ decoded_keys.transpose(-1, -2), exact)
-
-    def outputs(scores: Tensor, packed_values: Tensor) -> Tensor:
-        """Both sums apart for exact states too, so that an exact codec has an error of exactly 0."""
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
-        return weights.masked_fill(compressed, 0) @ values + weights.masked_fill(~compressed, 0) @ packed_values
-
-    return (
-        (_centred(exact, future, positions), outputs(exact, values)),
-        (_centred(mixed, future, positions), outputs(mixed, decoded_values)),
-    )
-
-
-def attention(site: AttentionSite, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores and outputs of the last S tokens' queries q (B, heads, S, D) over keys and values (B, H, T, D), both
-    float32.
-
-    Scores (B, H, group, S, T) are less their mean over what a query sees, and zero elsewhere. Outputs are (B, H, group,
-    S, D).
-    """
-    heads, length, new = keys.shape[1], keys.shape[2], q.shape[2]
-    scaling = float(getattr(site.module, "scaling", q.shape[3] ** -0.5))
-    grouped = torch.unflatten(q.float(), 1, (heads, -1)) * scaling
-    scores = grouped @ keys.float()[:, :, None].transpose(-1, -2)
-    at = torch.arange(length - new, length, device=q.device)
-    future = torch.arange(length, device=q.device) > at[:, None]
-    outputs = scores.masked_fill(future, float("-inf")).softmax(-1) @ values.float()[:, :, None]
-    return _centred(scores, future, at), outputs
-
-
-def _centred(scores: Tensor, future: Tensor, positions: Tensor) -> Tensor:
-    """Scores (..., S, T) less their mean over what the queries at `positions` (S,) see, zero elsewhere."""
-    scores = scores.masked_fill(future, 0)
-    scores -= scores.sum(-1, keepdim=True) / (positions + 1)[:, None]
-    return scores.masked_fill_(future, 0)

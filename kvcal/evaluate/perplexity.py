@@ -114,11 +114,18 @@ class FullRuns:
     """What full precision gave for token windows, for later evaluations of the same model, windows, step and batch.
 
     log_probabilities: (B, count, vocabulary) float32 on the model's device, by a batch's place and a stretch's first
-    column. numbers: how many numbers the uncompressed cache held at the end of each batch.
+    column. numbers: how many numbers the uncompressed cache held at the end of each batch. most: bytes that they take
+    in all; batches beyond run again in every evaluation. None: there is no limit.
     """
 
     log_probabilities: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     numbers: dict[int, int] = field(default_factory=dict)
+    most: int | None = None
+
+    def take(self, place: int, size: int) -> bool:
+        """Whether the batch at `place`, of `size` bytes, is kept or may be."""
+        others = sum(x.nbytes for (batch, _), x in self.log_probabilities.items() if batch != place)
+        return place in self.numbers or self.most is None or others + size <= self.most
 
 
 @dataclass
@@ -168,8 +175,9 @@ def evaluate(
 
     step: tokens a forward, or more where no token sees other blocks then (`calls`). batch: windows at a time (chosen
     from the device and T by default). saved: of the same windows, caches, step and batch, or the figures are of
-    neither. full: filled by the first evaluation and read by the later ones, which run no full precision then; takes
-    4·N·T·vocabulary bytes on the model's device. ranks: the processes that share the batches; each gets all rows.
+    neither. full: filled by the first evaluation and read by the later ones, which run no full precision then. It takes
+    4·N·T·vocabulary bytes on the model's device, or what its limit allows. ranks: the processes that share the batches;
+    each gets all rows.
     Raises UsageError for windows of one token and for more ranks than batches, NonFiniteError for logits that are not
     finite.
     """
@@ -231,7 +239,9 @@ class _FullBatch:
     def __init__(self, model: CausalLM, ids: Tensor, place: int, runs: FullRuns | None) -> None:
         from transformers import DynamicCache
 
-        self._model, self._ids, self._place, self._runs = model, ids, place, runs
+        size = 4 * len(ids) * (ids.shape[1] - 1) * model.config.get_text_config().vocab_size
+        self._model, self._ids, self._place = model, ids, place
+        self._runs = runs if runs is not None and runs.take(place, size) else None
         self._cache = DynamicCache(config=model.config)
 
     def log_probabilities(self, start: int, stop: int) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvcal_artifacts import codecs
 from kvcal_artifacts.cache.statistics import statistic
-from kvcal_artifacts.cache.statistics.prefixes import Prefixes
-from kvcal_artifacts.cache.statistics.subspace import due_tokens, principal, subspace
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes, due_tokens
+from kvcal_artifacts.cache.statistics.subspace import principal, subspace
 from kvcal_artifacts.checked import Json
 from kvcal_artifacts.codecs import Context, Shape, Uniform
 from kvcal_artifacts.codecs.squat import CHOICES, LEAST

@@ -84,6 +84,17 @@ def test_tree_sum_is_the_sum(count: int) -> None:
     assert torch.allclose(tree_sum(mixed).double(), mixed.double().sum(-1), atol=1e-5)
 
 
+@pytest.mark.parametrize("count", range(1, 40))
+def test_tree_sum_adds_halves(count: int) -> None:
+    """First half and second half are added; of an odd number the last stays behind their sums."""
+    x = normal(5, count) * normal(5, count, seed=2).exp()
+    numbers = list(x.unbind(-1))
+    while len(numbers) > 1:
+        half = len(numbers) // 2
+        numbers = [a + b for a, b in zip(numbers[:half], numbers[half : 2 * half], strict=True)] + numbers[2 * half :]
+    assert torch.equal(tree_sum(x), numbers[0])
+
+
 @pytest.mark.parametrize("count", [16, 80, 96, 1024])
 def test_bits_do_not_depend_on_what_else_is_in_the_call(count: int) -> None:
     x, sign = normal(37, count) * normal(37, 1, seed=2).exp(), signs(count, 0)

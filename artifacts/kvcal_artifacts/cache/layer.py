@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
+from operator import is_not
 
 import torch
 from torch import Tensor
@@ -77,6 +79,8 @@ class KVCalLayer(AttendingLayer, CacheLayerMixin):
         self.columns, self.is_initialized = 0, False
         # columns that no statistic counts, those of steps on the device: the newest ones, and all
         self.unseen = self.missed = 0
+        self._current: tuple[list[Tensor], dict[str, Tensor]] = [], {}  # states of statistics, and what they give
+        self.decoding: Hashable = None  # of `codecs`, where blocks of layers may be decoded together
         self._due = None
 
     @property
@@ -122,6 +126,7 @@ class KVCalLayer(AttendingLayer, CacheLayerMixin):
         self.codecs = self.paths.codecs
         if self.paths.refused is not None:
             self.cache.on_refused(self)
+        self.decoding = self.codecs.decoding if self.cache.remember and self.cache.max_length is None else None
         self.packed = [codec.empty(key_states.shape[0], key_states.device) for codec in self.pair]
         self.is_initialized = True
 
@@ -264,6 +269,16 @@ class KVCalLayer(AttendingLayer, CacheLayerMixin):
 
     def current_statistics(self) -> dict[str, Tensor]:
         """The run-time statistics that decoding needs, by name."""
+        if self.decoding is None:  # steps on the device change them in place
+            return self._statistics_now()
+        states = [state for tracker in self.statistics.values() for state in tracker.state.values()]
+        states_then, now = self._current
+        if len(states_then) != len(states) or any(map(is_not, states_then, states)):
+            now = self._statistics_now()
+            self._current = states, now
+        return dict(now)
+
+    def _statistics_now(self) -> dict[str, Tensor]:
         return {name: now for name, tracker in self.statistics.items() if (now := tracker.current()) is not None}
 
     @property

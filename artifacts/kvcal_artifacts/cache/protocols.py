@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol, TypeAlias, TypedDict
 
 import torch
@@ -83,6 +83,7 @@ class LayerProtocol(Protocol):
     rotary: int
     title: str
     codecs: LayerCodecs
+    decoding: Hashable
     paths: LayerPaths
     statistics: dict[str, Statistic]
     remembered: tuple[list[Packed], list[Tensor]] | None

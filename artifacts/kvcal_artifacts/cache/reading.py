@@ -23,14 +23,15 @@ def materialise(layer: LayerProtocol, plan: Plan, new_keys: Tensor, new_values: 
     dequantiser = layer.paths.dequantiser
     if dequantiser and layer.block_slots and not layer.cache.remember and not layer.learns(new_keys, new_values):
         return _dequantise(layer, dequantiser, plan, new_keys, new_values)
-    keys, values = layer.decode_all()
-    whole = [
-        ordered(plan, torch.cat([layer.storage.sink[role], x.to(layer.dtype), layer.storage.window[role]], 2))
-        for role, x in enumerate((keys, values))
-    ]
-    if layer.rotates:
-        whole[0] = layer.site.rotate(whole[0], *_rope(layer, plan.past, whole[0]))
-    return torch.cat([whole[0], new_keys], 2), torch.cat([whole[1], new_values], 2)
+    out: list[Tensor] = []
+    for role, (decoded, new) in enumerate(zip(layer.decode_all(), (new_keys, new_values), strict=True)):
+        old = [layer.storage.sink[role], decoded.to(layer.dtype), layer.storage.window[role]]
+        rotates = role == 0 and layer.rotates
+        if plan.past_index is not None or rotates:
+            slots = ordered(plan, torch.cat(old, 2))
+            old = [layer.site.rotate(slots, *_rope(layer, plan.past, slots)) if rotates else slots]
+        out.append(torch.cat([*old, new], 2))
+    return out[0], out[1]
 
 
 @torch.no_grad()
@@ -88,16 +89,72 @@ def ordered(plan: Plan, slots: Tensor) -> Tensor:
     return take_slots(slots, plan.past_index)
 
 
+TOGETHER = 1 << 23  # numbers, at most, that new blocks of several layers decode to at a time
+
+
 def remembering(layer: LayerProtocol, context: Context) -> tuple[Tensor, Tensor]:
-    """What all blocks decode to; only what was packed since the last call is decoded."""
-    parts: list[Tensor] = []
-    if layer.remembered is not None and layer.remembered[0] is layer.packed:
-        parts = layer.remembered[1]
-    old, block = parts[0].shape[2] if parts else 0, layer.cache.scheme.windows.block
+    """What all blocks decode to; only what was packed since the last call is decoded.
+
+    The same operations decode the new blocks of layers above whose codecs are alike, for their turn in this call.
+    """
+    parts, block = _decoded_before(layer), layer.cache.scheme.windows.block
+    old = parts[0].shape[2] if parts else 0
     if old < layer.block_slots * block:
-        fresh = [{n: block_store.from_block(t, old // block) for n, t in packed.items()} for packed in layer.packed]
-        decoded = layer.decode(fresh, context.part(old, layer.block_slots * block))
-        rounded = decoded if layer.cache.scheme.chained else [x.to(layer.dtype) for x in decoded]
-        parts = [torch.cat([a, b], 2) for a, b in zip(parts, rounded, strict=True)] if parts else list(rounded)
-        layer.remembered = layer.packed, parts
+        alike = _alike(layer, old)
+        if len(alike) > 1:
+            _decode_together(alike, old // block)
+        else:
+            fresh = [{n: block_store.from_block(t, old // block) for n, t in packed.items()} for packed in layer.packed]
+            decoded = layer.decode(fresh, context.part(old, layer.block_slots * block))
+            rounded = decoded if layer.cache.scheme.chained else [x.to(layer.dtype) for x in decoded]
+            parts = [torch.cat([a, b], 2) for a, b in zip(parts, rounded, strict=True)] if parts else list(rounded)
+            layer.remembered = layer.packed, parts
+        parts = _decoded_before(layer)
     return parts[0], parts[1]
+
+
+def _decoded_before(layer: LayerProtocol) -> list[Tensor]:
+    """What the first blocks of a layer decode to, as far as it is remembered: keys and values, or nothing."""
+    if layer.remembered is None or layer.remembered[0] is not layer.packed:
+        return []
+    return layer.remembered[1]
+
+
+def _alike(layer: LayerProtocol, old: int) -> list[LayerProtocol]:
+    """The layer, and those above with as many blocks that it can be decoded together with, `TOGETHER` numbers in all.
+
+    old: tokens that are decoded already, of each.
+    """
+    if layer.decoding is None:
+        return [layer]
+    window, slots = layer.window[0], layer.block_slots
+
+    def is_alike(other: LayerProtocol) -> bool:
+        if other.index <= layer.index or other.decoding != layer.decoding or other.block_slots != slots:
+            return False
+        states, parts = other.window[0], _decoded_before(other)
+        where = states.shape[0], states.dtype, states.device
+        return where == (window.shape[0], window.dtype, window.device) and (parts[0].shape[2] if parts else 0) == old
+
+    batch, heads, _, dim = window.shape
+    numbers = batch * heads * dim * (slots * layer.cache.scheme.windows.block - old)
+    above = [other for other in layer.cache.compressed_layers if is_alike(other)]
+    return [layer, *above[: max(1, TOGETHER // numbers) - 1]]
+
+
+def _decode_together(layers: list[LayerProtocol], start: int) -> None:
+    """Decode the blocks from `start` on of layers that are `_alike`, as rows of one."""
+    pair, batch, parts = layers[0].codecs, layers[0].window[0].shape[0], []
+    statistics = [layer.current_statistics() for layer in layers]
+    context = Context(layers[0].index, stats={n: torch.cat([one[n] for one in statistics]) for n in statistics[0]})
+    for role, codec in enumerate((pair.key, pair.value)):
+        names = layers[0].packed[role]
+        fresh = {n: block_store.as_rows([layer.packed[role][n] for layer in layers], start) for n in names}
+        decoded = codec.decode(fresh, context)
+        context.k0 = decoded if role == 0 else context.k0
+        parts.append(decoded.to(layers[0].dtype).split(batch))
+    for layer, *new in zip(layers, *parts, strict=True):
+        before = _decoded_before(layer)
+        # of their own storage: a part of all layers' would keep them all alive
+        whole = [torch.cat(pair, 2) for pair in zip(before, new, strict=True)] if before else [x.clone() for x in new]
+        layer.remembered = layer.packed, whole

@@ -27,10 +27,16 @@ def store(
         forward.chain.leave("new", layer.index, None, None)
         return
     leaving: list[Tensor] = []
+    wide = plan.flush * layer.cache.scheme.windows.block
+    if not plan.ragged and forward.rolls:  # sinks stay as they are
+        whole = [torch.cat([before, x], 2) for before, x in zip(storage.window, new, strict=True)]
+        leaving = [x[:, :, :wide] for x in whole]
+        storage.window = [compact_copy(x[:, :, wide:]) for x in whole]
+        _pack(layer, plan, leaving, stats, by_kernel=extended is not None)
+        return
     for role in (0, 1):
         fresh = torch.cat([storage.sink[role], storage.window[role], new[role]], 2)
         if plan.sink_index is None:
-            wide = plan.flush * layer.cache.scheme.windows.block
             sink, rest = fresh[:, :, : plan.sink], fresh[:, :, plan.sink :]
             leaving.append(rest[:, :, :wide])
             window = rest[:, :, wide:]

@@ -7,8 +7,9 @@ heads has another codec (by_head.py), H is their number.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -137,6 +138,17 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         """The numbers (B, H, N * b, D) float32 of packed tensors of N blocks."""
+
+    def decoding(self) -> Hashable:
+        """What all codecs have in common whose `decode` may be called once for the rows of all; None: no others.
+
+        It is of codecs that decode alike, each row bit for bit as if it were alone.
+        """
+        return None
+
+    def settings(self) -> Hashable:
+        """Kind, shape and settings, without tensors."""
+        return type(self), self.shape, self.role, json.dumps(self.config(), sort_keys=True)
 
     def fused(self) -> Form | TransformForm | str:
         """How the fused decode-attention kernel reads the packed tensors as they lie, or in one line why it cannot."""

@@ -94,6 +94,11 @@ def once(tensor: Tensor, name: Hashable, find: Callable[[], Fact]) -> Fact:
     return facts[name]
 
 
+def contents(tensor: Tensor) -> bytes:
+    """The bytes of a tensor that nobody changes."""
+    return once(tensor, "contents", lambda: tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+
+
 def split(tensors: Mapping[str, Tensor], *prefixes: str) -> tuple[dict[str, Tensor], ...]:
     """Tensors whose names start with each prefix, without it; last those with none of them."""
     parts: tuple[dict[str, Tensor], ...] = tuple({} for _ in (*prefixes, ""))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import TypedDict
 
 import torch
@@ -48,6 +48,9 @@ class Exact(Codec):
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         raw: Tensor = packed["raw"]
         return raw.flatten(2, 3).to(torch.float32, copy=True)
+
+    def decoding(self) -> Hashable:
+        return self.settings()
 
     def config(self) -> ExactSettings:
         return {"dtype": self.dtype}

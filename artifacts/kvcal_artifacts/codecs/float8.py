@@ -8,7 +8,7 @@ Specification 1.0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import TypedDict
 
 import torch
@@ -62,6 +62,9 @@ class Float8(Codec):
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         codes: Tensor = packed["codes"].contiguous().view(self._dtype)
         return codes.float().flatten(2, 3) * self.scale
+
+    def decoding(self) -> Hashable:
+        return self.settings()
 
     def config(self) -> Float8Settings:
         return {"format": self.format, "scale": self.scale}

@@ -31,7 +31,7 @@ length, by its square root, because the noise of a score raises its exponential 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Literal, NotRequired, TypedDict
 
 import torch
@@ -59,7 +59,7 @@ from kvcal_kernels.quantise import GridRule
 from ..checked import Choice, FlagOr, Schema, Whole
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs, on_device, outline_of_form
-from .constants import Constant, constants
+from .constants import Constant, constants, contents
 from .higgs_grids import GRID_LARGEST, GRID_MSE, GRIDS, byte_grid, check_grid, check_values, gaussian_grid, grid_table
 from .refusals import to_half
 
@@ -263,6 +263,9 @@ class Higgs(Codec):
         vectors = unrotate((groups * size[..., None]).flatten(-2), self.sign, *self._rotation)
         return self._blocks(vectors).flatten(2, 3)
 
+    def decoding(self) -> Hashable:
+        return self.settings(), str(self._form), contents(self.grid), contents(self.sign)
+
     def codes(self, packed: Packed) -> Tensor:
         """Codes of the vectors: (B, N, b, H * D / d), along tokens (B, H, N, D, b / d)."""
         if isinstance(self._form, Form):
@@ -303,8 +306,7 @@ class Higgs(Codec):
         if isinstance(self._form, str):
             return self
         twin = copy.copy(self)
-        twin._form = "stored for decoding, as the scheme predicts layers or keeps keys before RoPE"
-        twin._look_up = None
+        twin._form, twin._look_up = "stored for decoding, as the scheme predicts layers or keeps keys before RoPE", None
         return twin
 
     def for_lookups(self) -> Higgs:

@@ -13,7 +13,7 @@ dense.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Literal, TypedDict
 
 import torch
@@ -342,6 +342,9 @@ class MixKVQ(Codec):
             out.index_copy_(0, _rows(perm, begin, counts), rows)
             begin = begin + counts
         return out.view(*perm.shape, self.shape.block).transpose(-1, -2).flatten(2, 3)
+
+    def decoding(self) -> Hashable:
+        return self.settings()
 
     def _decode_rows(self, tier: int, packed: Packed) -> Tensor:
         if tier == 0:

@@ -47,5 +47,5 @@ class Ragged:
             lengths, begins = torch.where(there, counts[at], 0), starts[at]
         offsets = lengths.cumsum(0) - lengths
         index = torch.arange(int(lengths.sum()), device=order.device)
-        index += torch.repeat_interleave(begins - offsets, lengths)
+        index += torch.repeat_interleave(begins - offsets, lengths, output_size=len(index))
         return Ragged(self.data.index_select(0, index), lengths.view(order.shape).to(self.counts.dtype))

@@ -9,7 +9,7 @@ q . (f * k̂) = (f * q) . k̂, so a fused kernel multiplies the query once inste
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import TypedDict
 
 import torch
@@ -21,7 +21,7 @@ from kvcal_kernels.quantise import AnyRule
 from ..checked import INNER, Choice, Schema, State
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, Specs
-from .constants import Constant, constants, split
+from .constants import Constant, constants, contents, split
 from .registry import build, state_of
 
 SOURCES = ("calibrated", "prefill")
@@ -143,6 +143,10 @@ class Scaled(Codec):
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         return self.inner.decode(packed, context) * self._factor(context)
+
+    def decoding(self) -> Hashable:
+        inner, factor = self.inner.decoding(), None if self.factor is None else contents(self.factor)
+        return None if inner is None else (self.settings(), inner, factor)
 
     def encode_decode(self, x: Tensor, context: Context = EMPTY) -> tuple[Packed, Tensor]:
         self.shape.blocks(x)

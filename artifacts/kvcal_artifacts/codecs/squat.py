@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from itertools import pairwise
 from typing import Literal, TypedDict
 
@@ -274,7 +274,9 @@ class Squat(Codec):
         """
         last = self._memo
         if last is None or not last.is_of(basis):
-            last = self._memo = Solved(basis, responses(basis, self._steps), self.channels)
+            # by the CPU, a thousand operations on few numbers, bit for bit those of a GPU
+            solved = [response.to(basis.device) for response in responses(basis.cpu(), self._steps)]
+            last = self._memo = Solved(basis, solved, self.channels)
         return last
 
     def _bases(self, context: Context, count: int) -> Iterator[tuple[slice, Tensor]]:
@@ -290,9 +292,12 @@ class Squat(Codec):
         if subspaces is None:
             raise KVCalError(f"layer {context.layer}: run-time statistic {self.statistic} is missing")
         subspaces = subspaces.expand(-1, -1, count, -1, -1)
-        changes = (subspaces[:, :, 1:] != subspaces[:, :, :-1]).flatten(3).any(3).any(1).any(0).nonzero().flatten() + 1
+        changes: list[int] = []
+        if count > 1:
+            other = (subspaces[:, :, 1:] != subspaces[:, :, :-1]).flatten(3).any(3).any(1).any(0)
+            changes = (other.nonzero().flatten() + 1).tolist()
         wide = [basis.expand(len(subspaces), -1, -1, -1) for basis in calibrated]
-        for start, stop in pairwise([0, *changes.tolist(), count]):
+        for start, stop in pairwise([0, *changes, count]):
             if start < stop:
                 yield slice(start, stop), torch.cat([subspaces[:, :, start].double() * root, *wide], 2)
 
@@ -308,6 +313,9 @@ class Squat(Codec):
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         return self.inner.decode(packed, context)
+
+    def decoding(self) -> Hashable:
+        return self.inner.decoding()
 
     def of_heads(self, heads: slice) -> Codec | str:
         inner = self.inner.of_heads(heads)

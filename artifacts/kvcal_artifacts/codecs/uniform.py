@@ -17,7 +17,7 @@ before the codes are computed, so that encoder and decoder agree.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
@@ -233,6 +233,9 @@ class Uniform(Codec):
             return layout.decode(self.as_blocks(packed))
         codes, scale, base = self.groups(packed)
         return self._ungrouped(self._restore(self._grouped(codes.float()), scale, base)).flatten(2, 3)
+
+    def decoding(self) -> Hashable:
+        return self.settings()
 
     def groups(self, packed: Packed) -> tuple[Tensor, Tensor, Tensor | None]:
         """Codes (B, H, N, b, D), float16 scales and zero points (B, H, N, b, D/g), along tokens (B, H, N, D, b/g)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -57,6 +57,12 @@ class LayerCodecs:
     def has_codes(self) -> bool:
         """Whether keys and values are vector codes, which the kernels of residual_vq read and append."""
         return self.attention_kernel is AttentionKernel.CODEBOOK
+
+    @property
+    def decoding(self) -> Hashable:
+        """What `Codec.decoding` says of both; None where either says None."""
+        both = self.key.decoding(), self.value.decoding()
+        return None if None in both else both
 
     @property
     def stats(self) -> frozenset[str]:

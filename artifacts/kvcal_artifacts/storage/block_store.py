@@ -52,15 +52,26 @@ def arrange(old: Stored, new: Stored | None, order: Tensor) -> Stored:
 
 
 def _append_ragged(old: Ragged, new: Ragged, plan: Plan) -> Ragged:
+    if plan.rows is None:
+        return _joined(old, new)
     both = Ragged(torch.cat([old.data, new.data]), torch.cat([old.counts.flatten(), new.counts.flatten()])[None, None])
     first, second = _numbers(old), _numbers(new) + old.counts.numel()
-    if plan.rows is None:
-        return both.take(torch.cat([first, second], 2))
     assert plan.slots is not None and plan.picks is not None
     order = first.new_full((*first.shape[:2], plan.blocks), -1)
     order[:, :, : first.shape[2]] = first
     order[plan.rows, :, plan.slots] = second[plan.rows, :, plan.picks]
     return both.take(order)
+
+
+def _joined(old: Ragged, new: Ragged) -> Ragged:
+    """The items of each row and head, old ones first; the host knows how many rows they have, and waits for nothing."""
+    data, counts = torch.cat([old.data, new.data]), torch.cat([old.counts, new.counts], 2)
+    begins = torch.cat([old.offsets(), new.offsets() + len(old.data)], 2).flatten()
+    lengths = counts.flatten().long()
+    index = torch.arange(len(data), device=data.device)
+    shift = begins - (lengths.cumsum(0) - lengths)
+    index += torch.repeat_interleave(shift, lengths, output_size=len(data))
+    return Ragged(data.index_select(0, index), counts)
 
 
 def _numbers(items: Ragged) -> Tensor:
@@ -85,6 +96,15 @@ def first_blocks(stored: Stored, count: int) -> Stored:
 def from_block(stored: Stored, start: int) -> Stored:
     """The blocks of each row from `start` on."""
     return stored.take(_numbers(stored)[:, :, start:]) if isinstance(stored, Ragged) else stored[:, :, start:]
+
+
+def as_rows(layers: list[Stored], start: int) -> Stored:
+    """The blocks from `start` on of layers of one kind, each (B, H, N, ...), as rows of one: (layers * B, H, ...)."""
+    ragged = [one for one in layers if isinstance(one, Ragged)]
+    if ragged:
+        whole = Ragged(torch.cat([one.data for one in ragged]), torch.cat([one.counts for one in ragged]))
+        return from_block(whole, start) if start else whole
+    return torch.cat([one[:, :, start:] for one in layers if isinstance(one, Tensor)])
 
 
 def move(stored: Stored, device: torch.device | str) -> Stored:

@@ -207,10 +207,19 @@ def _across(blocks: Tensor, matrix: tuple[tuple[float, ...], ...]) -> Tensor:
 
 def tree_sum(x: Tensor) -> Tensor:
     """Return the sum over the last dimension by repeated halving: (..., n) -> (...)."""
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        folded = x[..., :half] + x[..., half : 2 * half]
-        x = torch.cat([folded, x[..., 2 * half :]], -1) if x.shape[-1] % 2 else folded
+    last: Tensor | None = None  # of an odd number: it stays behind the others' sums
+    while x.shape[-1] > 1 or last is not None:
+        count = x.shape[-1] + (last is not None)
+        half = count // 2
+        if count % 2:
+            if last is None:
+                last = x[..., -1:]
+            x = x[..., :half] + x[..., half : 2 * half]
+            continue
+        behind = x[..., half:]
+        if last is not None:
+            behind, last = last if half == 1 else torch.cat([behind, last], -1), None
+        x = x[..., :half] + behind
     return x[..., 0]
 
 

@@ -58,6 +58,10 @@ def chunking(subject: Subject) -> None:
     together = codec.encode(torch.cat([300 * x, x[1:]]), shared)
     require_same(rows_from(together, 2), alone, "where a row comes with others, at another place")
     require_same(codec.encode(x.transpose(1, 2).contiguous().transpose(1, 2), context), whole, "for a strided tensor")
+    if codec.decoding() is not None:  # then a cache decodes layers as rows of one
+        row = codec.decode(rows_from(whole, 1), context.rows(1, 2))
+        same = torch.equal(codec.decode(whole, context)[1:], row)
+        require(same, "decode gives a row other bits beside others, and decoding() is not None")
 
 
 def truncation(subject: Subject) -> None:

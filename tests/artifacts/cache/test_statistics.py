@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from kvcal_artifacts.cache.statistics import statistic
-from kvcal_artifacts.cache.statistics.prefixes import Prefixes
-from kvcal_artifacts.cache.statistics.subspace import refits
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes, refits
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.codecs.ragged import Ragged
 from kvcal_artifacts.errors import KVCalError

@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcal.commands import compare as command
+from kvcal.evaluate import perplexity
 from kvcal.search.comparison import best, front
+from kvcal_artifacts.cache import KVCalCache
 from tests.support.models_fixture import SUFFIX, kvcal, write_model, write_text
 
 LENGTH = 220
@@ -48,6 +50,26 @@ def test_a_row_is_the_row_of_eval(base: Path) -> None:
     )
     starred = [name for name, row in found.items() if row["front"]]
     assert "uniform-4" in starred or "higgs-3" in starred
+
+
+@pytest.mark.parametrize("free", [1 << 40, 8, None])
+def test_full_precision_runs_once_for_all_rows(base: Path, monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
+    """As long as an eighth of the free memory holds what it gave; else once for each row."""
+    runs: list[int] = []
+    inner = perplexity._log_probabilities
+
+    def counted(model: Any, chunk: Any, cache: Any, count: int) -> Any:
+        runs.extend([] if isinstance(cache, KVCalCache) else [chunk.numel()])
+        return inner(model, chunk, cache, count)
+
+    presets = ["--preset", "higgs-3", "--preset", "uniform-4", "--preset", "fp8"]
+    expected = [kvcal("compare", *named(base), *presets[i : i + 2], "--json").json["rows"][0] for i in (0, 2, 4)]
+    monkeypatch.setattr(perplexity, "_log_probabilities", counted)
+    monkeypatch.setattr(command, "free_bytes", lambda device: free)
+    rows = {row["name"]: row for row in kvcal("compare", *named(base), *presets, "--json").json["rows"]}
+    assert sum(runs) == 2 * LENGTH * (1 if free == 1 << 40 else 3)
+    for row in expected:
+        assert rows[row["name"]] | {"front": True} == row | {"front": True}
 
 
 def test_pairs_under_predictors(base: Path) -> None:

@@ -172,3 +172,9 @@ def test_full_precision_runs_once_for_several_evaluations(
     ran.clear()
     assert evaluate(model, ids[:, :200], makers, batch=1, full=kept) == rows
     assert ran and not any(ran)
+    of_a_batch = 4 * 199 * model.config.vocab_size
+    few = FullRuns(most=2 * of_a_batch - 1)  # the second batch runs again
+    assert evaluate(model, ids[:, :200], makers, batch=1, full=few) == rows
+    ran.clear()
+    assert evaluate(model, ids[:, :200], makers, batch=1, full=few) == rows
+    assert ran.count(True) == 1 and sum(x.nbytes for x in few.log_probabilities.values()) == of_a_batch

@@ -26,8 +26,8 @@ from kvcal.text import token_windows
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.cache.statistics import statistic
-from kvcal_artifacts.cache.statistics.prefixes import Prefixes
-from kvcal_artifacts.cache.statistics.subspace import due_tokens, principal, refits, subspace
+from kvcal_artifacts.cache.statistics.prefixes import Prefixes, due_tokens, refits
+from kvcal_artifacts.cache.statistics.subspace import principal, subspace
 from kvcal_artifacts.codecs import Context, Exact, Higgs, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.squat import exact_product, responses
 from kvcal_artifacts.errors import KVCalError, UsageError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -9,6 +10,39 @@ from torch import Tensor
 
 from ...scheme import Windows
 from ...storage.plan import Plan
+
+
+@dataclass(frozen=True)
+class Span:
+    """Columns of a call, of each row those from `start` to `stop`, int64 (B,) on the CPU."""
+
+    start: Tensor
+    stop: Tensor
+
+    @cached_property
+    def bounds(self) -> tuple[int, int, int, int]:
+        """The least and the largest start, the least and the largest stop."""
+        return int(self.start.min()), int(self.start.max()), int(self.stop.min()), int(self.stop.max())
+
+
+@dataclass(frozen=True)
+class Refit:
+    """A fit of some rows within a call: of `tokens` real tokens, once those in the span are counted, too."""
+
+    rows: list[int]
+    tokens: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class Refitting:
+    """A call's fits in their order, and the columns behind the last. use: which of them each block takes, from 1 on; 0:
+    the one before the call; int64 (B, F) on the CPU.
+    """
+
+    refits: list[Refit]
+    rest: Span
+    use: Tensor
 
 
 class Prefixes:
@@ -33,11 +67,29 @@ class Prefixes:
         if self._valid is not None:
             # the column that holds the row's new token of that number; idle slots get the last one
             ends = (torch.searchsorted(self._valid.long().cumsum(1), ends) + 1).clamp_max(plan.query)
-        self.windows, self._device, self._tokens = windows, device, tokens
+        self.windows, self._device, self._tokens, self._query = windows, device, tokens, plan.query
         after = (plan.lengths + _count(plan) - windows.sink - windows.recent).div(windows.block, rounding_mode="floor")
         flushed = (after - plan.packed).clamp_min(0)
         # blocks of each row before this call, packed by it, and `columns`
         self.host_first, self.host_flushed, self.host_columns = plan.packed, flushed, ends
+
+    @cached_property
+    def refitting(self) -> Refitting:
+        """When subspaces are fitted in this call: the same in all layers."""
+        batch = len(self.host_first)
+        counted, refitted = torch.zeros(batch, dtype=torch.int64, device="cpu"), list[Refit]()
+        use = torch.zeros(batch, self.flush, dtype=torch.int64, device="cpu")
+        for number in refits(self.windows, int((self.host_first + self.host_flushed).max()) - 1):
+            slot = number - self.host_first
+            due = (slot >= 0) & (slot < self.host_flushed)
+            if bool(due.any()):
+                columns = self.host_columns.gather(1, slot.clamp(0, self.flush - 1)[:, None])[:, 0]
+                until = torch.where(due, columns, counted)
+                rows = due.nonzero().flatten().tolist()
+                refitted.append(Refit(rows, due_tokens(self.windows, number), Span(counted, until)))
+                use[due[:, None] & (torch.arange(self.flush, device="cpu") >= slot[:, None])] = len(refitted)
+                counted = until
+        return Refitting(refitted, Span(counted, torch.full_like(counted, self._query)), use)
 
     @cached_property
     def columns(self) -> Tensor:
@@ -65,6 +117,21 @@ class Prefixes:
             return x
         shape = (self.valid.shape[0], 1, self.valid.shape[1], *[1] * (x.ndim - 3))
         return x.masked_fill(~self.valid.view(shape), 0)  # pads may hold anything, NaN too
+
+
+def due_tokens(windows: Windows, number: int) -> int:
+    """The real tokens that a row has when that block is packed."""
+    return windows.sink + (number + 1) * windows.block + windows.recent
+
+
+def refits(windows: Windows, last: int) -> list[int]:
+    """Blocks up to `last` for which a subspace is fitted: 0, each first one with twice the tokens of the last fit."""
+    numbers, number = [], 0
+    while number <= last:
+        numbers.append(number)
+        missing = 2 * due_tokens(windows, number) - windows.sink - windows.recent
+        number = -(-missing // windows.block) - 1
+    return numbers
 
 
 def _count(plan: Plan) -> Tensor:

@@ -11,9 +11,8 @@ from kvcal_kernels.device import on
 
 from ...codecs import Shape
 from ...errors import KVCalError
-from ...scheme import Windows
 from .base import Summed, Wants
-from .prefixes import Prefixes
+from .prefixes import Prefixes, Span
 
 QUERY_STEP = 2.0**-10  # queries in a Gram matrix are rounded to this and end at +-256: 18 bits and a sign
 QUERY_LIMIT = 2.0**18
@@ -58,35 +57,29 @@ class QuerySubspace(Summed):
             self.state["gram"] = torch.zeros(*wide, dim, dim, dtype=torch.int64, device=x.device)
             self.state["fitted"] = torch.zeros(*wide, self.rank, dim, device=x.device, dtype=torch.float32)
         self.state.pop(STOOD, None)
-        counted, fits = torch.zeros(batch, dtype=torch.int64, device="cpu"), [self.state["fitted"]]
-        use = torch.zeros(batch, at.flush, dtype=torch.int64, device="cpu")  # which of the fits each block's is
-        for number in refits(at.windows, int((at.host_first + at.host_flushed).max()) - 1):
-            slot = number - at.host_first
-            due = (slot >= 0) & (slot < at.host_flushed)
-            if bool(due.any()):
-                columns = at.host_columns.gather(1, slot.clamp(0, at.flush - 1)[:, None])[:, 0]
-                until = torch.where(due, columns, counted)
-                self._count(x, at, counted, until)
-                self._refit(due, due_tokens(at.windows, number) * group)
-                use[due[:, None] & (torch.arange(at.flush, device="cpu") >= slot[:, None])] = len(fits)
-                fits.append(self.state["fitted"])
-                counted = until
-        self._count(x, at, counted, torch.full_like(counted, x.shape[2]))
+        fits = [self.state["fitted"]]
+        for refit in at.refitting.refits:
+            self._count(x, at, refit.span)
+            self._refit(refit.rows, refit.tokens * group)
+            fits.append(self.state["fitted"])
+        self._count(x, at, at.refitting.rest)
         if not at.flush:
             return None
+        if len(fits) == 1:
+            return fits[0][:, :, None].expand(-1, -1, at.flush, -1, -1)
         rows = torch.arange(batch, device=x.device)[:, None]
-        return torch.stack(fits)[use.to(x.device), rows].transpose(1, 2)
+        return torch.stack(fits)[at.refitting.use.to(x.device), rows].transpose(1, 2)
 
-    def _count(self, x: Tensor, at: Prefixes, start: Tensor, stop: Tensor) -> None:
-        """Add the queries of each row's columns start to stop, (B,) int64 on the CPU."""
-        low, high = int(start.min()), int(stop.max())
+    def _count(self, x: Tensor, at: Prefixes, span: Span) -> None:
+        """Add the queries of each row's columns in the span."""
+        low, latest_start, first_stop, high = span.bounds
         step = max(1, min(COLUMNS, GRAM_ROWS * self.shape.heads // x.shape[1]))
         for begin in range(low, high, step):
             end = min(begin + step, high)
             inside = None if at.valid is None else at.valid[:, begin:end]
-            if int(start.max()) > begin or int(stop.min()) < end:
+            if latest_start > begin or first_stop < end:
                 columns = torch.arange(begin, end, device="cpu")
-                counts = ((columns >= start[:, None]) & (columns < stop[:, None])).to(x.device)
+                counts = ((columns >= span.start[:, None]) & (columns < span.stop[:, None])).to(x.device)
                 inside = counts if inside is None else counts & inside
             self.state["gram"] = self.state["gram"] + self._gram(x[:, :, begin:end], inside)
 
@@ -105,16 +98,20 @@ class QuerySubspace(Summed):
         self.state["gram"] = self.state["gram"] - self._gram(x)
         self.state.pop(STOOD, None)
 
-    def _refit(self, due: Tensor, vectors: int) -> None:
+    def _refit(self, rows: list[int], vectors: int) -> None:
+        if len(rows) == len(self.state["fitted"]):
+            self.state["fitted"] = self._fit(slice(None), vectors)
+            return
         fitted = self.state["fitted"].clone()
-        for row in due.nonzero().flatten().tolist():
-            fitted[row] = self._fit(row, vectors)
+        fitted[rows] = self._fit(rows, vectors)
         self.state["fitted"] = fitted
 
-    def _fit(self, row: int, vectors: int) -> Tensor:
-        """The fit (H, R, D) float32 of a row's sums so far, over so many query vectors per kv head."""
+    def _fit(self, rows: int | list[int] | slice, vectors: int) -> Tensor:
+        """The fit (rows, H, R, D) float32 of rows' sums so far, over so many query vectors per kv head; of a number
+        (H, R, D).
+        """
         unit = QUERY_STEP / (vectors**0.5 if self.by_length else 1.0)
-        return (subspace(self.state["gram"][row].double(), self.rank) * unit).float()
+        return (subspace(self.state["gram"][rows].double(), self.rank) * unit).float()
 
     def standing(self, blocks: Tensor, counted: Tensor, group: int) -> Tensor:
         """The subspaces (B, H, R, D) of blocks that are packed without the host from now on: the last fit.
@@ -139,21 +136,6 @@ class QuerySubspaceBeforeRope(QuerySubspace):
 
     name = "query_subspace_pre"
     wants: ClassVar[Wants] = "q_pre"
-
-
-def due_tokens(windows: Windows, number: int) -> int:
-    """The real tokens that a row has when that block is packed."""
-    return windows.sink + (number + 1) * windows.block + windows.recent
-
-
-def refits(windows: Windows, last: int) -> list[int]:
-    """Blocks up to `last` for which a subspace is fitted: 0, each first one with twice the tokens of the last fit."""
-    numbers, number = [], 0
-    while number <= last:
-        numbers.append(number)
-        missing = 2 * due_tokens(windows, number) - windows.sink - windows.recent
-        number = -(-missing // windows.block) - 1
-    return numbers
 
 
 def principal(gram: Tensor) -> tuple[Tensor, Tensor]:
