@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvcal.calibrate.kv_scales import LARGEST, ScaleSettings, check_exportable, kv_scales
+from kvcal.commands import export
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts.errors import UsageError
@@ -124,6 +125,23 @@ def test_weights_are_those_of_the_model(base: Path, tmp_path: Path) -> None:
     for name, tensor in before.items():
         if name in after:
             assert torch.equal(tensor, after[name])
+
+
+@pytest.mark.parametrize("windows", [1, 3])
+def test_all_windows_are_calibrated_on(
+    base: Path, tmp_path: Path, windows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is held out: the scales are the largest of all that is read."""
+    measured: list[torch.Tensor] = []
+
+    def recorded(model: Any, ids: torch.Tensor, *others: Any) -> dict[str, torch.Tensor]:
+        measured.append(ids)
+        return kv_scales(model, ids, *others)
+
+    monkeypatch.setattr(export, "kv_scales", recorded)
+    done = exported(base, tmp_path / "out", "--to", "fp8", "--windows", windows)
+    assert (done.code, done.json["windows"]) == (0, windows), done.err
+    assert [ids.shape for ids in measured] == [(windows, 64)]
 
 
 def test_what_cannot_be_exported_is_one_line(base: Path, tmp_path: Path) -> None:
