@@ -162,7 +162,7 @@ def _task_cells(paired: TaskScores) -> list[str]:
     figures = ["–" if value is None else f"{value:.4f}" for value in values]
     packed = paired.get("packed")  # files of before have none
     share = "–" if packed is None else percent(packed)
-    return [*figures, "-" if p_value is None else f"{p_value:.3f}", f"{paired['n']:,}", share]
+    return [*figures, "–" if p_value is None else f"{p_value:.3f}", f"{paired['n']:,}", share]
 
 
 @command(GenerateOptions)

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 class TaskScores(TypedDict):
     """Scores of a task's n questions, compressed and in full precision; low, high: the interval of their difference,
-    None of one question. mcnemar: a p-value, None where scores are not right or wrong. packed: the share of tokens in
-    packed blocks when answers were there; files of before have none.
+    None of one question or context. mcnemar: a p-value, None where scores are not right or wrong or a context has
+    several questions. packed: the share of tokens in packed blocks when answers were there; files of before have none.
     """
 
     score: float

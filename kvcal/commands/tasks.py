@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvcal_artifacts.files import read_text
 
 from ..calibrate.checkpoint import CommandCheckpoint, short
-from ..evaluate.contexts import CONTEXT_TASKS, Haystack, by_length
+from ..evaluate.contexts import CONTEXT_TASKS, Haystack, by_length, questions_per_context
 from ..evaluate.harness import Harness, Scores, TaskOptions, check_installed, check_names
 from ..evaluate.packed_share import OpenCache, PackedShare, share_of
 from ..evaluate.paired import Paired
@@ -122,7 +122,9 @@ def run_tasks(
             if maker is None:
                 full = joined
             else:
-                answered.tasks[row] |= {name: Paired.of(joined[name], full[name]) for name in full}
+                answered.tasks[row] |= {
+                    name: Paired.of(joined[name], full[name], questions_per_context(name)) for name in full
+                }
                 answered.packed[row] |= {name: share_of(recorded["rows"], name) for name in full}
     return answered
 

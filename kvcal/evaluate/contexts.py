@@ -154,6 +154,11 @@ def _asked(
             yield float(number in answer)
 
 
+def questions_per_context(name: str) -> int:
+    """How many questions of a task are about one context, of the name that its scores have."""
+    return QUESTIONS if name.startswith("context-once@") else 1
+
+
 def agreement(model: CausalLM, haystack: Haystack, maker: OpenCache | None, options: TaskOptions) -> Scores:
     """How long greedy decoding says what full precision says: the share of AGREEMENT_TOKENS tokens before the first
     other one. Contexts have each length, as agreement@1024, `--limit` of each.

@@ -17,9 +17,9 @@ PART = 1 << 22  # drawn indices that are held at a time
 @dataclass(frozen=True)
 class Paired:
     """A paired comparison of two runs on the same questions. score, full: mean scores of n questions, compressed and in
-    full precision. difference: score - full. low, high: its percentile bootstrap interval at LEVEL, over questions;
-    None of one question, which has no spread. mcnemar: two-sided p-value of McNemar's exact test, None where a score is
-    neither 0 nor 1.
+    full precision. difference: score - full. low, high: its percentile bootstrap interval at LEVEL, over contexts, of
+    which most tasks ask one question each; None of one context, which has no spread. mcnemar: two-sided p-value of
+    McNemar's exact test, None where a score is neither 0 nor 1, or a context has several questions.
     """
 
     score: float
@@ -31,12 +31,20 @@ class Paired:
     mcnemar: float | None
 
     @classmethod
-    def of(cls, scores: Sequence[float], full: Sequence[float]) -> Paired:
-        """Pair the scores of the same questions in the same order. Raises UsageError where there are none."""
-        if not scores or len(scores) != len(full):
-            raise UsageError(f"{len(scores)} scores and {len(full)} of full precision: needs one pair a question")
+    def of(cls, scores: Sequence[float], full: Sequence[float], per_context: int = 1) -> Paired:
+        """Pair the scores of the same questions in the same order. Raises UsageError where there are none.
+
+        per_context: how many questions, one after the other, are of one context. These are not independent: the
+        bootstrap draws whole contexts (Field and Welsh 2007), and McNemar's test, which has no clusters, is left out.
+        """
+        if not scores or len(scores) != len(full) or len(scores) % per_context:
+            raise UsageError(
+                f"{len(scores)} scores and {len(full)} of full precision: needs one pair per question, and "
+                f"{per_context} per context"
+            )
         differences = np.subtract(scores, full, dtype="f8")
-        low, high = interval(differences) if len(differences) > 1 else (None, None)
+        contexts = differences.reshape(-1, per_context).mean(1)
+        low, high = interval(contexts) if len(contexts) > 1 else (None, None)
         return cls(
             score=float(np.mean(scores)),
             full=float(np.mean(full)),
@@ -44,7 +52,7 @@ class Paired:
             low=low,
             high=high,
             n=len(scores),
-            mcnemar=mcnemar(scores, full),
+            mcnemar=mcnemar(scores, full) if per_context == 1 else None,
         )
 
 

@@ -204,6 +204,15 @@ def test_the_command_counts_what_was_packed(tmp_path: Path) -> None:
     )
 
 
+def test_the_command_draws_whole_contexts() -> None:
+    """One context of five questions has no spread, and no test of independent questions."""
+    short = ["--windows", 1, "--length", 64, "--lengths", 256, "--limit", 1, "--json"]
+    done = kvcal("eval", "--preset", "exact", "--task", "context-once,needle", *short)
+    once, needles = (done.json["rows"][1]["tasks"][name] for name in ("context-once@256", "needle@256"))
+    assert (once["n"], once["low"], once["high"], once["mcnemar"]) == (5, None, None, None)
+    assert (needles["n"], needles["mcnemar"], needles["low"] is None) == (5, 1, False)
+
+
 def test_the_command_fails_where_no_drop_can_be_seen(tmp_path: Path) -> None:
     """The tiny model finds no needle."""
     short = ["--windows", 1, "--length", 64, "--lengths", 256, "--limit", 1, "--max-score-drop", 0]

@@ -39,7 +39,23 @@ def test_one_question_has_no_interval() -> None:
     assert (one.difference, one.low, one.high, one.n) == (-1, None, None, 1)
 
 
+def test_questions_of_one_context_are_drawn_together() -> None:
+    """Contexts that are answered as a whole or not at all say as much as one question each; McNemar's test none."""
+    by_context = [0.0, 1.0, 1.0, 1.0] * 10
+    scores = [score for score in by_context for _ in range(5)]
+    clustered, single = Paired.of(scores, [1.0] * 200, 5), Paired.of([0.5 * s for s in by_context], [0.5] * 40)
+    assert (clustered.difference, clustered.n, clustered.mcnemar) == (-0.25, 200, None)
+    assert clustered.low is not None and clustered.high is not None and single.low is not None
+    assert clustered.low == pytest.approx(2 * single.low)
+    width = 2 * 1.96 * (0.25 * 0.75 / 40) ** 0.5
+    assert clustered.high - clustered.low == pytest.approx(width, rel=0.1)
+    one = Paired.of([0.0, 1.0], [1.0, 1.0], 2)
+    assert (one.difference, one.low, one.high, one.mcnemar) == (-0.5, None, None, None)
+    with pytest.raises(UsageError, match=r"3 scores .* 2 per context"):
+        Paired.of([1.0] * 3, [1.0] * 3, 2)
+
+
 @pytest.mark.parametrize(("scores", "full"), [([], []), ([1.0], [1.0, 0.0])])
 def test_what_is_no_pair_is_refused(scores: list[float], full: list[float]) -> None:
-    with pytest.raises(UsageError, match="needs one pair a question"):
+    with pytest.raises(UsageError, match="needs one pair per question"):
         Paired.of(scores, full)
