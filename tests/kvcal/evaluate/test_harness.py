@@ -103,19 +103,19 @@ def test_a_task_whose_data_cannot_be_reached() -> None:
 
 
 def test_a_score_without_a_difference_is_no_proof(capsys: pytest.CaptureFixture[str]) -> None:
-    same = {"score": 1.0, "full": 1.0, "difference": 0.0, "low": 0.0, "high": 0.0, "mcnemar": 1.0, "n": 5}
-    print_tasks([{"name": "kivi-4", "tasks": {"needle@256": same}}])
-    assert "with 5 questions the true loss may still be up to 45.1 % (95 %)" in " ".join(
-        capsys.readouterr().out.split()
-    )
-    print_tasks([{"name": "kivi-4", "tasks": {"needle@256": same | {"low": -0.2}}}])
-    assert "may still be" not in capsys.readouterr().out
-    print_tasks([{"name": "kivi-4", "tasks": {"gsm8k": same | {"low": None, "high": None, "n": 1}}}])
+    same = asdict(Paired.of([1.0] * 5, [1.0] * 5))
+    print_tasks([{"name": "kivi-4", "tasks": {"needle@256": cast("TaskScores", same)}}])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "no answer differs; the true loss may still be up to 43.4 % (95 %)" in out
+    assert "-0.4345" in out and " 0.4345" in out
+    other = asdict(Paired.of([1.0, 0.0, 0.0], [1.0, 1.0, 0.0]))
+    print_tasks([{"name": "kivi-4", "tasks": {"needle@256": cast("TaskScores", other)}}])
+    assert "no answer" not in capsys.readouterr().out
+    one = asdict(Paired.of([1.0], [1.0]))
+    print_tasks([{"name": "kivi-4", "tasks": {"gsm8k": cast("TaskScores", one)}}])
     words = capsys.readouterr().out.split()
-    assert (words.count("–"), "with 1 question the true loss may still be up to 95.0 %" in " ".join(words)) == (
-        3,
-        True,
-    )  # of low, high and packed
+    assert words.count("–") == 3  # of low, high and packed
+    assert "no answer of gsm8k by kivi-4 differs: without an interval that is no proof" in " ".join(words)
 
 
 def test_a_task_that_full_precision_cannot_do_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
