@@ -140,7 +140,7 @@ def _answers(
     harnesses = {name: Harness(model, tokenizer, [name], options) for name in theirs}
     for name in names:
         if name in CONTEXT_TASKS:
-            run = CONTEXT_TASKS[name]
+            run = CONTEXT_TASKS[name]()
             answers[name] = lambda maker, run=run: run(model, haystack, maker, options)  # type: ignore[misc]
         elif name == HUMANEVAL:
             answers[name] = lambda maker: humaneval(model, tokenizer, maker, options)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from kvcal.cli.evaluate import print_tasks
 from kvcal.commands import evaluation
 from kvcal.commands.task_choice import CONTEXT_NAMES, HUMANEVAL, lengths_of
 from kvcal.commands.tasks import Answered, judged, task_names
-from kvcal.evaluate import programs
-from kvcal.evaluate.contexts import CONTEXT_TASKS, Haystack, agreed, agreement, by_length, context_once, needle
+from kvcal.evaluate import contexts, programs
+from kvcal.evaluate.contexts import CONTEXT_TASKS, Agreement, Haystack, agreed, by_length, context_once, needle
 from kvcal.evaluate.harness import TaskOptions, by_question, forced_logits, in_one_line, language_model
 from kvcal.evaluate.packed_share import PackedShare, share_of
 from kvcal.evaluate.paired import Paired
@@ -271,15 +272,41 @@ def test_a_local_task_is_paired_with_full_precision(tmp_path: Path, kind: str, m
 
 def test_own_tasks_of_an_exact_codec_are_those_of_full_precision(loaded: Any, haystack: Haystack) -> None:
     options = TaskOptions(limit=1, lengths=(96,))
-    for task, count in ((needle, 5), (context_once, 5), (agreement, 1)):
+    for task, count in ((needle, 5), (context_once, 5), (Agreement(), 1)):
         own = task(loaded.model, haystack, None, options)
         assert task(loaded.model, haystack, exact(loaded), options) == own
         assert sum(map(len, own.values())) == count
     coarse = Preset("uniform-1", "uniform-1", sink=0, recent=0, block=8).scheme(loaded.model)
     assert (
-        agreement(loaded.model, haystack, lambda *length: KVCalCache(coarse, loaded.model), options)["agreement@96"][0]
+        Agreement()(loaded.model, haystack, lambda *length: KVCalCache(coarse, loaded.model), options)["agreement@96"][
+            0
+        ]
         < 1
     )
+
+
+def test_agreement_decodes_full_precision_once_for_all_caches(
+    loaded: Any, haystack: Haystack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not at all for its own row, whose score is 1. A task made anew decodes again, with the same scores."""
+    decoded: list[type] = []
+
+    def counting(model: Any, prompt: list[int], cache: Any, tokens: int) -> torch.Tensor:
+        decoded.append(type(cache))
+        return _decoded(model, prompt, cache, tokens)
+
+    _decoded = contexts._decoded
+    monkeypatch.setattr(contexts, "_decoded", counting)
+    options, task = TaskOptions(limit=2, lengths=(64, 96)), CONTEXT_TASKS["agreement"]()
+    assert task(loaded.model, haystack, None, options) == {"agreement@64": [1.0, 1.0], "agreement@96": [1.0, 1.0]}
+    assert decoded == []
+    coarse = Preset("uniform-1", "uniform-1", sink=0, recent=0, block=8).scheme(loaded.model)
+    makers = [exact(loaded), lambda *length: KVCalCache(coarse, loaded.model)]
+    scores = [task(loaded.model, haystack, maker, options) for maker in makers]
+    assert (decoded.count(DynamicCache), decoded.count(KVCalCache)) == (4, 8)
+    assert scores[0] == task(loaded.model, haystack, None, options) != scores[1]
+    assert [CONTEXT_TASKS["agreement"]()(loaded.model, haystack, maker, options) for maker in makers] == scores
+    assert decoded.count(DynamicCache) == 12
 
 
 def test_needles_lie_where_they_are_said_to(loaded: Any, haystack: Haystack) -> None:
