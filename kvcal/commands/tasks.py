@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_text
 
 from ..calibrate.checkpoint import CommandCheckpoint, short
@@ -24,7 +25,7 @@ from ..pipeline.options import EvalOptions
 from ..report.quantities import questions
 from ..text import sources
 from .common import Say
-from .task_choice import HUMANEVAL, KVCAL_TASKS, chosen_tasks, lengths_of, meant, refuse_lengths
+from .task_choice import CONTEXT_NAMES, HUMANEVAL, KVCAL_TASKS, chosen_tasks, lengths_of, meant, refuse_lengths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,14 +52,19 @@ def task_names(o: EvalOptions) -> list[str]:
     if of_lm_eval or HUMANEVAL in names:
         check_installed("--task" + next((f" {name}{near}" for name in of_lm_eval if (near := meant(name))), ""))
     if of_lm_eval:
-        check_names(of_lm_eval, o.tasks_path, meant)
+        lengths = o.lengths is not None and not any(name in CONTEXT_NAMES for name in names)
+        check_names(of_lm_eval, o.tasks_path, meant, lengths=lengths)
     return names
 
 
-def check_tasks(o: EvalOptions, names: list[str], source: ModelSource) -> None:
-    """UsageError for contexts longer than the model's, KVCalError for problems of humaneval that cannot be read; before
-    any weights are.
+def check_tasks(
+    o: EvalOptions, names: list[str], source: ModelSource, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """UsageError for contexts longer than the model's and for --chat without a chat template, KVCalError for problems of
+    humaneval that cannot be read; before any weights are.
     """
+    if o.chat and tokenizer is not None and not tokenizer.chat_template:
+        raise UsageError(f"--chat: the tokenizer of {source.label} has no chat template; leave --chat out")
     refuse_lengths(o, names, configuration.geometry(source).context, source.label)
     if HUMANEVAL in names:
         problems(task_options(o))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import subprocess
@@ -16,7 +17,7 @@ from transformers import DynamicCache
 
 from kvcal.cli.evaluate import print_tasks
 from kvcal.commands import evaluation
-from kvcal.commands.task_choice import CONTEXT_NAMES, HUMANEVAL, lengths_of
+from kvcal.commands.task_choice import CONTEXT_NAMES, HUMANEVAL, chosen_tasks, lengths_of
 from kvcal.commands.tasks import Answered, judged, task_names
 from kvcal.evaluate import contexts, programs
 from kvcal.evaluate.contexts import CONTEXT_TASKS, Agreement, Haystack, agreed, by_length, context_once, needle
@@ -373,6 +374,11 @@ def test_the_gate_takes_the_largest_drop() -> None:
         (["--task", "context-once", "--needle-plot", "x.png"], "--needle-plot draws the task `needle`"),
         (["--task", "needle", "--needle-plot", "x.jpg"], "--needle-plot x.jpg: must end in .png"),
         (["--task", "needle", "--lengths", "4x"], "--lengths 4x"),
+        (["--task", "needle", "--chat"], "--chat applies only to tasks of lm-eval and humaneval, and there is none"),
+        (["--task", "agreement", "--tasks-path", "."], "--tasks-path applies only to tasks of lm-eval and humaneval"),
+        (["--task", "needle,gsm8k", "--allow-code"], "--allow-code applies only to --task humaneval"),
+        (["--task", "humaneval", "--allow-code", "--lengths", "4k"], "--lengths applies only to tasks with synthetic"),
+        (["--task", "humaneval,gsm8k", "--allow-code", "--tasks-path", "/nosuchdir"], "/nosuchdir: no such folder"),
         (["--task", "agreement,needle", "--lengths", "64,100k"], "--lengths 64,100k: a context of agreement would have "
          "102400 tokens, tiny was made for 2048; give at most 2048"),
     ],
@@ -381,6 +387,78 @@ def test_options_that_nothing_takes(options: list[Any], said: str, monkeypatch: 
     monkeypatch.setattr(evaluation, "open_model_of", None)  # before any weights
     done = kvcal("eval", "--preset", "exact", "--windows", 1, "--length", 64, *options)
     assert (done.code, said in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"task": ["needle,gsm8k"], "chat": True, "tasks_path": Path(), "lengths": "4k"},
+        {"task": ["humaneval"], "allow_code": True, "chat": True, "tasks_path": Path(), "limit": 3},
+        {"task": ["humaneval,agreement"], "allow_code": True, "lengths": "4k"},
+        {"task": ["ruler_vt"], "lengths": "4k"},
+    ],
+)
+def test_options_that_some_task_takes(options: dict[str, Any]) -> None:
+    assert chosen_tasks(EvalOptions(**options)) == options["task"][0].split(",")
+
+
+@needs_lm_eval
+def test_lengths_that_no_task_of_lm_eval_takes() -> None:
+    """Tasks that make their contexts take them, and groups that may hold such tasks."""
+    with pytest.raises(UsageError, match=r"--lengths applies only to .* --task gsm8k,arc_easy reads its own: give one"):
+        task_names(EvalOptions(task=["gsm8k,arc_easy"], lengths="4k"))
+    for names in (["gsm8k", "ruler_vt"], ["ruler"], ["niah_single_2"], ["gsm8k", "needle"]):
+        assert task_names(EvalOptions(task=names, lengths="4k")) == names
+
+
+@needs_lm_eval
+def test_chat_needs_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "open_model_of", None)  # before any weights
+    done = kvcal("eval", "--preset", "exact", "--task", "humaneval", "--allow-code", "--chat")
+    said = "--chat: the tokenizer of tiny has no chat template; leave --chat out"
+    assert (done.code, said in done.err) == (2, True), done.err
+
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content | trim }}</{{ message.role }}>{% endfor %}"
+)
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("chat", [False, True])
+def test_humaneval_in_the_chat_template(
+    chat: bool, loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model goes on with the program in its answer, up to the same stops or the end of the program's fence."""
+    problem = {"prompt": 'def one():\n    """1"""\n', "test": "def check(f): pass", "entry_point": "one"}
+    (tmp_path / "humaneval.jsonl").write_text(json.dumps(problem))
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    asked: list[Any] = []
+    ran: list[str] = []
+
+    def recorded(*given: Any) -> Any:
+        lm = language_model(*given)
+        generate = lm.generate_until
+        lm.generate_until = lambda requests: asked.extend(requests) or generate(requests)
+        return lm
+
+    monkeypatch.setattr(programs, "language_model", recorded)
+    monkeypatch.setattr(programs, "NEW_TOKENS", 4)
+    monkeypatch.setattr(programs.sandbox, "check", lambda: None)
+    monkeypatch.setattr(programs.sandbox, "passes", lambda program: ran.append(program) or True)
+    options = TaskOptions(tasks_path=tmp_path, allow_code=True, chat=chat)
+    assert programs.humaneval(loaded.model, tokenizer, exact(loaded), options) == {"humaneval": [1.0]}
+    [request] = asked
+    prompt, settings = request.args
+    assert ran[0].startswith(problem["prompt"])
+    assert ran[0].endswith("\ndef check(f): pass\ncheck(one)\n")
+    if not chat:
+        assert (prompt, settings["until"]) == (problem["prompt"], programs.STOPS)
+        return
+    assert prompt.startswith("<user>Write a solution") and "</user><assistant>Here is the completed" in prompt
+    assert prompt.endswith('```python\ndef one():\n    """1"""')
+    assert settings["until"] == [*programs.STOPS, "```"]
 
 
 @pytest.mark.parametrize("options", [["--max-score-drop", "0"], ["--task", "humaneval,gsm8k"]])
