@@ -58,14 +58,14 @@ def _refuse_idle_of(o: EvalOptions, names: list[str]) -> None:
     """UsageError for an option that none of the tasks `names` takes, and for a --tasks-path that is no folder. What
     lm-eval's tasks take shows only when they are looked at (`evaluate.harness.check_names`).
     """
-    given = [name for name in IDLE if o.by_name()[name] not in (None, False)]
+    typed = [name for name in IDLE if o.by_name()[name] not in (None, False)]
     of_lm_eval = any(name not in KVCAL_TASKS for name in names)
     if HUMANEVAL not in names:
-        refuse_idle(given, ("allow_code",), CODE, f"give {CODE}, or leave it out")
+        refuse_idle(typed, ("allow_code",), CODE, f"give {CODE}, or leave it out")
     if HUMANEVAL not in names and not of_lm_eval:
-        refuse_idle(given, ("tasks_path", "chat"), OF_LM_EVAL, "give one to --task, or leave it out")
+        refuse_idle(typed, ("tasks_path", "chat"), OF_LM_EVAL, "give one to --task, or leave it out")
     if not of_lm_eval and not any(name in CONTEXT_NAMES for name in names):
-        refuse_idle(given, ("lengths",), SYNTHETIC, "give one to --task, or leave it out")
+        refuse_idle(typed, ("lengths",), SYNTHETIC, "give one to --task, or leave it out")
     if o.tasks_path is not None and not o.tasks_path.is_dir():
         raise UsageError(f"--tasks-path {o.tasks_path}: no such folder; give one with task files, or leave it out")
 

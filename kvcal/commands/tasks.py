@@ -60,8 +60,8 @@ def task_names(o: EvalOptions) -> list[str]:
 def check_tasks(
     o: EvalOptions, names: list[str], source: ModelSource, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """UsageError for contexts longer than the model's and for --chat without a chat template, KVCalError for problems of
-    humaneval that cannot be read; before any weights are.
+    """UsageError for contexts longer than the model's and for --chat without a chat template, KVCalError for problems
+    of humaneval that cannot be read; before any weights are.
     """
     if o.chat and tokenizer is not None and not tokenizer.chat_template:
         raise UsageError(f"--chat: the tokenizer of {source.label} has no chat template; leave --chat out")

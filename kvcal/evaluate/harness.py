@@ -56,8 +56,8 @@ def check_names(
     _check_task_names(names, manager, meant)
     if lengths and all(_reads_its_questions(manager.task_index[name].cfg or {}) for name in names):
         raise UsageError(
-            f"--lengths applies only to tasks with synthetic contexts, and --task {','.join(names)} reads its own: give "
-            "one of RULER, say, or leave it out"
+            f"--lengths applies only to tasks with synthetic contexts, and --task {','.join(names)} reads its own: "
+            "give one of RULER, say, or leave it out"
         )
 
 
