@@ -153,5 +153,11 @@ def test_what_cannot_be_exported_is_one_line(base: Path, tmp_path: Path) -> None
     assert (done.code, "is there already" in done.err) == (2, True)
     assert exported(base, tmp_path / "out", "--to", "fp8").code == 0
     again = kvcal("export", "--model", tmp_path / "out", "--to", "fp8", "--output", tmp_path / "twice")
-    assert (again.code, "its weights are quantised" in again.err) == (2, True)
+    assert (again.code, "it has scales of an 8-bit cache already" in again.err) == (2, True)
+    assert "give the model that it was exported from" in again.err
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["quantization_config"]["config_groups"] = {"group_0": {"targets": ["Linear"]}}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    quantised = kvcal("export", "--model", tmp_path / "out", "--to", "fp8", "--output", tmp_path / "twice")
+    assert (quantised.code, "its weights are quantised" in quantised.err) == (2, True)
     assert not (tmp_path / "twice").exists()
