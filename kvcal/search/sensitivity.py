@@ -148,8 +148,8 @@ def check_budget(codecs: Sequence[str], schemes: Schemes, max_bits: float) -> No
     if (least := least_size(sizes)) > budget_of(schemes, max_bits):
         bits = math.ceil(round(least * 8 / _values(schemes) * 1e4, 6)) / 1e4  # up, so that it fits
         raise UsageError(
-            f"--max-bits {max_bits:g}: the smallest of --codecs {','.join(codecs)} take {bits:g} stored bits per value; "
-            f"give at least {bits:g}, or a smaller codec"
+            f"--max-bits {max_bits:g}: the smallest of --codecs {','.join(codecs)} take {bits:g} stored bits per "
+            f"value; give at least {bits:g}, or a smaller codec"
         )
 
 
