@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,18 +143,16 @@ def print_tasks(rows: list[EvaluationRow], wide: bool = False) -> None:
                 "contexts or a scheme with smaller windows",
                 wide=wide,
             )
-        if equal := [paired["n"] for *_, paired in lines if paired["full"] and _same(paired)]:
-            share = 1 - 0.05 ** (1 / min(equal))  # exact: the loss that leaves n questions untouched once in twenty
-            wrapped(
-                f"no answer differs; with {questions(min(equal))} the true loss may still be up to {percent(share)} "
-                "(95 %)",
-                wide=wide,
-            )
+        _print_equal({f"{name} by {row}": paired for row, name, paired in lines}, wide)
 
 
-def _same(paired: TaskScores) -> bool:
-    """Whether no answer differs: of one question there is no interval."""
-    return paired["difference"] == 0 and paired["low"] == paired["high"]
+def _print_equal(tasks: Mapping[str, TaskScores], wide: bool) -> None:
+    """What no different answer proves, of the tasks that full precision can do."""
+    equal = {label: paired for label, paired in tasks.items() if paired["full"] and not paired["differing"]}
+    if bounds := [-paired["low"] for paired in equal.values() if paired["low"] is not None]:
+        wrapped(f"no answer differs; the true loss may still be up to {percent(max(bounds))} (95 %)", wide=wide)
+    if unknown := [label for label, paired in equal.items() if paired["low"] is None]:
+        wrapped(f"no answer of {', '.join(unknown)} differs: without an interval that is no proof", wide=wide)
 
 
 def _task_cells(paired: TaskScores) -> list[str]:
@@ -162,7 +161,7 @@ def _task_cells(paired: TaskScores) -> list[str]:
     figures = ["–" if value is None else f"{value:.4f}" for value in values]
     packed = paired.get("packed")  # files of before have none
     share = "–" if packed is None else percent(packed)
-    return [*figures, "-" if p_value is None else f"{p_value:.3f}", f"{paired['n']:,}", share]
+    return [*figures, "–" if p_value is None else f"{p_value:.3f}", f"{paired['n']:,}", share]
 
 
 @command(GenerateOptions)

@@ -194,10 +194,12 @@ def evaluation_text(
 
 
 def window_numbers(o: CalibrationText, source: ModelSource) -> tuple[int, int, int]:
-    """How many calibration windows, how many of them held out, tokens per window."""
+    """How many calibration windows, how many of them held out (0 where the options say so), tokens per window."""
     paper = configuration.presets(source)["aqua-kv"]
     count, length = o.windows or paper["windows"], o.length or paper["length"]
-    holdout = o.holdout or (paper["holdout"] if o.windows is None else max(1, count // 8))
+    holdout = o.holdout
+    if holdout is None:
+        holdout = paper["holdout"] if o.windows is None else max(1, count // 8)
     if holdout >= count:
         raise UsageError(f"--holdout {holdout} of {count} windows leaves none to fit on")
     return count, holdout, length

@@ -85,7 +85,7 @@ def run_eval(
     tokenizer = tokenizer_for(o, plan.source, plan.origin)
     if tasks:
         _check_tasks(plan)
-        check_tasks(o, tasks, plan.source)
+        check_tasks(o, tasks, plan.source, tokenizer)
     text = evaluation_text(o, plan.source, tokenizer, plan.origin, plan.length, say)
     check_context(plan.source, plan.length, say)
     loaded, makers = _opened(o, plan, say)

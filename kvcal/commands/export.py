@@ -27,6 +27,7 @@ def run_export(o: ExportOptions, say: Say) -> dict[str, object]:
         text=o.text,
         column=o.column,
         windows=o.windows or WINDOWS,
+        holdout=0,  # a maximum over more text is nearer to the largest, and nothing is fitted that could be checked
         length=o.length or LENGTH,
         seed=o.seed,
         dtype=o.dtype,

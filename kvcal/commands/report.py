@@ -27,6 +27,7 @@ ONE_TEXT = "give files of one model and text"
 FACTS = (*COMPARED, "random_weights")
 NUMBERS = ("perplexity", "kl_se", "kl_median", "kl_p99", "kl_max", "same_top", "smaller")
 PAIRED = ("score", "full", "difference", "n")
+LARGEST = 1e100  # of numbers: an axis over larger ones, or over their reciprocals, overflows
 INTERVAL = ("low", "high")  # null of one question
 
 
@@ -203,6 +204,8 @@ def _paired(one: Mapping[str, Any]) -> dict[str, float | None]:
 def _number(value: object) -> float:
     if not is_number(value):
         raise ValueError(f"{value!r:.40} where a number belongs")
+    if value and not 1 / LARGEST <= abs(value) <= LARGEST:
+        raise ValueError(f"{value!r:.40} is of no size that a chart can show, 0 or from {1 / LARGEST:g} to {LARGEST:g}")
     return float(value) if isinstance(value, float) else int(value)
 
 

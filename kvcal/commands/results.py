@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 class TaskScores(TypedDict):
     """Scores of a task's n questions, compressed and in full precision; low, high: the interval of their difference,
-    None of one question. mcnemar: a p-value, None where scores are not right or wrong. packed: the share of tokens in
-    packed blocks when answers were there; files of before have none.
+    None where there is none (`evaluate.paired.interval_of`). mcnemar: a p-value, None where scores are not right or
+    wrong or a context has several questions. differing: questions of which the scores differ. packed: the share of
+    tokens in packed blocks when answers were there; files of before have none.
     """
 
     score: float
@@ -23,6 +24,7 @@ class TaskScores(TypedDict):
     high: float | None
     n: int
     mcnemar: float | None
+    differing: int
     packed: NotRequired[float | None]
 
 

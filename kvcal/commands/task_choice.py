@@ -6,11 +6,15 @@ from kvcal_artifacts.errors import UsageError
 
 from ..pipeline.options import EvalOptions
 from ..report.suggest import nearest
+from .idle import refuse_idle
 
 HUMANEVAL = "humaneval"
 CONTEXT_NAMES = ("needle", "context-once", "agreement")  # of evaluate.contexts.CONTEXT_TASKS
 KVCAL_TASKS = (*CONTEXT_NAMES, HUMANEVAL)
 IDLE = ("limit", "lengths", "tasks_path", "allow_code", "chat", "needle_plot", "max_score_drop")
+CODE = f"--task {HUMANEVAL}"
+OF_LM_EVAL = f"tasks of lm-eval and {HUMANEVAL}"
+SYNTHETIC = "tasks with synthetic contexts (needle, context-once, agreement, RULER)"
 UNITS = {"k": 1024, "": 1}
 
 
@@ -37,6 +41,8 @@ def chosen_tasks(o: EvalOptions) -> list[str]:
             if o.by_name()[name] not in (None, False):
                 raise UsageError(f"--{name.replace('_', '-')} applies only to --task: give one, or leave it out")
     lengths_of(o.lengths)
+    if names:
+        _refuse_idle_of(o, names)
     if o.needle_plot is not None and "needle" not in names:
         raise UsageError("--needle-plot draws the task `needle`: give --task needle, or leave it out")
     if o.max_score_drop is not None and set(names) <= {"agreement"}:
@@ -46,6 +52,22 @@ def chosen_tasks(o: EvalOptions) -> list[str]:
             f"--task {HUMANEVAL}: runs programs that a model wrote, in a sandbox: give --allow-code to allow it"
         )
     return names
+
+
+def _refuse_idle_of(o: EvalOptions, names: list[str]) -> None:
+    """UsageError for an option that none of the tasks `names` takes, and for a --tasks-path that is no folder. What
+    lm-eval's tasks take shows only when they are looked at (`evaluate.harness.check_names`).
+    """
+    typed = [name for name in IDLE if o.by_name()[name] not in (None, False)]
+    of_lm_eval = any(name not in KVCAL_TASKS for name in names)
+    if HUMANEVAL not in names:
+        refuse_idle(typed, ("allow_code",), CODE, f"give {CODE}, or leave it out")
+    if HUMANEVAL not in names and not of_lm_eval:
+        refuse_idle(typed, ("tasks_path", "chat"), OF_LM_EVAL, "give one to --task, or leave it out")
+    if not of_lm_eval and not any(name in CONTEXT_NAMES for name in names):
+        refuse_idle(typed, ("lengths",), SYNTHETIC, "give one to --task, or leave it out")
+    if o.tasks_path is not None and not o.tasks_path.is_dir():
+        raise UsageError(f"--tasks-path {o.tasks_path}: no such folder; give one with task files, or leave it out")
 
 
 def meant(name: str) -> str:

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_text
 
 from ..calibrate.checkpoint import CommandCheckpoint, short
-from ..evaluate.contexts import CONTEXT_TASKS, Haystack, by_length
+from ..evaluate.contexts import CONTEXT_TASKS, Haystack, by_length, questions_per_context
 from ..evaluate.harness import Harness, Scores, TaskOptions, check_installed, check_names
 from ..evaluate.packed_share import OpenCache, PackedShare, share_of
 from ..evaluate.paired import Paired
@@ -24,7 +25,7 @@ from ..pipeline.options import EvalOptions
 from ..report.quantities import questions
 from ..text import sources
 from .common import Say
-from .task_choice import HUMANEVAL, KVCAL_TASKS, chosen_tasks, lengths_of, meant, refuse_lengths
+from .task_choice import CONTEXT_NAMES, HUMANEVAL, KVCAL_TASKS, chosen_tasks, lengths_of, meant, refuse_lengths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,14 +52,19 @@ def task_names(o: EvalOptions) -> list[str]:
     if of_lm_eval or HUMANEVAL in names:
         check_installed("--task" + next((f" {name}{near}" for name in of_lm_eval if (near := meant(name))), ""))
     if of_lm_eval:
-        check_names(of_lm_eval, o.tasks_path, meant)
+        lengths = o.lengths is not None and not any(name in CONTEXT_NAMES for name in names)
+        check_names(of_lm_eval, o.tasks_path, meant, lengths=lengths)
     return names
 
 
-def check_tasks(o: EvalOptions, names: list[str], source: ModelSource) -> None:
-    """UsageError for contexts longer than the model's, KVCalError for problems of humaneval that cannot be read; before
-    any weights are.
+def check_tasks(
+    o: EvalOptions, names: list[str], source: ModelSource, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """UsageError for contexts longer than the model's and for --chat without a chat template, KVCalError for problems
+    of humaneval that cannot be read; before any weights are.
     """
+    if o.chat and tokenizer is not None and not tokenizer.chat_template:
+        raise UsageError(f"--chat: the tokenizer of {source.label} has no chat template; leave --chat out")
     refuse_lengths(o, names, configuration.geometry(source).context, source.label)
     if HUMANEVAL in names:
         problems(task_options(o))
@@ -122,7 +128,9 @@ def run_tasks(
             if maker is None:
                 full = joined
             else:
-                answered.tasks[row] |= {name: Paired.of(joined[name], full[name]) for name in full}
+                answered.tasks[row] |= {
+                    name: Paired.of(joined[name], full[name], questions_per_context(name)) for name in full
+                }
                 answered.packed[row] |= {name: share_of(recorded["rows"], name) for name in full}
     return answered
 
@@ -138,7 +146,7 @@ def _answers(
     harnesses = {name: Harness(model, tokenizer, [name], options) for name in theirs}
     for name in names:
         if name in CONTEXT_TASKS:
-            run = CONTEXT_TASKS[name]
+            run = CONTEXT_TASKS[name]()
             answers[name] = lambda maker, run=run: run(model, haystack, maker, options)  # type: ignore[misc]
         elif name == HUMANEVAL:
             answers[name] = lambda maker: humaneval(model, tokenizer, maker, options)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -154,26 +154,45 @@ def _asked(
             yield float(number in answer)
 
 
-def agreement(model: CausalLM, haystack: Haystack, maker: OpenCache | None, options: TaskOptions) -> Scores:
+def questions_per_context(name: str) -> int:
+    """How many questions of a task are about one context, of the name that its scores have."""
+    return QUESTIONS if name.startswith("context-once@") else 1
+
+
+@dataclass(frozen=True)
+class Agreement:
     """How long greedy decoding says what full precision says: the share of AGREEMENT_TOKENS tokens before the first
-    other one. Contexts have each length, as agreement@1024, `--limit` of each.
+    other one. An object is of one model, and decodes each context in full precision once, for all caches.
     """
-    lengths, repeats = options.lengths or LENGTHS, options.limit or REPEATS
-    scores: Scores = {}
-    with progress("Agreement", total=len(lengths) * repeats) as advance:
-        for length in lengths:
-            draw = random.Random(f"{SEED}/agreement/{length}")
-            answered = scores.setdefault(f"agreement@{length}", [])
-            for _ in range(repeats):
-                prompt = haystack.head + haystack.context(length, [], draw.randrange(len(haystack.ids)))
-                exact = _decoded(model, prompt, DynamicCache(config=model.config), AGREEMENT_TOKENS)
-                if maker is None:
-                    answered.append(1.0)
-                else:
+
+    _exact: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # by prompt
+
+    def __call__(self, model: CausalLM, haystack: Haystack, maker: OpenCache | None, options: TaskOptions) -> Scores:
+        """Contexts have each length, as agreement@1024, `--limit` of each. maker: None: 1 for each, and nothing is
+        decoded.
+        """
+        lengths, repeats = options.lengths or LENGTHS, options.limit or REPEATS
+        if maker is None:
+            return {f"agreement@{length}": [1.0] * repeats for length in lengths}
+        scores: Scores = {}
+        with progress("Agreement", total=len(lengths) * repeats) as advance:
+            for length in lengths:
+                draw = random.Random(f"{SEED}/agreement/{length}")
+                answered = scores.setdefault(f"agreement@{length}", [])
+                for _ in range(repeats):
+                    prompt = haystack.head + haystack.context(length, [], draw.randrange(len(haystack.ids)))
+                    exact = self._continued(model, prompt)
                     with maker(length) as cache:
                         answered.append(agreed(exact, _decoded(model, prompt, cache, AGREEMENT_TOKENS)))
-                advance()
-    return scores
+                    advance()
+        return scores
+
+    def _continued(self, model: CausalLM, prompt: list[int]) -> Tensor:
+        """Full precision's continuation."""
+        key = tuple(prompt)
+        if key not in self._exact:
+            self._exact[key] = _decoded(model, prompt, DynamicCache(config=model.config), AGREEMENT_TOKENS)
+        return self._exact[key]
 
 
 def agreed(exact: Tensor, other: Tensor) -> float:
@@ -184,7 +203,12 @@ def agreed(exact: Tensor, other: Tensor) -> float:
     return same / max(len(exact), len(other))
 
 
-CONTEXT_TASKS = {"needle": needle, "context-once": context_once, "agreement": agreement}
+ContextTask = Callable[["CausalLM", Haystack, OpenCache | None, TaskOptions], Scores]
+CONTEXT_TASKS: dict[str, Callable[[], ContextTask]] = {  # by name, what makes the task for one model
+    "needle": lambda: needle,
+    "context-once": lambda: context_once,
+    "agreement": Agreement,
+}
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from ..models.structure import CausalLM
 
+MAKER = "custom_dataset"  # in a task's file: the function that makes its questions, which --lengths is given to
 SEED = 1234  # of few-shot examples, lm-eval's default
 Scores = dict[str, list[float]]  # by name of a task, question by question
 
@@ -42,13 +43,27 @@ def check_installed(option: str) -> None:
         raise UsageError(f"{option}: needs lm-eval, which is not installed: pip install 'kvcal[tasks]'")
 
 
-def check_names(names: Sequence[str], tasks_path: Path | None, meant: Callable[[str], str]) -> None:
+def check_names(
+    names: Sequence[str], tasks_path: Path | None, meant: Callable[[str], str], *, lengths: bool = False
+) -> None:
     """Raise UsageError for a task that lm-eval does not know; without a model or tokenizer, in some seconds. meant: of
-    a name, the words that tell of a likely one.
+    a name, the words that tell of a likely one. lengths: whether --lengths is given for these tasks alone; UsageError
+    where none makes its contexts by itself.
     """
     from lm_eval.tasks import TaskManager
 
-    _check_task_names(names, TaskManager(include_path=None if tasks_path is None else str(tasks_path)), meant)
+    manager = TaskManager(include_path=None if tasks_path is None else str(tasks_path))
+    _check_task_names(names, manager, meant)
+    if lengths and all(_reads_its_questions(manager.task_index[name].cfg or {}) for name in names):
+        raise UsageError(
+            f"--lengths applies only to tasks with synthetic contexts, and --task {','.join(names)} reads its own: "
+            "give one of RULER, say, or leave it out"
+        )
+
+
+def _reads_its_questions(config: Mapping[str, object]) -> bool:
+    """Whether a task's file says that its questions are data. Groups, tags and tasks in Python do not show it."""
+    return isinstance(config.get("task"), str) and not {"group", "class", MAKER} & config.keys()
 
 
 def _check_task_names(names: Sequence[str], manager: TaskManager, meant: Callable[[str], str] = lambda _: "") -> None:

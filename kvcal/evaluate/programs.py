@@ -17,6 +17,7 @@ from .harness import Scores, TaskOptions, check_installed, in_one_line, language
 from .packed_share import OpenCache
 
 if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
     from transformers import PreTrainedTokenizerBase
 
     from ..models.structure import CausalLM
@@ -25,6 +26,11 @@ NAME, DATA_SET = "humaneval", "openai/openai_humaneval"
 FILES = (f"{NAME}.jsonl", "HumanEval.jsonl")  # the second is the name under which it is distributed
 STOPS = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]  # as in lm-eval's task
 NEW_TOKENS = 512
+FENCE = "```"
+INSTRUCTION = (
+    f"Write a solution to the following problem and make sure that it passes the tests:\n{FENCE}python\n{{}}\n{FENCE}\n"
+)
+BEGINNING = f"Here is the completed function:\n{FENCE}python\n{{}}"  # of the answer, as in lm-eval's humaneval_instruct
 FIELDS = ("prompt", "test", "entry_point")
 
 
@@ -69,7 +75,9 @@ def _checked(rows: Iterable[Mapping[str, object]], source: Path) -> list[dict[st
 def humaneval(
     model: CausalLM, tokenizer: PreTrainedTokenizerBase, maker: OpenCache | None, options: TaskOptions
 ) -> Scores:
-    """1 for each problem whose completed program passes its tests. Raises UsageError without --allow-code."""
+    """1 for each problem whose completed program passes its tests. With --chat the model goes on from the beginning of
+    an answer in its chat template, which holds the program so far. Raises UsageError without --allow-code.
+    """
     if not options.allow_code:
         raise UsageError(
             f"--task {NAME}: runs programs that a model wrote, in a sandbox: give --allow-code to allow it"
@@ -79,12 +87,15 @@ def humaneval(
     from lm_eval.api.instance import Instance
 
     chosen = problems(options)
-    settings = {"until": STOPS, "max_gen_toks": NEW_TOKENS, "do_sample": False}
+    lm = language_model(model, tokenizer, maker, options)
+    settings = {"until": [*STOPS, FENCE] if options.chat else STOPS, "max_gen_toks": NEW_TOKENS, "do_sample": False}
+    with in_one_line([NAME]):
+        prompts = [_in_chat(lm, row["prompt"]) if options.chat else row["prompt"] for row in chosen]
     requests = [
-        Instance(request_type="generate_until", doc=dict(row), arguments=(row["prompt"], dict(settings)), idx=0)
-        for row in chosen
+        Instance(request_type="generate_until", doc=dict(row), arguments=(prompt, dict(settings)), idx=0)
+        for row, prompt in zip(chosen, prompts, strict=True)
     ]
-    answers = language_model(model, tokenizer, maker, options).generate_until(requests)
+    answers = lm.generate_until(requests)
     scores = []
     with progress("Running programs", total=len(chosen)) as advance:
         for row, answer in zip(chosen, answers, strict=True):
@@ -92,3 +103,10 @@ def humaneval(
             scores.append(float(sandbox.passes(program)))
             advance()
     return {NAME: scores}
+
+
+def _in_chat(lm: HFLM, program: str) -> str:
+    """A problem in the model's chat template: the instruction, and an answer that ends with the program so far."""
+    texts = {"user": INSTRUCTION.format(program), "assistant": BEGINNING.format(program)}
+    messages = [{"role": role, "content": text} for role, text in texts.items()]
+    return str(lm.apply_chat_template(messages, add_generation_prompt=False))

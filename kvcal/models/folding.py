@@ -180,9 +180,15 @@ def write_folded(source: ModelSource, factors: Mapping[int, Tensor], output: Pat
 
 
 def plain_fields(source: ModelSource) -> dict[str, Json]:
-    """config.json of a model whose weights are not quantised."""
+    """config.json of a model whose weights are not quantised, and which has no scales of an 8-bit cache."""
     fields = configuration.config_fields(source)
-    if "quantization_config" in fields:
+    config = fields.get("quantization_config")
+    if isinstance(config, dict) and config.get("kv_cache_scheme") and not config.get("config_groups"):
+        raise UsageError(
+            f"{source.label}: it has scales of an 8-bit cache already (kv_cache_scheme in its config.json, as `kvcal "
+            "export` writes it); give the model that it was exported from"
+        )
+    if config is not None:
         raise UsageError(f"{source.label}: its weights are quantised; give a model with plain ones")
     return fields
 

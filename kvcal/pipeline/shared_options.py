@@ -282,7 +282,7 @@ class Tasks(Options):
     lengths: str | None = option(None, "Of --task: tokens of synthetic contexts (RULER, needle and others), as 4k,8k.")
     tasks_path: Path | None = option(None, "Of --task: a folder of task files; lm-eval runs the Python in it.")
     allow_code: bool = flag("Of --task humaneval: run generated programs, in a sandbox.")
-    chat: bool = flag("Of --task: lm-eval's prompts in the tokenizer's chat template.")
+    chat: bool = flag("Of --task: prompts of lm-eval and humaneval in the tokenizer's chat template.")
     needle_plot: Path | None = option(
         None, "Of --task needle: a plot of what was found (.png, .svg, .pdf).", panel="Output"
     )

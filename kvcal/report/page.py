@@ -283,7 +283,7 @@ def _tasks(report: Report) -> str:
         ]
         for row, task, one in pairs
     ]
-    words = "Difference to full precision on the same questions, with the bootstrap interval of 95 %."
+    words = "Difference to full precision on the same questions, with its interval of 95 %."
     chart = intervals("Task scores less full precision", "difference of the score", bars)
     parts = (_wide("chart of task scores", chart), legend(list(series.values())), _table("Tasks", columns, cells))
     return _section("Tasks", words, *parts)

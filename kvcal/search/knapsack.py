@@ -27,7 +27,8 @@ def solve(places: Sequence[Sequence[Option]], budget: int) -> list[Option]:
     A table over what may be spent, in units of the sizes' greatest common divisor. Raises UsageError where not even the
     smallest options fit.
     """
-    check_least(places, budget)
+    if (least := least_size(places)) > budget:
+        raise UsageError(f"--max-bits: the smallest codecs of all layers take {least:,} bytes, of {budget:,} allowed")
     unit = math.gcd(*(option.size for options in places for option in options)) or 1
     capacity = budget // unit
     best: dict[int, float] = {0: 0.0}
@@ -51,11 +52,9 @@ def solve(places: Sequence[Sequence[Option]], budget: int) -> list[Option]:
     return result[::-1]
 
 
-def check_least(places: Sequence[Sequence[Option]], budget: int) -> None:
-    """Raises UsageError where not even the smallest options fit the budget."""
-    least = sum(min(option.size for option in options) for options in places)
-    if least > budget:
-        raise UsageError(f"--max-bits: the smallest codecs of all layers take {least:,} bytes a block, of {budget:,}")
+def least_size(places: Sequence[Sequence[Option]]) -> int:
+    """What the smallest options of all places take together."""
+    return sum(min(option.size for option in options) for options in places)
 
 
 def _undominated(states: Mapping[int, float]) -> dict[int, float]:

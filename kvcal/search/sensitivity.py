@@ -10,6 +10,7 @@ The best of all is taken. Codecs need no data, or are fitted under predictors (p
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -27,7 +28,7 @@ from ..evaluate.perplexity import CacheMaker, Row, evaluate
 from ..methods.data_free import Preset
 from ..report.progress import progress
 from ..report.records import is_number
-from .knapsack import Option, check_least, solve
+from .knapsack import Option, least_size, solve
 
 if TYPE_CHECKING:
     from kvcal_artifacts.cache import KVCalCache
@@ -129,16 +130,27 @@ def _span(layers: list[int]) -> str:
 
 def budget_of(schemes: Schemes, max_bits: float) -> int:
     """Bytes that a block of all layers may take at `max_bits` stored bits per value."""
-    values = sum(pair.key.shape.values + pair.value.shape.values for pair in schemes.exact.layers if pair is not None)
-    return int(max_bits * values / 8 + 1e-6)
+    return int(max_bits * _values(schemes) / 8 + 1e-6)
+
+
+def _values(schemes: Schemes) -> int:
+    """Keys' and values' numbers in a block of all layers."""
+    return sum(pair.key.shape.values + pair.value.shape.values for pair in schemes.exact.layers if pair is not None)
 
 
 def check_budget(codecs: Sequence[str], schemes: Schemes, max_bits: float) -> None:
-    """Raises UsageError where not even the smallest codecs fit the budget; before anything is measured."""
+    """Raises UsageError, which names the least bits that fit, where not even the smallest codecs do; before anything is
+    measured.
+    """
     uniform = schemes.whole({name: Assignment(name, name) for name in codecs}).values()
     places = itertools.product(schemes.exact.compressed, ROLES)
     sizes = [[Option("", _size(one, layer, role), 0.0) for one in uniform] for layer, role in places]
-    check_least(sizes, budget_of(schemes, max_bits))
+    if (least := least_size(sizes)) > budget_of(schemes, max_bits):
+        bits = math.ceil(round(least * 8 / _values(schemes) * 1e4, 6)) / 1e4  # up, so that it fits
+        raise UsageError(
+            f"--max-bits {max_bits:g}: the smallest of --codecs {','.join(codecs)} take {bits:g} stored bits per "
+            f"value; give at least {bits:g}, or a smaller codec"
+        )
 
 
 def sensitivities(

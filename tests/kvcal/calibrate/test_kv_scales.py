@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvcal.calibrate.kv_scales import LARGEST, ScaleSettings, check_exportable, kv_scales
+from kvcal.commands import export
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts.errors import UsageError
@@ -126,6 +127,23 @@ def test_weights_are_those_of_the_model(base: Path, tmp_path: Path) -> None:
             assert torch.equal(tensor, after[name])
 
 
+@pytest.mark.parametrize("windows", [1, 3])
+def test_all_windows_are_calibrated_on(
+    base: Path, tmp_path: Path, windows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is held out: the scales are the largest of all that is read."""
+    measured: list[torch.Tensor] = []
+
+    def recorded(model: Any, ids: torch.Tensor, *others: Any) -> dict[str, torch.Tensor]:
+        measured.append(ids)
+        return kv_scales(model, ids, *others)
+
+    monkeypatch.setattr(export, "kv_scales", recorded)
+    done = exported(base, tmp_path / "out", "--to", "fp8", "--windows", windows)
+    assert (done.code, done.json["windows"]) == (0, windows), done.err
+    assert [ids.shape for ids in measured] == [(windows, 64)]
+
+
 def test_what_cannot_be_exported_is_one_line(base: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--to fp4: allowed are fp8, int8"):
         ScaleSettings("fp4")
@@ -135,5 +153,11 @@ def test_what_cannot_be_exported_is_one_line(base: Path, tmp_path: Path) -> None
     assert (done.code, "is there already" in done.err) == (2, True)
     assert exported(base, tmp_path / "out", "--to", "fp8").code == 0
     again = kvcal("export", "--model", tmp_path / "out", "--to", "fp8", "--output", tmp_path / "twice")
-    assert (again.code, "its weights are quantised" in again.err) == (2, True)
+    assert (again.code, "it has scales of an 8-bit cache already" in again.err) == (2, True)
+    assert "give the model that it was exported from" in again.err
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["quantization_config"]["config_groups"] = {"group_0": {"targets": ["Linear"]}}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    quantised = kvcal("export", "--model", tmp_path / "out", "--to", "fp8", "--output", tmp_path / "twice")
+    assert (quantised.code, "its weights are quantised" in quantised.err) == (2, True)
     assert not (tmp_path / "twice").exists()

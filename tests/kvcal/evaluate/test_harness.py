@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import subprocess
@@ -12,13 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from kvcal.cli.evaluate import print_tasks
 from kvcal.commands import evaluation
-from kvcal.commands.task_choice import CONTEXT_NAMES, HUMANEVAL, lengths_of
+from kvcal.commands.task_choice import CONTEXT_NAMES, HUMANEVAL, chosen_tasks, lengths_of
 from kvcal.commands.tasks import Answered, judged, task_names
-from kvcal.evaluate import programs
-from kvcal.evaluate.contexts import CONTEXT_TASKS, Haystack, agreed, agreement, by_length, context_once, needle
+from kvcal.evaluate import contexts, programs
+from kvcal.evaluate.contexts import CONTEXT_TASKS, Agreement, Haystack, agreed, by_length, context_once, needle
 from kvcal.evaluate.harness import TaskOptions, by_question, forced_logits, in_one_line, language_model
 from kvcal.evaluate.packed_share import PackedShare, share_of
 from kvcal.evaluate.paired import Paired
@@ -103,19 +105,19 @@ def test_a_task_whose_data_cannot_be_reached() -> None:
 
 
 def test_a_score_without_a_difference_is_no_proof(capsys: pytest.CaptureFixture[str]) -> None:
-    same = {"score": 1.0, "full": 1.0, "difference": 0.0, "low": 0.0, "high": 0.0, "mcnemar": 1.0, "n": 5}
-    print_tasks([{"name": "kivi-4", "tasks": {"needle@256": same}}])
-    assert "with 5 questions the true loss may still be up to 45.1 % (95 %)" in " ".join(
-        capsys.readouterr().out.split()
-    )
-    print_tasks([{"name": "kivi-4", "tasks": {"needle@256": same | {"low": -0.2}}}])
-    assert "may still be" not in capsys.readouterr().out
-    print_tasks([{"name": "kivi-4", "tasks": {"gsm8k": same | {"low": None, "high": None, "n": 1}}}])
+    same = asdict(Paired.of([1.0] * 5, [1.0] * 5))
+    print_tasks([{"name": "kivi-4", "tasks": {"needle@256": cast("TaskScores", same)}}])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "no answer differs; the true loss may still be up to 43.4 % (95 %)" in out
+    assert "-0.4345" in out and " 0.4345" in out
+    other = asdict(Paired.of([1.0, 0.0, 0.0], [1.0, 1.0, 0.0]))
+    print_tasks([{"name": "kivi-4", "tasks": {"needle@256": cast("TaskScores", other)}}])
+    assert "no answer" not in capsys.readouterr().out
+    one = asdict(Paired.of([1.0], [1.0]))
+    print_tasks([{"name": "kivi-4", "tasks": {"gsm8k": cast("TaskScores", one)}}])
     words = capsys.readouterr().out.split()
-    assert (words.count("–"), "with 1 question the true loss may still be up to 95.0 %" in " ".join(words)) == (
-        3,
-        True,
-    )  # of low, high and packed
+    assert words.count("–") == 3  # of low, high and packed
+    assert "no answer of gsm8k by kivi-4 differs: without an interval that is no proof" in " ".join(words)
 
 
 def test_a_task_that_full_precision_cannot_do_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,6 +206,15 @@ def test_the_command_counts_what_was_packed(tmp_path: Path) -> None:
     )
 
 
+def test_the_command_draws_whole_contexts() -> None:
+    """One context of five questions has no spread, and no test of independent questions."""
+    short = ["--windows", 1, "--length", 64, "--lengths", 256, "--limit", 1, "--json"]
+    done = kvcal("eval", "--preset", "exact", "--task", "context-once,needle", *short)
+    once, needles = (done.json["rows"][1]["tasks"][name] for name in ("context-once@256", "needle@256"))
+    assert (once["n"], once["low"], once["high"], once["mcnemar"]) == (5, None, None, None)
+    assert (needles["n"], needles["mcnemar"], needles["low"] is None) == (5, 1, False)
+
+
 def test_the_command_fails_where_no_drop_can_be_seen(tmp_path: Path) -> None:
     """The tiny model finds no needle."""
     short = ["--windows", 1, "--length", 64, "--lengths", 256, "--limit", 1, "--max-score-drop", 0]
@@ -262,15 +273,41 @@ def test_a_local_task_is_paired_with_full_precision(tmp_path: Path, kind: str, m
 
 def test_own_tasks_of_an_exact_codec_are_those_of_full_precision(loaded: Any, haystack: Haystack) -> None:
     options = TaskOptions(limit=1, lengths=(96,))
-    for task, count in ((needle, 5), (context_once, 5), (agreement, 1)):
+    for task, count in ((needle, 5), (context_once, 5), (Agreement(), 1)):
         own = task(loaded.model, haystack, None, options)
         assert task(loaded.model, haystack, exact(loaded), options) == own
         assert sum(map(len, own.values())) == count
     coarse = Preset("uniform-1", "uniform-1", sink=0, recent=0, block=8).scheme(loaded.model)
     assert (
-        agreement(loaded.model, haystack, lambda *length: KVCalCache(coarse, loaded.model), options)["agreement@96"][0]
+        Agreement()(loaded.model, haystack, lambda *length: KVCalCache(coarse, loaded.model), options)["agreement@96"][
+            0
+        ]
         < 1
     )
+
+
+def test_agreement_decodes_full_precision_once_for_all_caches(
+    loaded: Any, haystack: Haystack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not at all for its own row, whose score is 1. A task made anew decodes again, with the same scores."""
+    decoded: list[type] = []
+
+    def counting(model: Any, prompt: list[int], cache: Any, tokens: int) -> torch.Tensor:
+        decoded.append(type(cache))
+        return _decoded(model, prompt, cache, tokens)
+
+    _decoded = contexts._decoded
+    monkeypatch.setattr(contexts, "_decoded", counting)
+    options, task = TaskOptions(limit=2, lengths=(64, 96)), CONTEXT_TASKS["agreement"]()
+    assert task(loaded.model, haystack, None, options) == {"agreement@64": [1.0, 1.0], "agreement@96": [1.0, 1.0]}
+    assert decoded == []
+    coarse = Preset("uniform-1", "uniform-1", sink=0, recent=0, block=8).scheme(loaded.model)
+    makers = [exact(loaded), lambda *length: KVCalCache(coarse, loaded.model)]
+    scores = [task(loaded.model, haystack, maker, options) for maker in makers]
+    assert (decoded.count(DynamicCache), decoded.count(KVCalCache)) == (4, 8)
+    assert scores[0] == task(loaded.model, haystack, None, options) != scores[1]
+    assert [CONTEXT_TASKS["agreement"]()(loaded.model, haystack, maker, options) for maker in makers] == scores
+    assert decoded.count(DynamicCache) == 12
 
 
 def test_needles_lie_where_they_are_said_to(loaded: Any, haystack: Haystack) -> None:
@@ -337,6 +374,11 @@ def test_the_gate_takes_the_largest_drop() -> None:
         (["--task", "context-once", "--needle-plot", "x.png"], "--needle-plot draws the task `needle`"),
         (["--task", "needle", "--needle-plot", "x.jpg"], "--needle-plot x.jpg: must end in .png"),
         (["--task", "needle", "--lengths", "4x"], "--lengths 4x"),
+        (["--task", "needle", "--chat"], "--chat applies only to tasks of lm-eval and humaneval, and there is none"),
+        (["--task", "agreement", "--tasks-path", "."], "--tasks-path applies only to tasks of lm-eval and humaneval"),
+        (["--task", "needle,gsm8k", "--allow-code"], "--allow-code applies only to --task humaneval"),
+        (["--task", "humaneval", "--allow-code", "--lengths", "4k"], "--lengths applies only to tasks with synthetic"),
+        (["--task", "humaneval,gsm8k", "--allow-code", "--tasks-path", "/nosuchdir"], "/nosuchdir: no such folder"),
         (["--task", "agreement,needle", "--lengths", "64,100k"], "--lengths 64,100k: a context of agreement would have "
          "102400 tokens, tiny was made for 2048; give at most 2048"),
     ],
@@ -345,6 +387,78 @@ def test_options_that_nothing_takes(options: list[Any], said: str, monkeypatch: 
     monkeypatch.setattr(evaluation, "open_model_of", None)  # before any weights
     done = kvcal("eval", "--preset", "exact", "--windows", 1, "--length", 64, *options)
     assert (done.code, said in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"task": ["needle,gsm8k"], "chat": True, "tasks_path": Path(), "lengths": "4k"},
+        {"task": ["humaneval"], "allow_code": True, "chat": True, "tasks_path": Path(), "limit": 3},
+        {"task": ["humaneval,agreement"], "allow_code": True, "lengths": "4k"},
+        {"task": ["ruler_vt"], "lengths": "4k"},
+    ],
+)
+def test_options_that_some_task_takes(options: dict[str, Any]) -> None:
+    assert chosen_tasks(EvalOptions(**options)) == options["task"][0].split(",")
+
+
+@needs_lm_eval
+def test_lengths_that_no_task_of_lm_eval_takes() -> None:
+    """Tasks that make their contexts take them, and groups that may hold such tasks."""
+    with pytest.raises(UsageError, match=r"--lengths applies only to .* --task gsm8k,arc_easy reads its own: give one"):
+        task_names(EvalOptions(task=["gsm8k,arc_easy"], lengths="4k"))
+    for names in (["gsm8k", "ruler_vt"], ["ruler"], ["niah_single_2"], ["gsm8k", "needle"]):
+        assert task_names(EvalOptions(task=names, lengths="4k")) == names
+
+
+@needs_lm_eval
+def test_chat_needs_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "open_model_of", None)  # before any weights
+    done = kvcal("eval", "--preset", "exact", "--task", "humaneval", "--allow-code", "--chat")
+    said = "--chat: the tokenizer of tiny has no chat template; leave --chat out"
+    assert (done.code, said in done.err) == (2, True), done.err
+
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content | trim }}</{{ message.role }}>{% endfor %}"
+)
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("chat", [False, True])
+def test_humaneval_in_the_chat_template(
+    chat: bool, loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model goes on with the program in its answer, up to the same stops or the end of the program's fence."""
+    problem = {"prompt": 'def one():\n    """1"""\n', "test": "def check(f): pass", "entry_point": "one"}
+    (tmp_path / "humaneval.jsonl").write_text(json.dumps(problem))
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    asked: list[Any] = []
+    ran: list[str] = []
+
+    def recorded(*given: Any) -> Any:
+        lm = language_model(*given)
+        generate = lm.generate_until
+        lm.generate_until = lambda requests: asked.extend(requests) or generate(requests)
+        return lm
+
+    monkeypatch.setattr(programs, "language_model", recorded)
+    monkeypatch.setattr(programs, "NEW_TOKENS", 4)
+    monkeypatch.setattr(programs.sandbox, "check", lambda: None)
+    monkeypatch.setattr(programs.sandbox, "passes", lambda program: ran.append(program) or True)
+    options = TaskOptions(tasks_path=tmp_path, allow_code=True, chat=chat)
+    assert programs.humaneval(loaded.model, tokenizer, exact(loaded), options) == {"humaneval": [1.0]}
+    [request] = asked
+    prompt, settings = request.args
+    assert ran[0].startswith(problem["prompt"])
+    assert ran[0].endswith("\ndef check(f): pass\ncheck(one)\n")
+    if not chat:
+        assert (prompt, settings["until"]) == (problem["prompt"], programs.STOPS)
+        return
+    assert prompt.startswith("<user>Write a solution") and "</user><assistant>Here is the completed" in prompt
+    assert prompt.endswith('```python\ndef one():\n    """1"""')
+    assert settings["until"] == [*programs.STOPS, "```"]
 
 
 @pytest.mark.parametrize("options", [["--max-score-drop", "0"], ["--task", "humaneval,gsm8k"]])

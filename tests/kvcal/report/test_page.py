@@ -253,3 +253,17 @@ def test_a_scheme_has_one_colour_in_every_chart(tmp_path: Path) -> None:
         assert styles.count(f"--light:{shade.light};--dark:{shade.dark}") == 2 * charts  # in the chart and its legend
     assert len(set(styles)) == 5  # full precision's and that of the front too
     assert shades(["kivi-2"])["kivi-2"].light == colour("kivi-2")
+
+
+@pytest.mark.parametrize("kl", [1e308, 1.7e308, -1e308, 1e-320])
+def test_a_number_that_no_axis_can_hold_is_one_line(kl: float, tmp_path: Path) -> None:
+    """It names the file. Numbers near the limit are drawn."""
+    rows = [{"name": "full", "kl": 0.0, "bits_per_value": 16}, {"name": "a", "kl": kl, "bits_per_value": 2.0}]
+    (tmp_path / "a.json").write_text(json.dumps({"rows": rows}))
+    done = kvcal("report", tmp_path / "a.json", "--output", tmp_path / "report.html")
+    assert done.code == 1, done.err
+    assert "a.json: is no result of `kvcal eval --json`" in done.complaint
+    assert f"ValueError: {kl} is of no size that a chart can show, 0 or from 1e-100 to 1e+100" in done.complaint
+    assert not (tmp_path / "report.html").exists()
+    other = [{"name": name, "kl": size, "bits_per_value": 2.0} for name, size in (("b", 1e100), ("c", 1e-100))]
+    made(tmp_path, {"rows": [rows[0], *other]})

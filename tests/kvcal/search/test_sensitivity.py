@@ -17,7 +17,7 @@ from kvcal.methods.data_free import Preset
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.search.knapsack import Option, solve
-from kvcal.search.sensitivity import Assignment, DataFreeSchemes, choose, sensitivities
+from kvcal.search.sensitivity import Assignment, DataFreeSchemes, check_budget, choose, sensitivities
 from kvcal_artifacts.bundle import load_bundle
 from kvcal_artifacts.errors import UsageError
 from tests.support.models_fixture import SUFFIX, kvcal
@@ -114,6 +114,17 @@ def test_the_best_measured_is_taken(model: Any, ids: torch.Tensor) -> None:
         assert all(row.bits_per_value is not None and row.bits_per_value <= 6.0 for row in chosen.rows.values())
 
 
+@pytest.mark.parametrize("codecs", [["higgs-2", "uniform-4"], ["turboquant-4", "uniform-3"], ["uniform-2", "fp8"]])
+def test_the_least_bits_that_an_error_names_fit(model: Any, codecs: list[str]) -> None:
+    schemes = DataFreeSchemes(model, BASE)
+    with pytest.raises(UsageError, match=r"--max-bits 1: .* give at least") as caught:
+        check_budget(codecs, schemes, 1)
+    least = float(str(caught.value).partition("give at least ")[2].partition(",")[0])
+    check_budget(codecs, schemes, least)
+    with pytest.raises(UsageError, match="give at least"):
+        check_budget(codecs, schemes, least - 0.001)
+
+
 def test_the_command_writes_what_it_chose(tmp_path: Path) -> None:
     output = tmp_path / f"x{SUFFIX}"
     sizes = [
@@ -175,7 +186,10 @@ def test_codecs_under_predictors_are_searched_too(tmp_path: Path) -> None:
         (["--objective", "kl", "--bits", "2,4"], "--bits applies only to --objective attention"),
         (["--objective", "kl", "--codecs", "higgs-2"], "--codecs higgs-2: needs two or more"),
         (["--objective", "kl", "--codecs", "higgs-2,nope"], "nope"),
-        (["--objective", "kl", "--codecs", "higgs-2,uniform-2", "--max-bits", 1], "--max-bits: the smallest codecs"),
+        (
+            ["--objective", "kl", "--codecs", "higgs-2,uniform-4", "--max-bits", 1],
+            "--max-bits 1: the smallest of --codecs higgs-2,uniform-4 take 2.25 stored bits per value; give at least 2.25",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path: Path, options: list[Any], said: str) -> None:
