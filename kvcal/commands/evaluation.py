@@ -59,7 +59,7 @@ from .guard import guard_window, measured_warnings, schemes_of
 from .idle import refuse_prompt
 from .options import GenerateOptions
 from .target_model import with_model_of
-from .tasks import Answered, check_tasks, judged, run_tasks, task_names
+from .tasks import Answered, judged, load_tasks, run_tasks, task_names
 from .workbench import cache_makers, check_rows, named_error, open_model_of, rows_named
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def run_eval(
     tokenizer = tokenizer_for(o, plan.source, plan.origin)
     if tasks:
         _check_tasks(plan)
-        check_tasks(o, tasks, plan.source)
+    asked = load_tasks(o, tasks, plan.source, required_tokenizer(tokenizer)) if tasks else None
     text = evaluation_text(o, plan.source, tokenizer, plan.origin, plan.length, say)
     check_context(plan.source, plan.length, say)
     loaded, makers = _opened(o, plan, say)
@@ -99,7 +99,9 @@ def run_eval(
         row_names = dict(zip(makers, plan.methods, strict=True))  # a row's name tells of --keep, too
         checks = _judged(plan, row_names, measured, broken, say)  # before hours of tasks
         sound = {name: maker for name, maker in makers.items() if name not in broken}
-        answered = run_tasks(o, loaded.model, required_tokenizer(tokenizer), sound, work, say) if tasks else Answered()
+        answered = Answered()
+        if asked is not None:
+            answered = run_tasks(asked, loaded.model, required_tokenizer(tokenizer), sound, work, say)
     behind = {row_names[row.name]: row.kl_behind for row in measured.rows[1:]}
     for line in measured_warnings(o.model, plan.methods, behind):
         say(line)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib.metadata import version
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from kvcal_artifacts.bundle.canonical import sha256_text
 from kvcal_artifacts.files import read_text
 
 from ..calibrate.checkpoint import CommandCheckpoint, short
 from ..evaluate.contexts import CONTEXT_TASKS, Haystack, by_length
-from ..evaluate.harness import Harness, Scores, TaskOptions, check_installed, check_names
+from ..evaluate.harness import Harness, Scores, TaskOptions, check_installed, check_names, content_of
 from ..evaluate.packed_share import OpenCache, PackedShare, share_of
 from ..evaluate.paired import Paired
 from ..evaluate.perplexity import CacheMaker
@@ -55,13 +58,31 @@ def task_names(o: EvalOptions) -> list[str]:
     return names
 
 
-def check_tasks(o: EvalOptions, names: list[str], source: ModelSource) -> None:
-    """UsageError for contexts longer than the model's, KVCalError for problems of humaneval that cannot be read; before
-    any weights are.
+@dataclass(frozen=True)
+class Asked:
+    """Tasks that are ready to be answered. harnesses: lm-eval's, by name. contents: by name, a hash of the data and
+    programs that a task's scores depend on.
+    """
+
+    names: list[str]
+    options: TaskOptions
+    harnesses: dict[str, Harness]
+    contents: dict[str, str]
+
+
+def load_tasks(o: EvalOptions, names: list[str], source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Asked:
+    """The tasks with their data, before any weights are read. Raises UsageError for contexts longer than the model's,
+    KVCalError for data that cannot be had.
     """
     refuse_lengths(o, names, configuration.geometry(source).context, source.label)
+    options = task_options(o)
+    contents = dict.fromkeys(names, "")
     if HUMANEVAL in names:
-        problems(task_options(o))
+        contents[HUMANEVAL] = sha256_text(json.dumps([version("lm_eval"), problems(options)]))
+    harnesses = {name: Harness(tokenizer, [name], options) for name in names if name not in KVCAL_TASKS}
+    folder = "" if o.tasks_path is None or not harnesses else content_of(o.tasks_path)
+    contents |= {name: harness.content + folder for name, harness in harnesses.items()}
+    return Asked(names, options, harnesses, contents)
 
 
 def task_options(o: EvalOptions) -> TaskOptions:
@@ -95,26 +116,28 @@ class Answered:
 
 
 def run_tasks(
-    o: EvalOptions,
+    asked: Asked,
     model: CausalLM,
     tokenizer: PreTrainedTokenizerBase,
     makers: Mapping[str, CacheMaker],
     work: CommandCheckpoint,
     say: Say,
 ) -> Answered:
-    """Every task through every cache. What a killed run answered is not asked again."""
-    names, options = task_names(o), task_options(o)
+    """Every task through every cache. What a killed run answered of the same content is not asked again."""
     answered = Answered({name: {} for name in makers}, packed={name: {} for name in makers})
-    for task, answer in _answers(names, model, tokenizer, options).items():
+    settings = asdict(asked.options)
+    for task, answer in _answers(asked, model, tokenizer).items():
         full: Scores = {}
         for row, maker in (("full", None), *makers.items()):
-            place = f"task-{short(json.dumps([task, row, asdict(options)], default=str))}"
+            place = f"task-{short(json.dumps([task, row, settings, asked.contents[task]], default=str))}"
             recorded = work.read(place)
             if recorded is None:
                 say(f"task {task}: {row}")
                 share = PackedShare()
                 recorded = {"scores": answer(None if maker is None else share.counting(maker)), "rows": share.rows}
                 work.keep(place, recorded)
+            else:
+                say(f"resuming: task {task}: {row} was answered by an earlier run, in {work.folder}")
             scores = recorded["scores"]
             if task == "needle":
                 answered.needles[row] = {name: fmean(cell) for name, cell in scores.items()}
@@ -127,23 +150,19 @@ def run_tasks(
     return answered
 
 
-def _answers(
-    names: list[str], model: CausalLM, tokenizer: PreTrainedTokenizerBase, options: TaskOptions
-) -> dict[str, Answer]:
-    """What answers each task; lm-eval's are all loaded together, before any is run."""
+def _answers(asked: Asked, model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, Answer]:
+    """What answers each task."""
     answers: dict[str, Answer] = {}
-    if any(name in CONTEXT_TASKS for name in names):
+    if any(name in CONTEXT_TASKS for name in asked.names):
         haystack = Haystack.of(tokenizer, read_text(sources.EMBEDDED[TEXT]))
-    theirs = [name for name in names if name not in KVCAL_TASKS]
-    harnesses = {name: Harness(model, tokenizer, [name], options) for name in theirs}
-    for name in names:
+    for name in asked.names:
         if name in CONTEXT_TASKS:
             run = CONTEXT_TASKS[name]
-            answers[name] = lambda maker, run=run: run(model, haystack, maker, options)  # type: ignore[misc]
+            answers[name] = lambda maker, run=run: run(model, haystack, maker, asked.options)  # type: ignore[misc]
         elif name == HUMANEVAL:
-            answers[name] = lambda maker: humaneval(model, tokenizer, maker, options)
+            answers[name] = lambda maker: humaneval(model, tokenizer, maker, asked.options)
         else:
-            answers[name] = harnesses[name].scores
+            answers[name] = partial(asked.harnesses[name].scores, model)
     return answers
 
 

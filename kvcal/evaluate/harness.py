@@ -7,13 +7,17 @@ is imported where it is used (`pip install 'kvcal[tasks]'`).
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import itertools
+import json
 import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from ..models.structure import CausalLM
 
 SEED = 1234  # of few-shot examples, lm-eval's default
+LARGEST = 64 * 2**20  # bytes of a file next to task files whose content is read for a hash
 Scores = dict[str, list[float]]  # by name of a task, question by question
 
 
@@ -77,11 +82,10 @@ class TaskOptions:
 
 @dataclass
 class Harness:
-    """lm-eval's tasks of these names on one model. Raises UsageError for what lm-eval does not know, and KVCalError in
-    one line for what it cannot load.
+    """lm-eval's tasks of these names, with their data, for one tokenizer. Raises UsageError for what lm-eval does not
+    know, and KVCalError in one line for what it cannot load.
     """
 
-    model: CausalLM
     tokenizer: PreTrainedTokenizerBase
     names: Sequence[str]
     options: TaskOptions
@@ -114,13 +118,23 @@ class Harness:
                 "in a sandbox (--allow-code)"
             )
 
-    def scores(self, maker: OpenCache | None) -> Scores:
+    @property
+    def content(self) -> str:
+        """A hash of lm-eval's version and of all documents that are asked of, or are examples."""
+        read = hashlib.sha256(version("lm_eval").encode())
+        for name, task in sorted(self._loaded["tasks"].items()):
+            examples = task.fewshot_docs() if task.get_config("num_fewshot") else []
+            for document in itertools.chain([name], itertools.islice(task.eval_docs, self.options.limit), examples):
+                read.update(json.dumps(document, sort_keys=True, default=lambda one: type(one).__name__).encode())
+        return read.hexdigest()
+
+    def scores(self, model: CausalLM, maker: OpenCache | None) -> Scores:
         """Score of each question, by the name of its task; synthetic contexts of several lengths are tasks of their
         own, as NAME@4096. maker: of the caches that answer; None: the model's cache.
         """
         from lm_eval.evaluator import evaluate
 
-        lm = language_model(self.model, self.tokenizer, maker, self.options)
+        lm = language_model(model, self.tokenizer, maker, self.options)
         with in_one_line(self.names):
             results = evaluate(
                 lm=lm,
@@ -135,6 +149,21 @@ class Harness:
             for name, samples in results["samples"].items()
             for label, numbers in by_question(name, samples, results["higher_is_better"].get(name, {})).items()
         }
+
+
+def content_of(folder: Path) -> str:
+    """A hash of the files of a folder of tasks: of their names and bytes; of a file above LARGEST of its size and time
+    in place of bytes. Hidden folders and Python's caches are left out.
+    """
+    read = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if any(part.startswith(".") or part == "__pycache__" for part in name.parts) or not path.is_file():
+            continue
+        about = path.stat()
+        content = path.read_bytes() if about.st_size <= LARGEST else f"{about.st_size} {about.st_mtime_ns}".encode()
+        read.update(f"{name}\0{hashlib.sha256(content).hexdigest()}\n".encode())
+    return read.hexdigest()
 
 
 def by_question(name: str, samples: Sequence[Mapping[str, Any]], higher: Mapping[str, object]) -> Scores:
