@@ -20,6 +20,7 @@ from ..evaluate.packed_share import OpenCache, PackedShare, share_of
 from ..evaluate.paired import Paired
 from ..evaluate.perplexity import CacheMaker
 from ..evaluate.programs import humaneval, problems
+from ..evaluate.ruler import Contexts
 from ..models import configuration
 from ..models.names import ModelSource
 from ..pipeline.gates import Check
@@ -60,18 +61,21 @@ def task_names(o: EvalOptions) -> list[str]:
 
 @dataclass(frozen=True)
 class Asked:
-    """Tasks that are ready to be answered. harnesses: lm-eval's, by name. contents: by name, a hash of the data and
-    programs that a task's scores depend on.
+    """Tasks that are ready to be answered. tokenizer: of the model. harnesses: lm-eval's, by name. contents: by name, a
+    hash of the data and programs that a task's scores depend on.
     """
 
     names: list[str]
     options: TaskOptions
+    tokenizer: PreTrainedTokenizerBase
     harnesses: dict[str, Harness]
     contents: dict[str, str]
 
 
-def load_tasks(o: EvalOptions, names: list[str], source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Asked:
-    """The tasks with their data, before any weights are read. Raises UsageError for contexts longer than the model's,
+def load_tasks(
+    o: EvalOptions, names: list[str], source: ModelSource, tokenizer: PreTrainedTokenizerBase, say: Say
+) -> Asked:
+    """The tasks with their data, before any weights are read. Raises UsageError for contexts longer than the model's
     KVCalError for data that cannot be had.
     """
     refuse_lengths(o, names, configuration.geometry(source).context, source.label)
@@ -79,10 +83,11 @@ def load_tasks(o: EvalOptions, names: list[str], source: ModelSource, tokenizer:
     contents = dict.fromkeys(names, "")
     if HUMANEVAL in names:
         contents[HUMANEVAL] = sha256_text(json.dumps([version("lm_eval"), problems(options)]))
-    harnesses = {name: Harness(tokenizer, [name], options) for name in names if name not in KVCAL_TASKS}
+    contexts = Contexts(o.limit, say)
+    harnesses = {name: Harness(tokenizer, [name], options, contexts) for name in names if name not in KVCAL_TASKS}
     folder = "" if o.tasks_path is None or not harnesses else content_of(o.tasks_path)
     contents |= {name: harness.content + folder for name, harness in harnesses.items()}
-    return Asked(names, options, harnesses, contents)
+    return Asked(names, options, tokenizer, harnesses, contents)
 
 
 def task_options(o: EvalOptions) -> TaskOptions:
@@ -118,7 +123,6 @@ class Answered:
 def run_tasks(
     asked: Asked,
     model: CausalLM,
-    tokenizer: PreTrainedTokenizerBase,
     makers: Mapping[str, CacheMaker],
     work: CommandCheckpoint,
     say: Say,
@@ -126,7 +130,7 @@ def run_tasks(
     """Every task through every cache. What a killed run answered of the same content is not asked again."""
     answered = Answered({name: {} for name in makers}, packed={name: {} for name in makers})
     settings = asdict(asked.options)
-    for task, answer in _answers(asked, model, tokenizer).items():
+    for task, answer in _answers(asked, model).items():
         full: Scores = {}
         for row, maker in (("full", None), *makers.items()):
             place = f"task-{short(json.dumps([task, row, settings, asked.contents[task]], default=str))}"
@@ -150,17 +154,17 @@ def run_tasks(
     return answered
 
 
-def _answers(asked: Asked, model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, Answer]:
+def _answers(asked: Asked, model: CausalLM) -> dict[str, Answer]:
     """What answers each task."""
     answers: dict[str, Answer] = {}
     if any(name in CONTEXT_TASKS for name in asked.names):
-        haystack = Haystack.of(tokenizer, read_text(sources.EMBEDDED[TEXT]))
+        haystack = Haystack.of(asked.tokenizer, read_text(sources.EMBEDDED[TEXT]))
     for name in asked.names:
         if name in CONTEXT_TASKS:
             run = CONTEXT_TASKS[name]
             answers[name] = lambda maker, run=run: run(model, haystack, maker, asked.options)  # type: ignore[misc]
         elif name == HUMANEVAL:
-            answers[name] = lambda maker: humaneval(model, tokenizer, maker, asked.options)
+            answers[name] = lambda maker: humaneval(model, asked.tokenizer, maker, asked.options)
         else:
             answers[name] = partial(asked.harnesses[name].scores, model)
     return answers

@@ -28,8 +28,10 @@ from kvcal_artifacts.errors import KVCalError, TextUnavailable, UsageError
 
 from .calls import calls
 from .packed_share import OpenCache
+from .ruler import Contexts, Generator, is_generator
 
 if TYPE_CHECKING:
+    from lm_eval.api.task import Task
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
     from transformers import PreTrainedTokenizerBase
@@ -66,9 +68,9 @@ def _check_task_names(names: Sequence[str], manager: TaskManager, meant: Callabl
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """How tasks are run. limit: questions of each task. lengths: of synthetic contexts, in tokens. tasks_path: a folder
-    of task files next to lm-eval's, whose Python lm-eval runs. allow_code: whether generated programs may run (in a
-    sandbox). chat: whether prompts are put into the tokenizer's chat template.
+    """How tasks are run. limit: questions of each task, and of each length. lengths: of synthetic contexts, in tokens.
+    tasks_path: a folder of task files next to lm-eval's, whose Python lm-eval runs. allow_code: whether generated
+    programs may run (in a sandbox). chat: whether prompts are put into the tokenizer's chat template.
     """
 
     limit: int | None = None
@@ -89,6 +91,7 @@ class Harness:
     tokenizer: PreTrainedTokenizerBase
     names: Sequence[str]
     options: TaskOptions
+    contexts: Contexts
     _loaded: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,12 +106,32 @@ class Harness:
             path = self.options.tasks_path
             manager = TaskManager(include_path=None if path is None else str(path), metadata=metadata)
             _check_task_names(self.names, manager)
-            self._loaded = manager.load(list(self.names))
+            with _contexts_by(self._contexts_of):
+                self._loaded = manager.load(list(self.names))
         for task in self._loaded["tasks"].values():
             if task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)
             task.set_fewshot_seed(seed=SEED)
         self._check_code()
+
+    def _contexts_of(self, task: str, generate: Generator, settings: dict[str, Any]) -> Mapping[str, Any]:
+        if is_generator(generate):
+            return self.contexts.of(task, generate, settings)
+        return generate(**settings)
+
+    def _asked(self, task: Task) -> Sequence[int]:
+        """The numbers of the documents that are asked: the first `limit`, or of generated contexts so many of each
+        length.
+        """
+        documents, limit = task.eval_docs, self.options.limit
+        numbers = range(len(documents))
+        if limit is None:
+            return numbers
+        if "max_length" not in (getattr(documents, "column_names", None) or ()):
+            return numbers[:limit]
+        lengths = documents["max_length"]
+        by_length = ([i for i in numbers if lengths[i] == length] for length in dict.fromkeys(lengths))
+        return sorted(itertools.chain.from_iterable(one[:limit] for one in by_length))
 
     def _check_code(self) -> None:
         unsafe = [name for name, task in self._loaded["tasks"].items() if task.get_config("unsafe_code")]
@@ -124,7 +147,9 @@ class Harness:
         read = hashlib.sha256(version("lm_eval").encode())
         for name, task in sorted(self._loaded["tasks"].items()):
             examples = task.fewshot_docs() if task.get_config("num_fewshot") else []
-            for document in itertools.chain([name], itertools.islice(task.eval_docs, self.options.limit), examples):
+            documents = task.eval_docs
+            asked = (documents[number] for number in self._asked(task))
+            for document in itertools.chain([name], asked, examples):
                 read.update(json.dumps(document, sort_keys=True, default=lambda one: type(one).__name__).encode())
         return read.hexdigest()
 
@@ -139,7 +164,7 @@ class Harness:
             results = evaluate(
                 lm=lm,
                 task_dict=self._loaded,
-                limit=self.options.limit,
+                samples={name: self._asked(task) for name, task in self._loaded["tasks"].items()},
                 bootstrap_iters=0,
                 log_samples=True,
                 apply_chat_template=self.options.chat,
@@ -160,8 +185,8 @@ def content_of(folder: Path) -> str:
         name = path.relative_to(folder)
         if any(part.startswith(".") or part == "__pycache__" for part in name.parts) or not path.is_file():
             continue
-        about = path.stat()
-        content = path.read_bytes() if about.st_size <= LARGEST else f"{about.st_size} {about.st_mtime_ns}".encode()
+        status = path.stat()
+        content = path.read_bytes() if status.st_size <= LARGEST else f"{status.st_size} {status.st_mtime_ns}".encode()
         read.update(f"{name}\0{hashlib.sha256(content).hexdigest()}\n".encode())
     return read.hexdigest()
 
@@ -183,6 +208,30 @@ def by_question(name: str, samples: Sequence[Mapping[str, Any]], higher: Mapping
         if higher.get(metric) is not False and all(isinstance(x, (int, float)) for x in numbers):
             return {name: [float(x) for x in numbers]}
     raise UsageError(f"--task {name}: reports {', '.join(metrics) or 'nothing'}, and no number a question to pair")
+
+
+@contextmanager
+def _contexts_by(make: Callable[[str, Generator, dict[str, Any]], Mapping[str, Any]]) -> Iterator[None]:
+    """Let tasks of lm-eval that make their documents take them from `make` within the block. It is called with a task's
+    name, the function that lm-eval would call, and its settings.
+    """
+    from lm_eval.api.task import ConfigurableTask
+
+    download = ConfigurableTask.download
+
+    def downloaded(task: Any, dataset_kwargs: dict[str, Any] | None = None, **others: Any) -> None:
+        config = task.config
+        if callable(config.custom_dataset):
+            settings = {**(config.metadata or {}), **(config.dataset_kwargs or {})}
+            task.dataset = make(config.task, config.custom_dataset, settings)
+        else:
+            download(task, dataset_kwargs, **others)
+
+    ConfigurableTask.download = downloaded
+    try:
+        yield
+    finally:
+        ConfigurableTask.download = download
 
 
 @contextmanager

@@ -275,9 +275,9 @@ def test_answers_of_other_content_are_not_taken_up(
 
     def lines() -> list[str]:
         said: list[str] = []
-        asked = load_tasks(options, ["next_words"], resolve("tiny"), loaded.tokenizer)
+        asked = load_tasks(options, ["next_words"], resolve("tiny"), loaded.tokenizer, said.append)
         work = CommandCheckpoint("eval", {}, output=None, resume=True, say=said.append)
-        run_tasks(asked, loaded.model, loaded.tokenizer, {}, work, said.append)
+        run_tasks(asked, loaded.model, {}, work, said.append)
         return [line.partition(", in ")[0] for line in said]
 
     new, resumed = ["task next_words: full"], ["resuming: task next_words: full was answered by an earlier run"]
