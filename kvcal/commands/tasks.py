@@ -78,12 +78,13 @@ def load_tasks(
     """The tasks with their data, before any weights are read. Raises UsageError for contexts longer than the model's
     KVCalError for data that cannot be had.
     """
-    refuse_lengths(o, names, configuration.geometry(source).context, source.label)
+    context = configuration.geometry(source).context
+    refuse_lengths(o, names, context, source.label)
     options = task_options(o)
     contents = dict.fromkeys(names, "")
     if HUMANEVAL in names:
         contents[HUMANEVAL] = sha256_text(json.dumps([version("lm_eval"), problems(options)]))
-    contexts = Contexts(o.limit, say)
+    contexts = Contexts(o.limit, context, say)
     harnesses = {name: Harness(tokenizer, [name], options, contexts) for name in names if name not in KVCAL_TASKS}
     folder = "" if o.tasks_path is None or not harnesses else content_of(o.tasks_path)
     contents |= {name: harness.content + folder for name, harness in harnesses.items()}

@@ -117,6 +117,8 @@ class Harness:
     def _contexts_of(self, task: str, generate: Generator, settings: dict[str, Any]) -> Mapping[str, Any]:
         if is_generator(generate):
             return self.contexts.of(task, generate, settings)
+        for length in self.options.lengths:
+            self.contexts.check(task, length)
         return generate(**settings)
 
     def _asked(self, task: Task) -> Sequence[int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcal_artifacts.errors import KVCalError
+from kvcal_artifacts.errors import KVCalError, UsageError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -29,16 +29,32 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Contexts:
-    """How contexts are made. limit: of each length; None: as many as lm-eval makes. say: of a line for the user."""
+    """How contexts are made. limit: of each length; None: as many as lm-eval makes. context: of the model, in tokens.
+    say: called with lines for the user.
+    """
 
     limit: int | None
+    context: int
     say: Say
 
+    def check(self, task: str, length: int) -> None:
+        """Raise UsageError for contexts longer than the model's: lm-eval would cut them."""
+        if length > self.context:
+            raise UsageError(
+                f"--lengths: a context of {task} would have {length} tokens, the model was made for {self.context}; "
+                f"give at most --lengths {self.context}"
+            )
+
     def of(self, task: str, generate: Generator, settings: dict[str, Any]) -> dict[str, Dataset]:
-        """The data set that a generator of lm-eval makes for all lengths of `settings`."""
+        """The data set that a generator of lm-eval makes for all lengths of `settings`.
+
+        Raises UsageError for a length that is too long for the model.
+        """
         from datasets import concatenate_datasets
 
         lengths = settings.get("max_seq_lengths", [DEFAULT_LENGTH])
+        for length in lengths:
+            self.check(task, length)
         parts = [self._of_length(task, generate, settings | {"max_seq_lengths": [each]}) for each in lengths]
         return {split: concatenate_datasets([part[split] for part in parts]) for split in parts[0]}
 

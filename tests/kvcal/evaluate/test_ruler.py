@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from kvcal.commands import evaluation
 from kvcal.commands.tasks import Asked, load_tasks
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal.pipeline.options import EvalOptions
+from kvcal_artifacts.errors import UsageError
 from tests.support.models_fixture import kvcal
 
 NEEDS = ("lm_eval", "nltk", "wonderwords")
@@ -96,3 +98,15 @@ def test_a_limit_is_of_each_length_of_a_task_of_ones_own(
     [made] = harness._loaded["tasks"].values()
     assert len(made.eval_docs) == 6
     assert harness._asked(made) == [0, 1, 3, 4]
+    with pytest.raises(UsageError, match="a context of few would have 4096 tokens"):
+        asked(loaded, "few", **options | {"lengths": "400,4k"})
+
+
+@pytest.mark.parametrize("options", [(), ("--lengths", "400,3000")])
+def test_contexts_longer_than_the_models_are_refused(options: tuple[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval would cut them. Without --lengths it makes contexts of 4096 tokens."""
+    monkeypatch.setattr(evaluation, "open_model_of", None)  # before any weights
+    done = kvcal("eval", "--preset", "exact", *SHORT, "--task", "niah_single_1", *options)
+    length = 3000 if options else 4096
+    expected = f"a context of niah_single_1 would have {length} tokens, the model was made for 2048; give at most"
+    assert (done.code, expected in done.err) == (2, True), done.err
