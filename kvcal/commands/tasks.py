@@ -76,7 +76,7 @@ def load_tasks(
     o: EvalOptions, names: list[str], source: ModelSource, tokenizer: PreTrainedTokenizerBase, say: Say
 ) -> Asked:
     """The tasks with their data, before any weights are read. Raises UsageError for contexts longer than the model's
-    KVCalError for data that cannot be had.
+    or too short for a task, KVCalError for data that cannot be had.
     """
     context = configuration.geometry(source).context
     refuse_lengths(o, names, context, source.label)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,15 @@ def test_contexts_longer_than_the_models_are_refused(options: tuple[str], monkey
     length = 3000 if options else 4096
     expected = f"a context of niah_single_1 would have {length} tokens, the model was made for 2048; give at most"
     assert (done.code, expected in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize("task", [*LENGTHS, "niah_multikey_3"])
+def test_lengths_that_hold_no_context_are_refused(loaded: Any, task: str) -> None:
+    """Of ruler_vt, ruler_cwe and ruler_fwe lm-eval would try for ever. The length that the line names is enough."""
+    with pytest.raises(UsageError, match=f"^--lengths 120: too short for {task}, whose smallest context") as caught:
+        contexts(loaded, task, lengths="120", limit=1)
+    [least] = re.findall(r"give at least --lengths (\d+)$", str(caught.value))
+    with pytest.raises(UsageError, match=f"give at least --lengths {least}$"):
+        contexts(loaded, task, lengths=str(int(least) - 1), limit=1)
+    [row] = contexts(loaded, task, lengths=least, limit=1)
+    assert row["outputs"] and all(answer in row["input"] for answer in row["outputs"])
