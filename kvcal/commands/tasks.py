@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from kvcal_artifacts.bundle.canonical import sha256_text
+from kvcal_artifacts.errors import TextError
 from kvcal_artifacts.files import read_text
 
 from ..calibrate.checkpoint import CommandCheckpoint, short
@@ -27,6 +28,10 @@ from ..pipeline.gates import Check
 from ..pipeline.options import EvalOptions
 from ..report.quantities import questions
 from ..text import sources
+from ..text.documents import open_documents
+from ..text.rows import Picker
+from ..text.sources import resolve_text
+from ..text.token_stream import chat_renderer, pieces
 from .common import Say
 from .task_choice import HUMANEVAL, KVCAL_TASKS, chosen_tasks, lengths_of, meant, refuse_lengths
 
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
     from ..models.structure import CausalLM
 
 TEXT = "embedded:evaluation"
+ESSAY = 2**20  # characters of a text that essays are taken from, at least
 GATE = "max-score-drop"
 BLIND = "full precision answered none of {questions}, so that no drop can be seen"
 EXACT = "nothing was packed while it was answered, so that its score is full precision's"
@@ -84,11 +90,24 @@ def load_tasks(
     contents = dict.fromkeys(names, "")
     if HUMANEVAL in names:
         contents[HUMANEVAL] = sha256_text(json.dumps([version("lm_eval"), problems(options)]))
-    contexts = Contexts(o.limit, context, say)
+    contexts = Contexts(o.limit, context, partial(essay_words, o, tokenizer, say), say)
     harnesses = {name: Harness(tokenizer, [name], options, contexts) for name in names if name not in KVCAL_TASKS}
     folder = "" if o.tasks_path is None or not harnesses else content_of(o.tasks_path)
     contents |= {name: harness.content + folder for name, harness in harnesses.items()}
     return Asked(names, options, tokenizer, harnesses, contents)
+
+
+def essay_words(o: EvalOptions, tokenizer: PreTrainedTokenizerBase, say: Say, task: str, count: int) -> list[str]:
+    """Read at least `count` words from the beginning of --text, or of the embedded text where none is given. A shorter
+    text is repeated. Raises TextError for one without words.
+    """
+    source = resolve_text(o.text or TEXT, column=o.column if o.text else None)
+    documents, label = open_documents(source, Picker(source.column, chat_renderer(tokenizer)))
+    words = next(pieces(documents, max(ESSAY, 16 * count)), "").split()
+    if not words:
+        raise TextError(f"text {label}: has no words for the essays of {task}; give another --text")
+    say(f"note: essays of {task} are {label}, instead of lm-eval's download")
+    return words * -(-count // len(words))
 
 
 def task_options(o: EvalOptions) -> TaskOptions:

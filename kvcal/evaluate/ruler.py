@@ -1,16 +1,18 @@
 """RULER's contexts (Hsieh et al. 2024), made by lm-eval's generators from a fixed seed.
 
-lm-eval draws from no seed, makes 500 contexts for each task and length, and where its smallest context does not
-fit it tries for ever. Here it makes as many as are asked for, and lengths are checked first.
+lm-eval draws from no seed, makes 500 contexts for each task and length, takes essays from the hub, and where its
+smallest context does not fit it tries for ever. Here it makes as many as are asked for, and lengths are checked first.
 """
 
 from __future__ import annotations
 
 import inspect
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 MODULES = "lm_eval.tasks.ruler."
 SEED = 1234  # of all lengths: a longer context has the same needles
 DEFAULT_LENGTH = 4096  # tokens, of lm-eval
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 LEAST_FREQUENT = 27  # words of ruler_fwe among which the third answer occurs: 1 / (4**-2 / zeta(2))
 LEAST_FREQUENT_LENGTH = 200  # tokens of ruler_fwe: it has a coded word for each 50, and needs four
 
@@ -33,11 +36,12 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class Contexts:
     """How contexts are made. limit: of each length; None: as many as lm-eval makes. context: of the model, in tokens.
-    say: called with lines for the user.
+    essays: of a task's name and a number, at least so many words of text. say: called with lines for the user.
     """
 
     limit: int | None
     context: int
+    essays: Callable[[str, int], list[str]]
     say: Say
 
     def check(self, task: str, length: int) -> None:
@@ -58,10 +62,13 @@ class Contexts:
         lengths = settings.get("max_seq_lengths", [DEFAULT_LENGTH])
         for length in lengths:
             self.check(task, length)
-        parts = [self._of_length(task, generate, settings | {"max_seq_lengths": [each]}) for each in lengths]
+        essay = cache(partial(self.essays, task, max(lengths)))
+        parts = [self._of_length(task, generate, essay, settings | {"max_seq_lengths": [each]}) for each in lengths]
         return {split: concatenate_datasets([part[split] for part in parts]) for split in parts[0]}
 
-    def _of_length(self, task: str, generate: Generator, settings: Mapping[str, Any]) -> Mapping[str, Dataset]:
+    def _of_length(
+        self, task: str, generate: Generator, essay: Callable[[], list[str]], settings: Mapping[str, Any]
+    ) -> Mapping[str, Dataset]:
         names, [length] = generate.__globals__, settings["max_seq_lengths"]
         sampler = next((name for name in NEEDED if name in names), None)
         if sampler is None:
@@ -69,7 +76,11 @@ class Contexts:
         changed: dict[str, Any] = {sampler: self._checked(task, names[sampler], NEEDED[sampler], length)}
         if "RNG" in names:
             changed["RNG"] = random.Random(SEED)
-        with _drawn_from(SEED), _replaced(names, changed):
+        if "get_haystack" in names:
+            changed["get_haystack"] = partial(_haystack, names["get_haystack"], essay)
+        of_sampler = inspect.unwrap(names[sampler]).__globals__
+        sentences = {"cached_sent_tokenize": SENTENCE_END.split} if "cached_sent_tokenize" in of_sampler else {}
+        with _drawn_from(SEED), _replaced(names, changed), _replaced(of_sampler, sentences):
             splits = generate(**settings)
         for rows in splits.values():
             self._check_rows(task, length, rows)
@@ -111,6 +122,10 @@ class Contexts:
 def is_generator(custom_dataset: object) -> bool:
     """Whether a task's data set is made by one of lm-eval's generators of RULER."""
     return callable(custom_dataset) and getattr(custom_dataset, "__module__", "").startswith(MODULES)
+
+
+def _haystack(of_lm_eval: Callable[[str], Any], essay: Callable[[], list[str]], type_haystack: str) -> Any:
+    return essay() if type_haystack == "essay" else of_lm_eval(type_haystack)
 
 
 def too_short(task: str, length: int, why: str, least: int) -> UsageError:

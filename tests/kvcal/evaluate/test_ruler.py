@@ -1,4 +1,4 @@
-"""RULER's contexts by lm-eval's generators, offline: so many of each length, or one line why not."""
+"""RULER's contexts by lm-eval's generators, offline: so many of each length, from a local text, or one line why not."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_contexts_longer_than_the_models_are_refused(options: tuple[str], monkey
     assert (done.code, expected in done.err) == (2, True), done.err
 
 
-@pytest.mark.parametrize("task", [*LENGTHS, "niah_multikey_3"])
+@pytest.mark.parametrize("task", [*LENGTHS, "niah_single_2", "niah_multikey_3", "niah_multiquery"])
 def test_lengths_that_hold_no_context_are_refused(loaded: Any, task: str) -> None:
     """Of ruler_vt, ruler_cwe and ruler_fwe lm-eval would try for ever. The length that the line names is enough."""
     with pytest.raises(UsageError, match=f"^--lengths 120: too short for {task}, whose smallest context") as caught:
@@ -123,3 +123,17 @@ def test_lengths_that_hold_no_context_are_refused(loaded: Any, task: str) -> Non
         contexts(loaded, task, lengths=str(int(least) - 1), limit=1)
     [row] = contexts(loaded, task, lengths=least, limit=1)
     assert row["outputs"] and all(answer in row["input"] for answer in row["outputs"])
+
+
+def test_essays_are_of_a_local_text(loaded: Any, tmp_path: Path) -> None:
+    said: list[str] = []
+    embedded, _ = contexts(loaded, "niah_single_2", said.append, lengths="1200,1300", limit=1)
+    assert said == ["note: essays of niah_single_2 are embedded:evaluation, instead of lm-eval's download"]
+    place = tmp_path / "fen.txt"
+    place.write_text("Fog lay on the fen. A heron rose! Nobody saw it. " * 5)
+    [foggy] = contexts(loaded, "niah_single_2", said.append, lengths="1200", limit=1, text=str(place))
+    assert "essays of niah_single_2 are file:fen.txt" in said[1]
+    assert (foggy["input"].count("heron") > 30, "heron" in embedded["input"]) == (True, False)
+    needle = re.search(r"(.)(.) One of the special magic numbers for \S+ is: \d+\. (.)", foggy["input"])
+    assert needle is not None and needle.group(2) in ".!"  # it lies between two sentences
+    assert foggy["outputs"] == embedded["outputs"]
