@@ -59,7 +59,7 @@ from .guard import guard_window, measured_warnings, schemes_of
 from .idle import refuse_prompt
 from .options import GenerateOptions
 from .target_model import with_model_of
-from .tasks import Answered, check_tasks, judged, run_tasks, task_names
+from .tasks import Answered, Asked, judged, load_tasks, run_tasks, task_names
 from .workbench import cache_makers, check_rows, named_error, open_model_of, rows_named
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ def run_eval(
     o = with_model_of(o, methods.values(), typed)
     plan, tasks = _planned(o, methods, say, limits), task_names(o)
     tokenizer = tokenizer_for(o, plan.source, plan.origin)
-    if tasks:
-        _check_tasks(plan)
-        check_tasks(o, tasks, plan.source, tokenizer)
+    asked = _asked(o, plan, tasks, tokenizer, say)
     text = evaluation_text(o, plan.source, tokenizer, plan.origin, plan.length, say)
     check_context(plan.source, plan.length, say)
     loaded, makers = _opened(o, plan, say)
@@ -99,7 +97,7 @@ def run_eval(
         row_names = dict(zip(makers, plan.methods, strict=True))  # a row's name tells of --keep, too
         checks = _judged(plan, row_names, measured, broken, say)  # before hours of tasks
         sound = {name: maker for name, maker in makers.items() if name not in broken}
-        answered = run_tasks(o, loaded.model, required_tokenizer(tokenizer), sound, work, say) if tasks else Answered()
+        answered = Answered() if asked is None else run_tasks(asked, loaded.model, sound, work, say)
     behind = {row_names[row.name]: row.kl_behind for row in measured.rows[1:]}
     for line in measured_warnings(o.model, plan.methods, behind):
         say(line)
@@ -186,10 +184,16 @@ def _planned(
     return Plan(source, origin, methods, limits, hashes, selection, require, length)
 
 
-def _check_tasks(plan: Plan) -> None:
+def _asked(
+    o: EvalOptions, plan: Plan, tasks: list[str], tokenizer: PreTrainedTokenizerBase | None, say: Say
+) -> Asked | None:
+    """The tasks with their data; None where there are none."""
+    if not tasks:
+        return None
     refuse_ranks("--task", "start it without torchrun")
     if not plan.methods:
         raise UsageError("--task compares caches with full precision: give a bundle, or --preset")
+    return load_tasks(o, tasks, plan.source, required_tokenizer(tokenizer), say)
 
 
 def _hashes(methods: Mapping[str, DataFree | Bundle]) -> dict[str, dict[str, str]]:

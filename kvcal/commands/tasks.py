@@ -5,25 +5,33 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib.metadata import version
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.bundle.canonical import sha256_text
+from kvcal_artifacts.errors import TextError, UsageError
 from kvcal_artifacts.files import read_text
 
 from ..calibrate.checkpoint import CommandCheckpoint, short
 from ..evaluate.contexts import CONTEXT_TASKS, Haystack, by_length, questions_per_context
-from ..evaluate.harness import Harness, Scores, TaskOptions, check_installed, check_names
+from ..evaluate.harness import Harness, Scores, TaskOptions, check_installed, check_names, content_of
 from ..evaluate.packed_share import OpenCache, PackedShare, share_of
 from ..evaluate.paired import Paired
 from ..evaluate.perplexity import CacheMaker
 from ..evaluate.programs import humaneval, problems
+from ..evaluate.ruler import Contexts
 from ..models import configuration
 from ..models.names import ModelSource
 from ..pipeline.gates import Check
 from ..pipeline.options import EvalOptions
 from ..report.quantities import questions
 from ..text import sources
+from ..text.documents import open_documents
+from ..text.rows import Picker
+from ..text.sources import resolve_text
+from ..text.token_stream import chat_renderer, pieces
 from .common import Say
 from .task_choice import CONTEXT_NAMES, HUMANEVAL, KVCAL_TASKS, chosen_tasks, lengths_of, meant, refuse_lengths
 
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
     from ..models.structure import CausalLM
 
 TEXT = "embedded:evaluation"
+ESSAY = 2**20  # characters of a text that essays are taken from, at least
 GATE = "max-score-drop"
 BLIND = "full precision answered none of {questions}, so that no drop can be seen"
 EXACT = "nothing was packed while it was answered, so that its score is full precision's"
@@ -57,17 +66,51 @@ def task_names(o: EvalOptions) -> list[str]:
     return names
 
 
-def check_tasks(
-    o: EvalOptions, names: list[str], source: ModelSource, tokenizer: PreTrainedTokenizerBase | None
-) -> None:
-    """UsageError for contexts longer than the model's and for --chat without a chat template, KVCalError for problems
-    of humaneval that cannot be read; before any weights are.
+@dataclass(frozen=True)
+class Asked:
+    """Tasks that are ready to be answered. tokenizer: of the model. harnesses: lm-eval's, by name. contents: by name, a
+    hash of the data and programs that a task's scores depend on.
     """
-    if o.chat and tokenizer is not None and not tokenizer.chat_template:
+
+    names: list[str]
+    options: TaskOptions
+    tokenizer: PreTrainedTokenizerBase
+    harnesses: dict[str, Harness]
+    contents: dict[str, str]
+
+
+def load_tasks(
+    o: EvalOptions, names: list[str], source: ModelSource, tokenizer: PreTrainedTokenizerBase, say: Say
+) -> Asked:
+    """The tasks with their data, before any weights are read. Raises UsageError for contexts longer than the model's
+    or too short for a task, and for --chat without a chat template; KVCalError for data that cannot be had.
+    """
+    if o.chat and not tokenizer.chat_template:
         raise UsageError(f"--chat: the tokenizer of {source.label} has no chat template; leave --chat out")
-    refuse_lengths(o, names, configuration.geometry(source).context, source.label)
+    context = configuration.geometry(source).context
+    refuse_lengths(o, names, context, source.label)
+    options = task_options(o)
+    contents = dict.fromkeys(names, "")
     if HUMANEVAL in names:
-        problems(task_options(o))
+        contents[HUMANEVAL] = sha256_text(json.dumps([version("lm_eval"), problems(options)]))
+    contexts = Contexts(o.limit, context, partial(essay_words, o, tokenizer, say), say)
+    harnesses = {name: Harness(tokenizer, [name], options, contexts) for name in names if name not in KVCAL_TASKS}
+    folder = "" if o.tasks_path is None or not harnesses else content_of(o.tasks_path)
+    contents |= {name: harness.content + folder for name, harness in harnesses.items()}
+    return Asked(names, options, tokenizer, harnesses, contents)
+
+
+def essay_words(o: EvalOptions, tokenizer: PreTrainedTokenizerBase, say: Say, task: str, count: int) -> list[str]:
+    """Read at least `count` words from the beginning of --text, or of the embedded text where none is given. A shorter
+    text is repeated. Raises TextError for one without words.
+    """
+    source = resolve_text(o.text or TEXT, column=o.column if o.text else None)
+    documents, label = open_documents(source, Picker(source.column, chat_renderer(tokenizer)))
+    words = next(pieces(documents, max(ESSAY, 16 * count)), "").split()
+    if not words:
+        raise TextError(f"text {label}: has no words for the essays of {task}; give another --text")
+    say(f"note: essays of {task} are {label}, instead of lm-eval's download")
+    return words * -(-count // len(words))
 
 
 def task_options(o: EvalOptions) -> TaskOptions:
@@ -101,26 +144,27 @@ class Answered:
 
 
 def run_tasks(
-    o: EvalOptions,
+    asked: Asked,
     model: CausalLM,
-    tokenizer: PreTrainedTokenizerBase,
     makers: Mapping[str, CacheMaker],
     work: CommandCheckpoint,
     say: Say,
 ) -> Answered:
-    """Every task through every cache. What a killed run answered is not asked again."""
-    names, options = task_names(o), task_options(o)
+    """Every task through every cache. What a killed run answered of the same content is not asked again."""
     answered = Answered({name: {} for name in makers}, packed={name: {} for name in makers})
-    for task, answer in _answers(names, model, tokenizer, options).items():
+    settings = asdict(asked.options)
+    for task, answer in _answers(asked, model).items():
         full: Scores = {}
         for row, maker in (("full", None), *makers.items()):
-            place = f"task-{short(json.dumps([task, row, asdict(options)], default=str))}"
+            place = f"task-{short(json.dumps([task, row, settings, asked.contents[task]], default=str))}"
             recorded = work.read(place)
             if recorded is None:
                 say(f"task {task}: {row}")
                 share = PackedShare()
                 recorded = {"scores": answer(None if maker is None else share.counting(maker)), "rows": share.rows}
                 work.keep(place, recorded)
+            else:
+                say(f"resuming: task {task}: {row} was answered by an earlier run, in {work.folder}")
             scores = recorded["scores"]
             if task == "needle":
                 answered.needles[row] = {name: fmean(cell) for name, cell in scores.items()}
@@ -135,23 +179,19 @@ def run_tasks(
     return answered
 
 
-def _answers(
-    names: list[str], model: CausalLM, tokenizer: PreTrainedTokenizerBase, options: TaskOptions
-) -> dict[str, Answer]:
-    """What answers each task; lm-eval's are all loaded together, before any is run."""
+def _answers(asked: Asked, model: CausalLM) -> dict[str, Answer]:
+    """What answers each task."""
     answers: dict[str, Answer] = {}
-    if any(name in CONTEXT_TASKS for name in names):
-        haystack = Haystack.of(tokenizer, read_text(sources.EMBEDDED[TEXT]))
-    theirs = [name for name in names if name not in KVCAL_TASKS]
-    harnesses = {name: Harness(model, tokenizer, [name], options) for name in theirs}
-    for name in names:
+    if any(name in CONTEXT_TASKS for name in asked.names):
+        haystack = Haystack.of(asked.tokenizer, read_text(sources.EMBEDDED[TEXT]))
+    for name in asked.names:
         if name in CONTEXT_TASKS:
             run = CONTEXT_TASKS[name]()
-            answers[name] = lambda maker, run=run: run(model, haystack, maker, options)  # type: ignore[misc]
+            answers[name] = lambda maker, run=run: run(model, haystack, maker, asked.options)  # type: ignore[misc]
         elif name == HUMANEVAL:
-            answers[name] = lambda maker: humaneval(model, tokenizer, maker, options)
+            answers[name] = lambda maker: humaneval(model, asked.tokenizer, maker, asked.options)
         else:
-            answers[name] = harnesses[name].scores
+            answers[name] = partial(asked.harnesses[name].scores, model)
     return answers
 
 

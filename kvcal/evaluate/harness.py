@@ -7,13 +7,17 @@ is imported where it is used (`pip install 'kvcal[tasks]'`).
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import itertools
+import json
 import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +28,10 @@ from kvcal_artifacts.errors import KVCalError, TextUnavailable, UsageError
 
 from .calls import calls
 from .packed_share import OpenCache
+from .ruler import Contexts, Generator, is_generator
 
 if TYPE_CHECKING:
+    from lm_eval.api.task import Task
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +40,7 @@ if TYPE_CHECKING:
 
 MAKER = "custom_dataset"  # in a task's file: the function that makes its questions, which --lengths is given to
 SEED = 1234  # of few-shot examples, lm-eval's default
+LARGEST = 64 * 2**20  # bytes of a file next to task files whose content is read for a hash
 Scores = dict[str, list[float]]  # by name of a task, question by question
 
 
@@ -76,9 +83,9 @@ def _check_task_names(names: Sequence[str], manager: TaskManager, meant: Callabl
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """How tasks are run. limit: questions of each task. lengths: of synthetic contexts, in tokens. tasks_path: a folder
-    of task files next to lm-eval's, whose Python lm-eval runs. allow_code: whether generated programs may run (in a
-    sandbox). chat: whether prompts are put into the tokenizer's chat template.
+    """How tasks are run. limit: questions of each task, and of each length. lengths: of synthetic contexts, in tokens.
+    tasks_path: a folder of task files next to lm-eval's, whose Python lm-eval runs. allow_code: whether generated
+    programs may run (in a sandbox). chat: whether prompts are put into the tokenizer's chat template.
     """
 
     limit: int | None = None
@@ -92,14 +99,14 @@ class TaskOptions:
 
 @dataclass
 class Harness:
-    """lm-eval's tasks of these names on one model. Raises UsageError for what lm-eval does not know, and KVCalError in
-    one line for what it cannot load.
+    """lm-eval's tasks of these names, with their data, for one tokenizer. Raises UsageError for what lm-eval does not
+    know, and KVCalError in one line for what it cannot load.
     """
 
-    model: CausalLM
     tokenizer: PreTrainedTokenizerBase
     names: Sequence[str]
     options: TaskOptions
+    contexts: Contexts
     _loaded: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -114,12 +121,34 @@ class Harness:
             path = self.options.tasks_path
             manager = TaskManager(include_path=None if path is None else str(path), metadata=metadata)
             _check_task_names(self.names, manager)
-            self._loaded = manager.load(list(self.names))
+            with _contexts_by(self._contexts_of):
+                self._loaded = manager.load(list(self.names))
         for task in self._loaded["tasks"].values():
             if task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)
             task.set_fewshot_seed(seed=SEED)
         self._check_code()
+
+    def _contexts_of(self, task: str, generate: Generator, settings: dict[str, Any]) -> Mapping[str, Any]:
+        if is_generator(generate):
+            return self.contexts.of(task, generate, settings)
+        for length in self.options.lengths:
+            self.contexts.check(task, length)
+        return generate(**settings)
+
+    def _asked(self, task: Task) -> Sequence[int]:
+        """The numbers of the documents that are asked: the first `limit`, or of generated contexts so many of each
+        length.
+        """
+        documents, limit = task.eval_docs, self.options.limit
+        numbers = range(len(documents))
+        if limit is None:
+            return numbers
+        if "max_length" not in (getattr(documents, "column_names", None) or ()):
+            return numbers[:limit]
+        lengths = documents["max_length"]
+        by_length = ([i for i in numbers if lengths[i] == length] for length in dict.fromkeys(lengths))
+        return sorted(itertools.chain.from_iterable(one[:limit] for one in by_length))
 
     def _check_code(self) -> None:
         unsafe = [name for name, task in self._loaded["tasks"].items() if task.get_config("unsafe_code")]
@@ -129,18 +158,30 @@ class Harness:
                 "in a sandbox (--allow-code)"
             )
 
-    def scores(self, maker: OpenCache | None) -> Scores:
+    @property
+    def content(self) -> str:
+        """A hash of lm-eval's version and of all documents that are asked of, or are examples."""
+        read = hashlib.sha256(version("lm_eval").encode())
+        for name, task in sorted(self._loaded["tasks"].items()):
+            examples = task.fewshot_docs() if task.get_config("num_fewshot") else []
+            documents = task.eval_docs
+            asked = (documents[number] for number in self._asked(task))
+            for document in itertools.chain([name], asked, examples):
+                read.update(json.dumps(document, sort_keys=True, default=lambda one: type(one).__name__).encode())
+        return read.hexdigest()
+
+    def scores(self, model: CausalLM, maker: OpenCache | None) -> Scores:
         """Score of each question, by the name of its task; synthetic contexts of several lengths are tasks of their
         own, as NAME@4096. maker: of the caches that answer; None: the model's cache.
         """
         from lm_eval.evaluator import evaluate
 
-        lm = language_model(self.model, self.tokenizer, maker, self.options)
+        lm = language_model(model, self.tokenizer, maker, self.options)
         with in_one_line(self.names):
             results = evaluate(
                 lm=lm,
                 task_dict=self._loaded,
-                limit=self.options.limit,
+                samples={name: self._asked(task) for name, task in self._loaded["tasks"].items()},
                 bootstrap_iters=0,
                 log_samples=True,
                 apply_chat_template=self.options.chat,
@@ -150,6 +191,21 @@ class Harness:
             for name, samples in results["samples"].items()
             for label, numbers in by_question(name, samples, results["higher_is_better"].get(name, {})).items()
         }
+
+
+def content_of(folder: Path) -> str:
+    """A hash of the files of a folder of tasks: of their names and bytes; of a file above LARGEST of its size and time
+    in place of bytes. Hidden folders and Python's caches are left out.
+    """
+    read = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if any(part.startswith(".") or part == "__pycache__" for part in name.parts) or not path.is_file():
+            continue
+        status = path.stat()
+        content = path.read_bytes() if status.st_size <= LARGEST else f"{status.st_size} {status.st_mtime_ns}".encode()
+        read.update(f"{name}\0{hashlib.sha256(content).hexdigest()}\n".encode())
+    return read.hexdigest()
 
 
 def by_question(name: str, samples: Sequence[Mapping[str, Any]], higher: Mapping[str, object]) -> Scores:
@@ -169,6 +225,30 @@ def by_question(name: str, samples: Sequence[Mapping[str, Any]], higher: Mapping
         if higher.get(metric) is not False and all(isinstance(x, (int, float)) for x in numbers):
             return {name: [float(x) for x in numbers]}
     raise UsageError(f"--task {name}: reports {', '.join(metrics) or 'nothing'}, and no number a question to pair")
+
+
+@contextmanager
+def _contexts_by(make: Callable[[str, Generator, dict[str, Any]], Mapping[str, Any]]) -> Iterator[None]:
+    """Let tasks of lm-eval that make their documents take them from `make` within the block. It is called with a task's
+    name, the function that lm-eval would call, and its settings.
+    """
+    from lm_eval.api.task import ConfigurableTask
+
+    download = ConfigurableTask.download
+
+    def downloaded(task: Any, dataset_kwargs: dict[str, Any] | None = None, **others: Any) -> None:
+        config = task.config
+        if callable(config.custom_dataset):
+            settings = {**(config.metadata or {}), **(config.dataset_kwargs or {})}
+            task.dataset = make(config.task, config.custom_dataset, settings)
+        else:
+            download(task, dataset_kwargs, **others)
+
+    ConfigurableTask.download = downloaded
+    try:
+        yield
+    finally:
+        ConfigurableTask.download = download
 
 
 @contextmanager

@@ -278,7 +278,7 @@ class Tasks(Options):
         "Tasks, each with its difference to full precision on the same questions: names of lm-eval's (gsm8k, "
         "niah_single_1), humaneval, needle, context-once, agreement; may be repeated, or given as a,b.",
     )
-    limit: int | None = option(None, "Of --task: questions, of needle and others contexts.", at_least=1)
+    limit: int | None = option(None, "Of --task: questions; of synthetic contexts, of each length.", at_least=1)
     lengths: str | None = option(None, "Of --task: tokens of synthetic contexts (RULER, needle and others), as 4k,8k.")
     tasks_path: Path | None = option(None, "Of --task: a folder of task files; lm-eval runs the Python in it.")
     allow_code: bool = flag("Of --task humaneval: run generated programs, in a sandbox.")

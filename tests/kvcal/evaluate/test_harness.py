@@ -15,11 +15,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from kvcal.calibrate.checkpoint import CommandCheckpoint
 from kvcal.cli.evaluate import print_tasks
 from kvcal.commands import evaluation
 from kvcal.commands.task_choice import CONTEXT_NAMES, HUMANEVAL, chosen_tasks, lengths_of
-from kvcal.commands.tasks import Answered, judged, task_names
-from kvcal.evaluate import contexts, programs
+from kvcal.commands.tasks import Answered, judged, load_tasks, run_tasks, task_names
+from kvcal.evaluate import contexts, harness, programs
 from kvcal.evaluate.contexts import CONTEXT_TASKS, Agreement, Haystack, agreed, by_length, context_once, needle
 from kvcal.evaluate.harness import TaskOptions, by_question, forced_logits, in_one_line, language_model
 from kvcal.evaluate.packed_share import PackedShare, share_of
@@ -269,6 +270,35 @@ def test_a_local_task_is_paired_with_full_precision(tmp_path: Path, kind: str, m
     assert (unknown.code, "--task next_words: lm-eval has no task" in unknown.err) == (2, True)
     near = kvcal("eval", "--preset", "exact", "--task", "nedle")
     assert (near.code, "--task nedle (needle?): lm-eval has no task" in near.err) == (2, True)
+
+
+@needs_lm_eval
+def test_answers_of_other_content_are_not_taken_up(
+    tmp_path: Path, loaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a killed run; the data lie outside the folder of task files."""
+    files, data = tmp_path / "files", tmp_path / "data.jsonl"
+    files.mkdir()
+    folder_of(tmp_path, "loglikelihood")
+    task = (tmp_path / "task.yaml").rename(files / "task.yaml")
+    options = EvalOptions(task=["next_words"], tasks_path=files)
+    monkeypatch.setenv("KVCAL_CACHE_DIR", str(tmp_path / "cache"))
+
+    def lines() -> list[str]:
+        said: list[str] = []
+        asked = load_tasks(options, ["next_words"], resolve("tiny"), loaded.tokenizer, said.append)
+        work = CommandCheckpoint("eval", {}, output=None, resume=True, say=said.append)
+        run_tasks(asked, loaded.model, {}, work, said.append)
+        return [line.partition(", in ")[0] for line in said]
+
+    new, resumed = ["task next_words: full"], ["resuming: task next_words: full was answered by an earlier run"]
+    assert (lines(), lines()) == (new, resumed)
+    data.write_text(data.read_text().replace("night", "day"))
+    assert (lines(), lines()) == (new, resumed)
+    task.write_text(task.read_text() + "description: 'Go on. '\n")
+    assert (lines(), lines()) == (new, resumed)
+    monkeypatch.setattr(harness, "version", lambda name: "0.0")
+    assert lines() == new
 
 
 def test_own_tasks_of_an_exact_codec_are_those_of_full_precision(loaded: Any, haystack: Haystack) -> None:
