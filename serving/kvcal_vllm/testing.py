@@ -126,8 +126,8 @@ class Measured:
 
 class Suite:
     """The checks of one backend. model: a folder or a name; options: of `vllm.LLM`, with what selects the backend;
-    dtype: of the model; None for `usual_dtype()`. Engines of stock vLLM have none of the options, except for the cache's
-    memory, kv_cache_memory_bytes.
+    dtype: of the model; None for `usual_dtype()`. Engines of stock vLLM have none of the options, except for the
+    cache's memory, kv_cache_memory_bytes.
 
     nats: how far the log-probabilities of a text's tokens may be from stock vLLM's, on average. least_capacity: how
     many times stock vLLM's tokens the cache must hold in the same memory.
