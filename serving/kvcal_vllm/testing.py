@@ -38,7 +38,7 @@ TEXT = (
 )
 NEW = 24  # tokens of an answer
 SPANS = ((0, 150), (40, 33), (20, 97), (90, 7), (60, 100))  # of the text's tokens: first, count; twice over where short
-MEMORY = 64 << 20  # bytes of a cache
+MEMORY = 64 << 20  # bytes of a cache, unless options say otherwise
 LENGTH = 512  # tokens of a request, at most
 
 _RUNNING: list[Any] = []
@@ -51,6 +51,15 @@ def stop() -> None:
     while _RUNNING:
         _RUNNING.pop().llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
+
+
+def usual_dtype() -> str:
+    """float32 on a CPU, where answers part by ties the least; elsewhere the model's ("auto"), as backends for GPUs,
+    kvcal's among them, take 16 bits only.
+    """
+    from vllm.platforms import current_platform
+
+    return "float32" if current_platform.is_cpu() else "auto"
 
 
 def engine(model: str, **options: Any) -> Any:
@@ -117,7 +126,8 @@ class Measured:
 
 class Suite:
     """The checks of one backend. model: a folder or a name; options: of `vllm.LLM`, with what selects the backend;
-    dtype: of the model. Engines of stock vLLM have none of the options.
+    dtype: of the model; None for `usual_dtype()`. Engines of stock vLLM have none of the options, except for the
+    cache's memory, kv_cache_memory_bytes.
 
     nats: how far the log-probabilities of a text's tokens may be from stock vLLM's, on average. least_capacity: how
     many times stock vLLM's tokens the cache must hold in the same memory.
@@ -127,11 +137,11 @@ class Suite:
         self,
         model: str,
         options: Mapping[str, Any],
-        dtype: str = "float32",
+        dtype: str | None = None,
         nats: float = 0.5,
         least_capacity: float = 1.0,
     ) -> None:
-        self.model, self.options, self.dtype = model, dict(options), dtype
+        self.model, self.options, self.dtype = model, dict(options), dtype or usual_dtype()
         self.nats, self.least_capacity = nats, least_capacity
         self._chunked: Any = None
 
@@ -149,7 +159,8 @@ class Suite:
     @cached_property
     def stock(self) -> Measured:
         """Stock vLLM, whose answers count for nothing."""
-        llm = engine(self.model, dtype=self.dtype)
+        memory = {name: size for name, size in self.options.items() if name == "kv_cache_memory_bytes"}
+        llm = engine(self.model, dtype=self.dtype, **memory)
         return Measured(capacity(llm), _text_logprobs(llm, self.prompts[0]))
 
     @cached_property
@@ -263,7 +274,7 @@ class Conformance:
 
     model: ClassVar[str]
     options: ClassVar[Mapping[str, Any]]
-    dtype: ClassVar[str] = "float32"
+    dtype: ClassVar[str | None] = None
     nats: ClassVar[float] = 0.5
     least_capacity: ClassVar[float] = 1.0
     suite: ClassVar[Suite]
@@ -306,7 +317,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvcal_vllm.testing", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", required=True, help="a folder or a name")
     parser.add_argument("--options", type=json.loads, default={}, help="of vllm.LLM, as JSON: what selects the backend")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", help="float32 on a CPU, elsewhere the model's, unless given")
     parser.add_argument("--nats", type=float, default=0.5, help="how far log-probabilities may be from stock vLLM's")
     parser.add_argument("--least-capacity", type=float, default=1.0, help="times stock vLLM's tokens")
     asked = parser.parse_args()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +14,15 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from kvcal.models import load_model, resolve
+from kvcal_artifacts import load_bundle
 from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.codecs import PREDICTORS, Context, Predicted, Role, Shape, Transform
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 from kvcal_vllm.chunks import CHECKSUM, HEADER, ChunkCodec
 from tests.support import schemes
+from tests.support.pages import ROOT, run_page
 from tests.support.schemes import BLOCK, DIM, FED_SHAPE, HEADS, LAYERS, Fed, Rows, numbers
 
 TOKENS, KEY = 6 * BLOCK, b"a chunk's name"
@@ -171,3 +177,24 @@ def narrow() -> LayerCodecs:
 def test_schemes_that_need_more_than_a_chunk_are_refused(reason: str) -> None:
     with pytest.raises(UsageError, match=f"test cannot store chunks: .*{reason}"):
         ChunkCodec(bundle(CHANGES[reason](aqua_transform())))
+
+
+def test_the_guides_bundle_stores_chunks(tmp_path: Path) -> None:
+    """Its command, with a short text and a model in the folder that it names."""
+    guide = (ROOT / "docs" / "guides" / "vllm.md").read_text("utf-8")
+    [section] = re.findall(r"^## A cold tier: LMCache\n(.*?)^## ", guide, flags=re.DOTALL | re.MULTILINE)
+    page = tmp_path / "page.md"
+    page.write_text(section.replace('bash title="needs a model in ./smollm2-135m, and a text"', "bash"), "utf-8")
+    demo = ROOT / "kvcal" / "demo"
+    model = load_model(resolve("tiny"), dtype=torch.float32, device="cpu").model
+    model.save_pretrained(tmp_path / "smollm2-135m")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / "tiny" / name, tmp_path / "smollm2-135m")
+    shutil.copy(demo / "text" / "calibration.txt", tmp_path / "texts.txt")
+    [ran] = run_page(page, tmp_path)
+    assert ran.block.code.startswith("kvcal fit aqua-kv ")
+    codec = ChunkCodec(load_bundle(tmp_path / "cold.kvcal.safetensors"))
+    chunk = numbers(2, model.config.num_hidden_layers, 8 * BLOCK, codec.hidden, seed=3)
+    stored = codec.encode(chunk, KEY)
+    assert len(stored) == codec.size(8 * BLOCK) < chunk.nbytes / 8  # 3 bits of 32, and norms
+    assert codec.decode(stored, torch.float32, KEY).isfinite().all()

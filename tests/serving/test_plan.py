@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from kvcal_artifacts.hf import key_probe
 from kvcal_artifacts.hf.sites import attention_sites
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 from kvcal_vllm import presets
-from kvcal_vllm.plan import Plan, Rank, plan
+from kvcal_vllm.plan import Plan, Rank, page_layer, plan
 from kvcal_vllm.settings import Settings, settings
 from kvcal_vllm.weights import key_probes
 from tests.support.architectures import HYBRID, TINY, initialise
@@ -232,6 +233,41 @@ def test_head_sizes_that_no_kernel_reads_are_refused_on_a_gpu(dim: int, name: st
     with pytest.raises(UsageError, match=f"preset {name}, keys, codec .* on a GPU kvcal's kernels .* head_dim {dim}"):
         plan(Settings(name), config, gpu=True)
     assert plan(Settings(name), config).bits > 2
+
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "vllm.md"
+SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)  # head_dim of models
+
+
+def served_on_a_gpu(name: str, dim: int) -> bool:
+    """Whether page_layer takes a scheme of the guide's at a head_dim."""
+    shape = Shape(8, dim, 32)
+    if name == "transform":
+        pair = LayerCodecs(Transform(shape, "key"), Transform(shape, "value"))
+    else:
+        pair = presets.codecs(name, shape)
+    try:
+        page_layer(name, pair, multiple=2, gpu=True)
+    except UsageError:
+        return False
+    return True
+
+
+def test_the_guide_says_which_head_sizes_a_gpu_serves() -> None:
+    [section] = re.findall(r"^### Head sizes\n(.*?)^### ", GUIDE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    rows = re.findall(r"^\| (.+) \| ([\d, ]+) \|$", section, flags=re.MULTILINE)
+    assert len(rows) == 4
+    families = ("higgs-", "turboquant-", "uniform-")
+    kinds = [name for name in presets.PRESETS if name.startswith(families) and not re.search("-bytes", name)]
+    for scheme, sizes in rows:
+        names = re.findall("`(.+?)`", scheme)
+        names += [name for name in kinds if name.partition("-")[0] in scheme.lower() and "`" not in scheme]
+        names += ["transform"] if scheme == "transform" else []
+        assert names
+        for name in names:
+            assert [dim for dim in SIZES if served_on_a_gpu(name, dim)] == list(map(int, sizes.split(", "))), name
+    for dim in (80, 112):
+        assert all(page_layer(name, presets.codecs(name, Shape(8, dim, 32))).tailed for name in kinds)
 
 
 def test_heads_are_split_as_vllm_splits_them(model: Any) -> None:
