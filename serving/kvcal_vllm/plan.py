@@ -165,7 +165,7 @@ def scheme_refusal(chained: bool, frame: str, selects: bool = False) -> str | No
     if chained:
         return "it predicts layers from the one below (AQUA-KV), for all tokens of a request at every step"
     if frame == "pre_rope":
-        return "it stores keys before RoPE, and vLLM hands them over after RoPE; fit with --rope post_rope"
+        return "it stores keys before RoPE, and vLLM hands them over after RoPE; fit with --frame post_rope"
     return None
 
 

@@ -109,7 +109,7 @@ def test_other_presets_are_named_by_bundles_or_refused(name: str, model: Any, tm
         (Preset("mixkvq", "mixkvq"), "requests could not share a prefix"),
         (Preset("higgs-2-wide", "higgs-2"), "it rotates all heads of a token together"),
         (Preset("1xhiggs-2+1xhiggs-4", "higgs-2"), "its heads are stored in different codecs"),
-        (Preset("higgs-2", "higgs-2", "pre_rope"), "it stores keys before RoPE"),
+        (Preset("higgs-2", "higgs-2", "pre_rope"), "it stores keys before RoPE.*; fit with --frame post_rope"),
         (Preset("higgs-2", "higgs-2", block=64), "blocks of 64 tokens: a page holds 32"),
         (MixKVQ(importance="none", block=32), "its blocks differ in size"),
     ],
