@@ -12,6 +12,9 @@ prints a line for each check and ends with code 1 where one fails. With pytest, 
         options = {"attention_config": {"backend": "CUSTOM"}}
 
 Engines run in this process, one at a time (`engine`), and cost some seconds each: checks share three and stock vLLM's.
+For stock vLLM's the suite puts vLLM's own attention backends back, whatever packages have registered instead of them.
+On a CPU vLLM takes the backend that is registered as CPU_ATTN: register yours as that, too. kvcal leaves names that are
+taken alone; `VLLM_PLUGINS=NAME` loads only your package's plug-in.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
+
+from kvcal_artifacts.errors import UsageError
 
 TEXT = (
     "The first bridge over the river was of wood, and the flood of the next spring carried it away. The second "
@@ -102,6 +107,34 @@ def preemptions() -> Iterator[list[str]]:
         Scheduler._preempt_request = stock
 
 
+@contextmanager
+def stock_backends() -> Iterator[None]:
+    """vLLM's own attention backends meanwhile, in this process: what packages registered instead is put aside."""
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.selector import _cached_get_attn_backend
+
+    load_general_plugins()  # an engine would load them later, and register their backends again
+    paths = {member: member.get_path() for member in AttentionBackendEnum if member.is_overridden()}
+    for member in paths:
+        member.clear_override()
+    _cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        for member, path in paths.items():
+            register_backend(member, path)
+        _cached_get_attn_backend.cache_clear()
+
+
+def foreign_attention(llm: Any) -> list[str]:
+    """The classes, from outside of vLLM, that compute attention in an engine's layers."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    kinds = {type(layer.impl) for layer in layers if hasattr(layer, "impl")}
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+    return sorted(name for name in names if not name.startswith("vllm."))
+
+
 @dataclass(frozen=True)
 class Measured:
     """An engine: tokens that its cache holds, the log-probability of each token of a text, and answers to prompts that
@@ -136,7 +169,14 @@ class Suite:
         self._chunked: Any = None
 
     def _engine(self, **options: Any) -> Any:
-        return engine(self.model, dtype=self.dtype, **self.options | options)
+        llm = engine(self.model, dtype=self.dtype, **self.options | options)
+        if not foreign_attention(llm):
+            given = json.dumps(self.options, default=str)
+            raise UsageError(
+                f"options {given} select no backend: the engine's attention is vLLM's own, and would be compared with "
+                'itself; give those of your backend, such as {"attention_config": {"backend": "CUSTOM"}}'
+            )
+        return llm
 
     @cached_property
     def prompts(self) -> list[list[int]]:
@@ -148,8 +188,14 @@ class Suite:
 
     @cached_property
     def stock(self) -> Measured:
-        """Stock vLLM, whose answers count for nothing."""
-        llm = engine(self.model, dtype=self.dtype)
+        """Stock vLLM, whose answers count for nothing. Raises UsageError where its attention is not vLLM's own."""
+        with stock_backends():
+            llm = engine(self.model, dtype=self.dtype)
+        if names := foreign_attention(llm):
+            raise UsageError(
+                f"stock vLLM: its attention is {names[0]}, which is not vLLM's, so there is nothing to compare with; "
+                "run the suite where no package replaces classes of vLLM"
+            )
         return Measured(capacity(llm), _text_logprobs(llm, self.prompts[0]))
 
     @cached_property

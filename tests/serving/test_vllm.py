@@ -17,6 +17,11 @@ import safetensors.torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: nox -s tests_vllm")
 
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 from kvcal_vllm import backend, plugin, testing
@@ -111,8 +116,6 @@ def test_default_answers_are_those_of_kvcals_cache(
 @pytest.fixture
 def gpu_backend() -> Iterator[References]:
     """The backend of GPUs in an engine on a CPU, with references for kernels: all but what they compute."""
-    from vllm.v1.attention import selector
-
     references = References()
     with pytest.MonkeyPatch.context() as patch:
         references.replace_kernels(patch)
@@ -139,7 +142,6 @@ def test_the_backend_of_gpus_answers_as_transformers_does(
 def test_a_second_registration_changes_nothing() -> None:
     """vLLM calls the entry point in each of its processes, and more than once in some."""
     from vllm.model_executor.layers.attention import Attention
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     plugin.register()
     backend.size_each_layer()
@@ -178,6 +180,43 @@ def test_the_conformance_suite_sees_what_depends_on_chunks(tiny: Path) -> None:
     suite.nats = 0.0
     with pytest.raises(AssertionError, match="nats from stock vLLM's, at most 0"):
         suite.check_quality()
+
+
+class Corrupt(CPUAttentionBackend):
+    """Another package's backend, whose attention is nothing."""
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return CorruptImpl
+
+
+class CorruptImpl(CPUAttentionBackendImpl):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs).zero_()
+
+
+@pytest.fixture
+def corrupt_backend() -> Iterator[None]:
+    members, path = (AttentionBackendEnum.CUSTOM, AttentionBackendEnum.CPU_ATTN), f"{__name__}.Corrupt"
+    load_general_plugins()
+    for member in members:
+        register_backend(member, path)
+    selector._cached_get_attn_backend.cache_clear()
+    yield
+    testing.stop()
+    for member in members:
+        member.clear_override()
+    plugin.register()
+    selector._cached_get_attn_backend.cache_clear()
+
+
+def test_the_conformance_suite_sees_what_is_corrupt(tiny: Path, corrupt_backend: None) -> None:
+    """Also where a package has replaced vLLM's own backend in this process. Without options nothing is compared."""
+    suite = testing.Suite(str(tiny), {"attention_config": {"backend": "CUSTOM"}})
+    with pytest.raises(AssertionError, match=r"nats from stock vLLM's, at most 0\.5"):
+        suite.check_quality()
+    with testing.stock_backends(), pytest.raises(UsageError, match="select no backend: the engine's attention is vLLM"):
+        testing.Suite(str(tiny), {}).check_capacity()
 
 
 @pytest.mark.parametrize("name", ["higgs-2", "kivi-4"])
