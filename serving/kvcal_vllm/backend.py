@@ -6,7 +6,6 @@ of CPU_ATTN, as which vLLM takes it on a CPU. Where nobody asked for kvcal it is
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from functools import cache, wraps
 from typing import Any, ClassVar
@@ -28,32 +27,15 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from kvcal_artifacts.errors import KVCalError, UnsupportedModel, UsageError
+from kvcal_artifacts.errors import UnsupportedModel, UsageError
 from kvcal_kernels.layout import BLOCK
 
 from .attention import Step, attend, attend_tails
 from .paging import PagedLayer
 from .plan import Plan, Rank, plan
-from .settings import HOW, Settings, settings
+from .refusals import logger, one_line
+from .settings import Settings, active
 from .tails import LayerTails, TailTable
-
-logger = logging.getLogger("vllm.kvcal")  # below vLLM's own, whose level and format it takes
-
-
-def active(config: VllmConfig) -> Settings | None:
-    """What the user asked for; None where the engine runs vLLM's backend.
-
-    Raises UsageError where only one of the backend and the bundle was asked for.
-    """
-    backend = config.attention_config.backend
-    custom = backend is not None and backend.name == "CUSTOM"
-    additional = config.additional_config
-    asked = settings(additional if isinstance(additional, dict) else {})
-    if custom and asked is None:
-        raise UsageError(f"--attention-backend CUSTOM without a bundle: {HOW}")
-    if asked is not None and not custom:
-        raise UsageError(f"kvcal = {asked.source} without its attention backend: add --attention-backend CUSTOM")
-    return asked
 
 
 def plan_of(config: VllmConfig, gpu: bool = False) -> Plan:
@@ -141,11 +123,8 @@ class KVCalBackend(CPUAttentionBackend):
     @classmethod
     def get_impl_cls(cls) -> Any:
         config = get_current_vllm_config()
-        try:
+        with one_line():
             cls._served = None if active(config) is None else plan_of(config)
-        except KVCalError as error:
-            log_refusal(error)
-            raise
         if cls._served is None:
             return CPUAttentionBackend.get_impl_cls()
         if cls._served.token_bytes is None:
@@ -165,11 +144,6 @@ class KVCalBackend(CPUAttentionBackend):
         if cls._served is None or spec.state_content_bytes is not None:
             return spec
         return replace(spec, state_content_bytes=cls._served.token_bytes)
-
-
-def log_refusal(error: KVCalError) -> None:
-    """Say in one line why the engine does not start: vLLM ends with a traceback of each of its processes."""
-    logger.error("kvcal: %s", str(error).removeprefix("kvcal: "))
 
 
 def size_each_layer() -> None:

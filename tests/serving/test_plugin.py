@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kvcal_vllm import plugin
+from kvcal_artifacts.errors import UsageError
+from kvcal_vllm import plugin, refusals
 from tests.support.vllm_registry import Registry
 
 
@@ -18,10 +20,30 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     return made
 
 
-def on(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("vllm.platforms")
-    module.current_platform = SimpleNamespace(is_cpu=lambda: platform == "cpu")  # type: ignore[attr-defined]
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The plug-in's warnings and errors."""
+    lines = list[str]()
+    for level in ("warning", "error"):
+        monkeypatch.setattr(refusals.logger, level, lambda text, *values: lines.append(text % values))
+    return lines
+
+
+def on(platform: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's platform, which notes the configs that it is asked about."""
+    module, updated = ModuleType("vllm.platforms"), list[Any]()
+    made = SimpleNamespace(is_cpu=lambda: platform == "cpu", check_and_update_config=updated.append, updated=updated)
+    module.current_platform = made  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm.platforms", module)
+    return made
+
+
+def config(backend: str | None, model: object = "model", **additional: object) -> Any:
+    """Of an engine. backend: what --attention-backend selects."""
+    selected = None if backend is None else SimpleNamespace(name=backend)
+    return SimpleNamespace(
+        attention_config=SimpleNamespace(backend=selected), additional_config=additional, model_config=model
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,14 +65,13 @@ def test_another_packages_backend_is_left_alone(
     name: str,
     registry: Registry,
     monkeypatch: pytest.MonkeyPatch,
+    log: list[str],
 ) -> None:
     on(platform, monkeypatch)
-    lines = list[str]()
-    monkeypatch.setattr(plugin.logger, "warning", lambda text, *values: lines.append(text % values))
     registry.overrides[name] = "theirs.Backend"
     plugin.register()
     assert registry.overrides == {name: "theirs.Backend"}
-    [line] = lines
+    [line] = log
     assert f"attention backend {name} is theirs.Backend, of another package, and is left as it is" in line
     assert "VLLM_PLUGINS=kvcal" in line
 
@@ -60,3 +81,51 @@ def test_what_serves_cpus_says_nothing_of_gpus(registry: Registry, monkeypatch: 
     registry.overrides["CPU_ATTN"] = "theirs.Backend"
     plugin.register()
     assert registry.overrides == {"CPU_ATTN": "theirs.Backend", "CUSTOM": plugin.ON_GPU}
+
+
+WITHOUT = "kvcal = x.kvcal.safetensors without its attention backend: add --attention-backend CUSTOM"
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("backend", [None, "FLASH_ATTN"])
+@pytest.mark.parametrize("by", ["additional config", "environment"])
+def test_a_bundle_without_the_backend_ends_the_engine(
+    platform: str, backend: str | None, by: str, registry: Registry, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    """On a GPU nothing of kvcal's would be called, and the cache would be FP16 in silence."""
+    made = on(platform, monkeypatch)
+    for _ in range(2):  # one line all the same
+        plugin.register()
+    source = {"kvcal": "x.kvcal.safetensors"}
+    if by == "environment":
+        monkeypatch.setenv("KVCAL_BUNDLE", source.pop("kvcal"))
+    with pytest.raises(UsageError, match=WITHOUT):
+        made.check_and_update_config(config(backend, **source))
+    assert log == [f"kvcal: {WITHOUT}"]
+    made.check_and_update_config(config(backend, None, **source))  # vLLM makes configs of no model, too
+    monkeypatch.delenv("KVCAL_BUNDLE", raising=False)
+    made.check_and_update_config(config("CUSTOM", kvcal="x.kvcal.safetensors"))
+    made.check_and_update_config(config(backend))
+    assert len(made.updated) == 4  # all go to vLLM's platform, once
+
+
+def test_the_backend_without_a_bundle_ends_the_engine(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    made = on("cuda", monkeypatch)
+    plugin.register()
+    with pytest.raises(UsageError, match="--attention-backend CUSTOM without a bundle: give --additional-config"):
+        made.check_and_update_config(config("CUSTOM"))
+
+
+def test_a_bundle_is_not_given_to_another_packages_backend(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    """Whichever package registers first."""
+    made = on("cuda", monkeypatch)
+    plugin.register()
+    registry.overrides["CUSTOM"] = "theirs.Backend"
+    with pytest.raises(UsageError, match=r"CUSTOM is theirs\.Backend, of another package, so the bundle would not be"):
+        made.check_and_update_config(config("CUSTOM", kvcal="higgs-4"))
+    assert len(log) == 1
+    made.check_and_update_config(config("CUSTOM"))  # theirs, and nobody asked for kvcal

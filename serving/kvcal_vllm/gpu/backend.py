@@ -19,11 +19,12 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.errors import UsageError
 from kvcal_kernels.layout import BLOCK
 
-from ..backend import KVCalImpl, log_refusal, plan_of, report_capacity, size_each_layer
+from ..backend import KVCalImpl, plan_of, report_capacity, size_each_layer
 from ..plan import MOST_QUERIES, Plan
+from ..refusals import one_line
 from .layer import GPULayer, layer_on, scratch_on
 from .step import Step, step_of
 
@@ -44,12 +45,8 @@ class KVCalGPUBackend(AttentionBackend):
 
     @classmethod
     def get_impl_cls(cls) -> Any:
-        try:
-            with torch.device("cpu"):  # vLLM builds a model with the GPU as torch's default device
-                cls._served = plan_of(get_current_vllm_config(), gpu=True)
-        except KVCalError as error:
-            log_refusal(error)
-            raise
+        with one_line(), torch.device("cpu"):  # vLLM builds a model with the GPU as torch's default device
+            cls._served = plan_of(get_current_vllm_config(), gpu=True)
         if cls._served.token_bytes is None:
             size_each_layer()
         return KVCalGPUImpl
