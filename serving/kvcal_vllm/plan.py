@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcal_artifacts import hf, load_bundle
+from kvcal_artifacts import presets as data_free
 from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint
+from kvcal_artifacts.checked import shown
 from kvcal_artifacts.codecs import Codec, Shape
 from kvcal_artifacts.errors import IncompatibleBundle, UnsupportedModel, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
@@ -112,8 +114,7 @@ def plan(
     _check_model(config)
     if not settings.source.endswith(SUFFIX) and not Path(settings.source).exists():
         shape = Shape(hf.kv_heads_of(config), hf.head_dim_of(config), BLOCK)
-        pair = presets.codecs(settings.source, shape)
-        layer = _paged(f"preset {settings.source}", pair, target)
+        layer = _preset(settings.source, shape, target)
         return Plan(settings.source, (layer,) * config.num_hidden_layers, settings.deterministic, gpu=gpu)
     bundle = load_bundle(settings.source)
     weighed = _check_bundle(bundle, config, revision, Path(model))
@@ -122,6 +123,34 @@ def plan(
         _paged(f"{bundle.name}, layer {index}", pair, target) for index, pair in enumerate(bundle.scheme.layers) if pair
     ]
     return Plan(bundle.name, tuple(layers), settings.deterministic, weighed, gpu)
+
+
+def _preset(name: str, shape: Shape, target: _For) -> PagedLayer:
+    """The pages of a preset. Raises UsageError: for one of kvcal's that is not served it says why."""
+    if name in presets.PRESETS:
+        return _paged(f"preset {name}", presets.codecs(name, shape), target)
+    if (named := data_free.PRESETS.get(name)) is not None:
+        reason = scheme_refusal(False, named.frame)
+        if reason is None:
+            _paged(f"preset {name}", presets.codecs(name, shape), target)
+            make = f"kvcal preset {name} --model MODEL --sink 0 --recent 0 --output x{SUFFIX}"
+            raise UsageError(f"preset {name} is served from a bundle only; make it by `{make}`")
+    else:
+        reason = presets.OTHERS.get(name)
+    if reason is not None:
+        raise UsageError(f"preset {name} cannot be served: {reason}")
+    if "/" in name or name.startswith(".") or name.endswith(".safetensors"):
+        raise UsageError(f"bundle {shown(name)}: no such file; the name of a bundle ends with {SUFFIX}")
+    names = ", ".join(one for one in presets.PRESETS if _serves(one, shape, target))
+    raise UsageError(f"preset {shown(name)}: allowed is {names}, or a bundle's path, which ends with {SUFFIX}")
+
+
+def _serves(name: str, shape: Shape, target: _For) -> bool:
+    try:
+        _paged(name, presets.codecs(name, shape), target)
+    except UsageError:
+        return False
+    return True
 
 
 def page_layer(where: str, pair: LayerCodecs, multiple: int = 1, gpu: bool = False) -> PagedLayer:

@@ -91,15 +91,48 @@ REFUSED = {  # kvcal's presets whose bundles cannot be served either
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in presets.PRESETS])
-def test_other_presets_are_named_by_bundles_or_refused(name: str, model: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="vLLM's pages hold higgs-2"):
-        planned(model, name)
+def test_other_presets_are_served_from_bundles_or_refused(name: str, model: Any, tmp_path: Path) -> None:
+    """By name and as bundles for the same reason."""
     path = bundle_of(model, tmp_path, kvcal_preset(name))
     if name in REFUSED:
-        with pytest.raises(UsageError, match=f"cannot be served: .*{REFUSED[name]}"):
-            planned(model, path)
+        for source in (name, path):
+            with pytest.raises(UsageError, match=f"cannot be served: .*{REFUSED[name]}"):
+                planned(model, source)
     else:
         assert planned(model, path).bits > 2
+        with pytest.raises(
+            UsageError, match=f"served from a bundle only; make it by `kvcal preset {name} --model MODEL"
+        ):
+            planned(model, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("aqua-kv", "preset aqua-kv cannot be served: it predicts layers from the one below"),
+        ("auto-4", "preset auto-4 cannot be served: it chooses by the keys of a loaded model"),
+        ("./smol.safetensors", r"bundle './smol.safetensors': no such file; .* ends with .kvcal.safetensors"),
+        ("folder/smol", "bundle 'folder/smol': no such file"),
+        ("smol.safetensors", "bundle 'smol.safetensors': no such file"),
+        ("higgs-5", "preset 'higgs-5': allowed is higgs-2, .*, kivi-2, .*, or a bundle's path"),
+    ],
+)
+def test_names_of_nothing_that_is_served(name: str, reason: str, model: Any) -> None:
+    with pytest.raises(UsageError, match=reason):
+        planned(model, name)
+
+
+def test_names_that_are_allowed_on_a_gpu_are_served_there(model: Any) -> None:
+    with pytest.raises(UsageError) as refused:
+        on_gpu(model, "higgs-5")
+    names = str(refused.value).split("allowed is ")[1].split(", or a bundle's")[0].split(", ")
+    assert {"higgs-4", "uniform-8", "turboquant-3"} <= set(names)
+    for name in presets.PRESETS:
+        if name in names:
+            assert on_gpu(model, name).gpu
+        else:
+            with pytest.raises(UsageError, match=f"preset {name}, .* cannot be served: on a GPU kvcal's kernels"):
+                on_gpu(model, name)
 
 
 @pytest.mark.parametrize(
