@@ -88,12 +88,14 @@ def report_capacity(served: Plan, pages: int) -> None:
 
 def check_device(config: VllmConfig, gpu: bool) -> None:
     """Raise UsageError where the engine's device is not the one that this backend serves on."""
-    device, size = config.device_config.device_type, config.parallel_config.tensor_parallel_size
+    device, parallel = config.device_config.device_type, config.parallel_config
     if not (current_platform.is_cuda() if gpu else device == "cpu"):
         name = current_platform.device_name
         raise UsageError(f"kvcal: device {device} ({name}): this version serves on NVIDIA GPUs and on a CPU")
-    if not gpu and size != 1:
-        raise UsageError(f"kvcal: tensor parallel size {size}: a CPU is served by one process")
+    sizes = {"tensor": parallel.tensor_parallel_size, "pipeline": parallel.pipeline_parallel_size}
+    for kind, size in sizes.items():
+        if not gpu and size != 1:
+            raise UsageError(f"kvcal: {kind} parallel size {size}: a CPU is served by one process")
 
 
 def _check_engine(config: VllmConfig) -> None:
@@ -232,9 +234,12 @@ class KVCalImpl(AttentionImpl[KVCalMetadata]):
             "keys and values of another layer": kv_sharing_target_layer_name is not None,
             "attention sinks": sinks is not None,
         }
-        for what, holds in reasons.items():
-            if holds:
-                raise UnsupportedModel(f"kvcal: a layer with {what}: kvcal's pages hold plain causal attention only")
+        with one_line():
+            for what, holds in reasons.items():
+                if holds:
+                    raise UnsupportedModel(
+                        f"kvcal: a layer with {what}: kvcal's pages hold plain causal attention only"
+                    )
         self.scale, self.plan = float(scale), plan_of(get_current_vllm_config(), self.gpu)
         self.tails: LayerTails | None = None  # of this layer, where its plan needs them
 

@@ -171,8 +171,19 @@ class _For(NamedTuple):
 def _check_model(config: hf.ModelConfig) -> None:
     if (why := hf.unsupported_config(config)) is not None:
         raise UnsupportedModel(f"{config.model_type}: {why}")
+    if _adds_biases(config):
+        raise UnsupportedModel(
+            f"{config.model_type}: its attention adds biases by distance (ALiBi); kvcal's pages hold plain causal "
+            "attention only"
+        )
     for index, why in hf.unsupported_layers(config).items():
         raise UnsupportedModel(f"{config.model_type}, layer {index}: {why}; kvcal's pages hold full attention only")
+
+
+def _adds_biases(config: hf.ModelConfig) -> bool:
+    """Whether attention has ALiBi slopes: Bloom's always, Falcon's and MPT's by their configs."""
+    of_layers = getattr(config, "attn_config", None)  # MPT's
+    return config.model_type == "bloom" or bool(getattr(config, "alibi", False) or getattr(of_layers, "alibi", False))
 
 
 def _check_bundle(bundle: Bundle, config: hf.ModelConfig, revision: str | None, folder: Path) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcal_artifacts.errors import UsageError
+from kvcal_kernels.layout import BLOCK
 
 from .refusals import logger, one_line
 from .settings import active, settings_of
@@ -69,12 +70,22 @@ class _Checked:
 
 def check_engine(config: Any, members: list[Any]) -> None:
     """Raise UsageError where a `VllmConfig` names a bundle that kvcal's backend would not serve, or selects that backend
-    without one. members: vLLM's names of backends that kvcal registers.
+    without one, or with blocks that pages do not divide. members: vLLM's names of backends that kvcal registers.
     """
     if config.model_config is None:  # of no engine
         return
     taken = taken_by_others(members)
     if taken is None:
-        active(config)
+        if active(config) is not None:
+            _check_block_size(config.cache_config)
     elif asked := settings_of(config):
         raise UsageError(f"kvcal = {asked.source}: {taken}, so the bundle would not be served; {ALONE}")
+
+
+def _check_block_size(cache: Any) -> None:
+    """vLLM would refuse it, too, without saying which sizes it may have."""
+    if cache.user_specified_block_size and cache.block_size % BLOCK:
+        raise UsageError(
+            f"kvcal: --block-size {cache.block_size}: a page holds {BLOCK} tokens: give a multiple of {BLOCK}, or leave "
+            "it out"
+        )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, LlamaConfig
+from transformers import BloomConfig, DeepseekV3Config, FalconConfig, LlamaConfig, MptConfig
 
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.data_free import preset as kvcal_preset
@@ -197,6 +197,17 @@ def test_models_with_other_layers_are_refused() -> None:
     latent = DeepseekV3Config(num_hidden_layers=2)
     with pytest.raises(UnsupportedModel, match="deepseek_v3: multi-head latent attention caches a latent"):
         plan(Settings("higgs-2"), latent)
+
+
+@pytest.mark.parametrize("config", [BloomConfig(), FalconConfig(alibi=True), MptConfig()])
+def test_models_with_biases_by_distance_are_refused(config: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{config.model_type}: its attention adds biases by distance"):
+        plan(Settings("higgs-2"), config)
+
+
+def test_models_of_those_families_without_biases_are_not_refused() -> None:
+    for config in (FalconConfig(), MptConfig(attn_config={"alibi": False})):
+        assert plan(Settings("uniform-4"), config).bits > 4
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,14 @@ def on(platform: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def config(backend: str | None, model: object = "model", **additional: object) -> Any:
-    """Of an engine. backend: what --attention-backend selects."""
+def config(backend: str | None, model: object = "model", block_size: int | None = None, **additional: object) -> Any:
+    """Of an engine. backend: what --attention-backend selects. block_size: --block-size."""
     selected = None if backend is None else SimpleNamespace(name=backend)
     return SimpleNamespace(
-        attention_config=SimpleNamespace(backend=selected), additional_config=additional, model_config=model
+        attention_config=SimpleNamespace(backend=selected),
+        additional_config=additional,
+        model_config=model,
+        cache_config=SimpleNamespace(block_size=block_size or 16, user_specified_block_size=block_size is not None),
     )
 
 
@@ -129,3 +132,17 @@ def test_a_bundle_is_not_given_to_another_packages_backend(
         made.check_and_update_config(config("CUSTOM", kvcal="higgs-4"))
     assert len(log) == 1
     made.check_and_update_config(config("CUSTOM"))  # theirs, and nobody asked for kvcal
+
+
+def test_blocks_that_pages_do_not_divide_end_the_engine(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    """vLLM's own line does not say which sizes would do. Its default is no user's."""
+    made = on("cuda", monkeypatch)
+    plugin.register()
+    with pytest.raises(UsageError, match="--block-size 16: a page holds 32 tokens: give a multiple of 32"):
+        made.check_and_update_config(config("CUSTOM", block_size=16, kvcal="higgs-4"))
+    assert log == ["kvcal: --block-size 16: a page holds 32 tokens: give a multiple of 32, or leave it out"]
+    made.check_and_update_config(config("CUSTOM", block_size=64, kvcal="higgs-4"))
+    made.check_and_update_config(config("CUSTOM", kvcal="higgs-4"))
+    made.check_and_update_config(config(None, block_size=16))

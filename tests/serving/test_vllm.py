@@ -10,10 +10,12 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import safetensors.torch
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: nox -s tests_vllm")
 
@@ -22,9 +24,10 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.errors import UnsupportedModel, UsageError
 from kvcal_artifacts.scheme import Scheme
 from kvcal_vllm import backend, plugin, testing
+from kvcal_vllm.gpu.backend import KVCalGPUImpl
 from tests.support import served
 from tests.support.cases.served_cases import References
 from tests.support.pages import FENCE
@@ -319,10 +322,39 @@ def test_what_cannot_be_served_is_refused(tiny: Path, tmp_path: Path) -> None:
         served.engine(tiny, None, attention_config={"backend": "CUSTOM"})
     with pytest.raises(UsageError, match="add --attention-backend CUSTOM"):
         served.engine(tiny, None, additional_config={"kvcal": "higgs-2"})
+    with pytest.raises(UsageError, match="--block-size 16: a page holds 32 tokens"):
+        served.engine(tiny, "higgs-2", block_size=16)
     with pytest.raises(UsageError, match="kv-cache-dtype"):
         served.engine(tiny, "higgs-2", kv_cache_dtype="fp8")
     with pytest.raises(UsageError, match="kivi-4 with a KV connector: unfinished blocks lie outside of pages"):
         served.engine(tiny, "kivi-4", kv_transfer_config=connector(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        ({"alibi_slopes": [0.5, 0.25]}, "ALiBi slopes"),
+        ({"sliding_window": 8}, "a sliding window of 8"),
+        ({"logits_soft_cap": 30.0}, "soft-capped logits"),
+        ({"kv_sharing_target_layer_name": "model.layers.0"}, "keys and values of another layer"),
+        ({"sinks": torch.zeros(2)}, "attention sinks"),
+    ],
+)
+@pytest.mark.parametrize("kind", [backend.KVCalImpl, KVCalGPUImpl])
+def test_layers_that_cannot_be_served_are_refused_in_one_line(kind: Any, layer: dict[str, Any], reason: str) -> None:
+    with served.log() as lines, pytest.raises(UnsupportedModel, match=reason):
+        kind(2, 64, 0.125, 2, **layer)
+    assert lines == [f"kvcal: a layer with {reason}: kvcal's pages hold plain causal attention only"]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_a_cpu_is_served_by_one_process(kind: str) -> None:
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"), parallel_config=SimpleNamespace(**sizes))
+    backend.check_device(config, gpu=False)
+    setattr(config.parallel_config, f"{kind}_parallel_size", 2)
+    with pytest.raises(UsageError, match=f"{kind} parallel size 2: a CPU is served by one process"):
+        backend.check_device(config, gpu=False)
 
 
 @pytest.fixture(scope="module")
