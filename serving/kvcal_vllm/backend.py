@@ -33,7 +33,7 @@ from kvcal_kernels.layout import BLOCK
 from .attention import Step, attend, attend_tails
 from .paging import PagedLayer
 from .plan import Plan, Rank, plan
-from .refusals import logger, one_line
+from .plugin import logger, one_line
 from .settings import Settings, active
 from .tails import LayerTails, TailTable
 

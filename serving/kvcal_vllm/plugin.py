@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_kernels.layout import BLOCK
 
-from .refusals import logger, one_line
 from .settings import active, settings_of
 
 ON_CPU = "kvcal_vllm.backend.KVCalBackend"
 ON_GPU = "kvcal_vllm.gpu.backend.KVCalGPUBackend"
+
+logger = logging.getLogger("vllm.kvcal")  # below vLLM's own, whose level and format it takes
 
 
 def register() -> None:
@@ -69,8 +72,9 @@ class _Checked:
 
 
 def check_engine(config: Any, members: list[Any]) -> None:
-    """Raise UsageError where a `VllmConfig` names a bundle that kvcal's backend would not serve, or selects that backend
-    without one, or with blocks that pages do not divide. members: vLLM's names of backends that kvcal registers.
+    """Raise UsageError where a `VllmConfig` names a bundle that kvcal's backend would not serve, or selects that
+    backend without one, or with blocks that pages do not divide. members: vLLM's names of backends that kvcal
+    registers.
     """
     if config.model_config is None:  # of no engine
         return
@@ -86,6 +90,18 @@ def _check_block_size(cache: Any) -> None:
     """vLLM would refuse it, too, without saying which sizes it may have."""
     if cache.user_specified_block_size and cache.block_size % BLOCK:
         raise UsageError(
-            f"kvcal: --block-size {cache.block_size}: a page holds {BLOCK} tokens: give a multiple of {BLOCK}, or leave "
-            "it out"
+            f"kvcal: --block-size {cache.block_size}: a page holds {BLOCK} tokens: give a multiple of {BLOCK}, or "
+            "leave it out"
         )
+
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """Log an error of kvcal's that is raised inside, in a line that begins with "kvcal: ": vLLM ends with a traceback
+    of each of its processes.
+    """
+    try:
+        yield
+    except KVCalError as error:
+        logger.error("kvcal: %s", str(error).removeprefix("kvcal: "))
+        raise

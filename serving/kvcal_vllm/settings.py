@@ -38,7 +38,7 @@ def settings(additional: Mapping[str, object], environment: Mapping[str, str] | 
     if unknown := sorted(set(ours) - set(ENTRIES)):
         raise UsageError(f"additional config, {shown(unknown[0])}: kvcal's entries are {', '.join(ENTRIES)}")
     source = ours.get("kvcal", environment.get(BUNDLE) or None)
-    if source is None:
+    if source is None and "kvcal" not in ours:
         if ours:
             raise UsageError(f"kvcal_deterministic without a bundle: {HOW}")
         return None

@@ -5,7 +5,8 @@ too, and tells how far the backend's answers are from its.
 
     python -m kvcal_vllm.testing --model FOLDER --options '{"attention_config": {"backend": "CUSTOM"}}'
 
-prints a line for each check and ends with code 1 where one fails. With pytest, inherit from `Conformance`:
+prints a line for each check and ends with code 1 where one fails, and with 2 where an engine does not start. With
+pytest, inherit from `Conformance`:
 
     class TestMine(Conformance):
         model = "my-model"
@@ -29,7 +30,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.errors import KVCalError, UsageError
 
 TEXT = (
     "The first bridge over the river was of wood, and the flood of the next spring carried it away. The second "
@@ -171,10 +172,9 @@ class Suite:
     def _engine(self, **options: Any) -> Any:
         llm = engine(self.model, dtype=self.dtype, **self.options | options)
         if not foreign_attention(llm):
-            given = json.dumps(self.options, default=str)
             raise UsageError(
-                f"options {given} select no backend: the engine's attention is vLLM's own, and would be compared with "
-                'itself; give those of your backend, such as {"attention_config": {"backend": "CUSTOM"}}'
+                f"options {json.dumps(self.options, default=str)} select no backend: the engine's attention is vLLM's "
+                'own, and would be compared with itself; give those of your backend, such as {"attention_config": {"backend": "CUSTOM"}}'
             )
         return llm
 
@@ -351,7 +351,7 @@ def main() -> None:
     """`python -m kvcal_vllm.testing`."""
     parser = argparse.ArgumentParser(prog="python -m kvcal_vllm.testing", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", required=True, help="a folder or a name")
-    parser.add_argument("--options", type=json.loads, default={}, help="of vllm.LLM, as JSON: what selects the backend")
+    parser.add_argument("--options", type=_options, default={}, help="of vllm.LLM, as JSON: what selects the backend")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--nats", type=float, default=0.5, help="how far log-probabilities may be from stock vLLM's")
     parser.add_argument("--least-capacity", type=float, default=1.0, help="times stock vLLM's tokens")
@@ -363,8 +363,27 @@ def main() -> None:
         except AssertionError as error:
             failed += 1
             print(f"{name}: FAILED: {error}", flush=True)
+        except Exception as error:  # vLLM's, of options or a model that it refuses; its log has the rest
+            print(f"{name}: not checked, nor what follows: {_first_line(error)}", file=sys.stderr, flush=True)
+            sys.exit(error.exit_code if isinstance(error, KVCalError) else 2)
     stop()
     sys.exit(1 if failed else 0)
+
+
+def _options(text: str) -> dict[str, Any]:
+    """What --options says. Raises argparse's error for what is no object of JSON."""
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"no JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise argparse.ArgumentTypeError('must be an object, such as {"attention_config": {"backend": "CUSTOM"}}')
+    return options
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 
 from kvcal_artifacts.errors import UsageError
 from kvcal_vllm import testing
-from tests.support.vllm_registry import STOCK, Registry
+from tests.support.cases.vllm_registry import STOCK, Registry
 
 OTHERS = "foreign.backend.Corrupt"
 
@@ -84,3 +84,33 @@ def test_what_compares_a_backend_with_itself_is_refused(
     monkeypatch.setattr(testing, "engine", lambda model, **options: running(path))
     with pytest.raises(UsageError, match=reason):
         measure(testing.Suite("model", {}))
+
+
+def test_what_starts_no_engine_is_one_line(
+    overrides: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of kvcal's refusals and of any other error, without a traceback; checks that follow would fail alike."""
+    monkeypatch.setattr(sys, "argv", ["testing", "--model", "model"])
+    for error in (UsageError("kvcal: device tpu: this"), RuntimeError("Engine core failed.\nSee root cause above.")):
+
+        def engine(model: str, error: Exception = error, **options: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(testing, "engine", engine)
+        with pytest.raises(SystemExit) as ended:
+            testing.main()
+        assert ended.value.code == 2
+        [line] = capsys.readouterr().err.splitlines()
+        first = str(error).splitlines()[0]
+        assert line == f"capacity: not checked, nor what follows: {type(error).__name__}: {first}"
+
+
+@pytest.mark.parametrize(("options", "reason"), [('["x"]', "must be an object, such as"), ("{", "no JSON: Expecting")])
+def test_options_that_are_no_object(
+    options: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["testing", "--model", "model", "--options", options])
+    with pytest.raises(SystemExit) as ended:
+        testing.main()
+    assert ended.value.code == 2
+    assert f"argument --options: {reason}" in capsys.readouterr().err

@@ -230,6 +230,7 @@ def test_settings(additional: dict[str, object], environment: dict[str, str], ex
     [
         ({"kvcal_deterministic": True}, {}, "without a bundle"),
         ({"kvcal": 3}, {}, "kvcal = 3: must be"),
+        ({"kvcal": None}, {"KVCAL_BUNDLE": "b"}, "kvcal = None: must be a bundle's path or a preset's name"),
         ({"kvcal": "a", "kvcal_mode": 1}, {}, "kvcal_mode"),
         ({"kvcal": "a", "kvcal_deterministic": "yes"}, {}, "must be true or false"),
         ({"kvcal": "a"}, {"KVCAL_DETERMINISTIC": "yes"}, "must be 0 or 1"),

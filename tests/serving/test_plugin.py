@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvcal_artifacts.errors import UsageError
-from kvcal_vllm import plugin, refusals
-from tests.support.vllm_registry import Registry
+from kvcal_vllm import plugin
+from tests.support.cases.vllm_registry import Registry
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The plug-in's warnings and errors."""
     lines = list[str]()
     for level in ("warning", "error"):
-        monkeypatch.setattr(refusals.logger, level, lambda text, *values: lines.append(text % values))
+        monkeypatch.setattr(plugin.logger, level, lambda text, *values: lines.append(text % values))
     return lines
 
 

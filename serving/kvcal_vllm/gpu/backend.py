@@ -24,7 +24,7 @@ from kvcal_kernels.layout import BLOCK
 
 from ..backend import KVCalImpl, plan_of, report_capacity, size_each_layer
 from ..plan import MOST_QUERIES, Plan
-from ..refusals import one_line
+from ..plugin import one_line
 from .layer import GPULayer, layer_on, scratch_on
 from .step import Step, step_of
 
