@@ -80,9 +80,15 @@ def _plan(
     return served
 
 
+def report_capacity(served: Plan, config: VllmConfig) -> None:
+    """Log, once, how many tokens vLLM's pages hold; nothing while vLLM only measures memory, with a few blocks."""
+    cache = config.cache_config
+    if cache.num_gpu_blocks is not None:
+        _log_capacity(served, cache.num_gpu_blocks * cache.block_size // BLOCK)
+
+
 @cache
-def report_capacity(served: Plan, pages: int) -> None:
-    """Log, once, how many tokens vLLM's pages hold."""
+def _log_capacity(served: Plan, pages: int) -> None:
     logger.info(served.capacity(pages))
 
 
@@ -184,6 +190,7 @@ class KVCalMetadataBuilder(AttentionMetadataBuilder[KVCalMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         context = vllm_config.compilation_config.static_forward_context
         layers = [context[name] for name in layer_names]
+        report_capacity(layers[0].impl.plan, vllm_config)
         self._tails: TailTable | None = None
         if any(layer.impl.paged(layer).tailed for layer in layers):
             self._tails = TailTable(2 * vllm_config.scheduler_config.max_num_seqs)
@@ -263,8 +270,6 @@ class KVCalImpl(AttentionImpl[KVCalMetadata]):
     ) -> Tensor:
         if output_scale is not None or output_block_scale is not None:
             raise UsageError("kvcal: quantised outputs of attention cannot be served")
-        if kv_cache.ndim == 4:  # allocated
-            report_capacity(self.plan, kv_cache.shape[0])
         if attn_metadata is None:  # vLLM measures memory
             return output
         count = attn_metadata.tokens

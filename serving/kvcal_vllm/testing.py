@@ -174,7 +174,8 @@ class Suite:
         if not foreign_attention(llm):
             raise UsageError(
                 f"options {json.dumps(self.options, default=str)} select no backend: the engine's attention is vLLM's "
-                'own, and would be compared with itself; give those of your backend, such as {"attention_config": {"backend": "CUSTOM"}}'
+                "own, and would be compared with itself; give those of your backend, such as "
+                '{"attention_config": {"backend": "CUSTOM"}}'
             )
         return llm
 

@@ -284,12 +284,16 @@ def test_capacity_by_vllms_own_line(tiny: Path, sources: dict[str, str], capsys:
     for name in (None, "uniform-4", "higgs-4", "higgs-2", sources["mixed"]):
         with served.log() as lines:
             # a length of its own: vLLM logs a line once, and other tests have engines of as many tokens
-            testing.answers(served.engine(tiny, name, dtype="bfloat16", max_model_len=384), [[2, 3]], 1)
+            llm = served.engine(tiny, name, dtype="bfloat16", max_model_len=384)
+            at_start = len(lines)
+            testing.answers(llm, [[2, 3]], 1)
+        assert not [line for line in lines[at_start:] if line.startswith("kvcal: ")]
         tokens[name] = served.capacity(lines)
         ours = [line for line in lines if line.startswith("kvcal: ")]
         assert len(ours) == (0 if name is None else 2), ours
         if name is not None:
             assert f"{tokens[name]:,} tokens fit" in ours[1]
+            assert testing.capacity(llm) == tokens[name]
     with capsys.disabled():
         for name, count in tokens.items():
             print(f"\n{Path(name or 'stock vLLM').name}: {count:,} tokens, {count / tokens[None]:.2f} x", end=" ")
@@ -415,6 +419,7 @@ def test_the_guide_leads_to_an_answer(made: str, guided: Path) -> None:
     assert make.startswith(f"kvcal {made} ")
     shell(make, guided)
     with served.listening(["bash", "-c", f"exec {serve.rstrip()} --port {{port}}"], guided / "log", guided) as url:
+        assert "tokens fit, where" in (guided / "log").read_text()  # before the first request
         answer = json.loads(shell(ask.replace("http://127.0.0.1:8000", url), guided))
     assert answer["choices"][0]["text"]
     assert answer["usage"]["prompt_tokens"] > 0

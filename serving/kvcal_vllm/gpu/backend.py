@@ -98,6 +98,7 @@ class KVCalGPUMetadataBuilder(AttentionMetadataBuilder[KVCalGPUMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         context = vllm_config.compilation_config.static_forward_context
         self._layers = [context[name] for name in layer_names]
+        report_capacity(self._layers[0].impl.plan, vllm_config)
         # chunks of few tokens see their exact keys in the default mode, which the kernel does not
         self._most = MOST_QUERIES if self._layers[0].impl.plan.deterministic else 1
         self._init_reorder_batch_threshold(self._most)
@@ -173,8 +174,6 @@ class KVCalGPUImpl(KVCalImpl):
         if output_scale is not None or output_block_scale is not None:
             raise UsageError("kvcal: quantised outputs of attention cannot be served")
         scratch = scratch_on(query.device)
-        if kv_cache.ndim == 4:  # allocated
-            report_capacity(self.plan, kv_cache.shape[0])
         if attn_metadata is None:  # vLLM measures memory: as much as the longest prompt takes
             scratch.dense(key.shape[1], -(-self._longest // BLOCK) * BLOCK, self.head_size, self.dtype)
             return output
