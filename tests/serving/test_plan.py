@@ -199,6 +199,15 @@ def test_models_with_other_layers_are_refused() -> None:
         plan(Settings("higgs-2"), latent)
 
 
+def test_head_sizes_that_need_no_tail() -> None:
+    """As the guide says. At others whole blocks are stored."""
+    for dim in (32, 48, 64, 80, 96, 112, 128, 192, 256):
+        config = LlamaConfig(hidden_size=2 * dim, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
+        for name in ("higgs-2", "higgs-3", "higgs-4", "turboquant-3", "turboquant-4", "uniform-4", "uniform-8"):
+            apart = dim in (64, 128, 256) or (dim == 96 and not name.endswith("-3"))
+            assert plan(Settings(name), config).tailed is not apart, (dim, name)
+
+
 @pytest.mark.parametrize("config", [BloomConfig(), FalconConfig(alibi=True), MptConfig()])
 def test_models_with_biases_by_distance_are_refused(config: Any) -> None:
     with pytest.raises(UnsupportedModel, match=f"{config.model_type}: its attention adds biases by distance"):
