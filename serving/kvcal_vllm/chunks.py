@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.bundle import Bundle
+from kvcal_artifacts.checked import shown
 from kvcal_artifacts.codecs import Codec, Context, Packed
 from kvcal_artifacts.codecs.refusals import check_finite
 from kvcal_artifacts.errors import KVCalError, UsageError
@@ -26,6 +27,20 @@ from kvcal_artifacts.scheme import LayerCodecs, Scheme
 HEADER = struct.Struct("<8sHI32s")  # magic, version of the format, tokens, sha256 of the bundle
 MAGIC, VERSION = b"kvcalchk", 1
 CHECKSUM = 32  # bytes of BLAKE2b behind all others
+
+
+def usable_device(name: object) -> torch.device:
+    """The device of a serde's entry. Raises UsageError for one that cannot hold numbers here."""
+    allowed = "must be cpu, cuda or cuda:N, and usable here"
+    try:
+        device = torch.device(str(name))
+        if device.type not in ("cpu", "cuda"):
+            raise UsageError(f"serde kvcal, device = {shown(name)}: {allowed}")
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises where it is built without CUDA
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"serde kvcal, device = {shown(name)}: {allowed}: {reason}") from error
+    return device
 
 
 class ChunkCodec:

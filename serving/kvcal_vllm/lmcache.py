@@ -27,7 +27,7 @@ from kvcal_artifacts import load_bundle
 from kvcal_artifacts.checked import shown
 from kvcal_artifacts.errors import UsageError
 
-from .chunks import ChunkCodec
+from .chunks import ChunkCodec, usable_device
 
 NAME = "kvcal"
 ENTRIES = ("bundle", "device", "max_workers")
@@ -87,7 +87,7 @@ def processor(entries: dict[str, object]) -> AsyncSerdeProcessor:
         raise UsageError(f"serde kvcal, bundle = {shown(source)}: must be a bundle's path")
     if type(workers) is not int or workers < 1:
         raise UsageError(f"serde kvcal, max_workers = {shown(workers)}: must be an integer, 1 or more")
-    codec = ChunkCodec(load_bundle(source), str(entries.get("device", "cpu")))
+    codec = ChunkCodec(load_bundle(source), usable_device(entries.get("device", "cpu")))
     return AsyncSerdeProcessor(KVCalSerializer(codec), KVCalDeserializer(codec), max_workers=workers)
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcal_artifacts import hf, load_bundle
+from kvcal_artifacts import presets as data_free
 from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint
+from kvcal_artifacts.checked import shown
 from kvcal_artifacts.codecs import Codec, Shape
 from kvcal_artifacts.errors import IncompatibleBundle, UnsupportedModel, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
@@ -112,8 +114,7 @@ def plan(
     _check_model(config)
     if not settings.source.endswith(SUFFIX) and not Path(settings.source).exists():
         shape = Shape(hf.kv_heads_of(config), hf.head_dim_of(config), BLOCK)
-        pair = presets.codecs(settings.source, shape)
-        layer = _paged(f"preset {settings.source}", pair, target)
+        layer = _preset(settings.source, shape, target)
         return Plan(settings.source, (layer,) * config.num_hidden_layers, settings.deterministic, gpu=gpu)
     bundle = load_bundle(settings.source)
     weighed = _check_bundle(bundle, config, revision, Path(model))
@@ -122,6 +123,34 @@ def plan(
         _paged(f"{bundle.name}, layer {index}", pair, target) for index, pair in enumerate(bundle.scheme.layers) if pair
     ]
     return Plan(bundle.name, tuple(layers), settings.deterministic, weighed, gpu)
+
+
+def _preset(name: str, shape: Shape, target: _For) -> PagedLayer:
+    """The pages of a preset. Raises UsageError: for one of kvcal's that is not served it says why."""
+    if name in presets.PRESETS:
+        return _paged(f"preset {name}", presets.codecs(name, shape), target)
+    if (named := data_free.PRESETS.get(name)) is not None:
+        reason = scheme_refusal(False, named.frame)
+        if reason is None:
+            _paged(f"preset {name}", presets.codecs(name, shape), target)
+            make = f"kvcal preset {name} --model MODEL --sink 0 --recent 0 --output x{SUFFIX}"
+            raise UsageError(f"preset {name} is served from a bundle only; make it by `{make}`")
+    else:
+        reason = presets.OTHERS.get(name)
+    if reason is not None:
+        raise UsageError(f"preset {name} cannot be served: {reason}")
+    if "/" in name or name.startswith(".") or name.endswith(".safetensors"):
+        raise UsageError(f"bundle {shown(name)}: no such file; the name of a bundle ends with {SUFFIX}")
+    names = ", ".join(one for one in presets.PRESETS if _serves(one, shape, target))
+    raise UsageError(f"preset {shown(name)}: allowed is {names}, or a bundle's path, which ends with {SUFFIX}")
+
+
+def _serves(name: str, shape: Shape, target: _For) -> bool:
+    try:
+        _paged(name, presets.codecs(name, shape), target)
+    except UsageError:
+        return False
+    return True
 
 
 def page_layer(where: str, pair: LayerCodecs, multiple: int = 1, gpu: bool = False) -> PagedLayer:
@@ -142,8 +171,19 @@ class _For(NamedTuple):
 def _check_model(config: hf.ModelConfig) -> None:
     if (why := hf.unsupported_config(config)) is not None:
         raise UnsupportedModel(f"{config.model_type}: {why}")
+    if _adds_biases(config):
+        raise UnsupportedModel(
+            f"{config.model_type}: its attention adds biases by distance (ALiBi); kvcal's pages hold plain causal "
+            "attention only"
+        )
     for index, why in hf.unsupported_layers(config).items():
         raise UnsupportedModel(f"{config.model_type}, layer {index}: {why}; kvcal's pages hold full attention only")
+
+
+def _adds_biases(config: hf.ModelConfig) -> bool:
+    """Whether attention has ALiBi slopes: Bloom's always, Falcon's and MPT's by their configs."""
+    of_layers = getattr(config, "attn_config", None)  # MPT's
+    return config.model_type == "bloom" or bool(getattr(config, "alibi", False) or getattr(of_layers, "alibi", False))
 
 
 def _check_bundle(bundle: Bundle, config: hf.ModelConfig, revision: str | None, folder: Path) -> bool:
@@ -165,7 +205,7 @@ def scheme_refusal(chained: bool, frame: str, selects: bool = False) -> str | No
     if chained:
         return "it predicts layers from the one below (AQUA-KV), for all tokens of a request at every step"
     if frame == "pre_rope":
-        return "it stores keys before RoPE, and vLLM hands them over after RoPE; fit with --rope post_rope"
+        return "it stores keys before RoPE, and vLLM hands them over after RoPE; fit with --frame post_rope"
     return None
 
 

@@ -6,10 +6,8 @@ Their codecs are those of kvcal_artifacts.presets; exact tokens are vLLM's busin
 from __future__ import annotations
 
 from kvcal_artifacts import presets
-from kvcal_artifacts.checked import shown
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.codecs.named import CODEC_MAKERS
-from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import LayerCodecs
 
 NAMES = (
@@ -23,9 +21,15 @@ NAMES = (
 PRESETS = {name: presets.PRESETS[name] for name in NAMES}
 
 
+# kvcal's names of schemes that are no presets of two codecs -> why a server cannot make them out of a name
+OTHERS = {
+    "mixkvq": "what it stores depends on the request's own tokens, so requests could not share a prefix",
+    "aqua-kv": "it predicts layers from the one below, for all tokens of a request at every step",
+    **dict.fromkeys(presets.AUTO_BITS, "it chooses by the keys of a loaded model; make a bundle by `kvcal recommend`"),
+}
+
+
 def codecs(name: str, shape: Shape) -> LayerCodecs:
-    """The codecs of one layer. Raises UsageError for a name that is not in PRESETS."""
-    if name not in PRESETS:
-        raise UsageError(f"preset {shown(name)}: vLLM's pages hold {', '.join(PRESETS)}, or give a bundle's path")
-    key, value = PRESETS[name][:2]
+    """The codecs of one layer of any of kvcal's presets of two codecs, served or not."""
+    key, value = presets.PRESETS[name][:2]
     return LayerCodecs(CODEC_MAKERS[key](shape, "key"), CODEC_MAKERS[value](shape, "value"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kvcal_artifacts.checked import shown
 from kvcal_artifacts.errors import UsageError
@@ -37,13 +38,33 @@ def settings(additional: Mapping[str, object], environment: Mapping[str, str] | 
     if unknown := sorted(set(ours) - set(ENTRIES)):
         raise UsageError(f"additional config, {shown(unknown[0])}: kvcal's entries are {', '.join(ENTRIES)}")
     source = ours.get("kvcal", environment.get(BUNDLE) or None)
-    if source is None:
+    if source is None and "kvcal" not in ours:
         if ours:
             raise UsageError(f"kvcal_deterministic without a bundle: {HOW}")
         return None
     if not isinstance(source, str) or not source:
         raise UsageError(f"additional config, kvcal = {shown(source)}: must be a bundle's path or a preset's name")
     return Settings(source, _deterministic(ours, environment))
+
+
+def settings_of(config: Any) -> Settings | None:
+    """`settings` of vLLM's config of an engine, a `VllmConfig`."""
+    additional = config.additional_config
+    return settings(additional if isinstance(additional, dict) else {})
+
+
+def active(config: Any) -> Settings | None:
+    """What the user asked for, of a `VllmConfig`; None where the engine runs vLLM's backend.
+
+    Raises UsageError where only one of the backend and the bundle was asked for.
+    """
+    backend, asked = config.attention_config.backend, settings_of(config)
+    custom = backend is not None and backend.name == "CUSTOM"
+    if custom and asked is None:
+        raise UsageError(f"--attention-backend CUSTOM without a bundle: {HOW}")
+    if asked is not None and not custom:
+        raise UsageError(f"kvcal = {asked.source} without its attention backend: add --attention-backend CUSTOM")
+    return asked
 
 
 def _deterministic(ours: Mapping[str, object], environment: Mapping[str, str]) -> bool:

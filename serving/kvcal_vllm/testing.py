@@ -5,13 +5,17 @@ too, and tells how far the backend's answers are from its.
 
     python -m kvcal_vllm.testing --model FOLDER --options '{"attention_config": {"backend": "CUSTOM"}}'
 
-prints a line for each check and ends with code 1 where one fails. With pytest, inherit from `Conformance`:
+prints a line for each check and ends with code 1 where one fails, and with 2 where an engine does not start. With
+pytest, inherit from `Conformance`:
 
     class TestMine(Conformance):
         model = "my-model"
         options = {"attention_config": {"backend": "CUSTOM"}}
 
 Engines run in this process, one at a time (`engine`), and cost some seconds each: checks share three and stock vLLM's.
+For stock vLLM's the suite puts vLLM's own attention backends back, whatever packages have registered instead of them.
+On a CPU vLLM takes the backend that is registered as CPU_ATTN: register yours as that, too. kvcal leaves names that are
+taken alone; `VLLM_PLUGINS=NAME` loads only your package's plug-in.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
+
+from kvcal_artifacts.errors import KVCalError, UsageError
 
 TEXT = (
     "The first bridge over the river was of wood, and the flood of the next spring carried it away. The second "
@@ -111,6 +117,34 @@ def preemptions() -> Iterator[list[str]]:
         Scheduler._preempt_request = stock
 
 
+@contextmanager
+def stock_backends() -> Iterator[None]:
+    """vLLM's own attention backends meanwhile, in this process: what packages registered instead is put aside."""
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.selector import _cached_get_attn_backend
+
+    load_general_plugins()  # an engine would load them later, and register their backends again
+    paths = {member: member.get_path() for member in AttentionBackendEnum if member.is_overridden()}
+    for member in paths:
+        member.clear_override()
+    _cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        for member, path in paths.items():
+            register_backend(member, path)
+        _cached_get_attn_backend.cache_clear()
+
+
+def foreign_attention(llm: Any) -> list[str]:
+    """The classes, from outside of vLLM, that compute attention in an engine's layers."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    kinds = {type(layer.impl) for layer in layers if hasattr(layer, "impl")}
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+    return sorted(name for name in names if not name.startswith("vllm."))
+
+
 @dataclass(frozen=True)
 class Measured:
     """An engine: tokens that its cache holds, the log-probability of each token of a text, and answers to prompts that
@@ -146,7 +180,14 @@ class Suite:
         self._chunked: Any = None
 
     def _engine(self, **options: Any) -> Any:
-        return engine(self.model, dtype=self.dtype, **self.options | options)
+        llm = engine(self.model, dtype=self.dtype, **self.options | options)
+        if not foreign_attention(llm):
+            raise UsageError(
+                f"options {json.dumps(self.options, default=str)} select no backend: the engine's attention is vLLM's "
+                "own, and would be compared with itself; give those of your backend, such as "
+                '{"attention_config": {"backend": "CUSTOM"}}'
+            )
+        return llm
 
     @cached_property
     def prompts(self) -> list[list[int]]:
@@ -158,9 +199,15 @@ class Suite:
 
     @cached_property
     def stock(self) -> Measured:
-        """Stock vLLM, whose answers count for nothing."""
+        """Stock vLLM, whose answers count for nothing. Raises UsageError where its attention is not vLLM's own."""
         memory = {name: size for name, size in self.options.items() if name == "kv_cache_memory_bytes"}
-        llm = engine(self.model, dtype=self.dtype, **memory)
+        with stock_backends():
+            llm = engine(self.model, dtype=self.dtype, **memory)
+        if names := foreign_attention(llm):
+            raise UsageError(
+                f"stock vLLM: its attention is {names[0]}, which is not vLLM's, so there is nothing to compare with; "
+                "run the suite where no package replaces classes of vLLM"
+            )
         return Measured(capacity(llm), _text_logprobs(llm, self.prompts[0]))
 
     @cached_property
@@ -316,7 +363,7 @@ def main() -> None:
     """`python -m kvcal_vllm.testing`."""
     parser = argparse.ArgumentParser(prog="python -m kvcal_vllm.testing", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", required=True, help="a folder or a name")
-    parser.add_argument("--options", type=json.loads, default={}, help="of vllm.LLM, as JSON: what selects the backend")
+    parser.add_argument("--options", type=_options, default={}, help="of vllm.LLM, as JSON: what selects the backend")
     parser.add_argument("--dtype", help="float32 on a CPU, elsewhere the model's, unless given")
     parser.add_argument("--nats", type=float, default=0.5, help="how far log-probabilities may be from stock vLLM's")
     parser.add_argument("--least-capacity", type=float, default=1.0, help="times stock vLLM's tokens")
@@ -328,8 +375,27 @@ def main() -> None:
         except AssertionError as error:
             failed += 1
             print(f"{name}: FAILED: {error}", flush=True)
+        except Exception as error:  # vLLM's, of options or a model that it refuses; its log has the rest
+            print(f"{name}: not checked, nor what follows: {_first_line(error)}", file=sys.stderr, flush=True)
+            sys.exit(error.exit_code if isinstance(error, KVCalError) else 2)
     stop()
     sys.exit(1 if failed else 0)
+
+
+def _options(text: str) -> dict[str, Any]:
+    """What --options says. Raises argparse's error for what is no object of JSON."""
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"no JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise argparse.ArgumentTypeError('must be an object, such as {"attention_config": {"backend": "CUSTOM"}}')
+    return options
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.codecs import PREDICTORS, Context, Predicted, Role, Shape, Transform
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
-from kvcal_vllm.chunks import CHECKSUM, HEADER, ChunkCodec
+from kvcal_vllm.chunks import CHECKSUM, HEADER, ChunkCodec, usable_device
 from tests.support import schemes
 from tests.support.pages import ROOT, run_page
 from tests.support.schemes import BLOCK, DIM, FED_SHAPE, HEADS, LAYERS, Fed, Rows, numbers
@@ -198,3 +198,13 @@ def test_the_guides_bundle_stores_chunks(tmp_path: Path) -> None:
     stored = codec.encode(chunk, KEY)
     assert len(stored) == codec.size(8 * BLOCK) < chunk.nbytes / 8  # 3 bits of 32, and norms
     assert codec.decode(stored, torch.float32, KEY).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["tpu", "xpu", "meta", "cuda:99", "", 3])
+def test_devices_that_no_serde_can_use(name: object) -> None:
+    with pytest.raises(UsageError, match=f"serde kvcal, device = {name!r}: must be cpu, cuda or cuda:N, and usable"):
+        usable_device(name)
+
+
+def test_the_host_is_a_device() -> None:
+    assert usable_device("cpu") == torch.device("cpu")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, LlamaConfig
+from transformers import BloomConfig, DeepseekV3Config, FalconConfig, LlamaConfig, MptConfig
 
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.data_free import preset as kvcal_preset
@@ -92,15 +92,48 @@ REFUSED = {  # kvcal's presets whose bundles cannot be served either
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in presets.PRESETS])
-def test_other_presets_are_named_by_bundles_or_refused(name: str, model: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="vLLM's pages hold higgs-2"):
-        planned(model, name)
+def test_other_presets_are_served_from_bundles_or_refused(name: str, model: Any, tmp_path: Path) -> None:
+    """By name and as bundles for the same reason."""
     path = bundle_of(model, tmp_path, kvcal_preset(name))
     if name in REFUSED:
-        with pytest.raises(UsageError, match=f"cannot be served: .*{REFUSED[name]}"):
-            planned(model, path)
+        for source in (name, path):
+            with pytest.raises(UsageError, match=f"cannot be served: .*{REFUSED[name]}"):
+                planned(model, source)
     else:
         assert planned(model, path).bits > 2
+        with pytest.raises(
+            UsageError, match=f"served from a bundle only; make it by `kvcal preset {name} --model MODEL"
+        ):
+            planned(model, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("aqua-kv", "preset aqua-kv cannot be served: it predicts layers from the one below"),
+        ("auto-4", "preset auto-4 cannot be served: it chooses by the keys of a loaded model"),
+        ("./smol.safetensors", r"bundle './smol.safetensors': no such file; .* ends with .kvcal.safetensors"),
+        ("folder/smol", "bundle 'folder/smol': no such file"),
+        ("smol.safetensors", "bundle 'smol.safetensors': no such file"),
+        ("higgs-5", "preset 'higgs-5': allowed is higgs-2, .*, kivi-2, .*, or a bundle's path"),
+    ],
+)
+def test_names_of_nothing_that_is_served(name: str, reason: str, model: Any) -> None:
+    with pytest.raises(UsageError, match=reason):
+        planned(model, name)
+
+
+def test_names_that_are_allowed_on_a_gpu_are_served_there(model: Any) -> None:
+    with pytest.raises(UsageError) as refused:
+        on_gpu(model, "higgs-5")
+    names = str(refused.value).split("allowed is ")[1].split(", or a bundle's")[0].split(", ")
+    assert {"higgs-4", "uniform-8", "turboquant-3"} <= set(names)
+    for name in presets.PRESETS:
+        if name in names:
+            assert on_gpu(model, name).gpu
+        else:
+            with pytest.raises(UsageError, match=f"preset {name}, .* cannot be served: on a GPU kvcal's kernels"):
+                on_gpu(model, name)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +143,7 @@ def test_other_presets_are_named_by_bundles_or_refused(name: str, model: Any, tm
         (Preset("mixkvq", "mixkvq"), "requests could not share a prefix"),
         (Preset("higgs-2-wide", "higgs-2"), "it rotates all heads of a token together"),
         (Preset("1xhiggs-2+1xhiggs-4", "higgs-2"), "its heads are stored in different codecs"),
-        (Preset("higgs-2", "higgs-2", "pre_rope"), "it stores keys before RoPE"),
+        (Preset("higgs-2", "higgs-2", "pre_rope"), "it stores keys before RoPE.*; fit with --frame post_rope"),
         (Preset("higgs-2", "higgs-2", block=64), "blocks of 64 tokens: a page holds 32"),
         (MixKVQ(importance="none", block=32), "its blocks differ in size"),
     ],
@@ -167,6 +200,26 @@ def test_models_with_other_layers_are_refused() -> None:
         plan(Settings("higgs-2"), latent)
 
 
+def test_head_sizes_that_need_no_tail() -> None:
+    """As the guide says. At others whole blocks are stored."""
+    for dim in (32, 48, 64, 80, 96, 112, 128, 192, 256):
+        config = LlamaConfig(hidden_size=2 * dim, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
+        for name in ("higgs-2", "higgs-3", "higgs-4", "turboquant-3", "turboquant-4", "uniform-4", "uniform-8"):
+            apart = dim in (64, 128, 256) or (dim == 96 and not name.endswith("-3"))
+            assert plan(Settings(name), config).tailed is not apart, (dim, name)
+
+
+@pytest.mark.parametrize("config", [BloomConfig(), FalconConfig(alibi=True), MptConfig()])
+def test_models_with_biases_by_distance_are_refused(config: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{config.model_type}: its attention adds biases by distance"):
+        plan(Settings("higgs-2"), config)
+
+
+def test_models_of_those_families_without_biases_are_not_refused() -> None:
+    for config in (FalconConfig(), MptConfig(attn_config={"alibi": False})):
+        assert plan(Settings("uniform-4"), config).bits > 4
+
+
 @pytest.mark.parametrize(
     ("additional", "environment", "expected"),
     [
@@ -187,6 +240,7 @@ def test_settings(additional: dict[str, object], environment: dict[str, str], ex
     [
         ({"kvcal_deterministic": True}, {}, "without a bundle"),
         ({"kvcal": 3}, {}, "kvcal = 3: must be"),
+        ({"kvcal": None}, {"KVCAL_BUNDLE": "b"}, "kvcal = None: must be a bundle's path or a preset's name"),
         ({"kvcal": "a", "kvcal_mode": 1}, {}, "kvcal_mode"),
         ({"kvcal": "a", "kvcal_deterministic": "yes"}, {}, "must be true or false"),
         ({"kvcal": "a"}, {"KVCAL_DETERMINISTIC": "yes"}, "must be 0 or 1"),

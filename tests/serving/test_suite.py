@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,8 @@ def test_stock_vllm_has_the_memory_of_the_backend(monkeypatch: pytest.MonkeyPatc
         return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(cache_config=config)))
 
     monkeypatch.setattr(testing, "engine", engine)
+    monkeypatch.setattr(testing, "stock_backends", nullcontext)
+    monkeypatch.setattr(testing, "foreign_attention", lambda llm: [])
     monkeypatch.setattr(testing, "_text_logprobs", lambda llm, ids: [])
     monkeypatch.setattr(testing.Suite, "prompts", [[1, 2]])
     given = {"attention_config": {"backend": "CUSTOM"}, "kv_cache_memory_bytes": 256 << 20}

@@ -10,16 +10,24 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import safetensors.torch
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: nox -s tests_vllm")
 
-from kvcal_artifacts.errors import UsageError
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from kvcal_artifacts.errors import UnsupportedModel, UsageError
 from kvcal_artifacts.scheme import Scheme
 from kvcal_vllm import backend, plugin, testing
+from kvcal_vllm.gpu.backend import KVCalGPUImpl
 from tests.support import served
 from tests.support.cases.served_cases import References
 from tests.support.pages import FENCE
@@ -111,8 +119,6 @@ def test_default_answers_are_those_of_kvcals_cache(
 @pytest.fixture
 def gpu_backend() -> Iterator[References]:
     """The backend of GPUs in an engine on a CPU, with references for kernels: all but what they compute."""
-    from vllm.v1.attention import selector
-
     references = References()
     with pytest.MonkeyPatch.context() as patch:
         references.replace_kernels(patch)
@@ -139,7 +145,6 @@ def test_the_backend_of_gpus_answers_as_transformers_does(
 def test_a_second_registration_changes_nothing() -> None:
     """vLLM calls the entry point in each of its processes, and more than once in some."""
     from vllm.model_executor.layers.attention import Attention
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     plugin.register()
     backend.size_each_layer()
@@ -178,6 +183,43 @@ def test_the_conformance_suite_sees_what_depends_on_chunks(tiny: Path) -> None:
     suite.nats = 0.0
     with pytest.raises(AssertionError, match="nats from stock vLLM's, at most 0"):
         suite.check_quality()
+
+
+class Corrupt(CPUAttentionBackend):
+    """Another package's backend, whose attention is nothing."""
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return CorruptImpl
+
+
+class CorruptImpl(CPUAttentionBackendImpl):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs).zero_()
+
+
+@pytest.fixture
+def corrupt_backend() -> Iterator[None]:
+    members, path = (AttentionBackendEnum.CUSTOM, AttentionBackendEnum.CPU_ATTN), f"{__name__}.Corrupt"
+    load_general_plugins()
+    for member in members:
+        register_backend(member, path)
+    selector._cached_get_attn_backend.cache_clear()
+    yield
+    testing.stop()
+    for member in members:
+        member.clear_override()
+    plugin.register()
+    selector._cached_get_attn_backend.cache_clear()
+
+
+def test_the_conformance_suite_sees_what_is_corrupt(tiny: Path, corrupt_backend: None) -> None:
+    """Also where a package has replaced vLLM's own backend in this process. Without options nothing is compared."""
+    suite = testing.Suite(str(tiny), {"attention_config": {"backend": "CUSTOM"}})
+    with pytest.raises(AssertionError, match=r"nats from stock vLLM's, at most 0\.5"):
+        suite.check_quality()
+    with testing.stock_backends(), pytest.raises(UsageError, match="select no backend: the engine's attention is vLLM"):
+        testing.Suite(str(tiny), {}).check_capacity()
 
 
 @pytest.mark.parametrize("name", ["higgs-2", "kivi-4"])
@@ -242,12 +284,16 @@ def test_capacity_by_vllms_own_line(tiny: Path, sources: dict[str, str], capsys:
     for name in (None, "uniform-4", "higgs-4", "higgs-2", sources["mixed"]):
         with served.log() as lines:
             # a length of its own: vLLM logs a line once, and other tests have engines of as many tokens
-            testing.answers(served.engine(tiny, name, dtype="bfloat16", max_model_len=384), [[2, 3]], 1)
+            llm = served.engine(tiny, name, dtype="bfloat16", max_model_len=384)
+            at_start = len(lines)
+            testing.answers(llm, [[2, 3]], 1)
+        assert not [line for line in lines[at_start:] if line.startswith("kvcal: ")]
         tokens[name] = served.capacity(lines)
         ours = [line for line in lines if line.startswith("kvcal: ")]
         assert len(ours) == (0 if name is None else 2), ours
         if name is not None:
             assert f"{tokens[name]:,} tokens fit" in ours[1]
+            assert testing.capacity(llm) == tokens[name]
     with capsys.disabled():
         for name, count in tokens.items():
             print(f"\n{Path(name or 'stock vLLM').name}: {count:,} tokens, {count / tokens[None]:.2f} x", end=" ")
@@ -280,10 +326,39 @@ def test_what_cannot_be_served_is_refused(tiny: Path, tmp_path: Path) -> None:
         served.engine(tiny, None, attention_config={"backend": "CUSTOM"})
     with pytest.raises(UsageError, match="add --attention-backend CUSTOM"):
         served.engine(tiny, None, additional_config={"kvcal": "higgs-2"})
+    with pytest.raises(UsageError, match="--block-size 16: a page holds 32 tokens"):
+        served.engine(tiny, "higgs-2", block_size=16)
     with pytest.raises(UsageError, match="kv-cache-dtype"):
         served.engine(tiny, "higgs-2", kv_cache_dtype="fp8")
     with pytest.raises(UsageError, match="kivi-4 with a KV connector: unfinished blocks lie outside of pages"):
         served.engine(tiny, "kivi-4", kv_transfer_config=connector(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        ({"alibi_slopes": [0.5, 0.25]}, "ALiBi slopes"),
+        ({"sliding_window": 8}, "a sliding window of 8"),
+        ({"logits_soft_cap": 30.0}, "soft-capped logits"),
+        ({"kv_sharing_target_layer_name": "model.layers.0"}, "keys and values of another layer"),
+        ({"sinks": torch.zeros(2)}, "attention sinks"),
+    ],
+)
+@pytest.mark.parametrize("kind", [backend.KVCalImpl, KVCalGPUImpl])
+def test_layers_that_cannot_be_served_are_refused_in_one_line(kind: Any, layer: dict[str, Any], reason: str) -> None:
+    with served.log() as lines, pytest.raises(UnsupportedModel, match=reason):
+        kind(2, 64, 0.125, 2, **layer)
+    assert lines == [f"kvcal: a layer with {reason}: kvcal's pages hold plain causal attention only"]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_a_cpu_is_served_by_one_process(kind: str) -> None:
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"), parallel_config=SimpleNamespace(**sizes))
+    backend.check_device(config, gpu=False)
+    setattr(config.parallel_config, f"{kind}_parallel_size", 2)
+    with pytest.raises(UsageError, match=f"{kind} parallel size 2: a CPU is served by one process"):
+        backend.check_device(config, gpu=False)
 
 
 @pytest.fixture(scope="module")
@@ -344,6 +419,7 @@ def test_the_guide_leads_to_an_answer(made: str, guided: Path) -> None:
     assert make.startswith(f"kvcal {made} ")
     shell(make, guided)
     with served.listening(["bash", "-c", f"exec {serve.rstrip()} --port {{port}}"], guided / "log", guided) as url:
+        assert "tokens fit, where" in (guided / "log").read_text()  # before the first request
         answer = json.loads(shell(ask.replace("http://127.0.0.1:8000", url), guided))
     assert answer["choices"][0]["text"]
     assert answer["usage"]["prompt_tokens"] > 0

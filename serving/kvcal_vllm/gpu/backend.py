@@ -19,11 +19,12 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.errors import UsageError
 from kvcal_kernels.layout import BLOCK
 
-from ..backend import KVCalImpl, log_refusal, plan_of, report_capacity, size_each_layer
+from ..backend import KVCalImpl, plan_of, report_capacity, size_each_layer
 from ..plan import MOST_QUERIES, Plan
+from ..plugin import one_line
 from .layer import GPULayer, layer_on, scratch_on
 from .step import Step, step_of
 
@@ -44,12 +45,8 @@ class KVCalGPUBackend(AttentionBackend):
 
     @classmethod
     def get_impl_cls(cls) -> Any:
-        try:
-            with torch.device("cpu"):  # vLLM builds a model with the GPU as torch's default device
-                cls._served = plan_of(get_current_vllm_config(), gpu=True)
-        except KVCalError as error:
-            log_refusal(error)
-            raise
+        with one_line(), torch.device("cpu"):  # vLLM builds a model with the GPU as torch's default device
+            cls._served = plan_of(get_current_vllm_config(), gpu=True)
         if cls._served.token_bytes is None:
             size_each_layer()
         return KVCalGPUImpl
@@ -101,6 +98,7 @@ class KVCalGPUMetadataBuilder(AttentionMetadataBuilder[KVCalGPUMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         context = vllm_config.compilation_config.static_forward_context
         self._layers = [context[name] for name in layer_names]
+        report_capacity(self._layers[0].impl.plan, vllm_config)
         # chunks of few tokens see their exact keys in the default mode, which the kernel does not
         self._most = MOST_QUERIES if self._layers[0].impl.plan.deterministic else 1
         self._init_reorder_batch_threshold(self._most)
@@ -176,8 +174,6 @@ class KVCalGPUImpl(KVCalImpl):
         if output_scale is not None or output_block_scale is not None:
             raise UsageError("kvcal: quantised outputs of attention cannot be served")
         scratch = scratch_on(query.device)
-        if kv_cache.ndim == 4:  # allocated
-            report_capacity(self.plan, kv_cache.shape[0])
         if attn_metadata is None:  # vLLM measures memory: as much as the longest prompt takes
             scratch.dense(key.shape[1], -(-self._longest // BLOCK) * BLOCK, self.head_size, self.dtype)
             return output

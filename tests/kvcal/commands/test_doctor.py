@@ -17,7 +17,9 @@ def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], entries
 
 
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert installed(monkeypatch, {}, 1) == {"vLLM": None, "vLLM plug-in": None}
+    rows = installed(monkeypatch, {}, 1)
+    assert rows == {"vLLM": None, "vLLM plug-in": f"{__version__}, for vLLM 0.32 and later, which is not installed"}
+    assert "not installed where vLLM looks" in str(installed(monkeypatch, {}, 0)["vLLM plug-in"])
 
 
 def test_versions_that_match(monkeypatch: pytest.MonkeyPatch) -> None:
