@@ -36,7 +36,7 @@ def usable_device(name: object) -> torch.device:
         device = torch.device(str(name))
         if device.type not in ("cpu", "cuda"):
             raise UsageError(f"serde kvcal, device = {shown(name)}: {allowed}")
-        torch.empty(1, device=device)
+        torch.empty(1, device=device, dtype=torch.float32)
     except (RuntimeError, AssertionError) as error:  # what torch raises where it is built without CUDA
         reason = str(error).splitlines()[0]
         raise UsageError(f"serde kvcal, device = {shown(name)}: {allowed}: {reason}") from error

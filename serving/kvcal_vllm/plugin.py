@@ -88,7 +88,7 @@ def check_engine(config: Any, members: list[Any]) -> None:
 
 def _check_block_size(cache: Any) -> None:
     """vLLM would refuse it, too, without saying which sizes it may have."""
-    if cache.user_specified_block_size and cache.block_size % BLOCK:
+    if getattr(cache, "user_specified_block_size", False) and cache.block_size % BLOCK:  # older versions do not say
         raise UsageError(
             f"kvcal: --block-size {cache.block_size}: a page holds {BLOCK} tokens: give a multiple of {BLOCK}, or "
             "leave it out"
