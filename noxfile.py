@@ -97,6 +97,15 @@ def tests(session: nox.Session) -> None:
     _pytest(session)
 
 
+@nox.session(default=False)
+def tests_tasks(session: nox.Session) -> None:
+    """Tasks of lm-eval and RULER on `tiny`, offline: the tests that `tests` skips without lm-eval."""
+    _install(session, "-c", CONSTRAINTS, "-e", ".[test,tasks]", "lm-eval[ruler]")
+    folder = Path("tests") / "kvcal" / "evaluate"
+    files = [str(folder / name) for name in ("test_harness.py", "test_ruler.py", "test_tasks.py")]
+    session.run("pytest", "-q", "--durations=5", *files, *session.posargs)
+
+
 @nox.session(default=False, name="tests-full")
 def tests_full(session: nox.Session) -> None:
     """The slow tests too."""
