@@ -30,37 +30,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-RULER = {  # those that need no essays -> lm-eval's task file, and the function that makes its contexts
-    "niah_single_1": ("niah_single_1", "niah_utils.niah_single_1"),
-    "niah_multikey_2": ("niah_multikey_2", "niah_utils.niah_multikey_2"),
-    "niah_multikey_3": ("niah_multikey_3", "niah_utils.niah_multikey_3"),
-    "ruler_vt": ("vt", "vt_utils.get_vt_dataset"),
-    "ruler_cwe": ("cwe", "cwe_utils.get_cw_dataset"),
-    "ruler_fwe": ("fwe", "fwe_utils.fwe_download"),
-}
-FEW = """\
-# lm-eval makes 500 contexts for each task and length, which takes minutes at 32k: here {samples}
-import functools
-
-from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, vt_utils
-
-
-def few(module, name):
-    inner = getattr(module, name)
-
-    @functools.wraps(inner)
-    def made(*args, **kwargs):
-        kwargs["num_samples"] = min(kwargs.get("num_samples", 500), {samples})
-        return inner(*args, **kwargs)
-
-    setattr(module, name, made)
-
-
-few(niah_utils, "generate_samples")
-few(vt_utils, "sys_vartrack_w_noise_random")
-few(cwe_utils, "sys_word_pair_random")
-few(fwe_utils, "sys_kwext")
-"""
+# those of RULER that need no essays
+RULER = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
 PACKAGES = {  # what lm-eval and kvcal import beside torch and Transformers -> what pip calls it
     "lm_eval": "lm-eval", "datasets": "datasets", "dill": "dill", "multiprocess": "multiprocess", "pyarrow": "pyarrow",
     "cloudpickle": "cloudpickle",
@@ -102,7 +73,7 @@ def tasks(args: argparse.Namespace, folder: Path) -> list[Task]:
             needles = ("--task", "needle,agreement", "--lengths", length, *at_most(args.needles))
             every.append(Task(f"needle-{name}-{length}", model, needles))
             for ruler in RULER:
-                options = ("--task", f"{ruler}_few", "--lengths", length, *path, *at_most(args.ruler))
+                options = ("--task", ruler, "--lengths", length, *at_most(args.ruler))
                 every.append(Task(f"ruler-{name}-{length}-{ruler}", model, options))
     names = [task.name for task in every]
     begun = args.tasks.split(",") if args.tasks else [""]
@@ -111,10 +82,8 @@ def tasks(args: argparse.Namespace, folder: Path) -> list[Task]:
     return [task for task in every if task.name.startswith(tuple(begun))]
 
 
-def write_tasks(data: Path, folder: Path, samples: int) -> None:
-    """The task files that --tasks-path names: HumanEval's problems, GSM8K with lm-eval's own examples and filters, RULER
-    with so many contexts of each task and length.
-    """
+def write_tasks(data: Path, folder: Path) -> None:
+    """The task files that --tasks-path names: HumanEval's problems, and GSM8K with lm-eval's own examples and filters."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(data / "humaneval" / "HumanEval.jsonl", folder / "humaneval.jsonl")
     spec = importlib.util.find_spec("lm_eval")
@@ -126,17 +95,6 @@ def write_tasks(data: Path, folder: Path, samples: int) -> None:
         f"include: {theirs}/gsm8k/gsm8k-cot.yaml\ntask: gsm8k_offline\ndataset_path: json\ndataset_name: null\n"
         f"dataset_kwargs:\n  data_files:\n    test: {problems}\ntest_split: test\ntag: []\n"
     )
-    (folder / "ruler_few.py").write_text(FEW.format(samples=samples) + "".join(exposed()))
-    for name, (file, function) in RULER.items():
-        (folder / f"{name}_few.yaml").write_text(
-            f"include: {theirs}/ruler/{file}.yaml\ntask: {name}_few\ntag: []\n"
-            f"custom_dataset: !function ruler_few.{function.partition('.')[2]}\n"
-        )
-
-
-def exposed() -> list[str]:
-    """Lines that name the functions which task files call."""
-    return [f"{function.partition('.')[2]} = {function}\n" for _, function in RULER.values()]
 
 
 def fitted(args: argparse.Namespace, model: str) -> list[Path]:
@@ -226,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
     end = time.monotonic() + args.budget_seconds
     args.output.mkdir(parents=True, exist_ok=True)
     check_settings(args)
-    write_tasks(args.data, args.output / "task-files", args.ruler)
+    write_tasks(args.data, args.output / "task-files")
     chosen = tasks(args, args.output / "task-files")
     waiting = [task for task in chosen if not (args.output / f"{task.name}.json").exists()]
     bundles = {model: fitted(args, model) for model in dict.fromkeys(task.model for task in waiting)}
