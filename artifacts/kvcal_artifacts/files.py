@@ -16,13 +16,14 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 from .errors import KVCalError
 
+Content = bytes | Sequence[bytes | memoryview]  # of a file: parts lie one behind the other
 CAN_LOCK = sys.platform != "win32"  # there no file can be renamed while it is open, which temporary ones here are
 
 KINDS = {
@@ -307,12 +308,12 @@ def _status(path: Path) -> os.stat_result | None:
         raise
 
 
-def write_atomically(path: Path, data: bytes, option: str = "--output") -> None:
+def write_atomically(path: Path, data: Content, option: str = "--output") -> None:
     """Write all of `data` under `path`, or nothing, as `write_together` does."""
     write_together({path: data}, option)
 
 
-def write_together(files: Mapping[Path, bytes], option: str = "--output") -> None:
+def write_together(files: Mapping[Path, Content], option: str = "--output") -> None:
     """Write all files, in this order, or none of them.
 
     Temporary files in the same folders are synced, and renamed once all of them are whole, so that a full disk or an
@@ -338,10 +339,10 @@ def write_together(files: Mapping[Path, bytes], option: str = "--output") -> Non
                 os.replace(temporary, place)
 
 
-def _fill(handle: int, data: bytes) -> None:
+def _fill(handle: int, data: Content) -> None:
     """Write the data to the disk; the descriptor stays open."""
     with os.fdopen(handle, "wb", closefd=False) as file:
-        file.write(data)
+        file.writelines([data] if isinstance(data, bytes) else data)
         file.flush()
         os.fsync(file.fileno())
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,17 +26,18 @@ from kvcal_artifacts.checked import Json
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_kernels.residual_vq.nearest import compile_for
 
 from ..capture.scan import LayerTaps
 from ..methods.codebooks import StageReport, train_stage
 from ..methods.training_vectors import TrainingVectors, VectorShards, subtract
-from ..methods.vqkv import VQKV, band_split, peak_memory, quantisers, reconstruction_errors
+from ..methods.vqkv import VQKV, band_split, peak_memory, quantisers, reconstruction_errors, searches
 from ..report.progress import progress
 from ..report.timing import PhaseTimer
 from .job import FitJob, FitResult, Scan
 from .needs import few_vectors
 from .outlier_guard import say_forecasts
-from .sampled_vectors import Collection, Sample, Say, Vectors
+from .sampled_vectors import WORKING, Collection, Sample, Say, Vectors
 from .stage_checkpoint import FollowersStages, StageCheckpoint
 
 if TYPE_CHECKING:
@@ -97,7 +99,16 @@ class TrainPart:
             self.collected.take(sample)
 
     def open(self, stack: ExitStack) -> None:
-        """There is nothing to close."""
+        """While layers are read, a thread compiles the kernels of the training: that takes a GPU ten seconds. What is
+        not compiled at the end is left to the training.
+        """
+        if self.scan.device.type != "cuda":
+            return
+        pool = ThreadPoolExecutor(1, thread_name_prefix="kernels")
+        stack.callback(pool.shutdown, cancel_futures=True)
+        for dim, size in sorted(searches(self.method, self.shape.dim), key=lambda one: -one[0]):
+            for dtype in (WORKING["cuda"], torch.float32):  # of training vectors, and of held-out ones
+                pool.submit(compile_for, dim, size, dtype, self.scan.device)
 
     def layer(self, taps: LayerTaps) -> None:
         if self.saved_probe is not None:
@@ -159,10 +170,15 @@ class TrainPart:
 
     def _trained(self) -> tuple[Run, list[LayerCodecs]]:
         """The training, which is over, and the codecs of the compressed layers."""
-        with self.scan.timer("method"):
-            vectors = self.collected.vectors(self.scan.say)
-            run = Run(self.method, vectors, self.work, self.scan.timer, self.scan.say, self.scan.compressed)
-            return run, run.layers(self.shape)
+        try:
+            with self.scan.timer("method"):
+                vectors = self.collected.vectors(self.scan.say)
+                run = Run(self.method, vectors, self.work, self.scan.timer, self.scan.say, self.scan.compressed)
+                return run, run.layers(self.shape)
+        except BaseException:  # an interrupt, too
+            with suppress(OSError, KVCalError):
+                self.work.settle()
+            raise
 
 
 def _check_enough(method: VQKV, text: Windows, layers: int, heads: int) -> int:

@@ -18,6 +18,7 @@ from ..report.progress import tracked
 
 # Held-out vectors: a 32nd of the training ones within these bounds.
 HOLDOUT_PART, HOLDOUT_LEAST, HOLDOUT_MOST = 32, 4096, 1 << 17
+WORKING = {"cuda": torch.bfloat16}  # dtype of training vectors by device; elsewhere float32
 Say = Callable[[str], None]
 
 
@@ -220,7 +221,7 @@ class LayerSample:
         taken = sums.total
         mean = {name: total / (self.windows * self.tokens) for name, total in taken.squares.items()}
         self.scales = two_scales(self.method, mean["k"], mean["v"], mean.get("q"))
-        working = torch.bfloat16 if self.taps.device.type == "cuda" else torch.float32
+        working = WORKING.get(self.taps.device.type, torch.float32)
         train, holdout = self._scaled(taken.picked["train"], working), self._scaled(taken.picked["held"], torch.float32)
         scales = {name: None if s is None else s.cpu() for name, s in self.scales.items()}
         rotary = 0 if self.taps.rope is None else self.taps.rope[0].shape[-1]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from kvcal_artifacts.bundle.canonical import canonical, sha256_text
@@ -25,6 +24,9 @@ from .checkpoint import LayerCheckpoint, partial_folder
 from .sampled_vectors import Sample
 
 Restored = TypeVar("Restored")
+
+# As files name them, in the order in which they lie there: larger ones first, so that each begins at a multiple of it.
+DTYPES = {torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class Record(TypedDict):
@@ -59,7 +61,11 @@ class StageCheckpoint(LayerCheckpoint):
         )
 
     def keep(self, job: str, book: Tensor, report: StageReport) -> None:
-        self._write(self._stage(job, report.stage), {"codewords": book}, {"report": vars(report)})
+        """Keep a trained stage: it is hashed and written while the next one is trained, and must not be changed. Raises
+        as `settle` where the one before it could not be written.
+        """
+        record: dict[str, Json] = {"report": dict(vars(report))}
+        self._write_meanwhile(self._stage(job, report.stage), {"codewords": book}, record)
 
     def has_samples(self, layers: int) -> bool:
         """Whether vectors of all layers are in the checkpoint; they may be damaged."""
@@ -83,9 +89,7 @@ class StageCheckpoint(LayerCheckpoint):
         layer, or of the one before, could not be written.
         """
         record: dict[str, Json] = {"roles": list(sample.scales), "rotary": sample.rotary, "probe": sample.probe}
-        self.settle()  # before more memory is taken
-        path, copies = self.place(self._sample(layer).name), {name: to_host(x) for name, x in sample.tensors.items()}
-        self.write_meanwhile(lambda: _save(path, {name: copy() for name, copy in copies.items()}, record))
+        self._write_meanwhile(self._sample(layer), sample.tensors, record)
 
     def drop_samples(self) -> None:
         with suppress(OSError, KVCalError):
@@ -93,8 +97,10 @@ class StageCheckpoint(LayerCheckpoint):
         for path in self.folder.glob(self._sample(0).name.replace("0", "[0-9]")):
             path.unlink(missing_ok=True)
 
-    def _write(self, path: Path, tensors: dict[str, Tensor], record: Mapping[str, Json]) -> None:
-        _save(self.place(path.name), _on_host(tensors), record)
+    def _write_meanwhile(self, path: Path, tensors: dict[str, Tensor], record: Mapping[str, Json]) -> None:
+        self.settle()  # before more memory is taken
+        place, copies = self.place(path.name), {name: to_host(x) for name, x in tensors.items()}
+        self.write_meanwhile(lambda: _save(place, {name: copy() for name, copy in copies.items()}, record))
 
     def _read(self, path: Path, make: Callable[[dict[str, Tensor], Record], Restored]) -> Restored | None:
         """What `make` makes of the file; None where there is none, or a damaged one, which is removed."""
@@ -135,23 +141,42 @@ class FollowersStages(StageCheckpoint):
 
     def remove(self) -> None: ...
 
-    def _write(self, path: Path, tensors: dict[str, Tensor], record: Mapping[str, Json]) -> None: ...
+    def _write_meanwhile(self, path: Path, tensors: dict[str, Tensor], record: Mapping[str, Json]) -> None: ...
 
     def _read(self, path: Path, make: Callable[[dict[str, Tensor], Record], Restored]) -> Restored | None:
         return None
 
 
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-
-
 def _save(path: Path, tensors: dict[str, Tensor], record: Mapping[str, Json]) -> None:
     signed = {**record, "sha256": _digest(tensors)}
-    write_atomically(path, save(tensors, metadata={"stage": canonical(signed)}))
+    write_atomically(path, [*_parts(tensors, {"stage": canonical(signed)})])
+
+
+def _parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """The parts of a safetensors file, tensors not copied. safetensors' own `save` would keep other threads from
+    running while it copies, which takes a layer's vectors a tenth of a second.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: ([*DTYPES].index(item[1].dtype), item[0]))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    start = 0
+    for name, tensor in ordered:
+        stop = start + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in ordered:
+        yield _memory(tensor)
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for _, tensor in sorted(tensors.items()):
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)  # not copied: other threads go on meanwhile
+        digest.update(_memory(tensor))
     return digest.hexdigest()
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, not copied."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -104,29 +104,29 @@ class TrainingVectors:
         if not self.shards.divided:
             return self.local[numbers.to(self.device)]
         picked = torch.empty(len(numbers), self.dim, dtype=self.local.dtype, device=self.device)
-        places_of = [self._places(numbers, rank) for rank in range(self.ranks.count)]
-        mine = [x[numbers[self._within(numbers, span)].to(self.device) - span.start] for span, x in self.parts()]
+        within = self._by_shard(numbers)
+        places_of = [
+            torch.cat([numbers[:0], *(within[shard] for shard in self.shards.of(rank))])
+            for rank in range(self.ranks.count)
+        ]
         most = max(len(places) for places in places_of)
-        sent = torch.cat([*mine, picked.new_zeros(most - len(places_of[self.ranks.rank]), self.dim)])
+        sent = torch.cat([*self.picked(numbers), picked.new_zeros(most - len(places_of[self.ranks.rank]), self.dim)])
         for places, x in zip(places_of, self.ranks.gather(sent), strict=True):
             picked[places.to(self.device)] = x[: len(places)]
         return picked
 
-    def _places(self, numbers: Tensor, rank: int) -> Tensor:
-        """Which of these numbers are of vectors that a rank holds, shard after shard."""
-        return torch.cat(
-            [self._within(numbers, self.shards.span(shard)) for shard in self.shards.of(rank)] or [numbers[:0]]
-        )
-
-    @staticmethod
-    def _within(numbers: Tensor, span: range) -> Tensor:
-        return ((numbers >= span.start) & (numbers < span.stop)).nonzero().flatten()
+    def _by_shard(self, numbers: Tensor) -> tuple[Tensor, ...]:
+        """Which of these numbers are of each shard's vectors, in their order."""
+        starts = torch.tensor([self.shards.span(shard).start for shard in range(self.shards.count)], device="cpu")
+        shards, order = (torch.bucketize(numbers, starts, right=True) - 1).sort(stable=True)
+        parts: tuple[Tensor, ...] = order.split(shards.bincount(minlength=self.shards.count).tolist())
+        return parts
 
     def picked(self, numbers: Tensor) -> Iterator[Tensor]:
         """Those of the vectors of these numbers that lie in each shard that this rank holds, in their order."""
-        for span, x in self.parts():
-            within = numbers if self.shards.count == 1 else numbers[self._within(numbers, span)]
-            yield x[within.to(self.device) - span.start]
+        within = [slice(None)] if self.shards.count == 1 else self._by_shard(numbers)
+        for shard, (span, x) in zip(self.shards.of(self.ranks.rank), self.parts(), strict=True):
+            yield x[numbers[within[shard]].to(self.device) - span.start]
 
     def nearest(self, x: Tensor, book: Tensor) -> Tensor:
         """The codeword nearest to each of some vectors x (m, d) of one shard: int32 (m,)."""

@@ -157,6 +157,16 @@ def quantisers(method: VQKV) -> dict[str, tuple[int, int]]:
     return {name: (method.stages[i], method.sizes[i]) for i, name in enumerate(names)}
 
 
+def searches(method: VQKV, dim: int) -> set[tuple[int, int]]:
+    """Dimension and codewords of every search for the nearest codeword that a training may make, heads being of `dim`
+    dimensions.
+    """
+    high = method.high_dims(dim)
+    dims = {"value": dim, "low": dim - high, "high": high}
+    trained = {(dims[name], size) for name, (_, size) in quantisers(method).items()}
+    return trained | ({(dim, PROBE_SIZE)} if high else set())
+
+
 def reconstruction_errors(
     keys: TrainingVectors, holdout: Tensor, label: str, training: Training
 ) -> tuple[Tensor, Tensor]:

@@ -7,18 +7,21 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import itertools
+import time
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
-from kvcal.calibrate.codebooks import Run
+from kvcal.calibrate.codebooks import Run, TrainPart
 from kvcal.calibrate.sampled_vectors import Sample, collect
-from kvcal.calibrate.stage_checkpoint import StageCheckpoint
+from kvcal.calibrate.stage_checkpoint import StageCheckpoint, _parts
 from kvcal.capture.ranks import Ranks
 from kvcal.capture.scan import Capture, WholeModel
 from kvcal.methods import METHODS, codebooks
@@ -35,7 +38,16 @@ from kvcal.methods.codebooks import (
 )
 from kvcal.methods.hashing import hashed_normal, spread
 from kvcal.methods.training_vectors import TrainingVectors, subtract
-from kvcal.methods.vqkv import SIZES, VQKV, band_split, default_sizes, head_scale, quantisers, reconstruction_errors
+from kvcal.methods.vqkv import (
+    SIZES,
+    VQKV,
+    band_split,
+    default_sizes,
+    head_scale,
+    quantisers,
+    reconstruction_errors,
+    searches,
+)
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle
@@ -518,6 +530,42 @@ def test_control_c_keeps_the_checkpoint(
     assert (again["resumed_stages"], again["sha256"]) == (3, usual["sha256"] if good(other) else "")
 
 
+def test_every_search_is_known_before_training(
+    given: list[object], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU their kernels are compiled while layers are read."""
+    asked: set[tuple[int, int]] = set()
+
+    def spied(x: Tensor, book: Tensor) -> Tensor:
+        asked.add((x.shape[1], len(book)))
+        return nearest(x, book)
+
+    monkeypatch.setattr("kvcal.methods.training_vectors.nearest", spied)
+    parts: list[TrainPart] = []
+    opened = TrainPart.open
+
+    def kept(self: TrainPart, stack: ExitStack) -> None:
+        parts.append(self)
+        opened(self, stack)
+
+    monkeypatch.setattr(TrainPart, "open", kept)
+    good(train(given, output, "--sizes", "256,128,64"))
+    [part] = parts
+    compiled: list[tuple[int, int, torch.dtype]] = []
+    monkeypatch.setattr(
+        "kvcal.calibrate.codebooks.compile_for", lambda d, k, dtype, device: compiled.append((d, k, dtype))
+    )
+    part.scan = replace(part.scan, device=torch.device("cuda", 0))
+    with ExitStack() as stack:
+        opened(part, stack)
+        for _ in range(100):
+            if len(compiled) == 2 * len(asked):
+                break
+            time.sleep(0.05)
+    assert asked == searches(part.method, part.shape.dim)
+    assert set(compiled) == {(d, k, dtype) for d, k in asked for dtype in (torch.bfloat16, torch.float32)}
+
+
 def interrupted_in_training(
     given: list[object], output: Path, monkeypatch: pytest.MonkeyPatch, *options: object
 ) -> Done:
@@ -696,9 +744,20 @@ def test_a_checkpoint_reads_back(tmp_path: Path) -> None:
     assert work.load("low", 0) is None
     book, report = normal(4, 3).half(), StageReport(0, 5, 0.25, [0.5, 0.25], 4, 1, 0.5)
     work.keep("low", book, report)
+    work.settle()
     again = work.load("low", 0)
     assert again is not None
     assert torch.equal(again[0], book) and again[1] == report
+
+
+def test_files_of_a_checkpoint_are_as_safetensors_writes_them() -> None:
+    """Its `save` holds other threads up, so the parts are put together here."""
+    tensors = {
+        "keys": normal(5, 3).bfloat16(), "values": normal(5, 3).bfloat16(), "holdout_keys": normal(2, 3),
+        "holdout_head": torch.arange(7), "scales.key": normal(1, 3).half(), "none": torch.zeros(0, 3),
+    }  # fmt: skip
+    metadata = {"stage": '{"a":"\u00e9"}'}
+    assert b"".join(_parts(tensors, metadata)) == save(tensors, metadata=metadata)
 
 
 def test_vectors_are_written_while_the_next_layer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -728,7 +787,9 @@ def test_a_checkpoint_without_errors_by_iteration_is_not_used(
     output = tmp_path / f"x{SUFFIX}"
     with monkeypatch.context() as patch:
         patch.setattr(StageCheckpoint, "VERSION", 1)
-        StageCheckpoint(output, {}, True).keep("low", normal(4, 3).half(), StageReport(0, 5, 0.25, [], 4, 1))
+        before = StageCheckpoint(output, {}, True)
+        before.keep("low", normal(4, 3).half(), StageReport(0, 5, 0.25, [], 4, 1))
+        before.settle()
     assert StageCheckpoint(output, {}, True).load("low", 0) is None
     assert "other settings (stage_report was 1, is 2); starting anew" in capsys.readouterr().err
 

@@ -45,6 +45,14 @@ def sums(x: Tensor, codes: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return reference.sums(x, codes, k)
 
 
+def compile_for(d: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile, and load, the kernels that `nearest` and `sums` take on a GPU for vectors (n, d) of this dtype and
+    codebooks (k, d) float16, so that their first use does not wait for it.
+    """
+    x, book = torch.zeros(1, d, dtype=dtype, device=device), torch.zeros(k, d, dtype=torch.float16, device=device)
+    sums(x, nearest(x, book), k)
+
+
 def residual_codes(x: Tensor, codebooks: Tensor) -> Tensor:
     """Return greedy residual codes (VQKV Eq. 1 and 2): x (n, d) float, codebooks (S, k, d) -> int32 (S, n)."""
     rest = x.float()
