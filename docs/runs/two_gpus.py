@@ -13,15 +13,19 @@ bytes are equal are of use, errors are not.
     books-1 books-2     train-codebooks of the paper's size for it
     70b-1 70b-2         two layers of Llama-3.1-70B geometry: the second stands for 79 of 80
 
---gpu 1 takes the second card for parts of one rank: two of them side by side, each with a --state of its own.
+Transformers' sources are compiled first, as pip does it: without bytecode each process takes seconds longer to import
+them, which no rank can share. --gpu 1 takes the second card for parts of one rank: two of them side by side, each with
+a --state of its own.
 --dry: sizes for two CPU cores, ranks by gloo: the script itself is tried.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -158,6 +162,13 @@ def compared(found: dict[str, Any], twin: dict[str, Any] | None) -> dict[str, An
     return found | {"same_bytes": same, "ok": same}
 
 
+def compile_sources(package: str) -> None:
+    """Write the bytecode of an installed package, where it has none."""
+    found = importlib.util.find_spec(package)
+    for folder in [] if found is None else found.submodule_search_locations or []:
+        compileall.compile_dir(folder, quiet=2, workers=0)
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
@@ -172,6 +183,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     (folder / "70b").mkdir(exist_ok=True)
     (folder / "70b" / "config.json").write_text(json.dumps(SMALL_70B if chosen.dry else GEOMETRY_70B))
+    if not chosen.dry:
+        compile_sources("transformers")
     from tests.support.models_fixture import write_text, write_tokenizer
 
     write_tokenizer(folder / "70b")  # a token a byte
