@@ -104,29 +104,36 @@ class TrainingVectors:
         if not self.shards.divided:
             return self.local[numbers.to(self.device)]
         picked = torch.empty(len(numbers), self.dim, dtype=self.local.dtype, device=self.device)
+        numbers = numbers.to(self.device)
         within = self._by_shard(numbers)
         places_of = [
             torch.cat([numbers[:0], *(within[shard] for shard in self.shards.of(rank))])
             for rank in range(self.ranks.count)
         ]
         most = max(len(places) for places in places_of)
-        sent = torch.cat([*self.picked(numbers), picked.new_zeros(most - len(places_of[self.ranks.rank]), self.dim)])
+        missing = picked.new_zeros(most - len(places_of[self.ranks.rank]), self.dim)
+        sent = torch.cat([*self._picked(numbers, within), missing])
         for places, x in zip(places_of, self.ranks.gather(sent), strict=True):
-            picked[places.to(self.device)] = x[: len(places)]
+            picked[places] = x[: len(places)]
         return picked
 
     def _by_shard(self, numbers: Tensor) -> tuple[Tensor, ...]:
         """Which of these numbers are of each shard's vectors, in their order."""
-        starts = torch.tensor([self.shards.span(shard).start for shard in range(self.shards.count)], device="cpu")
-        shards, order = (torch.bucketize(numbers, starts, right=True) - 1).sort(stable=True)
+        starts = [self.shards.span(shard).start for shard in range(self.shards.count)]
+        behind = torch.bucketize(numbers, torch.tensor(starts, device=numbers.device), right=True)
+        shards, order = (behind - 1).sort(stable=True)
         parts: tuple[Tensor, ...] = order.split(shards.bincount(minlength=self.shards.count).tolist())
         return parts
 
     def picked(self, numbers: Tensor) -> Iterator[Tensor]:
         """Those of the vectors of these numbers that lie in each shard that this rank holds, in their order."""
+        numbers = numbers.to(self.device)
         within = [slice(None)] if self.shards.count == 1 else self._by_shard(numbers)
+        return self._picked(numbers, within)
+
+    def _picked(self, numbers: Tensor, within: Sequence[slice | Tensor]) -> Iterator[Tensor]:
         for shard, (span, x) in zip(self.shards.of(self.ranks.rank), self.parts(), strict=True):
-            yield x[numbers[within[shard]].to(self.device) - span.start]
+            yield x[numbers[within[shard]] - span.start]
 
     def nearest(self, x: Tensor, book: Tensor) -> Tensor:
         """The codeword nearest to each of some vectors x (m, d) of one shard: int32 (m,)."""
