@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
@@ -147,5 +147,8 @@ class _Stored:
 
 def _hash_and_finite(tensor: Tensor) -> tuple[str, bool]:
     """SHA-256 of its bytes, and whether it holds neither NaN nor infinity."""
-    finite = not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    finite = True
+    if tensor.is_floating_point() and tensor.numel():
+        low, high = tensor.aminmax()  # NaN where one is; isfinite takes forty times as long for half a gigabyte
+        finite = bool((low > -math.inf) & (high < math.inf))
     return hashlib.sha256(tensor_bytes(tensor)).hexdigest(), finite
