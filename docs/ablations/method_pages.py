@@ -47,6 +47,10 @@ ROWS: dict[str, list[tuple[str, str]]] = {  # page -> (label of methods.toml or 
         ("2 bits.AQUA-KV x transform, 2.0 bits or fewer", "AQUA-KV over `transform-1.87`, first layer the same"),
         AQUA_TRANSFORM_2,
         ("2.25 bits.AQUA-KV x transform", "AQUA-KV over `transform-2.25` and `transform-2`, first layer the same"),
+        (
+            "2.25 bits.bits by KL under predictors",
+            "the same predictors over `transform-1.75` to `transform-2.75`, by KL",
+        ),
         ("3 bits.transform", "`transform-2.9` alone"),
         ("3 bits.AQUA-KV x transform", "AQUA-KV over `transform-2.9`, first layer the same"),
     ],
