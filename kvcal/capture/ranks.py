@@ -183,6 +183,22 @@ class Ranks:
                 distributed.all_gather(received, flat)
         return [one.view(x.dtype).view(x.shape) for one in received]
 
+    def swap(self, parts: Tensor) -> Tensor:
+        """Send the r-th of `parts` (count, ...) to rank r; returns those that all ranks send here, by their numbers, of
+        the same shape and dtype.
+
+        Raises RankEndedError as `broadcast`.
+        """
+        if self.count == 1:
+            return parts
+        self.meet()
+        flat = parts.detach().contiguous().view(self.count, -1).view(torch.uint8)
+        received = torch.empty_like(flat)
+        with _named(self):
+            if flat.numel():
+                distributed.all_to_all_single(received, flat)
+        return received.view(parts.dtype).view(parts.shape)
+
     def agree(self, value: T) -> T:
         """Rank 0's value, on every rank."""
         return value if self.count == 1 else self.broadcast(value if self.rank == 0 else None, 0)

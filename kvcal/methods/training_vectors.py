@@ -6,7 +6,7 @@ The sums are the same for any number of ranks (docs/scale.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -153,20 +153,25 @@ class TrainingVectors:
         """
         if self.shards.count == 1:
             return next(parts)
-        totals = tuple(torch.zeros_like(one, dtype=torch.float64) for one in like)
-        for part in self._of_all(parts, like) if self.shards.divided else parts:
-            for total, x in zip(totals, part, strict=True):
-                total += x
-        return tuple(total.to(one.dtype) for total, one in zip(totals, like, strict=True))
+        return self._added_by_rows(parts, like) if self.shards.divided else _added(parts, like)
 
-    def _of_all(self, parts: Iterator[tuple[Tensor, ...]], like: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
-        """The tensors of every shard, whoever holds it, in the order of the shards."""
-        mine, ranks = list(parts), self.ranks.count
+    def _added_by_rows(self, parts: Iterator[tuple[Tensor, ...]], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What `added` returns where ranks hold different shards. Each rank adds some rows of all shards' tensors, and
+        tells the others, so that a rank gets a number from each of them once.
+        """
+        ranks, size = self.ranks.count, len(like[0])
+        rows = -(-size // ranks)  # of a rank; beyond the last they are zeros
+        as_bytes = _as_bytes(like)
         most = -(-self.shards.count // ranks)
-        mine += [tuple(torch.zeros_like(one) for one in like)] * (most - len(mine))
-        received = [self.ranks.gather(torch.stack(column)) for column in zip(*mine, strict=True)]
-        for shard in range(self.shards.count):
-            yield tuple(one[shard % ranks][shard // ranks] for one in received)
+        sent = as_bytes.new_zeros(ranks, most, rows, as_bytes.shape[1])
+        for number, part in enumerate(parts):
+            for rank, some in enumerate(_as_bytes(part).split(rows)):
+                sent[rank, number, : len(some)] = some
+        received = self.ranks.swap(sent)
+        of_rows = tuple(one.new_empty(rows, *one.shape[1:]) for one in like)
+        every = (_from_bytes(received[shard % ranks, shard // ranks], of_rows) for shard in range(self.shards.count))
+        total = torch.cat(self.ranks.gather(_as_bytes(_added(every, of_rows))))
+        return _from_bytes(total[:size], like)
 
     def subtract(self, book: Tensor) -> int:
         """Residuals in place: each vector less its nearest codeword; how many codewords were used."""
@@ -177,6 +182,27 @@ class TrainingVectors:
         if self.shards.divided:
             used = torch.stack(self.ranks.gather(used)).any(0)
         return int(used.sum())
+
+
+def _added(parts: Iterable[tuple[Tensor, ...]], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The sums of the parts' tensors, added in their order, in float64, with the dtypes of `like`."""
+    totals = tuple(torch.zeros_like(one, dtype=torch.float64) for one in like)
+    for part in parts:
+        for total, x in zip(totals, part, strict=True):
+            total += x
+    return tuple(total.to(one.dtype) for total, one in zip(totals, like, strict=True))
+
+
+def _as_bytes(tensors: tuple[Tensor, ...]) -> Tensor:
+    """Tensors (n, ...) side by side: uint8 (n, bytes)."""
+    return torch.cat([x.contiguous().view(len(x), -1).view(torch.uint8) for x in tensors], 1)
+
+
+def _from_bytes(rows: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors of `_as_bytes`, with the shapes and dtypes of `like`."""
+    widths = [one[0].nbytes for one in like]
+    columns = [part.clone(memory_format=torch.contiguous_format) for part in rows.split(widths, 1)]
+    return tuple(x.view(one.dtype).view(one.shape) for x, one in zip(columns, like, strict=True))
 
 
 def is_shared(x: Tensor, size: int) -> bool:

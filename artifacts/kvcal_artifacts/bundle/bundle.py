@@ -107,6 +107,7 @@ class _Stored:
         self.tensors: dict[str, Tensor] = {}
         self.listed: dict[str, TensorEntry] = {}
         self._by_content: dict[str, str] = {}
+        self._storages: set[int] = set()  # addresses of those that the tensors have
         # one object that many layers share (codebooks of 100 MB) is hashed once; held, so that no other gets its id
         self._by_object: dict[int, tuple[str, Tensor]] = {}
         self._read: dict[int, tuple[str, bool, Tensor]] = {}  # by the object: its hash, whether it is finite
@@ -141,7 +142,12 @@ class _Stored:
         if not finite:
             raise KVCalError(f"tensor {name} holds a NaN or infinity; nothing was written")
         self._by_content[canonical(entry)], self.listed[name] = name, entry
-        self.tensors[name] = tensor.detach().cpu().contiguous().clone()
+        stored = tensor.detach().cpu().contiguous()
+        whole = stored.untyped_storage()  # safetensors takes no two tensors of one
+        if whole.nbytes() != stored.nbytes or whole.data_ptr() in self._storages:
+            stored = stored.clone()
+        self._storages.add(stored.untyped_storage().data_ptr())
+        self.tensors[name] = stored
         return name
 
 

@@ -30,7 +30,7 @@ from kvcal.methods.data_free import Preset
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.bundle import FORMAT, Bundle, Fingerprint
 from kvcal_artifacts.bundle.canonical import canonical, sha256_text, tensor_bytes
-from kvcal_artifacts.codecs import Predicted
+from kvcal_artifacts.codecs import Predicted, ResidualVQ, Shape
 from kvcal_artifacts.errors import CorruptBundle, IncompatibleBundle, KVCalError
 from kvcal_artifacts.files import file_behind, write_atomically, write_together
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
@@ -155,6 +155,21 @@ def test_another_process_writes_the_same_bytes() -> None:
 def test_equal_tensors_are_stored_once(path: Path) -> None:
     bundle = loaded(content(), path)
     assert len(load(content())) < sum(len(c.tensors()) for p in bundle.scheme.layers if p for c in (p.key, p.value))
+
+
+@pytest.mark.parametrize("parts", [lambda base: base[:2], lambda base: base.view(2, 16, 8)], ids=["a part", "all"])
+def test_tensors_of_one_memory_are_stored_apart(parts: Callable[[Tensor], Tensor], path: Path) -> None:
+    base = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(0)).half()
+    shape = Shape(2, 8, 8)
+    pair = LayerCodecs(
+        ResidualVQ(shape, "key", [list(range(8))], [base], None),
+        ResidualVQ(shape, "value", [list(range(8))], [parts(base)], None),
+    )
+    bundle = Bundle(Fingerprint("llama", 1, 2, 8, {}, ""), Scheme(Windows(0, 8, 8), "post_rope", (pair,)), {}, {})
+    [again] = loaded(bundle.to_bytes(), path).scheme.layers
+    assert again is not None
+    for codec, before in ((again.key, base), (again.value, parts(base))):
+        assert torch.equal(codec.tensors()["codebooks.0"], before)
 
 
 def test_bytes_hold_no_nan(path: Path) -> None:
