@@ -16,7 +16,7 @@ from torch import Tensor
 from kvcal_artifacts.bundle.canonical import canonical, sha256_text
 from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import KVCalError
-from kvcal_artifacts.files import check_regular, write_atomically
+from kvcal_artifacts.files import check_regular, drop_cached, write_atomically
 
 from ..capture.spill import to_host
 from ..methods.codebooks import StageReport
@@ -150,6 +150,7 @@ class FollowersStages(StageCheckpoint):
 def _save(path: Path, tensors: dict[str, Tensor], record: Mapping[str, Json]) -> None:
     signed = {**record, "sha256": _digest(tensors)}
     write_atomically(path, [*_parts(tensors, {"stage": canonical(signed)})])
+    drop_cached(path)
 
 
 def _parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:

@@ -22,7 +22,7 @@ from kvcal.models.folding import write_folded
 from kvcal.models.names import resolve
 from kvcal_artifacts import files
 from kvcal_artifacts.errors import KVCalError
-from kvcal_artifacts.files import write_atomically
+from kvcal_artifacts.files import drop_cached, write_atomically
 from kvcal_artifacts.paths.preflight import verdicts
 from tests.support.models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
 
@@ -415,3 +415,28 @@ def test_a_pipe_as_the_summary_of_a_job(base: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary"))
     with pytest.raises(KVCalError, match=r"cannot be written .a pipe, not a file"):
         report([Check("a", "canary", True)], None, None)
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="asks Linux which pages are in memory")
+def test_a_file_out_of_memory_is_as_it_was(tmp_path: Path) -> None:
+    kind = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=False).stdout
+    if not kind.startswith("ext"):
+        pytest.skip(f"a file system of another kind, {kind.strip() or 'unknown'}")
+    place, data = tmp_path / "x", os.urandom(1 << 16)
+    write_atomically(place, data)
+    assert at_once(place) == data
+    drop_cached(place)
+    assert at_once(place) is None
+    assert place.read_bytes() == data
+    drop_cached(tmp_path / "none")
+
+
+def at_once(path: Path) -> bytes | None:
+    """What a file holds, if its first page is in memory."""
+    handle, data = os.open(path, os.O_RDONLY), bytearray(path.stat().st_size)
+    try:
+        return bytes(data[: os.preadv(handle, [data], 0, os.RWF_NOWAIT)])
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
