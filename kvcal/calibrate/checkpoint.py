@@ -387,8 +387,12 @@ class LayerCheckpoint(CheckpointFolder):
     def write_meanwhile(self, write: Callable[[], object]) -> None:
         """Let a thread write one file, when the one before it is on disk. Raises as `settle` does of that one."""
         self.settle()
-        self._writing = Future()
-        Thread(target=_settled, args=(self._writing, write)).start()
+        writing: Future[None] = Future()
+        try:
+            Thread(target=_settled, args=(writing, write)).start()
+        except RuntimeError:  # no thread can be started
+            _settled(writing, write)
+        self._writing = writing
 
     def settle(self) -> None:
         """Wait until everything kept is on disk. Raises OSError or KVCalError where it could not be written."""

@@ -28,6 +28,7 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_kernels.residual_vq.nearest import compile_for
 
+from ..capture.ranks import ErrorAgainError, RankEndedError
 from ..capture.scan import LayerTaps
 from ..methods.codebooks import StageReport, train_stage
 from ..methods.training_vectors import TrainingVectors, VectorShards, subtract
@@ -152,7 +153,10 @@ class TrainPart:
         with self.scan.timer("guard"):
             say_forecasts(self.scan, {bundle.name: scheme})
         with self.scan.timer("write"):
-            digest = bundle.write(self.job.output)
+            try:
+                digest = bundle.write(self.job.output)
+            except KVCalError as error:
+                raise self._with_place(error) from error
             self.work.remove()
         return TrainResult(
             bundle,
@@ -175,10 +179,24 @@ class TrainPart:
                 vectors = self.collected.vectors(self.scan.say)
                 run = Run(self.method, vectors, self.work, self.scan.timer, self.scan.say, self.scan.compressed)
                 return run, run.layers(self.shape)
+        except KVCalError as error:
+            raise self._with_place(error) from error
         except BaseException:  # an interrupt, too
-            with suppress(OSError, KVCalError):
-                self.work.settle()
+            self._settle()
             raise
+
+    def _settle(self) -> None:
+        with suppress(OSError, KVCalError):
+            self.work.settle()
+
+    def _with_place(self, error: KVCalError) -> KVCalError:
+        """The error, which also says what stays on disk."""
+        self._settle()
+        goes_on = type(error) is KVCalError or isinstance(error, RankEndedError)
+        if not goes_on or isinstance(error, ErrorAgainError) or not self.work.count():
+            return error
+        where = f"{error} (stages wait in {self.work.folder}: start again to go on, or delete it)"
+        return type(error)(where)
 
 
 def _check_enough(method: VQKV, text: Windows, layers: int, heads: int) -> int:
@@ -219,7 +237,7 @@ class Run:
         self.method, self.vectors, self.work, self.timer, self.say = method, vectors, work, timer, say
         self.rows: list[dict[str, Json]] = []
         self.splits: list[dict[str, Json]] = []
-        self.resumed = 0
+        self.resumed, self.keeping = 0, True
         self.residuals = {
             "key": torch.zeros_like(vectors.holdout_keys),
             "value": torch.zeros_like(vectors.holdout_values),
@@ -305,7 +323,7 @@ class Run:
         self, job: str, label: str, x: TrainingVectors, holdout: Tensor, energy: float, stage: int, size: int
     ) -> tuple[Tensor, StageReport]:
         ranks = self.vectors.ranks
-        [saved] = ranks.agree([self.work.load(job, stage)])
+        [saved] = ranks.agree([self.work.load(job, stage, (size, x.dim))])
         if saved is not None:
             book, report = saved[0].to(x.device), saved[1]
             x.subtract(book)
@@ -317,12 +335,22 @@ class Run:
         subtract(holdout, book, ranks)
         report.used = x.subtract(book)
         report.seconds = round(time.monotonic() - started, 2)
-        self.work.keep(job, book, report)
+        self._keep(job, book, report)
         self.say(
             f"{job} stage {stage + 1}: held-out error {report.error:.4f} after {report.iterations} iterations, "
             f"{report.used} of {size} codewords used, {report.seconds:.1f} s"
         )
         return book, report
+
+    def _keep(self, job: str, book: Tensor, report: StageReport) -> None:
+        """A stage on disk, if the disk has room; one warning where it has not."""
+        if not self.keeping:
+            return
+        try:
+            self.work.keep(job, book, report)
+        except (OSError, KVCalError) as error:
+            self.keeping = False
+            self.say(f"note: stages are not kept from here on, a killed run trains them again: {error}")
 
     def metrics(self, scheme: Scheme) -> dict[str, Json]:
         """What the bundle says of itself: no times, nothing that differs from run to run."""

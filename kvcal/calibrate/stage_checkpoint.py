@@ -54,11 +54,16 @@ class StageCheckpoint(LayerCheckpoint):
     def count(self) -> int:
         return sum(1 for _ in self.folder.glob("*-*.safetensors"))
 
-    def load(self, job: str, stage: int) -> tuple[Tensor, StageReport] | None:
-        """A stage from the checkpoint; a damaged one is removed, and trained again."""
-        return self._read(
-            self._stage(job, stage), lambda tensors, record: (tensors["codewords"], StageReport(**record["report"]))
-        )
+    def load(self, job: str, stage: int, shape: tuple[int, int]) -> tuple[Tensor, StageReport] | None:
+        """A stage from the checkpoint, codewords float16 of this shape; a damaged one is removed, and trained again."""
+
+        def stage_of(tensors: dict[str, Tensor], record: Record) -> tuple[Tensor, StageReport]:
+            book = tensors["codewords"]
+            if (tuple(book.shape), book.dtype) != (shape, torch.float16):
+                raise ValueError("of another quantiser")
+            return book, StageReport(**record["report"])
+
+        return self._read(self._stage(job, stage), stage_of)
 
     def keep(self, job: str, book: Tensor, report: StageReport) -> None:
         """Keep a trained stage: it is hashed and written while the next one is trained, and must not be changed. Raises

@@ -298,7 +298,9 @@ def joined(device: str, hold_one_model: bool = False) -> Iterator[Ranks]:
         raise
     except _Terminated as error:
         before = _ignore_sigterm()
-        ended = RankEndedError("torchrun ended this rank, because another one ended; its report says which")
+        ended = RankEndedError(
+            "torchrun ended this rank, because another one ended or it was told to; its report says why"
+        )
         raise (ended if _is_first(store) else LinePrintedError(ended)) from error
     except Exception as error:
         before = _ignore_sigterm()
@@ -482,11 +484,13 @@ def _rank_device(device: str) -> str:
 
 
 @contextmanager
-def _named(ranks: Ranks, missing: str = "another rank", seconds: float | None = None) -> Iterator[None]:
+def _named(ranks: Ranks, missing: str | None = None, seconds: float | None = None) -> Iterator[None]:
     """Turn errors of torch.distributed within the block into lines that name the rank that is missing.
 
-    missing: its name where torch.distributed does not say it. seconds: how long the call waits, by default the timeout.
+    missing: its name where torch.distributed does not say it; None: one of the others. seconds: how long the call
+    waits, by default the timeout.
     """
+    missing = missing or (f"rank {1 - ranks.rank}" if ranks.count == 2 else "another rank")
     limit = seconds or ranks.timeout
     end = time.monotonic() + 0.9 * limit
     try:

@@ -156,8 +156,9 @@ class Capture:
         """The line for ranks some of which would have no windows."""
         count, most = self.shards.ranks.count, self.shards.most_ranks
         if most < SHARDS:
-            less = f"give --nproc-per-node {most} or less, more --windows, or a smaller --batch"
-            return f"{count} ranks for {most} batches of windows: {less}"
+            batches = "1 batch" if most == 1 else f"{most} batches"
+            fewer = "one process" if most == 1 else f"--nproc-per-node {most} or less"
+            return f"{count} ranks for {batches} of windows: give {fewer}, more --windows, or a smaller --batch"
         return f"{count} ranks: windows are shared by {most} at most; start {most} ranks or less in all"
 
     def __len__(self) -> int:

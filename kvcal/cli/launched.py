@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 
 import typer
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+
+LINE_SECONDS = 30.0  # in which rank 0 has imported what it needs, and printed why it ends
 
 
 def processes() -> int:
@@ -23,7 +26,7 @@ def as_rank(run: Callable[[], None], name: str, spread: bool, options: object) -
     """Run a command, `name`, which shares its work with the other processes if there are any. spread: whether it can;
     any can share a model that they hold together (--tp-plan).
 
-    Raises UsageError, on rank 0, for a command that cannot; the others end without a word.
+    Raises UsageError, on rank 0, for a command that cannot; the others wait until that ends them, without a word.
     """
     if (count := processes()) == 1:
         run()
@@ -36,6 +39,7 @@ def as_rank(run: Callable[[], None], name: str, spread: bool, options: object) -
             f"`kvcal {name}` is not spread over processes, and torchrun started {count}: start it without torchrun"
         )
     else:
+        time.sleep(LINE_SECONDS)  # torchrun ends all with the first that ends: rank 0, which has a line to print
         raise typer.Exit(2)
 
 

@@ -16,7 +16,7 @@ from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
 from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, UsageError
 from kvcal_artifacts.files import write_atomically
-from kvcal_artifacts.scheme import FRAMES, Frame, HeavyHitters, Scheme
+from kvcal_artifacts.scheme import FRAMES, Frame, HeavyHitters
 
 from ..bundles.paths import bundle_at
 from ..calibrate.checkpoint import BatchCheckpoint as SavedBatches
@@ -314,8 +314,6 @@ def _measure_rows(
     """Fit and measure what the ledger does not have yet, each row by one rank; the errors of rows that cannot be, by
     name.
     """
-    from kvcal_artifacts.cache.ahead import kernels_tried_ahead
-
     ids, failed = texts.evaluation.ids, dict[str, KVCalError]()
     todo = [row for row in rows if row.key not in ledger.rows]
     items = Items(say, len(rows), len(rows) - len(todo))
@@ -332,23 +330,16 @@ def _measure_rows(
         except KVCalError as error:
             return named_error(row.name, error)
 
-    with kernels_tried_ahead(loaded.model, _schemes_of(todo, loaded, ledger.ranks)):
-        measured = spread(ledger.ranks, todo, figures_of, lambda row: items.begin(row.name))
-        for row, figures in zip(todo, measured, strict=True):
-            if isinstance(figures, KVCalError):
-                failed[row.name] = figures
-                continue
-            ledger.add(row.key, figures | {"measured_with": measured_with()})
-            bundle = _bundle_name(row)
-            work.drop(f"{_windows_name(row)}.json", bundle, partial_folder(Path(bundle)).name)
+    measured = spread(ledger.ranks, todo, figures_of, lambda row: items.begin(row.name))
+    for row, figures in zip(todo, measured, strict=True):
+        if isinstance(figures, KVCalError):
+            failed[row.name] = figures
+            continue
+        ledger.add(row.key, figures | {"measured_with": measured_with()})
+        bundle = _bundle_name(row)
+        work.drop(f"{_windows_name(row)}.json", bundle, partial_folder(Path(bundle)).name)
     ledger.done(row.key for row in rows if row.name not in failed)
     return failed
-
-
-def _schemes_of(rows: list[Candidate], loaded: LoadedModel, shared: ranks.Ranks) -> list[Scheme]:
-    """Schemes of the rows that are not fitted; of several ranks none, as each measures other rows."""
-    methods = [row.what for row in rows if not isinstance(row.what, AquaKV)] if shared.count == 1 else []
-    return [what.scheme if isinstance(what, Bundle) else what.scheme(loaded.model) for what in methods]
 
 
 def _windows_name(row: Candidate) -> str:

@@ -187,9 +187,10 @@ def evaluate(
     size = batch or max(1, TOKENS_PER_BATCH.get(device.type, 1 << 13) // ids.shape[1])
     length, parts = ids.shape[1], ids.split(size)
     if ranks.count > len(parts):
+        batches = "1 batch" if len(parts) == 1 else f"{len(parts)} batches"
+        fewer = "one process" if len(parts) == 1 else f"--nproc-per-node {len(parts)} or less"
         raise UsageError(
-            f"{ranks.count} ranks for {len(parts)} batches of windows: give --nproc-per-node {len(parts)} or less, "
-            "more --windows, or a smaller --batch"
+            f"{ranks.count} ranks for {batches} of windows: give {fewer}, more --windows, or a smaller --batch"
         )
     [before] = ranks.agree([None if saved is None else saved.load()])
     names = ("full", *caches)

@@ -7,14 +7,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from safetensors.torch import load
 from torch import Tensor
 
 from ..errors import CorruptBundle, IncompatibleBundle, KVCalError
 from ..files import no_bundle_at
 from .bundle import Bundle
-from .canonical import dtype_name, tensor_bytes
+from .canonical import dtype_name, is_finite, tensor_bytes
 from .content import described
 from .envelope import read_header, whole_file
 from .header import HEADER, TensorEntry
@@ -83,6 +82,6 @@ def _checked_tensors(path: Path, data: bytes, listed: Mapping[str, TensorEntry])
         digest = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
         if digest != entry["sha256"]:
             raise CorruptBundle(f"{path}: tensor {name!r} has hash {digest[:16]}…, header says {entry['sha256'][:16]}…")
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if not is_finite(tensor):
             raise CorruptBundle(f"{path}: tensor {name!r} holds a NaN or infinity")
     return tensors

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import itertools
+import json
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
@@ -51,10 +53,12 @@ from kvcal.methods.vqkv import (
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle
+from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import ResidualVQ, Shape
 from kvcal_artifacts.codecs.residual_vq import no_codewords
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
+from kvcal_artifacts.files import Content, write_atomically
 from kvcal_kernels.residual_vq.nearest import nearest
 from tests.support.models_fixture import ROOT, SUFFIX, Done, killed_at, kvcal, write_model, write_text
 
@@ -530,6 +534,68 @@ def test_control_c_keeps_the_checkpoint(
     assert (again["resumed_stages"], again["sha256"]) == (3, usual["sha256"] if good(other) else "")
 
 
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_full_disk_costs_the_resumption_not_the_training(
+    given: list[object], usual: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """Stages are written by a thread, so that the error comes with the next one."""
+
+    def full(path: Path, data: Content) -> None:
+        if "-" in path.name and len(checkpoints(output)) >= after:
+            raise OSError(28, "No space left on device")
+        write_atomically(path, data)
+
+    monkeypatch.setattr("kvcal.calibrate.stage_checkpoint.write_atomically", full)
+    done = train(given, output)
+    assert done.err.count("stages are not kept from here on, a killed run trains them again: [Errno 28]") == 1
+    assert (good(done)["sha256"], [entry.name for entry in output.parent.iterdir()]) == (usual["sha256"], [output.name])
+
+
+def test_a_thread_that_does_not_start_holds_nothing_up(
+    given: list[object], usual: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Never:
+        def __init__(self, **options: Any) -> None: ...
+
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("kvcal.calibrate.checkpoint.Thread", Never)
+    assert good(train(given, output))["sha256"] == usual["sha256"]
+
+
+def test_a_bundle_that_cannot_be_written_says_where_stages_wait(
+    given: list[object], usual: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Bundle, path: Path) -> str:
+        raise KVCalError(f"{path}: cannot be written: No space left on device; nothing was changed there")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bundle, "write", full)
+        ended = train(given, output)
+    waiting = output.parent / f".{output.name}.partial"
+    assert f"nothing was changed there (stages wait in {waiting}: start again to go on, or delete it)" in ended.err
+    again = good(train(given, output))
+    assert (again["resumed_stages"], again["sha256"]) == (len(usual["stage_rows"]), usual["sha256"])
+
+
+def test_a_stage_of_another_shape_is_trained_again(
+    given: list[object], usual: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a hash of its own: a checkpoint is as untrusted as any file."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Bundle, "write", lambda self, path: (_ for _ in ()).throw(KVCalError("full")))
+        train(given, output)
+    first = checkpoints(output)[0]
+    with safe_open(first, framework="pt") as file:
+        record = json.loads(file.metadata()["stage"])
+    book = torch.zeros(8, 3).half()
+    forged = {**record, "sha256": hashlib.sha256(book.numpy().tobytes()).hexdigest()}
+    save_file({"codewords": book}, first, metadata={"stage": json.dumps(forged)})
+    again = good(train(given, output))
+    assert (again["resumed_stages"], again["sha256"]) == (len(usual["stage_rows"]) - 1, usual["sha256"])
+
+
 def test_every_search_is_known_before_training(
     given: list[object], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -741,11 +807,11 @@ def test_fit_takes_it_as_any_method(given: list[object], usual: dict[str, Any], 
 
 def test_a_checkpoint_reads_back(tmp_path: Path) -> None:
     work = StageCheckpoint(tmp_path / f"x{SUFFIX}", {"a": 1}, True)
-    assert work.load("low", 0) is None
+    assert work.load("low", 0, (4, 3)) is None
     book, report = normal(4, 3).half(), StageReport(0, 5, 0.25, [0.5, 0.25], 4, 1, 0.5)
     work.keep("low", book, report)
     work.settle()
-    again = work.load("low", 0)
+    again = work.load("low", 0, (4, 3))
     assert again is not None
     assert torch.equal(again[0], book) and again[1] == report
 
@@ -790,7 +856,7 @@ def test_a_checkpoint_without_errors_by_iteration_is_not_used(
         before = StageCheckpoint(output, {}, True)
         before.keep("low", normal(4, 3).half(), StageReport(0, 5, 0.25, [], 4, 1))
         before.settle()
-    assert StageCheckpoint(output, {}, True).load("low", 0) is None
+    assert StageCheckpoint(output, {}, True).load("low", 0, (4, 3)) is None
     assert "other settings (stage_report was 1, is 2); starting anew" in capsys.readouterr().err
 
 

@@ -194,8 +194,7 @@ def codebook_append_verdict(keys: Codec, values: Codec, dtype: torch.dtype, devi
 # What this process has tried. A verdict holds for all GPUs of a kind: (name, None). A check without one, because there
 # was no memory, say, is of the one device where it ran.
 _TRIED: dict[tuple[str, torch.device | None], str | None] = {}
-# A second thread that asks for a verdict waits, and makes no second trial; those of other kernels go on side by side.
-_LOCKS: dict[str, RLock] = {}
+_ONE_AT_A_TIME = RLock()  # a second thread that asks waits, and makes no second trial
 
 
 def _verdict(parts: list[str], dtype: torch.dtype, device: torch.device, trial: Callable[[], str | None]) -> str | None:
@@ -205,7 +204,7 @@ def _verdict(parts: list[str], dtype: torch.dtype, device: torch.device, trial: 
     name = key_of(parts, dtype, device)
     keys = (name, None), (name, device)
     if not any(key in _TRIED for key in keys):
-        with _LOCKS.setdefault(name, RLock()):
+        with _ONE_AT_A_TIME:
             if not any(key in _TRIED for key in keys):
                 why, is_verdict = _tried_or_read(name, device, trial)
                 _TRIED[keys[0] if is_verdict else keys[1]] = why
