@@ -4,8 +4,9 @@
 
 COMMIT is checked out beside the working tree for the time of the run. Both run the same command in turns, a process each
 time, and the fastest counts. `bar`: seconds between the first and the last step of the progress bar "Evaluating", in
-which full precision and all rows run over the text. `all`: seconds of the command without imports: model and text loaded,
-guard, bar, canary. Default command: two presets on one window of 1024 tokens of `tiny`.
+which full precision and all rows run over the text. `all`: seconds of the command without imports (those of other models
+than Llama's are in it): model and text loaded, guard, bar, canary. Default command: two presets on one window of 1024
+tokens of `tiny`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = ["-p", "kivi-2", "-p", "higgs-2", "--windows", "1", "--length", "1024"]
 DRIVER = """\
 import json, sys, time
+import transformers.models.auto.modeling_auto, transformers.models.auto.tokenization_auto
+import transformers.models.llama.modeling_llama  # of `tiny` and of SmolLM2
 from kvcal.cli import app
 from kvcal.commands import evaluation
 seconds = {"bar": 0.0}

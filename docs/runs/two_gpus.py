@@ -109,7 +109,7 @@ def run(part: Part, folder: Path, limit: float, dry: bool, gpu: int) -> dict[str
     environment = dict(os.environ)
     if dry:  # as torchrun sets it
         environment["OMP_NUM_THREADS"] = "1"
-    environment["TRITON_CACHE_DIR"] = str(folder / f"triton-{part.name}")  # no part finds what another compiled
+    environment["TRITON_CACHE_DIR"] = str(folder / f"triton-{part.name}")  # what others compiled is not there
     if part.ranks == 1 and part.name != "tests":
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
     began, said = time.time(), folder / f"{part.name}.out"
