@@ -15,7 +15,7 @@ from kvcal_artifacts.errors import TextError, UsageError
 from kvcal_artifacts.files import read_text
 
 from ..calibrate.checkpoint import CommandCheckpoint, short
-from ..evaluate.contexts import CONTEXT_TASKS, Haystack, by_length, questions_per_context
+from ..evaluate.contexts import CONTEXT_TASKS, ContextTask, Haystack, by_length, questions_per_context, refuse_short
 from ..evaluate.harness import Harness, Scores, TaskOptions, check_installed, check_names, content_of
 from ..evaluate.packed_share import OpenCache, PackedShare, share_of
 from ..evaluate.paired import Paired
@@ -69,7 +69,8 @@ def task_names(o: EvalOptions) -> list[str]:
 @dataclass(frozen=True)
 class Asked:
     """Tasks that are ready to be answered. tokenizer: of the model. harnesses: lm-eval's, by name. contents: by name, a
-    hash of the data and programs that a task's scores depend on.
+    hash of the data and programs that a task's scores depend on. haystack: the text of kvcal's contexts, where a task
+    has such.
     """
 
     names: list[str]
@@ -77,6 +78,7 @@ class Asked:
     tokenizer: PreTrainedTokenizerBase
     harnesses: dict[str, Harness]
     contents: dict[str, str]
+    haystack: Haystack | None
 
 
 def load_tasks(
@@ -89,7 +91,10 @@ def load_tasks(
         raise UsageError(f"--chat: the tokenizer of {source.label} has no chat template; leave --chat out")
     context = configuration.geometry(source).context
     refuse_lengths(o, names, context, source.label)
-    options = task_options(o)
+    options, haystack = task_options(o), None
+    if any(name in CONTEXT_TASKS for name in names):
+        haystack = Haystack.of(tokenizer, read_text(sources.EMBEDDED[TEXT]))
+        refuse_short(haystack, names, options)
     contents = dict.fromkeys(names, "")
     if HUMANEVAL in names:
         contents[HUMANEVAL] = sha256_text(json.dumps([version("lm_eval"), problems(options)]))
@@ -97,7 +102,7 @@ def load_tasks(
     harnesses = {name: Harness(tokenizer, [name], options, contexts) for name in names if name not in KVCAL_TASKS}
     folder = "" if o.tasks_path is None or not harnesses else content_of(o.tasks_path)
     contents |= {name: harness.content + folder for name, harness in harnesses.items()}
-    return Asked(names, options, tokenizer, harnesses, contents)
+    return Asked(names, options, tokenizer, harnesses, contents, haystack)
 
 
 def essay_words(o: EvalOptions, tokenizer: PreTrainedTokenizerBase, say: Say, task: str, count: int) -> list[str]:
@@ -182,17 +187,21 @@ def run_tasks(
 def _answers(asked: Asked, model: CausalLM) -> dict[str, Answer]:
     """What answers each task."""
     answers: dict[str, Answer] = {}
-    if any(name in CONTEXT_TASKS for name in asked.names):
-        haystack = Haystack.of(asked.tokenizer, read_text(sources.EMBEDDED[TEXT]))
     for name in asked.names:
-        if name in CONTEXT_TASKS:
-            run = CONTEXT_TASKS[name]()
-            answers[name] = lambda maker, run=run: run(model, haystack, maker, asked.options)  # type: ignore[misc]
+        if name in CONTEXT_TASKS and asked.haystack is not None:
+            task = CONTEXT_TASKS[name]()
+            answers[name] = partial(_of_contexts, task, model, asked.haystack, asked.options)
         elif name == HUMANEVAL:
             answers[name] = lambda maker: humaneval(model, asked.tokenizer, maker, asked.options)
         else:
             answers[name] = partial(asked.harnesses[name].scores, model)
     return answers
+
+
+def _of_contexts(
+    task: ContextTask, model: CausalLM, haystack: Haystack, options: TaskOptions, maker: OpenCache | None
+) -> Scores:
+    return task(model, haystack, maker, options)
 
 
 def judged(answered: Answered, limit: float | None) -> list[Check]:

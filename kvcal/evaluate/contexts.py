@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -67,6 +67,10 @@ class Haystack:
             stream[place:place] = tokens
         return stream
 
+    def needed(self, drawn: Drawn) -> int:
+        """How many tokens the needles of a context have."""
+        return sum(len(self._tokens(sentence)) for _, sentence in drawn.needles)
+
     def _tokens(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
@@ -80,26 +84,77 @@ class Haystack:
         return [] if begin is None else [int(begin)]
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A context with needles before it is cut. label: the name that its scores have. length: tokens. cities, numbers:
+    of the needles, in order. depths: of each, 0 to 1. start: the text's token that the context begins with.
+    """
+
+    label: str
+    length: int
+    cities: list[str]
+    numbers: list[str]
+    depths: list[float]
+    start: int
+
+    @property
+    def needles(self) -> list[tuple[float, str]]:
+        facts = zip(self.depths, self.cities, self.numbers, strict=True)
+        return [(depth, NEEDLE.format(city=city, number=number)) for depth, city, number in facts]
+
+    def cut(self, haystack: Haystack) -> list[int]:
+        """The context's token ids."""
+        return haystack.head + haystack.context(self.length, self.needles, self.start)
+
+
+def _of_needle(haystack: Haystack, options: TaskOptions) -> Iterator[Drawn]:
+    for length in options.lengths or LENGTHS:
+        for depth in DEPTHS:
+            draw = random.Random(f"{SEED}/{length}/{depth}")
+            for _ in range(options.limit or REPEATS):
+                city, number = draw.choice(CITIES), str(draw.randrange(10**4, 10**5))
+                start = draw.randrange(len(haystack.ids))
+                yield Drawn(f"needle@{length}/{depth:g}", length, [city], [number], [depth], start)
+
+
+def _of_context_once(haystack: Haystack, options: TaskOptions) -> Iterator[Drawn]:
+    depths = [(i + 0.5) / QUESTIONS for i in range(QUESTIONS)]
+    for length in options.lengths or LENGTHS:
+        draw = random.Random(f"{SEED}/once/{length}")
+        for _ in range(options.limit or REPEATS):
+            cities = draw.sample(CITIES, QUESTIONS)
+            numbers = [str(draw.randrange(10**4, 10**5)) for _ in cities]
+            start = draw.randrange(len(haystack.ids))
+            yield Drawn(f"context-once@{length}", length, cities, numbers, depths, start)
+
+
+WITH_NEEDLES = {"needle": _of_needle, "context-once": _of_context_once}
+
+
+def refuse_short(haystack: Haystack, names: Collection[str], options: TaskOptions) -> None:
+    """Raise UsageError for a length into which the needles of one of the tasks `names` do not fit, before any work."""
+    for name, drawn in WITH_NEEDLES.items():
+        for length in (options.lengths or LENGTHS) if name in names else ():
+            least = length
+            while (needed := max(map(haystack.needed, drawn(haystack, replace(options, lengths=(least,)))))) > least:
+                least = needed  # which is asked again: another length has other needles
+            if least > length:
+                raise UsageError(f"--lengths {length}: too short for the needles of {name}; give at least {least}")
+
+
 def needle(model: CausalLM, haystack: Haystack, maker: OpenCache | None, options: TaskOptions) -> Scores:
     """1 for each needle found, by length and depth, as needle@1024/0.25 (`by_length` joins the depths); `--limit`
     questions of each.
     """
-    lengths, repeats = options.lengths or LENGTHS, options.limit or REPEATS
-    scores: Scores = {}
-    with progress("Needles", total=len(lengths) * len(DEPTHS) * repeats) as advance:
-        for length in lengths:
-            for depth in DEPTHS:
-                draw = random.Random(f"{SEED}/{length}/{depth}")
-                answered = scores.setdefault(f"needle@{length}/{depth:g}", [])
-                for _ in range(repeats):
-                    city, number = draw.choice(CITIES), str(draw.randrange(10**4, 10**5))
-                    sentence = NEEDLE.format(city=city, number=number)
-                    context = haystack.context(length, [(depth, sentence)], draw.randrange(len(haystack.ids)))
-                    prompt = haystack.head + context + haystack.question(city)
-                    with _cache(model, maker, length) as cache:
-                        answer = _answer(model, haystack.tokenizer, prompt, cache)
-                    answered.append(float(number in answer))
-                    advance()
+    drawn, scores = list(_of_needle(haystack, options)), Scores()
+    with progress("Needles", total=len(drawn)) as advance:
+        for one in drawn:
+            [city], [number] = one.cities, one.numbers
+            prompt = one.cut(haystack) + haystack.question(city)
+            with _cache(model, maker, one.length) as cache:
+                answer = _answer(model, haystack.tokenizer, prompt, cache)
+            scores.setdefault(one.label, []).append(float(number in answer))
+            advance()
     return scores
 
 
@@ -116,39 +171,21 @@ def context_once(model: CausalLM, haystack: Haystack, maker: OpenCache | None, o
     """A context with several needles is compressed once; each question is asked of a copy of that cache. Scored as
     context-once@1024; `--limit` contexts of each length.
     """
-    lengths, repeats = options.lengths or LENGTHS, options.limit or REPEATS
-    scores: Scores = {}
-    with progress("Context once", total=len(lengths) * repeats) as advance:
-        for length in lengths:
-            draw = random.Random(f"{SEED}/once/{length}")
-            answered = scores.setdefault(f"context-once@{length}", [])
-            for _ in range(repeats):
-                cities = draw.sample(CITIES, QUESTIONS)
-                numbers = [str(draw.randrange(10**4, 10**5)) for _ in cities]
-                needles = [
-                    ((i + 0.5) / QUESTIONS, NEEDLE.format(city=city, number=number))
-                    for i, (city, number) in enumerate(zip(cities, numbers, strict=True))
-                ]
-                context = haystack.head + haystack.context(length, needles, draw.randrange(len(haystack.ids)))
-                answered += _asked(model, haystack, context, cities, numbers, maker, length)
-                advance()
+    drawn, scores = list(_of_context_once(haystack, options)), Scores()
+    with progress("Context once", total=len(drawn)) as advance:
+        for one in drawn:
+            scores.setdefault(one.label, []).extend(_asked(model, haystack, one, maker))
+            advance()
     return scores
 
 
 @torch.no_grad()
-def _asked(
-    model: CausalLM,
-    haystack: Haystack,
-    context: list[int],
-    cities: list[str],
-    numbers: list[str],
-    maker: OpenCache | None,
-    length: int,
-) -> Iterator[float]:
-    with _cache(model, maker, length, copied=True) as filled:
+def _asked(model: CausalLM, haystack: Haystack, drawn: Drawn, maker: OpenCache | None) -> Iterator[float]:
+    context = drawn.cut(haystack)
+    with _cache(model, maker, drawn.length, copied=True) as filled:
         ids = torch.tensor([context], device=model.device)
         model(input_ids=ids, past_key_values=filled, use_cache=True, logits_to_keep=1)
-        for city, number in zip(cities, numbers, strict=True):
+        for city, number in zip(drawn.cities, drawn.numbers, strict=True):
             with _closing(copy.deepcopy(filled)) as cache:
                 answer = _answer(model, haystack.tokenizer, context + haystack.question(city), cache)
             yield float(number in answer)

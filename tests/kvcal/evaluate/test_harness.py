@@ -352,6 +352,26 @@ def test_needles_lie_where_they_are_said_to(loaded: Any, haystack: Haystack) -> 
         haystack.context(3, [(0.5, sentence)], 0)
 
 
+@pytest.mark.parametrize("task", ["needle", "context-once"])
+def test_a_length_too_short_for_needles_is_refused_before_any_text(
+    loaded: Any, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the length that the line names is enough; agreement, which has no needles, takes any."""
+    monkeypatch.setattr(evaluation, "evaluation_text", None)
+    refused = kvcal("eval", "--preset", "kivi-2", "--task", f"agreement,{task}", "--lengths", "1024,9", "--limit", 2)
+    assert (refused.code, f"--lengths 9: too short for the needles of {task}; give at least" in refused.err) == (
+        2,
+        True,
+    )
+    least = int(refused.err.split()[-1])
+    options = EvalOptions(task=[task], lengths=f"{least}", limit=2)
+    asked = load_tasks(options, [task], resolve("tiny"), loaded.tokenizer, print)
+    scores = CONTEXT_TASKS[task]()(loaded.model, asked.haystack, None, asked.options)
+    assert {name.partition("@")[2].partition("/")[0] for name in scores} == {f"{least}"}
+    options = EvalOptions(task=["agreement"], lengths="9")
+    assert load_tasks(options, ["agreement"], resolve("tiny"), loaded.tokenizer, print).options.lengths == (9,)
+
+
 def test_agreement_ends_at_the_first_other_token() -> None:
     a = torch.tensor([1, 2, 3, 4])
     assert agreed(a, a) == 1
