@@ -30,6 +30,7 @@ import hashlib
 import json
 import multiprocessing
 import re
+import shlex
 import statistics
 import sys
 import tempfile
@@ -241,7 +242,11 @@ def command_of(what: Row) -> str:
         options = [(name, what[name]) for name in ("keys", "values") if name in what] + options
     words = ["kvcal", what.get("command", "preset"), *([what["preset"]] if "preset" in what else [])]
     for name, value in options:
-        words += [f"--{name.replace('_', '-')}", f"{value}" if f"{value}" and " " not in f"{value}" else f"'{value}'"]
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", shlex.quote(f"{value}")]
     return " ".join(words) + (f"    # kvcal eval --keep {what['keep']}" if "keep" in what else "")
 
 

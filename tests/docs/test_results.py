@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -106,8 +108,6 @@ def test_rows_go_on_and_become_tables(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_every_row_and_claim_of_the_recipe_can_be_read() -> None:
     """Options exist in the commands, and claims name rows that are there."""
-    from dataclasses import fields
-
     import kvcal.cli.app
     from kvcal.cli.signature import options_class
 
@@ -119,11 +119,36 @@ def test_every_row_and_claim_of_the_recipe_can_be_read() -> None:
         if "command" in (what := row["what"]):
             known = {one.name for one in fields(options_class(kvcal.cli.app.COMMANDS[what["command"]]))}
             assert what["options"].keys() <= known
-        assert results.command_of(what).startswith("kvcal ")
+        assert_parsed(results.command_of(row["what"]))
     for claim in recipe["claim"]:
         for side in ("better", "worse"):
             name = claim[side]
             assert not isinstance(name, str) or name in names or labels.count(name) == 1
+
+
+def test_the_recorded_commands_can_be_typed() -> None:
+    for path in sorted((ROOT / "docs" / "benchmarks" / "results").glob("*.json")):
+        rows = json.loads(path.read_text())["rows"]
+        commands = [row["command"] for row in rows.values() if "refused" not in row]
+        assert sum("--predict" in command.split() for command in commands) == 1
+        for command in commands:
+            assert_parsed(command)
+
+
+def assert_parsed(command: str) -> None:
+    """A command's own parser takes it, with a model and a text."""
+    import typer
+
+    import kvcal.cli.app
+    from kvcal.cli.signature import options_class
+
+    program, name, *words = shlex.split(command, comments=True)
+    assert program == "kvcal"
+    known = {one.name for one in fields(options_class(kvcal.cli.app.COMMANDS[name]))}
+    common = {"model": "tiny", "text": "embedded:calibration", "output": "row"}
+    words += [word for option, value in common.items() if option in known for word in (f"--{option}", value)]
+    parser = typer.main.get_command(kvcal.cli.app.app).commands[name]  # type: ignore[attr-defined]
+    assert parser.make_context(name, words).params.keys() >= common.keys() & known, command
 
 
 def test_blocks_are_those_that_rows_pack() -> None:
