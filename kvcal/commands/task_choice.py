@@ -19,23 +19,30 @@ UNITS = {"k": 1024, "": 1}
 
 
 def lengths_of(text: str | None) -> tuple[int, ...]:
-    """ "4k,8k,1000" -> (4096, 8192, 1000). Raises UsageError for anything else."""
+    """ "4k,8k,1000" -> (4096, 8192, 1000), None -> (). Raises UsageError for anything else."""
+    if text is not None and not _listed(text):
+        raise UsageError("--lengths is empty: give whole numbers of tokens, as 4k,8192, or leave the option out")
     numbers = []
-    for part in (text or "").split(","):
-        part = part.strip().lower()
+    for part in _listed((text or "").lower()):
         unit = "k" if part.endswith("k") else ""
         number = part.removesuffix(unit)
-        if not part:
-            continue
         if not number.isdecimal() or not int(number):
             raise UsageError(f"--lengths {text}: {part!r} is no length; give whole numbers of tokens, as 4k,8192")
         numbers.append(int(number) * UNITS[unit])
     return tuple(dict.fromkeys(numbers))
 
 
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def chosen_tasks(o: EvalOptions) -> list[str]:
-    """The names of --task, known or not. Raises UsageError for options that none of them takes."""
-    names = list(dict.fromkeys(part.strip() for names in o.task or [] for part in names.split(",") if part.strip()))
+    """The names of --task, known or not. Raises UsageError for a --task without a name, and for options that none of
+    them takes.
+    """
+    if not all(map(_listed, o.task or [])):
+        raise UsageError(f"--task is empty: give a task, as needle or {HUMANEVAL}, or leave the option out")
+    names = list(dict.fromkeys(name for names in o.task or [] for name in _listed(names)))
     if not names:
         for name in IDLE:
             if o.by_name()[name] not in (None, False):

@@ -419,6 +419,9 @@ def test_the_gate_takes_the_largest_drop() -> None:
     ("options", "said"),
     [
         (["--limit", 3], "--limit applies only to --task"),
+        (["--task", ""], "kvcal: --task is empty: give a task, as needle or humaneval, or leave the option out"),
+        (["--task", "needle", "--task", ", "], "--task is empty"),
+        (["--task", "needle", "--lengths", ""], "--lengths is empty: give whole numbers of tokens"),
         (["--task", "humaneval"], "give --allow-code"),
         (["--task", "agreement", "--max-score-drop", 0.1], "--max-score-drop needs a --task with a score"),
         (["--task", "context-once", "--needle-plot", "x.png"], "--needle-plot draws the task `needle`"),
