@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -27,7 +28,10 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcal.evaluate.paired import Paired
 
 ROOT = Path(__file__).resolve().parents[2]
 # those of RULER that need no essays
@@ -261,9 +265,49 @@ def _line(task: tuple[str, int | None], ones: list[dict[str, Any]]) -> str:
     name, length = task
     cells = [name, "–" if length is None else f"{length:,}", str(ones[0]["n"]), f"{ones[0]['full']:.3f}"]
     for one in ones:
-        interval = "" if one["low"] is None else f" ({one['low']:+.3f} to {one['high']:+.3f})"
-        cells += [f"{one['score']:.3f}", f"{one['difference']:+.3f}{interval}"]
+        low, high = interval(one)
+        shown = "" if low is None else f" ({low:+.3f} to {high:+.3f})"
+        cells += [f"{one['score']:.3f}", f"{one['difference']:+.3f}{shown}"]
     return f"| {' | '.join(cells)} |"
+
+
+def interval(one: dict[str, Any]) -> tuple[float, float] | tuple[None, None]:
+    """The interval of a task's difference as `kvcal eval` has it today: of scores of 0 or 1 Tango's.
+
+    Files without "differing" are older and have the bootstrap's. Their difference and p-value tell how many questions
+    are answered worse and how many better. Where they do not, the file's interval stays; one of no width is none.
+    """
+    if one["low"] is None or "differing" in one:
+        return one["low"], one["high"]
+    if len(pairs := possible(one)) == 1:
+        return pairs[0].low, pairs[0].high
+    return (one["low"], one["high"]) if one["high"] - one["low"] > 1e-9 else (None, None)
+
+
+def possible(one: dict[str, Any]) -> list[Paired]:
+    """The comparisons of scores of 0 or 1 that have a row's scores and McNemar's p-value; none for other scores. Where
+    several do, as p is 1 for most differences of one question or none, those whose bootstrap is the row's.
+    """
+    import numpy as np
+
+    from kvcal.evaluate.paired import Paired, bootstrap
+
+    if one.get("mcnemar") is None:
+        return []
+    count, ends, pairs = one["n"], (one["low"], one["high"]), {}
+    right = round(one["full"] * count)
+    gained = round(one["score"] * count) - right
+    for worse in range(max(0, -gained), min(right, count - right - gained) + 1):
+        better = gained + worse
+        scores = [0] * worse + [1] * (right - worse + better) + [0] * (count - right - better)
+        full = [1] * right + [0] * (count - right)
+        pair = Paired.of(scores, full)
+        if pair.mcnemar is not None and math.isclose(pair.mcnemar, one["mcnemar"], abs_tol=1e-9):
+            pairs[pair] = np.subtract(scores, full, dtype="f8")
+    if len(pairs) == 1:
+        return list(pairs)
+    near = 0.5 / count  # a bootstrap's ends are whole numbers of questions, and depend a little on their order
+    return [pair for pair, differences in pairs.items() if np.allclose(bootstrap(differences), ends, rtol=0, atol=near)]
 
 
 def _means(pairs: list[tuple[tuple[str, int | None], list[dict[str, Any]]]], columns: int) -> list[str]:

@@ -177,6 +177,31 @@ def test_a_task_of_one_question_has_no_interval_in_the_table(tmp_path: Path) -> 
     assert "| two | – | 2 | 1.000 | 0.000 | -1.000 (-1.000 to -0.500) |" in lines
 
 
+def test_older_intervals_of_scores_of_0_or_1_become_those_of_today() -> None:
+    """From what a file of before Tango's interval has: both means, McNemar's p-value and the bootstrap's ends."""
+    import numpy as np
+
+    from kvcal.evaluate.paired import Paired, bootstrap
+
+    tasks, draw = script("tasks"), np.random.default_rng(0)
+    for count, full, worse, better in (
+        *((20, 20, 0, 0), (20, 20, 1, 0), (10, 7, 1, 1), (10, 3, 2, 3), (10, 0, 0, 0), (10, 7, 7, 1)),
+        *((164, 69, 3, 1), (200, 26, 12, 7)),
+    ):
+        pairs = [(0, 1)] * worse + [(1, 1)] * (full - worse) + [(1, 0)] * better
+        pairs = draw.permutation(pairs + [(0, 0)] * (count - len(pairs)))
+        today = Paired.of(*pairs.T.tolist())
+        low, high = bootstrap((pairs[:, 0] - pairs[:, 1]).astype("f8"))
+        older = {"score": today.score, "full": today.full, "mcnemar": today.mcnemar, "n": count}
+        assert tasks.interval(older | {"low": low, "high": high}) == (today.low, today.high)
+        assert tasks.interval(older | {"low": -0.5, "high": 0.5, "differing": 1}) == (-0.5, 0.5)
+    shares = {"score": 0.5, "full": 0.6, "mcnemar": None, "n": 10}
+    assert tasks.interval(shares | {"low": -0.2, "high": 0.0}) == (-0.2, 0.0)
+    assert tasks.interval(shares | {"low": 0.0, "high": 0.0}) == (None, None)  # no width is no certainty
+    many = {"score": 0.5, "full": 0.5, "mcnemar": 1.0, "n": 10}
+    assert tasks.interval(many | {"low": -0.9, "high": 0.9}) == (-0.9, 0.9)  # no counts have this bootstrap
+
+
 def test_the_page_of_tasks_is_what_the_answers_say() -> None:
     folder = ROOT / "docs" / "benchmarks"
     files = [json.loads((folder / f"tasks-{commit}.json").read_text()) for commit in ("299628b5", "3bb539e3")]
