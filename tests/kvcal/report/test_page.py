@@ -13,6 +13,7 @@ import pytest
 from kvcal.report.colours import colour, shades
 from kvcal.report.svg import Axis, Chart, Interval, Series, intervals, number
 from tests.support.models_fixture import kvcal
+from tests.support.pages import ROOT
 
 POSITION = {"first": 0, "last": 127, "kl": 0.01, "kl_se": None, "same_top": 1.0}
 PAIR = {"score": 0.5, "full": 0.75, "difference": -0.25, "low": -0.5, "high": 0.0, "n": 4, "mcnemar": None}
@@ -194,26 +195,52 @@ def test_one_name_of_two_results_is_refused(tmp_path: Path, other: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "why"),
     [
-        "", "[]", "{}", '{"rows": []}', '{"rows": [{"name": "a"}]}', '{"rows": 3}', '{"rows": [[]]}',
-        json.dumps(result(row("a", 2.0, 0.1) | {"kl": "x"})),
-        json.dumps(result(row("a", 2.0, 0.1) | {"name": 3})),
-        json.dumps(result(row("a", 2.0, 0.1, positions=[{}]))),
-        json.dumps(result(row("a", 2.0, 0.1, tasks={"t": {}}))),
-        json.dumps(result(row("a", 2.0, 0.1, needles={"needle@x/0": 1}))),
-        json.dumps(result(row("a", 2.0, 0.1), layers=[])),
-        json.dumps(result(row("a", float("nan"), 0.1))),
-        json.dumps({"rows": [speed(length="x")]}),
-        json.dumps({"rows": [speed(projected=3)]}),
-        json.dumps({"rows": [{"operation": "attention"}]}),
+        ("", "it is no JSON, as of line 1, column 1"),
+        ("[]", "it must be a table, is a list"),
+        ("{}", "it has no rows"),
+        ('{"rows": []}', "its list of rows is empty"),
+        ('{"rows": 3}', "its rows must be a list, is a whole number"),
+        ('{"rows": {"a": {}}}', "its rows must be a list, is a table"),
+        ('{"rows": [[]]}', "row 1 must be a table, is a list"),
+        ('{"rows": [{"name": "a"}]}', "row 1: it has no kl"),
+        (result(row("a", 2.0, 0.1) | {"kl": "x"}), "row 2: kl: 'x' where a number belongs"),
+        (result(row("a", 2.0, 0.1) | {"kl": None}), "row 2: kl: nothing where a number belongs"),
+        (result(row("a", 2.0, 0.1) | {"kl": True}), "row 2: kl: true or false where a number belongs"),
+        (result(row("a", 2.0, 0.1) | {"name": 3}), "row 2: name: 3 where text belongs"),
+        (result(row("a", 2.0, 0.1, positions=[{}])), "row 2: positions: it has no kl_se"),
+        (result(row("a", 2.0, 0.1, positions={})), "row 2: positions: it must be a list, is a table"),
+        (result(row("a", 2.0, 0.1, tasks={"t": {}})), "row 2: task t: it has no low"),
+        (result(row("a", 2.0, 0.1, tasks={"t": 3})), "row 2: task t: it must be a table, is a whole number"),
+        (result(row("a", 2.0, 0.1, needles={"needle@x/0": 1})), "row 2: needles: 'needle@x/0' where needle@LENGTH/DEPTH"),
+        (result(row("a", 2.0, 0.1, needles={"needle@4/x": 1})), "row 2: needles: 'needle@4/x' where needle@LENGTH/DEPTH"),
+        (result(row("a", 2.0, 0.1), layers=[]), "layers must be a table, is a list"),
+        (result(row("a", 2.0, 0.1), settings=3), "settings must be a table, is a whole number"),
+        (result(row("a", float("nan"), 0.1)), "row 2: bits_per_value: nan where a number belongs"),
+        ({"rows": [speed(length="x")]}, "row 1: length: 'x' where a number belongs"),
+        ({"rows": [speed(projected=3)]}, "row 1: projected: 3 where true or false belongs"),
+        ({"rows": [{"operation": "attention"}]}, "row 1: it has no microseconds"),
+        ("[" * 100_000, "it has too many lists and tables within each other"),
     ],
 )  # fmt: skip
-def test_what_is_no_result_is_one_line(tmp_path: Path, content: str) -> None:
-    (tmp_path / "a.json").write_text(content)
+def test_what_is_no_result_is_one_line(tmp_path: Path, content: Any, why: str) -> None:
+    """It says what the file is not, in no words of Python's."""
+    (tmp_path / "a.json").write_text(content if isinstance(content, str) else json.dumps(content))
     done = kvcal("report", tmp_path / "a.json", "--output", tmp_path / "x.html")
     assert done.code == 1
-    assert "a.json: is no result of `kvcal eval --json`, `kvcal compare` or `kvcal bench --json`" in done.complaint
+    opening = "a.json: is no result of `kvcal eval --json`, `kvcal compare` or `kvcal bench --json` "
+    assert f"{opening}({why}" in done.complaint
+    assert "Error" not in done.complaint
+
+
+def test_recorded_files_of_other_scripts_are_refused_plainly(tmp_path: Path) -> None:
+    for path, why in (
+        ("results/smollm2-135m.json", "its rows must be a list, is a table"),
+        ("tasks-3bb539e3.json", "it has no rows"),
+    ):
+        done = kvcal("report", ROOT / "docs" / "benchmarks" / path, "--output", tmp_path / "x.html")
+        assert (done.code, f"({why}); give such a file, or a bundle" in done.complaint) == (1, True), done.err
 
 
 def test_a_page_is_an_html_file(tmp_path: Path) -> None:
@@ -263,7 +290,7 @@ def test_a_number_that_no_axis_can_hold_is_one_line(kl: float, tmp_path: Path) -
     done = kvcal("report", tmp_path / "a.json", "--output", tmp_path / "report.html")
     assert done.code == 1, done.err
     assert "a.json: is no result of `kvcal eval --json`" in done.complaint
-    assert f"ValueError: {kl} is of no size that a chart can show, 0 or from 1e-100 to 1e+100" in done.complaint
+    assert f"(row 2: kl: {kl} is of no size that a chart can show, 0 or from 1e-100 to 1e+100" in done.complaint
     assert not (tmp_path / "report.html").exists()
     other = [{"name": name, "kl": size, "bits_per_value": 2.0} for name, size in (("b", 1e100), ("c", 1e-100))]
     made(tmp_path, {"rows": [rows[0], *other]})
