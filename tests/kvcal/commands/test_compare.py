@@ -52,6 +52,21 @@ def test_a_row_is_the_row_of_eval(base: Path) -> None:
     assert "uniform-4" in starred or "higgs-3" in starred
 
 
+@pytest.mark.parametrize("command_name", ["eval", "compare"])
+def test_a_text_with_fewer_windows_is_said_to_have_them(base: Path, tmp_path: Path, command_name: str) -> None:
+    (tmp_path / "short.txt").write_text(" ".join((base / "words.txt").read_text().split()[: 3 * LENGTH]))
+
+    def notes(windows: int) -> tuple[int, list[str]]:
+        text = ["--text", tmp_path / "short.txt", "--length", LENGTH, "--windows", windows]
+        done = kvcal(command_name, "--model", base / "model", *text, "--preset", "uniform-4", "--json")
+        assert done.code == 0, done.err
+        return done.json["windows"], [line for line in done.err.splitlines() if "windows of" in line]
+
+    count, lines = notes(60)
+    assert lines == [f"note: text file:short.txt holds {count} windows of {LENGTH} tokens, not 60: all are taken"]
+    assert notes(count) == (count, [])
+
+
 @pytest.mark.parametrize("free", [1 << 40, 8, None])
 def test_full_precision_runs_once_for_all_rows(base: Path, monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
     """As long as an eighth of the free memory holds what it gave; else once for each row."""
