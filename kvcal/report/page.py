@@ -169,7 +169,7 @@ def _figures(report: Report) -> str:
     words = (
         "KL is the divergence of next-token distributions from those of full precision, in nats per token, with its "
         "standard error over windows. Which rows are apart follows from their paired differences, which "
-        "`kvcal compare --wide` prints."
+        "<code>kvcal compare --wide</code> prints."
     )
     return _section("Figures", words, _table("Figures", columns, rows))
 
@@ -332,9 +332,7 @@ def _speeds(report: Report) -> str:
         for one in report.speeds
     ]
     words = (
-        "Medians of `kvcal bench`. The limit is memory: the time in which the device copies as many bytes as the "
+        "Medians of <code>kvcal bench</code>. The limit is memory: the time in which the device copies as many bytes as the "
         "operation must move. × FP16: how many times as fast as the best FP16 attention of the same run."
     )
-    return _section(
-        "Speed", words.replace("`kvcal bench`", "<code>kvcal bench</code>"), _table("Speed", columns, cells)
-    )
+    return _section("Speed", words, _table("Speed", columns, cells))

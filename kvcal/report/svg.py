@@ -71,12 +71,13 @@ class Axis:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             powers = [10.0**power for power in range(first, last + 1)]
             fine = powers if last - first > 2 else [power * step for power in powers for step in (1, 2, 5)]
-            return [tick for tick in fine if self.low <= tick <= self.high]
+            if len(inside := [tick for tick in fine if self.low <= tick <= self.high]) > 1:
+                return inside  # else too narrow for these, as around one point
         raw = (self.high - self.low) / TICKS
         power = 10 ** math.floor(math.log10(raw))
         step = next(power * nice for nice in (1, 2, 5, 10) if power * nice >= raw)
         first = math.ceil(self.low / step)
-        return [round(step * i, 12) for i in range(first, math.floor(self.high / step) + 1)]
+        return [float(f"{step * i:.12g}") for i in range(first, math.floor(self.high / step) + 1)]
 
 
 @dataclass(frozen=True)

@@ -268,6 +268,24 @@ def test_axes_hold_what_is_drawn() -> None:
     assert [number(x) for x in (0.001, 4096, 10_000.0, 2.5)] == ["0.001", "4,096", "10,000", "2.5"]
 
 
+@pytest.mark.parametrize("size", [0.0003, 0.0425, 0.31, 0.1, 7.0, 1e-14, 1e90])
+def test_an_axis_of_one_point_has_numbers(size: float) -> None:
+    axis = Axis.over("y", [size], 300, 0, log=True)
+    places = [axis(tick) for tick in axis.ticks]
+    assert 2 <= len(places) <= 10
+    assert places == sorted(set(places), reverse=True)
+    assert min(axis.ticks) < size * 1.2 and max(axis.ticks) > size / 1.2
+
+
+def test_a_page_of_one_row_has_no_backticks_and_numbers_on_both_axes(tmp_path: Path) -> None:
+    page = made(tmp_path, result(row("a", 2.0, 0.0425)), {"rows": [speed()]})
+    assert not [word for word in page.words if "`" in word]
+    assert {"kvcal compare --wide", "kvcal bench"} <= set(page.words)
+    text = (tmp_path / "report.html").read_text()
+    chart = text[text.index('aria-label="KL against stored bits"') :].partition("</svg>")[0]
+    assert chart.count('text-anchor="end">0.0') >= 2
+
+
 def test_a_scheme_has_one_colour_in_every_chart(tmp_path: Path) -> None:
     rows = [
         row(name, bits, 0.1, positions=[POSITION]) for name, bits in (("kivi-2", 2.0), ("mine", 3.0), ("other", 3.5))
