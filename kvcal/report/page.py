@@ -1,7 +1,7 @@
 """The page of `kvcal report`: one HTML file with everything in it, which asks the network for nothing.
 
 What it shows comes from files that anybody may have written: every name is escaped, every number is checked before it
-comes here (kvcal.commands.report).
+comes here (kvcal.report.result_file).
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def evaluation_windows(
 ) -> EvaluationWindows:
     """Cut at most `windows` consecutive windows from the start (None: all there are); a short rest is cut off.
 
-    say: called with which files of a folder and which rows are skipped, and where the text holds fewer windows.
+    say: called with which files of a folder and which rows are skipped, and where there are fewer windows.
     """
     _check_counts(1 if windows is None else windows, length, 0)
     source = resolve_text(text, column=column) if isinstance(text, str) else text
@@ -127,9 +127,8 @@ def evaluation_windows(
     if len(slots) == 0 or reader.blank:
         raise TextError(_too_little(source, reader, 1, length, body))
     if say is not None and windows is not None and len(slots) < windows:
-        say(
-            f"note: text {source.label} holds {len(slots):,} windows of {length:,} tokens, not {windows:,}: all are taken"
-        )
+        counted = f"{len(slots):,} windows of {length:,} tokens"
+        say(f"note: text {source.label} holds {counted}, not {windows:,}: all are taken")
     ids = reader.with_bos(slots)
     return EvaluationWindows(ids, reader.label, reader.text_hash(), ids_hash(ids), reader.count, bool(reader.bos))
 
