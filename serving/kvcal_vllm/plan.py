@@ -126,23 +126,44 @@ def plan(
 
 
 def _preset(name: str, shape: Shape, target: _For) -> PagedLayer:
-    """The pages of a preset. Raises UsageError: for one of kvcal's that is not served it says why."""
+    """The pages of a preset. Raises UsageError: for a name of kvcal's that is not served it says why, and what is."""
     if name in presets.PRESETS:
         return _paged(f"preset {name}", presets.codecs(name, shape), target)
-    if (named := data_free.PRESETS.get(name)) is not None:
-        reason = scheme_refusal(False, named.frame)
-        if reason is None:
-            _paged(f"preset {name}", presets.codecs(name, shape), target)
-            make = f"kvcal preset {name} --model MODEL --sink 0 --recent 0 --output x{SUFFIX}"
-            raise UsageError(f"preset {name} is served from a bundle only; make it by `{make}`")
-    else:
-        reason = presets.OTHERS.get(name)
-    if reason is not None:
+    if (reason := presets.OTHERS.get(name)) is not None:
         raise UsageError(f"preset {name} cannot be served: {reason}")
+    if name in data_free.PRESETS or presets.is_codec(name):
+        raise UsageError(_not_by_name(name, shape, target))
+    if name == "vqkv" and target.gpu:
+        raise UsageError(f"{name} cannot be served: on a GPU {SERVED_ON_GPUS}")
+    fit = presets.VQKV if name == "vqkv" else presets.fit_of(name) if presets.TRANSFORM.fullmatch(name) else None
+    if fit is not None:
+        raise UsageError(f"{name} is fitted to text, and served from a bundle only; make it by `{fit}`")
     if "/" in name or name.startswith(".") or name.endswith(".safetensors"):
         raise UsageError(f"bundle {shown(name)}: no such file; the name of a bundle ends with {SUFFIX}")
     names = ", ".join(one for one in presets.PRESETS if _serves(one, shape, target))
     raise UsageError(f"preset {shown(name)}: allowed is {names}, or a bundle's path, which ends with {SUFFIX}")
+
+
+def _not_by_name(name: str, shape: Shape, target: _For) -> str:
+    """What to say of a preset or a codec of kvcal's that is not served by its name. Raises UsageError where pages
+    cannot hold it.
+    """
+    named = data_free.PRESETS.get(name)
+    kind = "codec" if named is None else "preset"
+    if named is not None and (reason := scheme_refusal(False, named.frame)) is not None:
+        return f"preset {name} cannot be served: {reason}"
+    layer = _paged(f"{kind} {name}", presets.codecs(name, shape), target)
+    if layer.bits >= EXACT_BITS:
+        return (
+            f"{kind} {name} cannot be served: it takes {layer.bits:g} bits per value in pages, and FP16 {EXACT_BITS}; "
+            "start vLLM without kvcal"
+        )
+    if named is not None and (other := presets.without_windows(name)) is not None:
+        return (
+            f"preset {name} cannot be served: it is {other} with its first {named.sink} and newest {named.recent} "
+            f"tokens exact, and a server packs every token; {other} is served, without them"
+        )
+    return f"{kind} {name} is served from a bundle only; make it by `{presets.make(name)}`"
 
 
 def _serves(name: str, shape: Shape, target: _For) -> bool:

@@ -1,11 +1,15 @@
-"""Data-free presets that pages can hold, by the names that `kvcal eval --preset` has for them.
+"""Data-free presets that pages can hold, by the names that `kvcal eval --preset` has for them; and what kvcal's other
+names are answered with.
 
 Their codecs are those of kvcal_artifacts.presets; exact tokens are vLLM's business (tails.py).
 """
 
 from __future__ import annotations
 
+import re
+
 from kvcal_artifacts import presets
+from kvcal_artifacts.bundle import SUFFIX
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.codecs.named import CODEC_MAKERS
 from kvcal_artifacts.scheme import LayerCodecs
@@ -25,11 +29,38 @@ PRESETS = {name: presets.PRESETS[name] for name in NAMES}
 OTHERS = {
     "mixkvq": "what it stores depends on the request's own tokens, so requests could not share a prefix",
     "aqua-kv": "it predicts layers from the one below, for all tokens of a request at every step",
+    "h2o": "it selects tokens by attention, and a page that requests share cannot lose those of one",
     **dict.fromkeys(presets.AUTO_BITS, "it chooses by the keys of a loaded model; make a bundle by `kvcal recommend`"),
 }
 
+_TO_BUNDLE = f"--model MODEL --text TEXT --sink 0 --recent 0 --output x{SUFFIX}"
+TRANSFORM = re.compile(r"transform-\d(\.\d+)?(-debiased)?")
+VQKV = f"kvcal fit vqkv --block 32 {_TO_BUNDLE}"  # on a CPU; no kernel reads codebooks in pages
+
+
+def fit_of(transform: str) -> str:
+    """The command that fits transform coding by name, transform-4, into a bundle that pages can hold."""
+    settings = '--first-layer "" --key-inputs none --value-inputs none --frame post_rope'
+    return f"kvcal fit aqua-kv --residual {transform} {settings} {_TO_BUNDLE}"
+
+
+def make(name: str) -> str:
+    """The command that writes a bundle of one of kvcal's presets or data-free codecs, without exact windows."""
+    what = name if name in presets.PRESETS else f"--keys {name} --values {name}"
+    return f"kvcal preset {what} --model MODEL --sink 0 --recent 0 --output x{SUFFIX}"
+
+
+def without_windows(name: str) -> str | None:
+    """The served preset of the same codecs as one of kvcal's that is not served: they differ in their exact tokens."""
+    return next((one for one in NAMES if PRESETS[one][:2] == presets.PRESETS[name][:2]), None)
+
 
 def codecs(name: str, shape: Shape) -> LayerCodecs:
-    """The codecs of one layer of any of kvcal's presets of two codecs, served or not."""
-    key, value = presets.PRESETS[name][:2]
+    """The codecs of one layer of any of kvcal's presets or data-free codecs, served or not."""
+    key, value = presets.PRESETS[name][:2] if name in presets.PRESETS else (name, name)
     return LayerCodecs(CODEC_MAKERS[key](shape, "key"), CODEC_MAKERS[value](shape, "value"))
+
+
+def is_codec(name: str) -> bool:
+    """Whether kvcal has a data-free codec of this name."""
+    return name in CODEC_MAKERS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ import pytest
 import torch
 from transformers import BloomConfig, DeepseekV3Config, FalconConfig, LlamaConfig, MptConfig
 
+from kvcal.cli.app import app
 from kvcal.methods.data_free import PRESETS, Preset
 from kvcal.methods.data_free import preset as kvcal_preset
 from kvcal.methods.mixkvq import MixKVQ
+from kvcal.models import load_model, resolve
+from kvcal_artifacts import load_bundle
 from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.codecs import Shape, Transform
 from kvcal_artifacts.errors import IncompatibleBundle, UnsupportedModel, UsageError
@@ -89,6 +93,12 @@ REFUSED = {  # kvcal's presets whose bundles cannot be served either
     **{f"squat-pre-{bits}": "before RoPE" for bits in (2, 3, 4)},
     "mixkvq": OWN,
 }
+BY_NAME = {  # what the others' names are answered with
+    "kivi-sink-2": "cannot be served: it is kivi-2 with its first 32 and newest 96 tokens exact, and a server packs",
+    "fp8": "is served from a bundle only; make it by `kvcal preset fp8 --model MODEL --sink 0 --recent 0 --output",
+    "bf16": "cannot be served: it takes 16 bits per value in pages, and FP16 16; start vLLM without kvcal",
+    "exact": "cannot be served: it takes 32 bits per value in pages, and FP16 16; start vLLM without kvcal",
+}
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in presets.PRESETS])
@@ -101,10 +111,40 @@ def test_other_presets_are_served_from_bundles_or_refused(name: str, model: Any,
                 planned(model, source)
     else:
         assert planned(model, path).bits > 2
-        with pytest.raises(
-            UsageError, match=f"served from a bundle only; make it by `kvcal preset {name} --model MODEL"
-        ):
+        with pytest.raises(UsageError, match=f"^preset {name} {BY_NAME[name]}"):
             planned(model, name)
+
+
+def test_names_that_the_guide_has_are_answered(model: Any) -> None:
+    """A codec's and a method's, too, with what a server cannot do or with the command that makes the bundle."""
+    for name in ("higgs-4-wide", "higgs-2-wide-debiased"):
+        with pytest.raises(UsageError, match=rf"^codec {name}, keys, .* cannot be served: it rotates all heads of a"):
+            planned(model, name)
+    with pytest.raises(UsageError, match=r"^preset h2o cannot be served: it selects tokens by attention"):
+        planned(model, "h2o")
+    with pytest.raises(UsageError, match=r"^codec exact-16 cannot be served: it takes 16 bits per value in pages"):
+        planned(model, "exact-16")
+    with pytest.raises(UsageError, match=r"^vqkv cannot be served: on a GPU kvcal's kernels read HIGGS and"):
+        on_gpu(model, "vqkv")
+
+
+COMMAND = re.compile("served from a bundle only; make it by `(kvcal .*)`$")
+
+
+@pytest.mark.parametrize("name", ["fp8", "uniform-5", "higgs-2-d4", "transform-4", "vqkv"])
+def test_the_command_that_a_refusal_names_makes_what_is_served(name: str, tmp_path: Path) -> None:
+    tiny = load_model(resolve("tiny"), dtype=torch.float32, device="cpu").model
+    with pytest.raises(UsageError) as refused:
+        planned(tiny, name)
+    [command] = COMMAND.findall(str(refused.value))
+    program, *arguments = shlex.split(command.replace("MODEL", "tiny").replace("TEXT", "embedded:calibration"))
+    assert program == "kvcal"
+    if "--text" in arguments:
+        arguments += ["--windows", "4", "--length", "128", *(["--stages", "1,1,1"] if name == "vqkv" else [])]
+    made = str(tmp_path / "x.kvcal.safetensors")
+    app([*arguments, "--output", made], standalone_mode=False)
+    assert planned(tiny, made).bits < 16
+    assert load_bundle(made).scheme.windows == Windows(0, 0, 32)
 
 
 @pytest.mark.parametrize(
