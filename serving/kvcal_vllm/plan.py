@@ -14,6 +14,7 @@ from kvcal_artifacts.codecs import Codec, Shape
 from kvcal_artifacts.errors import IncompatibleBundle, UnsupportedModel, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_kernels.layout import BLOCK, Form
+from kvcal_kernels.layout.form import DIMS
 from kvcal_kernels.layout.pages import unfit
 
 from . import presets
@@ -141,6 +142,8 @@ def _preset(name: str, shape: Shape, target: _For) -> PagedLayer:
     if "/" in name or name.startswith(".") or name.endswith(".safetensors"):
         raise UsageError(f"bundle {shown(name)}: no such file; the name of a bundle ends with {SUFFIX}")
     names = ", ".join(one for one in presets.PRESETS if _serves(one, shape, target))
+    if not names:
+        raise UsageError(f"preset {shown(name)}: at head_dim {shape.dim} a GPU serves no preset")
     raise UsageError(f"preset {shown(name)}: allowed is {names}, or a bundle's path, which ends with {SUFFIX}")
 
 
@@ -267,7 +270,20 @@ SERVED_ON_GPUS = "kvcal's kernels read HIGGS and TurboQuant per head, uniform in
 
 
 def _refusal_of_kernels(codec: Codec) -> str | None:
-    """Why no kernel stores and reads a codec's tokens in pages."""
+    """Why no kernel stores and reads a codec's tokens in pages. A head_dim is refused with those that are served: of
+    what attention reads, more than pages are packed for.
+    """
+    reason = _unserved_by_kernels(codec)
+    if reason is None:
+        return None
+    others = presets.of_other_sizes(codec, DIMS)
+    if sizes := [other.shape.dim for other in others if _unserved_by_kernels(other) is None]:
+        served = ", ".join(map(str, sizes))
+        reason = f"head_dim {codec.shape.dim}: this codec is served at {served}"
+    return f"on a GPU {SERVED_ON_GPUS}: {reason}"
+
+
+def _unserved_by_kernels(codec: Codec) -> str | None:
     form = codec.fused()
     reason: str | None = None
     if isinstance(form, str):
@@ -280,7 +296,7 @@ def _refusal_of_kernels(codec: Codec) -> str | None:
         reason = "its keys are divided by factors"
     elif isinstance(form, Form) and isinstance(rule := codec.rule(), str):
         reason = rule
-    return None if reason is None else f"on a GPU {SERVED_ON_GPUS}: {reason}"
+    return reason
 
 
 def _refusal(codec: Codec) -> str | None:

@@ -7,10 +7,13 @@ Their codecs are those of kvcal_artifacts.presets; exact tokens are vLLM's busin
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+
+import torch
 
 from kvcal_artifacts import presets
 from kvcal_artifacts.bundle import SUFFIX
-from kvcal_artifacts.codecs import Shape
+from kvcal_artifacts.codecs import Codec, Shape
 from kvcal_artifacts.codecs.named import CODEC_MAKERS
 from kvcal_artifacts.scheme import LayerCodecs
 
@@ -59,6 +62,22 @@ def codecs(name: str, shape: Shape) -> LayerCodecs:
     """The codecs of one layer of any of kvcal's presets or data-free codecs, served or not."""
     key, value = presets.PRESETS[name][:2] if name in presets.PRESETS else (name, name)
     return LayerCodecs(CODEC_MAKERS[key](shape, "key"), CODEC_MAKERS[value](shape, "value"))
+
+
+def of_other_sizes(codec: Codec, dims: Iterable[int]) -> list[Codec]:
+    """A codec that has a name of kvcal's without data, at other head_dims; none where it has no such name."""
+    shape, role = codec.shape, codec.role
+    for make_codec in CODEC_MAKERS.values():
+        made = make_codec(shape, role)
+        if (made.name, made.config()) == (codec.name, codec.config()) and same_tensors(made, codec):
+            return [make_codec(Shape(shape.heads, dim, shape.block), role) for dim in dims if dim != shape.dim]
+    return []
+
+
+def same_tensors(one: Codec, other: Codec) -> bool:
+    """Whether two codecs have the same constants, numbers of -bytes among them."""
+    a, b = one.tensors(), other.tensors()
+    return a.keys() == b.keys() and all(torch.equal(a[name].cpu(), b[name].cpu()) for name in a)
 
 
 def is_codec(name: str) -> bool:

@@ -329,6 +329,28 @@ def test_head_sizes_that_no_kernel_reads_are_refused_on_a_gpu(dim: int, name: st
     assert plan(Settings(name), config).bits > 2
 
 
+@pytest.mark.parametrize(
+    ("dim", "name", "allowed"),
+    [
+        (80, "higgs-4", "64, 128, 256"),
+        (96, "turboquant-3", "64, 128, 256"),
+        (80, "uniform-4", "64, 96, 128, 256"),
+        (96, "uniform-3", "64, 128, 256"),
+    ],
+)
+def test_refused_head_sizes_come_with_those_that_are_served(dim: int, name: str, allowed: str, tmp_path: Path) -> None:
+    """Not with all that attention reads; of presets and of bundles."""
+    model = TINY["llama"](hidden_size=2 * dim, num_attention_heads=2, num_key_value_heads=2, head_dim=dim)
+    for source in (name, bundle_of(model, tmp_path, kvcal_preset(name))):
+        with pytest.raises(UsageError, match=rf": head_dim {dim}: this codec is served at {allowed}$"):
+            on_gpu(model, source)
+    if dim == 80:
+        with pytest.raises(UsageError, match="preset 'higgs-5': at head_dim 80 a GPU serves no preset"):
+            on_gpu(model, "higgs-5")
+        with pytest.raises(UsageError, match="fused kernel cannot read"):
+            on_gpu(model, "higgs-2-bytes")
+
+
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "vllm.md"
 SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)  # head_dim of models
 
