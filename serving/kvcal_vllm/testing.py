@@ -14,8 +14,9 @@ pytest, inherit from `Conformance`:
 
 Engines run in this process, one at a time (`engine`), and cost some seconds each: checks share three and stock vLLM's.
 For stock vLLM's the suite puts vLLM's own attention backends back, whatever packages have registered instead of them.
-On a CPU vLLM takes the backend that is registered as CPU_ATTN: register yours as that, too. kvcal leaves names that are
-taken alone; `VLLM_PLUGINS=NAME` loads only your package's plug-in.
+On a CPU vLLM takes the backend that is registered as CPU_ATTN: register yours as that, too. If it is vLLM's own until
+something asks for it, let it say so by a class method, `stands_aside() -> bool`. kvcal leaves names that are taken
+alone; `VLLM_PLUGINS=NAME` loads only your package's plug-in.
 """
 
 from __future__ import annotations
@@ -138,9 +139,15 @@ def stock_backends() -> Iterator[None]:
 
 
 def foreign_attention(llm: Any) -> list[str]:
-    """The classes, from outside of vLLM, that compute attention in an engine's layers."""
-    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    kinds = {type(layer.impl) for layer in layers if hasattr(layer, "impl")}
+    """The classes, from outside of vLLM, of the attention of an engine's layers: backends, and what computes. A backend
+    that says by `stands_aside()` that it is vLLM's own in this engine, as kvcal's where no bundle is named, counts as
+    vLLM's.
+    """
+    context = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    layers = [layer for layer in context.values() if hasattr(layer, "impl")]
+    kinds = {type(layer.impl) for layer in layers}
+    backends = {layer.get_attn_backend() for layer in layers}
+    kinds |= {kind for kind in backends if not (hasattr(kind, "stands_aside") and kind.stands_aside())}
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
     return sorted(name for name in names if not name.startswith("vllm."))
 
@@ -160,8 +167,9 @@ class Measured:
 
 class Suite:
     """The checks of one backend. model: a folder or a name; options: of `vllm.LLM`, with what selects the backend;
-    dtype: of the model; None for `usual_dtype()`. Engines of stock vLLM have none of the options, except for the
-    cache's memory, kv_cache_memory_bytes.
+    dtype: of the model; None for that of the options, or `usual_dtype()`. Engines of stock vLLM have none of the
+    options, except for dtype and the cache's memory, kv_cache_memory_bytes. Raises UsageError for options that name
+    the model, or another dtype than `dtype`.
 
     nats: how far the log-probabilities of a text's tokens may be from stock vLLM's, on average. least_capacity: how
     many times stock vLLM's tokens the cache must hold in the same memory.
@@ -175,7 +183,8 @@ class Suite:
         nats: float = 0.5,
         least_capacity: float = 1.0,
     ) -> None:
-        self.model, self.options, self.dtype = model, dict(options), dtype or usual_dtype()
+        self.model, self.options = model, dict(options)
+        self.dtype = _dtype(self.options, dtype) or usual_dtype()
         self.nats, self.least_capacity = nats, least_capacity
         self._chunked: Any = None
 
@@ -184,10 +193,15 @@ class Suite:
         if not foreign_attention(llm):
             raise UsageError(
                 f"options {json.dumps(self.options, default=str)} select no backend: the engine's attention is vLLM's "
-                "own, and would be compared with itself; give those of your backend, such as "
-                '{"attention_config": {"backend": "CUSTOM"}}'
+                f"own, and would be compared with itself; {self._advice()}"
             )
         return llm
+
+    def _advice(self) -> str:
+        """What selects a backend, where the options did not."""
+        if {"attention_config", "attention_backend"} & self.options.keys():
+            return "on a CPU vLLM takes the backend that is registered as CPU_ATTN: register yours as that, too"
+        return 'give those of your backend, such as {"attention_config": {"backend": "CUSTOM"}}'
 
     @cached_property
     def prompts(self) -> list[list[int]]:
@@ -297,6 +311,16 @@ class Suite:
 CHECKS = ("capacity", "quality", "batch", "used_pages", "chunks", "prefix", "abort", "preemption")  # engines in turn
 
 
+def _dtype(options: dict[str, Any], dtype: str | None) -> str | None:
+    """Take the model's dtype out of options. Raises UsageError for two dtypes, and for options that name a model."""
+    if "model" in options:
+        raise UsageError(f"options name model {options['model']}: the suite has its own (--model): leave it out there")
+    stated = options.pop("dtype", None)
+    if None not in (stated, dtype) and stated != dtype:
+        raise UsageError(f"dtype {dtype} (--dtype), and {stated} in the options: give one of them")
+    return dtype or stated
+
+
 def _same(actual: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> str:
     for number, (mine, right) in enumerate(zip(actual, expected, strict=True)):
         if list(mine) != list(right):
@@ -368,7 +392,10 @@ def main() -> None:
     parser.add_argument("--nats", type=float, default=0.5, help="how far log-probabilities may be from stock vLLM's")
     parser.add_argument("--least-capacity", type=float, default=1.0, help="times stock vLLM's tokens")
     asked = parser.parse_args()
-    suite, failed = Suite(asked.model, asked.options, asked.dtype, asked.nats, asked.least_capacity), 0
+    try:
+        suite, failed = Suite(asked.model, asked.options, asked.dtype, asked.nats, asked.least_capacity), 0
+    except UsageError as error:
+        parser.error(str(error))
     for name in CHECKS:
         try:
             print(f"{name}: {getattr(suite, f'check_{name}')()}", flush=True)

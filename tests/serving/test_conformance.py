@@ -42,15 +42,37 @@ def overrides(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return registry.overrides
 
 
-def running(path: str) -> Any:
-    """An engine whose layers have an implementation of that name, and one layer that has none."""
+def class_of(path: str, **methods: Any) -> type:
     module, name = path.rsplit(".", 1)
-    layers = {"0": SimpleNamespace(impl=type(name, (), {"__module__": module})()), "1": SimpleNamespace()}
+    return type(name, (), {"__module__": module} | methods)
+
+
+def running(path: str, backend: type | None = None) -> Any:
+    """An engine whose layers have an implementation of that name, and one layer that has none. backend: of these
+    layers; None: one of vLLM's.
+    """
+    kind = backend or class_of(STOCK)
+    layers = {"0": SimpleNamespace(impl=class_of(path)(), get_attn_backend=lambda: kind), "1": SimpleNamespace()}
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=layers),
         cache_config=SimpleNamespace(num_gpu_blocks=1, block_size=1),
     )
     return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config), path=path)
+
+
+@pytest.mark.parametrize(
+    ("methods", "expected"),
+    [
+        ({}, ["foreign.backend.Pages"]),  # another layout of pages, with vLLM's attention
+        ({"stands_aside": classmethod(lambda kind: False)}, ["foreign.backend.Pages"]),
+        ({"stands_aside": classmethod(lambda kind: True)}, []),  # as kvcal's, where no bundle is named
+    ],
+)
+def test_a_backend_is_known_by_its_class_also_where_it_computes_as_vllm_does(
+    methods: dict[str, Any], expected: list[str]
+) -> None:
+    llm = running(STOCK, class_of("foreign.backend.Pages", **methods))
+    assert testing.foreign_attention(llm) == expected
 
 
 def test_stock_vllm_is_vllms_own_where_a_package_replaced_it(
@@ -84,6 +106,39 @@ def test_what_compares_a_backend_with_itself_is_refused(
     monkeypatch.setattr(testing, "engine", lambda model, **options: running(path))
     with pytest.raises(UsageError, match=reason):
         measure(testing.Suite("model", {}, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({}, "give those of your backend, such as"),
+        ({"attention_config": {"backend": "CUSTOM"}}, "on a CPU vLLM takes the backend that is registered as CPU_ATTN"),
+    ],
+)
+def test_advice_is_not_the_command_just_given(
+    options: dict[str, Any], advice: str, overrides: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(testing, "engine", lambda model, **options: running(STOCK))
+    with pytest.raises(UsageError, match=f"compared with itself; {advice}"):
+        testing.Suite("model", options, "float32").check_capacity()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ('{"dtype": "float16"}', "error: dtype float32 (--dtype), and float16 in the options: give one of them"),
+        ('{"model": "other"}', "error: options name model other: the suite has its own (--model): leave it out there"),
+    ],
+)
+def test_options_that_say_what_the_suite_says(
+    options: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["testing", "--model", "model", "--dtype", "float32", "--options", options]
+    monkeypatch.setattr(sys, "argv", given)
+    with pytest.raises(SystemExit) as ended:
+        testing.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"{reason}\n")
 
 
 def test_what_starts_no_engine_is_one_line(

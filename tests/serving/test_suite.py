@@ -36,7 +36,7 @@ def test_dtype_is_the_devices_unless_given(cpu: bool, expected: str, monkeypatch
     assert [suite.dtype for suite in made] == [expected, "float16"]
 
 
-def test_stock_vllm_has_the_memory_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stock_vllm_has_the_memory_and_the_dtype_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or capacities would be of unlike caches."""
     asked: list[dict[str, Any]] = []
 
@@ -53,4 +53,21 @@ def test_stock_vllm_has_the_memory_of_the_backend(monkeypatch: pytest.MonkeyPatc
     given = {"attention_config": {"backend": "CUSTOM"}, "kv_cache_memory_bytes": 256 << 20}
     assert testing.Suite("a-model", given, "float32").stock.capacity == 128
     assert testing.Suite("a-model", {"block_size": 32}, "float32").stock.capacity == 128
-    assert asked == [{"dtype": "float32", "kv_cache_memory_bytes": 256 << 20}, {"dtype": "float32"}]
+    assert testing.Suite("a-model", {"dtype": "bfloat16"}).stock.capacity == 128
+    expected = [{"dtype": "float32", "kv_cache_memory_bytes": 256 << 20}, {"dtype": "float32"}, {"dtype": "bfloat16"}]
+    assert asked == expected
+
+
+def test_dtype_of_the_options_is_the_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def engine(model: str, **options: Any) -> None:
+        asked.append(options)
+
+    monkeypatch.setattr(testing, "engine", engine)
+    monkeypatch.setattr(testing, "foreign_attention", lambda llm: ["mine.Backend"])
+    given = {"dtype": "bfloat16", "block_size": 32}
+    for dtype in (None, "bfloat16"):
+        testing.Suite("a-model", given, dtype)._engine(enable_prefix_caching=False)
+    assert asked == [{"dtype": "bfloat16", "block_size": 32, "enable_prefix_caching": False}] * 2
+    assert given["dtype"] == "bfloat16"  # as the caller has it

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -198,27 +199,46 @@ class CorruptImpl(CPUAttentionBackendImpl):
         return super().forward(*args, **kwargs).zero_()
 
 
-@pytest.fixture
-def corrupt_backend() -> Iterator[None]:
-    members, path = (AttentionBackendEnum.CUSTOM, AttentionBackendEnum.CPU_ATTN), f"{__name__}.Corrupt"
+class OnlyPages(CPUAttentionBackend):
+    """Another package's backend, whose attention is vLLM's."""
+
+
+@contextmanager
+def registered(kind: type) -> Iterator[None]:
+    """Another package's backend as CUSTOM and CPU_ATTN."""
+    members, path = (AttentionBackendEnum.CUSTOM, AttentionBackendEnum.CPU_ATTN), f"{__name__}.{kind.__name__}"
     load_general_plugins()
     for member in members:
         register_backend(member, path)
     selector._cached_get_attn_backend.cache_clear()
-    yield
-    testing.stop()
-    for member in members:
-        member.clear_override()
-    plugin.register()
-    selector._cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        testing.stop()
+        for member in members:
+            member.clear_override()
+        plugin.register()
+        selector._cached_get_attn_backend.cache_clear()
 
 
-def test_the_conformance_suite_sees_what_is_corrupt(tiny: Path, corrupt_backend: None) -> None:
+def test_the_conformance_suite_sees_what_is_corrupt(tiny: Path) -> None:
     """Also where a package has replaced vLLM's own backend in this process. Without options nothing is compared."""
-    suite = testing.Suite(str(tiny), {"attention_config": {"backend": "CUSTOM"}})
-    with pytest.raises(AssertionError, match=r"nats from stock vLLM's, at most 0\.5"):
-        suite.check_quality()
-    with testing.stock_backends(), pytest.raises(UsageError, match="select no backend: the engine's attention is vLLM"):
+    with registered(Corrupt):
+        suite = testing.Suite(str(tiny), {"attention_config": {"backend": "CUSTOM"}})
+        with pytest.raises(AssertionError, match=r"nats from stock vLLM's, at most 0\.5"):
+            suite.check_quality()
+        refused = pytest.raises(UsageError, match="select no backend: the engine's attention is vLLM")
+        with testing.stock_backends(), refused:
+            testing.Suite(str(tiny), {}).check_capacity()
+
+
+def test_the_conformance_suite_takes_a_backend_that_computes_as_vllm_does(tiny: Path) -> None:
+    """In a dtype that the options say. kvcal's without a bundle is no backend: it stands aside."""
+    with registered(OnlyPages):
+        suite = testing.Suite(str(tiny), {"attention_config": {"backend": "CUSTOM"}, "dtype": "bfloat16"})
+        assert suite.check_capacity() == "1.00 x stock vLLM's tokens"
+        assert suite.check_quality().startswith("log-probabilities 0.0000 nats from")
+    with pytest.raises(UsageError, match="select no backend: the engine's attention is vLLM's own"):
         testing.Suite(str(tiny), {}).check_capacity()
 
 
