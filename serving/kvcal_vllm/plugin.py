@@ -83,7 +83,7 @@ def check_engine(config: Any, members: list[Any]) -> None:
         if active(config) is not None:
             _check_block_size(config.cache_config)
     elif asked := settings_of(config):
-        raise UsageError(f"kvcal = {asked.source}: {taken}, so the bundle would not be served; {ALONE}")
+        raise UsageError(f"{asked.source} would not be served: {taken}; {ALONE}")
 
 
 def _check_block_size(cache: Any) -> None:

@@ -63,7 +63,9 @@ def active(config: Any) -> Settings | None:
     if custom and asked is None:
         raise UsageError(f"--attention-backend CUSTOM without a bundle: {HOW}")
     if asked is not None and not custom:
-        raise UsageError(f"kvcal = {asked.source} without its attention backend: add --attention-backend CUSTOM")
+        raise UsageError(
+            f"{asked.source} is to be served, without its attention backend: add --attention-backend CUSTOM"
+        )
     return asked
 
 

@@ -29,6 +29,7 @@ from kvcal_vllm.plan import Plan, Rank, page_layer, plan
 from kvcal_vllm.settings import Settings, settings
 from kvcal_vllm.weights import key_probes
 from tests.support.architectures import HYBRID, TINY, initialise
+from tests.support.pages import FENCE, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -351,8 +352,21 @@ def test_refused_head_sizes_come_with_those_that_are_served(dim: int, name: str,
             on_gpu(model, "higgs-2-bytes")
 
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "vllm.md"
+GUIDE = ROOT / "docs" / "guides" / "vllm.md"
 SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)  # head_dim of models
+
+
+def test_commands_that_start_a_server_on_a_cpu_say_how_much_memory_it_takes() -> None:
+    """Else vLLM wants 92 % of all memory to be free."""
+    blocks = [
+        block[3]
+        for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+        for block in FENCE.finditer(page.read_text("utf-8"))
+    ]
+    starts = [block for block in blocks if "vllm.entrypoints.openai.api_server" in block]
+    assert len(starts) == 2
+    for block in starts:
+        assert re.search(r"^VLLM_CPU_KVCACHE_SPACE=\d+ python -m vllm.entrypoints", block, flags=re.MULTILINE)
 
 
 def served_on_a_gpu(name: str, dim: int) -> bool:

@@ -86,7 +86,7 @@ def test_what_serves_cpus_says_nothing_of_gpus(registry: Registry, monkeypatch: 
     assert registry.overrides == {"CPU_ATTN": "theirs.Backend", "CUSTOM": plugin.ON_GPU}
 
 
-WITHOUT = "kvcal = x.kvcal.safetensors without its attention backend: add --attention-backend CUSTOM"
+WITHOUT = "x.kvcal.safetensors is to be served, without its attention backend: add --attention-backend CUSTOM"
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
@@ -128,7 +128,7 @@ def test_a_bundle_is_not_given_to_another_packages_backend(
     made = on("cuda", monkeypatch)
     plugin.register()
     registry.overrides["CUSTOM"] = "theirs.Backend"
-    with pytest.raises(UsageError, match=r"CUSTOM is theirs\.Backend, of another package, so the bundle would not be"):
+    with pytest.raises(UsageError, match=r"^higgs-4 would not be served: attention .* CUSTOM is theirs\.Backend, of"):
         made.check_and_update_config(config("CUSTOM", kvcal="higgs-4"))
     assert len(log) == 1
     made.check_and_update_config(config("CUSTOM"))  # theirs, and nobody asked for kvcal

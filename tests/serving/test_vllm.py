@@ -438,8 +438,10 @@ def test_the_guide_leads_to_an_answer(made: str, guided: Path) -> None:
     make = {"preset": preset, "fit": fit}[made]
     assert make.startswith(f"kvcal {made} ")
     shell(make, guided)
-    with served.listening(["bash", "-c", f"exec {serve.rstrip()} --port {{port}}"], guided / "log", guided) as url:
-        assert "tokens fit, where" in (guided / "log").read_text()  # before the first request
+    with served.listening(["bash", "-c", f"exec env {serve.rstrip()} --port {{port}}"], guided / "log", guided) as url:
+        log = (guided / "log").read_text()
+        assert "tokens fit, where" in log  # before the first request
+        assert "Explicitly set (1.0/" in log  # GiB of the cache, by the command; else 92 % of all memory must be free
         answer = json.loads(shell(ask.replace("http://127.0.0.1:8000", url), guided))
     assert answer["choices"][0]["text"]
     assert answer["usage"]["prompt_tokens"] > 0

