@@ -68,8 +68,8 @@ def of_other_sizes(codec: Codec, dims: Iterable[int]) -> list[Codec]:
     """A codec that has a name of kvcal's without data, at other head_dims; none where it has no such name."""
     shape, role = codec.shape, codec.role
     for make_codec in CODEC_MAKERS.values():
-        made = make_codec(shape, role)
-        if (made.name, made.config()) == (codec.name, codec.config()) and same_tensors(made, codec):
+        named = make_codec(shape, role)
+        if (named.name, named.config()) == (codec.name, codec.config()) and same_tensors(named, codec):
             return [make_codec(Shape(shape.heads, dim, shape.block), role) for dim in dims if dim != shape.dim]
     return []
 
