@@ -15,6 +15,7 @@ from kvcal_artifacts import presets
 from kvcal_artifacts.bundle import SUFFIX
 from kvcal_artifacts.codecs import Codec, Shape
 from kvcal_artifacts.codecs.named import CODEC_MAKERS
+from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.scheme import LayerCodecs
 
 NAMES = (
@@ -68,7 +69,10 @@ def of_other_sizes(codec: Codec, dims: Iterable[int]) -> list[Codec]:
     """A codec that has a name of kvcal's without data, at other head_dims; none where it has no such name."""
     shape, role = codec.shape, codec.role
     for make_codec in CODEC_MAKERS.values():
-        named = make_codec(shape, role)
+        try:
+            named = make_codec(shape, role)
+        except KVCalError:  # of a codec that has no such head_dim
+            continue
         if (named.name, named.config()) == (codec.name, codec.config()) and same_tensors(named, codec):
             return [make_codec(Shape(shape.heads, dim, shape.block), role) for dim in dims if dim != shape.dim]
     return []

@@ -352,6 +352,13 @@ def test_refused_head_sizes_come_with_those_that_are_served(dim: int, name: str,
             on_gpu(model, "higgs-2-bytes")
 
 
+def test_a_codec_without_a_name_says_itself_which_head_sizes_kernels_take() -> None:
+    """Also at a head_dim that codecs with names refuse."""
+    shape = Shape(2, 512, 32)
+    with pytest.raises(UsageError, match=r"transform at head_dim 512: the kernel takes \(64, 128\)$"):
+        page_layer("mine", LayerCodecs(Transform(shape, "key"), Transform(shape, "value")), multiple=2, gpu=True)
+
+
 GUIDE = ROOT / "docs" / "guides" / "vllm.md"
 SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)  # head_dim of models
 
