@@ -397,7 +397,7 @@ def test_pipes_among_what_a_killed_run_left(base: Path, tmp_path: Path, monkeypa
     os.mkfifo(stages / "key-001.safetensors")
     from kvcal.calibrate.stage_checkpoint import StageCheckpoint
 
-    assert StageCheckpoint(tmp_path / "y", {}, resume=True).load("key", 1) is None
+    assert StageCheckpoint(tmp_path / "y", {}, resume=True).load("key", 1, (4, 3)) is None
 
 
 @pytest.mark.usefixtures("alarm")
