@@ -349,7 +349,7 @@ def _fill(handle: int, data: Content) -> None:
 
 def drop_cached(path: Path) -> None:
     """Let the system take back the memory in which it keeps a file that was written and may never be read: gigabytes of
-    it are then also removed sooner. Nothing where it cannot.
+    it are then also removed sooner. Does nothing where the system has no such call.
     """
     if not hasattr(os, "posix_fadvise"):
         return
