@@ -1,9 +1,9 @@
-"""Time and memory of `fit aqua-kv` on GPUs that nobody has run it on, from what was measured on one or two.
+"""Time and memory of `fit aqua-kv` on GPUs that nobody has run it on, from what was measured on one, two or four.
 
     python docs/scale/projection.py [--measured FILE ...]  # prints the tables of docs/scale.md
     python docs/scale/projection.py --write                # and puts them there
 
---measured: files of docs/runs/two_gpus.py, of which a later one's parts count; by default those of docs/runs that were
+--measured: files of docs/runs/several_gpus.py, of which a later one's parts count; by default those of docs/runs that were
 made last. From them come the seconds of each phase for Llama-3.2-3B geometry on one GPU ("fit-1", of two GPUs "fit-2")
 and, where it was run, for two layers of Llama-3.1-70B geometry ("70b-1"). The model, for 256 windows of 8192 tokens, two
 a batch, in bfloat16:
@@ -25,6 +25,7 @@ a batch, in bfloat16:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,14 +41,14 @@ WINDOWS, TRAIN, LENGTH, BATCH = 256, 224, 8192, 2
 TOKENS = WINDOWS * LENGTH
 NAMES = ("llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b")
 BASE, WIDE = NAMES[0], NAMES[2]
-MACHINES = ((1, 1), (1, 2), (1, 4), (1, 8), (4, 8))  # nodes, GPUs of each; one and two GPUs come first
+MACHINES = ((1, 1), (1, 2), (1, 4), (1, 8), (4, 8))  # nodes, GPUs of each
 PAGE = Path(__file__).resolve().parents[1] / "scale.md"
 RUNS = Path(__file__).resolve().parents[1] / "runs"
 # The second is of the fit alone, the third of codebooks.
 MEASURED = [RUNS / f"two_gpus-{commit}.json" for commit in ("bc2cf7a", "299628b5", "d6629266")]
 SPILLED_PEAK = 3_972_776_960  # bytes, one H200, `--layerwise --spill cpu`: docs/runs/scale-llama-3.2-3b.md
 PAIRS = {"fit": f"fit of {BASE}", "books": f"codebooks of {BASE}", "70b": f"two layers of {WIDE}"}
-FASTER = 1.85  # wanted of two GPUs, for the fit of BASE
+FASTER, FASTER_PARTS = 1.85, ("fit", "books")  # wanted of two GPUs, for BASE
 MARK, END = "<!-- projection.py -->", "<!-- end -->"
 GOALS = {(1, 1): 60, (1, 8): 10}  # minutes, for 70B
 UNSHARED = ("import", "text", "guard", "method", "keep", "write", "solve", "weights")  # phases that ranks do not divide
@@ -191,7 +192,7 @@ def read(paths: Sequence[Path]) -> tuple[dict[str, Any], dict[str, Measured]]:
 
 def _ok(found: Mapping[str, Any], part: str) -> Any:
     if not found.get(part, {}).get("ok"):
-        raise SystemExit(f"projection.py: {part} is missing, or failed: run docs/runs/two_gpus.py --only {part}")
+        raise SystemExit(f"projection.py: {part} is missing, or failed: run docs/runs/several_gpus.py --only {part}")
     return found[part]
 
 
@@ -226,23 +227,25 @@ def tables(paths: Sequence[Path], assumed: Assumed) -> list[str]:
         lines.append(
             f"- {WIDE}, GPUs: {_machine(nodes, gpus)}. Projected {minutes:.1f} minutes, goal {goal}: {verdict}."
         )
-    if two.get("ok"):  # one GPU is where the model's seconds are from
-        model = seconds(by_name[BASE].geometry, by_name[BASE], 1, 2, assumed, read=False)
-        lines.append(f"- {BASE}, GPUs: 2. Measured {two['seconds']:.0f} s, by the model {model:.0f} s.")
+    for gpus in (2, 4):  # one GPU is where the model's seconds are from
+        if (part := found.get(f"fit-{gpus}", {})).get("ok"):
+            model = seconds(by_name[BASE].geometry, by_name[BASE], 1, gpus, assumed, read=False)
+            lines.append(f"- {BASE}, GPUs: {gpus}. Measured {part['seconds']:.0f} s, by the model {model:.0f} s.")
     return [*lines, *_pairs(found), "", *_memory_table(found, SPILLED_PEAK)]
 
 
 def _pairs(found: Mapping[str, Any]) -> list[str]:
-    """What two GPUs measured beside one, of the whole command and of the phases that ranks divide."""
+    """What two and four GPUs measured beside one, of the whole command and of the phases that ranks divide."""
     lines = []
-    for part, what in PAIRS.items():
-        one, two = found.get(f"{part}-1", {}), found.get(f"{part}-2", {})
-        if one.get("ok") and two.get("ok"):
-            faster = one["seconds"] / two["seconds"]
-            phases = _divided(one) / _divided(two)
-            goal = f" Goal {FASTER}: {'met' if faster >= FASTER else 'missed'}." if part == "fit" else ""
+    for (gpus, word), (part, what) in itertools.product({2: "Two", 4: "Four"}.items(), PAIRS.items()):
+        one, more = found.get(f"{part}-1", {}), found.get(f"{part}-{gpus}", {})
+        if one.get("ok") and more.get("ok"):
+            faster = one["seconds"] / more["seconds"]
+            phases = _divided(one) / _divided(more)
+            judged = gpus == 2 and part in FASTER_PARTS
+            goal = f" Goal {FASTER}: {'met' if faster >= FASTER else 'missed'}." if judged else ""
             lines.append(
-                f"- Two GPUs beside one, {what}: measured {faster:.3f} times as fast; {phases:.2f} in phases that "
+                f"- {word} GPUs beside one, {what}: measured {faster:.3f} times as fast; {phases:.2f} in phases that "
                 f"ranks divide.{goal}"
             )
     return lines
@@ -263,10 +266,10 @@ def _memory_table(found: Mapping[str, Any], peak: float) -> list[str]:
     for name in NAMES:
         every = [memory(CATALOGUE[name].geometry, peak, *one) for one in MACHINES]
         cells = [f"{one.device / 1e9:.0f}" for one in every]
-        for gpus in (1, 2):
+        for gpus in (1, 2, 4):
             part = found.get(f"70b-{gpus}", {})
             if name == WIDE and part.get("ok"):
-                cells[gpus - 1] = f"**{part['peak_device_bytes'] / 1e9:.0f}**"
+                cells[MACHINES.index((1, gpus))] = f"**{part['peak_device_bytes'] / 1e9:.0f}**"
         spilled = f"{every[0].spilled_device / 1e9:.1f}"
         cells += [f"**{spilled}**" if name == BASE else spilled, f"{every[0].host / 1e9:.0f}"]
         lines.append(f"| {name} | {' | '.join(cells)} |")

@@ -15,11 +15,12 @@ from tests.support.pages import ROOT
 
 pytest.importorskip("triton")
 FOLDER = ROOT / "docs" / "benchmarks"
-# errors of grids; times of codecs, of kvcal eval; reader of files; KL of rows; sizes; CPU time of commands; vLLM on a
-# CPU; scores
+# errors of grids; times of codecs, of kvcal eval, of kvcal compare; reader of files; KL of rows; sizes; CPU time of
+# commands; vLLM on a CPU; scores
 ON_A_CPU = {
     "byte_grids.py",
     "cold_tier.py",
+    "comparing.py",
     "higgs_rotation.py",
     "evaluation.py",
     "old_and_new.py",

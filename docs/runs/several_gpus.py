@@ -1,6 +1,6 @@
-"""What docs/scale.md says of two GPUs, part after part, in as many calls as it takes:
+"""What docs/scale.md says of two and of four GPUs, part after part, in as many calls as it takes:
 
-    PYTHONPATH=.:kernels:artifacts python docs/runs/two_gpus.py --out DIR [--seconds 540] [--only PART ...]
+    PYTHONPATH=.:kernels:artifacts python docs/runs/several_gpus.py --out DIR [--seconds 540] [--only PART ...]
 
 A part that has ended is not run again: --state keeps its figures, and bundles until they were compared. A part that
 takes longer than its limit is stopped, and has failed. What does not fit into --seconds waits for the next call, which
@@ -9,13 +9,15 @@ bytes are equal are of use, errors are not.
 
     small-1 small-2     fit aqua-kv of Llama-3.2-1B geometry on one GPU and by two ranks (NCCL): the same bytes
     tests               layers, heads and windows on two GPUs: tests/**/test_two_gpus.py
-    fit-1 fit-2         fit aqua-kv of Llama-3.2-3B geometry, 256 windows of 8192 tokens
-    books-1 books-2     train-codebooks of the paper's size for it
-    70b-1 70b-2         two layers of Llama-3.1-70B geometry: the second stands for 79 of 80
+    fit-1 fit-2 fit-4   fit aqua-kv of Llama-3.2-3B geometry, 256 windows of 8192 tokens
+    books-1, -2, -4     train-codebooks of the paper's size for it
+    70b-1, -2, -4       two layers of Llama-3.1-70B geometry: the second stands for 79 of 80
+
+A part for more GPUs than the machine has is left out.
 
 Transformers' sources are compiled first, as pip does it: without bytecode each process takes seconds longer to import
 them, which no rank can share. --gpu 1 takes the second card for parts of one rank: two of them side by side, each with
-a --state of its own.
+a --state of its own. --beside STATE: where the part on one GPU is, to compare with, if it ran with another --state.
 --dry: sizes for two CPU cores, ranks by gloo: the script itself is tried.
 """
 
@@ -36,6 +38,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 SUFFIX = ".kvcal.safetensors"
 GEOMETRY_70B = {
@@ -88,10 +92,13 @@ def parts(folder: Path, dry: bool) -> list[Part]:
         Part("tests", 1, 530),
         Part("fit-1", 1, 330, [*fit, *large]),
         Part("fit-2", 2, 200, [*fit, *large], "fit-1"),
+        Part("fit-4", 4, 150, [*fit, *large], "fit-1"),
         Part("books-1", 1, 420, [*books, *large, *paper]),
         Part("books-2", 2, 330, [*books, *large, *paper], "books-1"),
+        Part("books-4", 4, 200, [*books, *large, *paper], "books-1"),
         Part("70b-1", 1, 420, [*fit, *wide]),
         Part("70b-2", 2, 300, [*fit, *wide], "70b-1"),
+        Part("70b-4", 4, 200, [*fit, *wide], "70b-1"),
     ]
 
 
@@ -173,10 +180,11 @@ def compile_sources(package: str) -> None:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
-    options.add_argument("--state", type=Path, default=Path("/tmp/kvcal-two-gpus"))
+    options.add_argument("--state", type=Path, default=Path("/tmp/kvcal-several-gpus"))
     options.add_argument("--seconds", type=float, default=540.0)
     options.add_argument("--only", nargs="*")
     options.add_argument("--gpu", type=int, default=0, help="of parts with one rank")
+    options.add_argument("--beside", type=Path, nargs="*", default=[], help="other --state folders, to compare with")
     options.add_argument("--dry", action="store_true")
     chosen = options.parse_args()
     began, folder, out = time.time(), chosen.state, chosen.out
@@ -190,9 +198,14 @@ def main() -> None:
 
     write_tokenizer(folder / "70b")  # a token a byte
     write_text(folder / "words.txt", 20_000 if chosen.dry else 2_600_000)
+    gpus = 4 if chosen.dry else torch.cuda.device_count()
     every = [part for part in parts(folder, chosen.dry) if not chosen.only or part.name in chosen.only]
+    every, more = [part for part in every if part.ranks <= gpus], [part.name for part in every if part.ranks > gpus]
     store, waiting = folder / "results.json", []
     results: dict[str, dict[str, Any]] = json.loads(store.read_text()) if store.exists() else {}
+    twins = dict(results)
+    for state in chosen.beside:
+        twins = json.loads((state / "results.json").read_text()) | twins
     for part in every:
         if results.get(part.name, {}).get("ok"):
             print(f"{part.name}: done before")
@@ -200,9 +213,9 @@ def main() -> None:
         if part.limit > began + chosen.seconds - time.time():
             waiting.append(part.name)
             continue
-        found = compared(run(part, folder, part.limit, chosen.dry, chosen.gpu), results.get(part.twin or ""))
-        results[part.name] = found
-        for place in (store, out / "two_gpus.json"):
+        found = compared(run(part, folder, part.limit, chosen.dry, chosen.gpu), twins.get(part.twin or ""))
+        results[part.name] = twins[part.name] = found
+        for place in (store, out / "several_gpus.json"):
             place.with_suffix(".tmp").write_text(json.dumps(results, indent=1) + "\n")
             place.with_suffix(".tmp").replace(place)
         print(json.dumps(found), flush=True)
@@ -217,7 +230,8 @@ def main() -> None:
         for file in folder.glob(kind):
             (out / file.name).write_text(file.read_text(errors="replace")[-200_000:])
     failed = [part.name for part in every if part.name in results and not results[part.name]["ok"]]
-    print(f"failed: {', '.join(failed) or 'none'}; waiting for the next call: {', '.join(waiting) or 'none'}")
+    left_out = f"; left out, {gpus} GPUs: {', '.join(more)}" if more else ""
+    print(f"failed: {', '.join(failed) or 'none'}; waiting for the next call: {', '.join(waiting) or 'none'}{left_out}")
     sys.exit(1 if failed else 3 if waiting else 0)
 
 
