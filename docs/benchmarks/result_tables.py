@@ -6,6 +6,8 @@ Rows are those of results.toml and of the recorded files, docs/benchmarks/result
 from __future__ import annotations
 
 import json
+import math
+import statistics
 import sys
 import tomllib
 from collections import Counter
@@ -67,8 +69,8 @@ RECORDED_HERE = (  # of the files beside this script, not of others' rows
     "- Weights came from GGUF files of 4 to 8 bits and were dequantised once.",
     "- Attention errors of SQuat before RoPE were measured on a CPU, where KIVI's equal those of the H100 to 1e-5.",
     "- Rows were measured at 8cfb961a. Those of the transform, of VQKV with 65,536 codewords and of Gemma are of 9b640dec,"
-    " those of InnerQ fitted on text and of bits by KL with groups of 128 of 7e995b21, and those of bits by KL under"
-    " predictors of 5d0f4ee7 and d6629266, on an H200.",
+    " those of InnerQ fitted on text and of bits by KL with groups of 128 of 7e995b21. Those of bits by KL"
+    " under predictors are of 5d0f4ee7 and d6629266, on an H200, and at 2.0 bits or fewer of 6928256b.",
 )
 NOTES = {  # folder of a model -> figures of its rows that surprise
     "qwen2.5-coder-0.5b": (
@@ -109,8 +111,25 @@ def tables(recipe: dict[str, Any], files: list[dict[str, Any]]) -> str:
         *verdict_table(recipe, files),
     ]
     for one in files:
+        refuse_other_tokens(one)
         lines += ["", *heading(one, notes=ours), *claim_figures(recipe, one), *of_tables(recipe, one["rows"])]
     return "\n".join(lines) + "\n"
+
+
+def refuse_other_tokens(one: dict[str, Any]) -> None:
+    """End where rows of a file were measured beside other full precisions: a tokenizer that was converted otherwise gives
+    other tokens, and nothing in the settings tells.
+    """
+    beside = {key: row["full_perplexity"] for key, row in one["rows"].items() if "full_perplexity" in row}
+    if not beside:
+        return
+    usual = statistics.median_low(beside.values())
+    for key, value in beside.items():
+        if not math.isclose(value, usual, rel_tol=1e-3):
+            raise SystemExit(
+                f"{one['settings']['model']}: full precision has perplexity {value:.6g} beside the row {key}, and {usual:.6g} "
+                "beside most others: its weights or tokens were others; delete the row and measure it again"
+            )
 
 
 def about(files: list[dict[str, Any]]) -> Iterator[str]:

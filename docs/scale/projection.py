@@ -44,8 +44,7 @@ BASE, WIDE = NAMES[0], NAMES[2]
 MACHINES = ((1, 1), (1, 2), (1, 4), (1, 8), (4, 8))  # nodes, GPUs of each
 PAGE = Path(__file__).resolve().parents[1] / "scale.md"
 RUNS = Path(__file__).resolve().parents[1] / "runs"
-# The second is of the fit alone, the third of codebooks.
-MEASURED = [RUNS / f"two_gpus-{commit}.json" for commit in ("bc2cf7a", "299628b5", "d6629266")]
+MEASURED = [RUNS / "two_gpus-bc2cf7a.json", RUNS / "several_gpus-6928256b.json"]  # of 70B the first: two H200s
 SPILLED_PEAK = 3_972_776_960  # bytes, one H200, `--layerwise --spill cpu`: docs/runs/scale-llama-3.2-3b.md
 PAIRS = {"fit": f"fit of {BASE}", "books": f"codebooks of {BASE}", "70b": f"two layers of {WIDE}"}
 FASTER, FASTER_PARTS = 1.85, ("fit", "books")  # wanted of two GPUs, for BASE

@@ -145,6 +145,18 @@ def check_column(column: str | None, *origins: str | None) -> None:
         )
 
 
+def each_line_once(say: Say) -> Say:
+    """`say` that leaves out a line that was said before: fits of many schemes on one text have the same advice."""
+    before: set[str] = set()
+
+    def once(line: str) -> None:
+        if line not in before:
+            before.add(line)
+            say(line)
+
+    return once
+
+
 def say_coverage(model: nn.Module, say: Say) -> None:
     """How many layers are compressed, where Transformers caches others."""
     config = hf.config_of(model)

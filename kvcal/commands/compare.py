@@ -50,6 +50,7 @@ from .common import (
     check_column,
     check_context,
     decided_by,
+    each_line_once,
     evaluation_text,
     kernels_required,
     machine,
@@ -64,7 +65,7 @@ from .common import (
 from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
 from .fit_predictors import check_taken as check_predictor
-from .guard import measured_warnings
+from .guard import full_precision_warnings, measured_warnings
 from .options import CompareOptions
 from .target_model import with_model_of
 from .workbench import bundle_row, cache_makers, check_rows, named_error, open_model_of, raise_first
@@ -190,6 +191,7 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     typed: names of the options that somebody gave; UsageError for one that no row takes. Raises the first of the errors
     where no row is left.
     """
+    say = each_line_once(say)
     if o.frame not in FRAMES:
         raise UsageError(f"--frame {o.frame}: allowed are {', '.join(FRAMES)}")
     rows, selection, require = candidates(o), selection_of(o), kernels_required(o)
@@ -225,7 +227,8 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     rows = [row for row in rows if row.name not in failed]
     behind = {row.name: ledger.rows[row.key]["kl_behind"] for row in rows}
     ready = {name: what for name, what in ready.items() if name in behind}
-    for line in measured_warnings(o.model, ready, behind):
+    unlikely = full_precision_warnings(ledger.rows[rows[0].key]["full_perplexity"], loaded.random_weights)
+    for line in [*unlikely, *measured_warnings(o.model, ready, behind)]:
         say(line)
     measured = [at_length(ledger.rows[row.key] | {"name": row.name}, sized["at_length"]) for row in rows]
     count = f"{len(texts.evaluation.ids)} window{'s' * (len(texts.evaluation.ids) > 1)} of {texts.length:,} tokens"

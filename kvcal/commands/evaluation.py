@@ -55,7 +55,7 @@ from .common import (
     tokenizer_for,
 )
 from .guard import TEXT as GUARD_TEXT
-from .guard import guard_window, measured_warnings, schemes_of
+from .guard import full_precision_warnings, guard_window, measured_warnings, schemes_of
 from .idle import refuse_prompt
 from .options import GenerateOptions
 from .target_model import with_model_of
@@ -99,7 +99,8 @@ def run_eval(
         sound = {name: maker for name, maker in makers.items() if name not in broken}
         answered = Answered() if asked is None else run_tasks(asked, loaded.model, sound, work, say)
     behind = {row_names[row.name]: row.kl_behind for row in measured.rows[1:]}
-    for line in measured_warnings(o.model, plan.methods, behind):
+    unlikely = full_precision_warnings(measured.rows[0].perplexity, loaded.random_weights)
+    for line in [*unlikely, *measured_warnings(o.model, plan.methods, behind)]:
         say(line)
     checks += judged(answered, o.max_score_drop)
     if o.needle_plot is not None:

@@ -38,6 +38,7 @@ from ..search.sensitivity import (
     DataFreeSchemes,
     Place,
     check_budget,
+    check_length,
     choose,
     sensitivities,
 )
@@ -46,6 +47,7 @@ from .common import (
     calibration_windows,
     check_column,
     decided_by,
+    each_line_once,
     output_for,
     refuse_idle,
     required_tokenizer,
@@ -99,6 +101,7 @@ def _codecs(o: TuneBitsOptions) -> list[str]:
 
 def run_tune_kl(o: TuneBitsOptions, say: Say) -> dict[str, Any]:
     """Measure, choose, verify, write: what was chosen, next to the best uniform assignment."""
+    say = each_line_once(say)
     started = command_start()
     codecs = _codecs(o)
     source = names.resolve(o.model, o.revision)
@@ -115,6 +118,7 @@ def run_tune_kl(o: TuneBitsOptions, say: Say) -> dict[str, Any]:
     loaded = open_model_of(o)
     say_coverage(loaded.model, say)
     base = Preset(codecs[0], codecs[0], sink=o.sink, recent=o.recent, block=o.block)
+    check_length(DataFreeSchemes(loaded.model, base).exact, text.train)  # before minutes of fits
     record = decided_by(o, loaded.model.dtype, loaded.model.device, text.ids_sha256)
     settings: dict[str, Json] = {"codecs": codecs, "base": asdict(base), "predict": o.predict}
     settings |= {} if o.head_groups == 1 else {"head_groups": o.head_groups}

@@ -104,6 +104,10 @@ def test_rows_go_on_and_become_tables(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(second["rows"][key]["logit_error_windows"]) == 2
     [claim] = [line.split(" | ") for line in text.splitlines() if "logit error" in line]
     assert " ± " in claim[5] and float(claim[6].strip(" |")) >= 0
+    # a row whose full precision is another was measured on other weights or tokens, which no setting tells
+    second["rows"][key]["full_perplexity"] *= 2
+    with pytest.raises(SystemExit, match=r"^tiny: full precision has perplexity .* its weights or tokens were others"):
+        results.tables(results.read_recipe(tmp_path / "recipe.toml"), [second])
 
 
 def test_every_row_and_claim_of_the_recipe_can_be_read() -> None:
@@ -130,7 +134,7 @@ def test_the_recorded_commands_can_be_typed() -> None:
     for path in sorted((ROOT / "docs" / "benchmarks" / "results").glob("*.json")):
         rows = json.loads(path.read_text())["rows"]
         commands = [row["command"] for row in rows.values() if "refused" not in row]
-        assert sum("--predict" in command.split() for command in commands) == 1
+        assert sum("--predict" in command.split() for command in commands) == 2
         for command in commands:
             assert_parsed(command)
 
@@ -204,7 +208,9 @@ def test_older_intervals_of_scores_of_0_or_1_become_those_of_today() -> None:
 
 def test_the_page_of_tasks_is_what_the_answers_say() -> None:
     folder = ROOT / "docs" / "benchmarks"
-    files = [json.loads((folder / f"tasks-{commit}.json").read_text()) for commit in ("299628b5", "3bb539e3")]
+    files = [
+        json.loads((folder / f"tasks-{commit}.json").read_text()) for commit in ("299628b5", "3bb539e3", "6928256b")
+    ]
     between = (folder / "tasks.md").read_text().partition("<!-- tasks.py -->")[2].partition("<!-- end -->")[0]
     assert between.strip() == script("tasks").table(files).strip()
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvcal.calibrate import forecast
 from kvcal.calibrate.forecast import forecasts
+from kvcal.commands import tune_kl
 from kvcal.methods.data_free import Preset
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
@@ -196,3 +197,16 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, options: list[Any], said
     small = ["--windows", 2, "--holdout", 1, "--length", 128, "--recent", 32, "--block", 32]
     done = kvcal("tune-bits", *options, *small, "--output", tmp_path / f"x{SUFFIX}")
     assert (done.code, said in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize(
+    "options", [["--codecs", "higgs-2,higgs-3"], ["--predict", "--codecs", "transform-2,transform-3"]]
+)
+def test_windows_that_pack_nothing_are_refused_before_any_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[Any]
+) -> None:
+    monkeypatch.setattr(tune_kl, "_fit", lambda *args: pytest.fail("fits were begun"))
+    small = ["--windows", 2, "--holdout", 1, "--length", 96, "--recent", 64, "--block", 32, "--max-bits", 3]
+    done = kvcal("tune-bits", "--objective", "kl", *options, *small, "--output", tmp_path / f"x{SUFFIX}")
+    assert done.code == 2
+    assert done.err.splitlines()[-1].startswith("kvcal: --length 96: packs nothing to measure; give ")
