@@ -45,6 +45,10 @@ ROWS: dict[str, list[tuple[str, str]]] = {  # page -> (label of methods.toml or 
         AQUA_2,
         ("2 bits.transform", "`transform-2` alone"),
         ("2 bits.AQUA-KV x transform, 2.0 bits or fewer", "AQUA-KV over `transform-1.87`, first layer the same"),
+        (
+            "2 bits.bits by KL under predictors, 2.0 bits or fewer",
+            "the same predictors over `transform-1.5` to `transform-2.5`, by KL",
+        ),
         AQUA_TRANSFORM_2,
         ("2.25 bits.AQUA-KV x transform", "AQUA-KV over `transform-2.25` and `transform-2`, first layer the same"),
         (

@@ -23,6 +23,8 @@ def main() -> None:
     except KeyboardInterrupt:  # before a command began
         print("kvcal: interrupted", file=sys.stderr)
         sys.exit(130)
+    finally:
+        interrupt.command_is_over()
 
 
 __all__ = ["main"]

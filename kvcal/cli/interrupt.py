@@ -3,10 +3,14 @@
 torch's C extension clears a KeyboardInterrupt that arrives while it is imported. Of 7 signals sent 0.27 to 0.32 s after
 the start of `kvcal fit-predictors` 6 vanished, and the run went on to its end. So a signal that arrives during such an
 import is kept until the import is over.
+
+When a command is over, Python waits for threads, as for one that writes a checkpoint to a slow disk. Ctrl-C then ends
+the process at once: Python would print a traceback. Files have their names only when they are whole.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -23,6 +27,12 @@ def install() -> None:
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):
         signal.signal(signal.SIGINT, _interrupt)
+
+
+def command_is_over() -> None:
+    """From here on Ctrl-C ends the process without a word, with exit code 130."""
+    if signal.getsignal(signal.SIGINT) is _interrupt:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

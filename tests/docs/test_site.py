@@ -172,6 +172,7 @@ def test_which_scheme_is_of_the_measured_rows(page: str) -> None:
 
 GUARD_FILES = ("smollm2-135m.json", "qwen2.5-coder-0.5b.json")
 RESULTS = {  # bits and scheme of a row of README's table of results -> label of results.toml
+    ("1.9", "AQUA-KV over the transform, bits by layer"): "2 bits.bits by KL under predictors, 2.0 bits or fewer",
     ("2.0", "AQUA-KV over the transform"): "2 bits.AQUA-KV x transform, 2.0 bits or fewer",
     ("2.2", "AQUA-KV over the transform, bits by layer"): "2.25 bits.bits by KL under predictors",
     ("2.2", "AQUA-KV by default"): "2.25 bits.AQUA-KV",

@@ -109,10 +109,10 @@ def _hears_control_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def started(*arguments: object, folder: Path) -> subprocess.Popen[str]:
+def started(*arguments: object, folder: Path, program: tuple[str, str] = ("-m", "kvcal.cli")) -> subprocess.Popen[str]:
     """A command in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "kvcal.cli", *map(str, arguments)],
+        [sys.executable, *program, *map(str, arguments)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=_environment(),
         preexec_fn=_hears_control_c,
     )  # fmt: skip

@@ -184,6 +184,24 @@ def test_control_c_while_importing_is_not_lost(long: Given, output: Path, second
     assert done.code != 130 or done.err.splitlines()[-1] == "kvcal: interrupted"
 
 
+SLOW_THREAD = """\
+import threading, time, kvcal.cli
+threading.Thread(target=time.sleep, args=(60,)).start()
+kvcal.cli.main()
+"""
+
+
+def test_control_c_while_threads_end_prints_no_traceback(tmp_path: Path) -> None:
+    """A thread that writes to a slow disk, say: Python waits for it when the command is over."""
+    process = started("--version", folder=tmp_path, program=("-c", SLOW_THREAD))
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("kvcal ")
+    time.sleep(1)  # from the last line to where Python waits
+    process.send_signal(signal.SIGINT)
+    ended = finished(process)
+    assert (ended.code, ended.err) == (130, "")
+
+
 def test_control_c_is_one_line_and_keeps_the_checkpoint(long: Given, output: Path, undisturbed: str) -> None:
     process = begun(long, output)
     process.send_signal(signal.SIGINT)
