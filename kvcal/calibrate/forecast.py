@@ -40,13 +40,15 @@ class Forecast:
     """A scheme's forecast KL on this model. kl: mean nats between the next-token distributions of the scheme and of the
     exact model, over the tokens behind the prompt; infinite where the scheme's are not finite. packed: tokens of the
     prompt that the scheme packs; of none the KL is 0. ratio: largest over median root mean square of a channel of keys,
-    of the worst layer and kv head; layer: which layer.
+    of the worst layer and kv head; layer: which layer. perplexity: of the exact model on the tokens behind the prompt,
+    without the first; nan where there is one alone.
     """
 
     kl: float
     packed: int
     ratio: float
     layer: int
+    perplexity: float = math.nan
 
 
 def channel_ratio(keys: Tensor) -> float:
@@ -251,13 +253,14 @@ def _kls(
     try:
         behind = ids[:, -exact.shape[1] :].to(exact.device)
         right = _log_probabilities(capture, behind, exact)
+        perplexity = float(functional.nll_loss(right[:, :-1].flatten(0, 1), behind[:, 1:].flatten()).double().exp())
         results = {}
         for name, run in runs.items():
             logs = _log_probabilities(capture, behind, run.x[:, -behind.shape[1] :])
             kl = float(functional.kl_div(logs, right, reduction="none", log_target=True).sum(-1).double().mean())
             tokens = run.packed.stop - run.packed.start
             kl = max(0.0, kl) if math.isfinite(kl) and not run.broken else math.inf
-            results[name] = Forecast(kl if tokens else 0.0, tokens, *worst)
+            results[name] = Forecast(kl if tokens else 0.0, tokens, *worst, perplexity)
         return results
     finally:
         capture.source.free_outer()

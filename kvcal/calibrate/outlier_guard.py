@@ -9,6 +9,7 @@ scheme does to the model on short windows of text is computed, layer by layer (f
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections import Counter
@@ -40,6 +41,9 @@ from .job import Scan
 # Forecast KL from which a scheme is warned of, and in which words. KL 0.1: what 2-bit integers cost SmolLM2-135M and
 # Qwen2.5-Coder-0.5B at their worst settings; at 1 the next token is another one in most places.
 GRADES = ((1.0, "breaks the model"), (0.3, "costs much quality"), (0.1, "costs noticeable quality"))
+# Perplexity of the exact model from which it is named. Pretrained models have 5 to 60 on text that suits them; a folder
+# of Gemma-3 whose tokenizer was damaged when it was converted had 9,400.
+UNLIKELY = 1000.0
 # Largest over median size of a key channel from which on it is named, where treating channels apart helps as well
 # (`_advice`): models with such channels have 10 to 95. Below that balanced factors may help, too (1-bit keys on `tiny`,
 # whose ratio is 6), but there is no channel to point at.
@@ -109,6 +113,16 @@ def grade(kl: float) -> str | None:
     return next((word for least, word in GRADES if kl >= least), None)
 
 
+def unlikely(perplexity: float, text: str) -> list[str]:
+    """A line where the exact model cannot predict the text itself, so that what compression changes tells little."""
+    if perplexity < UNLIKELY or math.isnan(perplexity):
+        return []
+    return [
+        f"warning: full precision itself has perplexity {perplexity:,.0f} on {text}, where pretrained models have less "
+        "than 100, so KL to it tells little: check that the weights, the tokenizer and the text belong together"
+    ]
+
+
 def warnings(
     model: LayerSource | nn.Module,
     ids: Tensor,
@@ -118,10 +132,10 @@ def warnings(
     text: str,
     unfitted: Mapping[str, Unfitted] | None = None,
 ) -> list[str]:
-    """One line for each scheme whose forecast KL on text is high. A scheme that packs nothing of the text has no
-    forecast, and a line, too. ids: token windows (N, T) int64, of which those of `window_of` are taken. text: what they
-    are of, for the line. unfitted: by the scheme's name; a line says where fitting made it worse. Forecasts of one
-    scheme on two texts differ, up to a few times.
+    """One line for each scheme whose forecast KL on text is high, and one where the exact model cannot predict the
+    text itself. A scheme that packs nothing of the text has no forecast, and a line, too. ids: token windows (N, T)
+    int64, of which those of `window_of` are taken. text: what they are of, for the line. unfitted: by the scheme's
+    name; a line says where fitting made it worse. Forecasts of one scheme on two texts differ, up to a few times.
     """
     if not schemes:
         return []
@@ -140,6 +154,8 @@ def warnings(
         advance(PASSES_OF_ADVICE * bool(words))
     count, length = windows.shape
     where = f"{count} window{'s' * (count > 1)} of {length:,} tokens of {text}"
+    exact = next((result.perplexity for result in by_name.values()), math.nan)
+    lines += unlikely(exact, where)
     lines += [_line(name, by_name[name], word, instead[name], where) for name, word in words.items()]
     return lines + [
         f"warning: fitting made {name} worse: forecast KL {by_name[name].kl:.2g} nats per token, and "

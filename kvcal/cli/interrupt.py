@@ -30,7 +30,7 @@ def install() -> None:
 
 
 def command_is_over() -> None:
-    """From here on Ctrl-C ends the process without a word, with exit code 130."""
+    """Let Ctrl-C end the process from here on without a word, with exit code 130."""
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.scheme import Scheme
 
-from ..calibrate.outlier_guard import LENGTH, WINDOWS, measured_warning, window_length
+from ..calibrate.outlier_guard import LENGTH, WINDOWS, measured_warning, unlikely, window_length
 from ..methods.data_free import DataFree
 from ..text import token_windows
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEXT = "embedded:evaluation"
-# Perplexity of full precision from which it is named. Pretrained models have 5 to 60 on text that suits them; a folder
-# of Gemma-3 whose tokenizer was damaged when it was converted had 9,400.
-UNLIKELY = 1000.0
 
 
 def schemes_of(model: nn.Module, rows: Mapping[str, DataFree | Bundle]) -> dict[str, Scheme]:
@@ -42,15 +39,8 @@ def guard_window(tokenizer: PreTrainedTokenizerBase, schemes: Mapping[str, Schem
 
 
 def full_precision_warnings(perplexity: float, random_weights: bool) -> list[str]:
-    """A line for a model that cannot predict the text itself, so that what compression changes tells little. None where
-    it can, or where weights are random.
-    """
-    if random_weights or perplexity < UNLIKELY:
-        return []
-    return [
-        f"warning: full precision itself has perplexity {perplexity:,.0f} on this text, where pretrained models have "
-        "less than 100, so KL to it tells little: check that the weights, the tokenizer and the text belong together"
-    ]
+    """A line for a model that cannot predict the text itself; none where its weights are random."""
+    return [] if random_weights else unlikely(perplexity, "this text")
 
 
 def measured_warnings(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import random
 from pathlib import Path
 
 import pytest
 
+from kvcal.calibrate.outlier_guard import UNLIKELY
 from kvcal.commands.common import each_line_once
-from kvcal.commands.guard import UNLIKELY, full_precision_warnings
+from kvcal.commands.guard import full_precision_warnings
 from tests.support.models_fixture import SUFFIX, kvcal
 
 LINE = "warning: full precision itself has perplexity "
@@ -36,11 +36,17 @@ def test_perplexity_of_full_precision_is_told_where_it_is_unlikely(command: str,
     assert LINE not in right.err
 
 
-def test_random_weights_have_no_line_and_what_is_no_number_has_one() -> None:
+def test_random_weights_have_no_line() -> None:
     assert full_precision_warnings(9391.0, random_weights=True) == []
     assert full_precision_warnings(UNLIKELY - 1, random_weights=False) == []
-    [line] = full_precision_warnings(math.nan, random_weights=False)
-    assert line.startswith(LINE)
+    [line] = full_precision_warnings(9391.0, random_weights=False)
+    assert line.startswith(f"{LINE}9,391 on this text")
+
+
+def test_a_fit_on_text_that_the_model_cannot_predict_has_the_line_too(noise: Path, tmp_path: Path) -> None:
+    few = ["--windows", 2, "--length", 192, "--block", 32, "--no-resume", "--output", tmp_path / f"x{SUFFIX}"]
+    lines = [kvcal("fit-norms", *few, *text).err.count(LINE) for text in (["--text", noise], [])]
+    assert lines == [1, 0]
 
 
 def test_a_line_that_was_said_is_not_said_again(tmp_path: Path) -> None:
