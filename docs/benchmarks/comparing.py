@@ -75,11 +75,12 @@ def one_round(
 
 
 def apart(kls: list[dict[str, float]]) -> float:
-    """The largest relative difference of a row's KL between the trees."""
+    """The largest difference of a row's KL between the trees, as a share of the larger one."""
     first = kls[0]
     if any(set(other) != set(first) for other in kls):
         raise SystemExit(f"comparing.py: trees have other rows: {[sorted(each) for each in kls]}")
-    return max(abs(other[row] - value) / max(value, 1e-30) for other in kls for row, value in first.items() if value)
+    pairs = [(value, other[row]) for other in kls for row, value in first.items() if other[row] != value]
+    return max((abs(one - other) / max(abs(one), abs(other)) for one, other in pairs), default=0.0)
 
 
 def main() -> None:
