@@ -43,7 +43,7 @@ from .job import Scan
 GRADES = ((1.0, "breaks the model"), (0.3, "costs much quality"), (0.1, "costs noticeable quality"))
 # Perplexity of the exact model from which it is named. Pretrained models have 5 to 60 on text that suits them; a folder
 # of Gemma-3 whose tokenizer was damaged when it was converted had 9,400.
-UNLIKELY = 1000.0
+UNLIKELY = 3000.0
 # Largest over median size of a key channel from which on it is named, where treating channels apart helps as well
 # (`_advice`): models with such channels have 10 to 95. Below that balanced factors may help, too (1-bit keys on `tiny`,
 # whose ratio is 6), but there is no channel to point at.
