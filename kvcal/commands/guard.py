@@ -6,21 +6,27 @@ Presets and bundles are judged alike: what a bundle's file records of its qualit
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.scheme import Scheme
 
 from ..calibrate.outlier_guard import LENGTH, WINDOWS, measured_warning, unlikely, window_length
 from ..methods.data_free import DataFree
+from ..models.spread import input_device
 from ..text import token_windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from ..models.loading import LoadedModel
 
 TEXT = "embedded:evaluation"
 
@@ -36,6 +42,20 @@ def guard_window(tokenizer: PreTrainedTokenizerBase, schemes: Mapping[str, Schem
     """
     pieces = -(-window_length(schemes.values()) // LENGTH) + 1  # one more: joined windows lose a BOS each
     return token_windows.evaluation_windows(tokenizer, TEXT, windows=WINDOWS * pieces, length=LENGTH).ids
+
+
+def say_unlikely(loaded: LoadedModel, ids: Tensor, say: Callable[[str], None]) -> None:
+    """Say it where the model cannot predict the first of token windows ids (N, T) int64: what is chosen by KL there
+    would be chosen by nothing.
+    """
+    if loaded.random_weights:
+        return
+    window = ids[:1, :LENGTH].to(input_device(loaded.model))
+    with torch.no_grad():
+        logits = loaded.model(window, use_cache=False).logits[0, :-1]
+    nats = float(functional.cross_entropy(logits.float(), window[0, 1:].to(logits.device)))
+    for line in unlikely(math.exp(min(nats, 700.0)), f"{window.shape[1]} tokens of this text"):
+        say(line)
 
 
 def full_precision_warnings(perplexity: float, random_weights: bool) -> list[str]:

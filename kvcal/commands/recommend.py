@@ -55,6 +55,7 @@ from .common import (
     text_for,
     tokenizer_for,
 )
+from .guard import say_unlikely
 from .options import RecommendOptions
 from .workbench import model_record, open_model, spread_of
 
@@ -148,6 +149,7 @@ def run_recommend(o: RecommendOptions, say: Say) -> Recommendation:
     loaded = open_model(o.model, o.revision, dtype=o.dtype, device=o.device, spread=spread_of(o))
     say_coverage(loaded.model, say)
     rungs, schemes, omitted = _fitting(loaded.model, text.length)
+    say_unlikely(loaded, text.holdout, say)
     record = decided_by(calibration, loaded.model.dtype, loaded.model.device, text.ids_sha256)
     record |= {"ladder": {name: repr(rung.method) for name, rung in rungs.items()}}
     work = command_checkpoint("recommend", record, output=output, resume=o.resume, say=say)

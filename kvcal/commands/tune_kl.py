@@ -56,6 +56,7 @@ from .common import (
     text_for,
     tokenizer_for,
 )
+from .guard import say_unlikely
 from .workbench import check_selection, model_record, open_model_of
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def run_tune_kl(o: TuneBitsOptions, say: Say) -> dict[str, Any]:
     say_coverage(loaded.model, say)
     base = Preset(codecs[0], codecs[0], sink=o.sink, recent=o.recent, block=o.block)
     check_length(DataFreeSchemes(loaded.model, base).exact, text.train)  # before minutes of fits
+    say_unlikely(loaded, text.holdout, say)
     record = decided_by(o, loaded.model.dtype, loaded.model.device, text.ids_sha256)
     settings: dict[str, Json] = {"codecs": codecs, "base": asdict(base), "predict": o.predict}
     settings |= {} if o.head_groups == 1 else {"head_groups": o.head_groups}
@@ -169,11 +171,14 @@ def run_tune_kl(o: TuneBitsOptions, say: Say) -> dict[str, Any]:
         "bits_per_value": round(scheme.bits_per_value(), 4),
         "chosen": chosen.name,
         "holdout_kl": chosen.rows[chosen.name].kl,
+        "holdout_kl_se": chosen.rows[chosen.name].kl_se,
         "tuned_kl": _kl(chosen, TUNED),
         **({} if o.head_groups == 1 else {"head_groups": o.head_groups, "by_layer_kl": _kl(chosen, BY_LAYER)}),
         "predicted_kl": chosen.predicted,
         "best_uniform": best,
         "best_uniform_kl": None if best is None else uniform[best].kl,
+        "best_uniform_kl_se": None if best is None else uniform[best].kl_se,
+        "best_uniform_bits": None if best is None else uniform[best].bits_per_value,
         "keys": chosen.assignment.key,
         "values": chosen.assignment.value,
         "per_layer": list(chosen.assignment.per_layer),

@@ -129,10 +129,13 @@ QUANTITIES: Mapping[str, Quantity] = {
     "kl_max": Quantity("KL max"),
     "forecast_kl": Quantity("forecast KL"),
     "holdout_kl": Quantity("held-out KL"),
+    "holdout_kl_se": Quantity("±", lambda value: significant(value, 1)),
     "tuned_kl": Quantity("KL of the tuned"),
     "by_layer_kl": Quantity("KL of the tuned by layer"),
     "predicted_kl": Quantity("predicted KL"),
     "best_uniform_kl": Quantity("KL of the best uniform"),
+    "best_uniform_kl_se": Quantity("± of the best uniform", lambda value: significant(value, 1)),
+    "best_uniform_bits": Quantity("bits/value of the best uniform"),
     "perplexity": Quantity("perplexity", lambda value: significant(value, 4)),  # schemes differ in the fourth digit
     "same_top": _share("same top"),
     "smaller": Quantity("× smaller"),

@@ -49,6 +49,14 @@ def test_a_fit_on_text_that_the_model_cannot_predict_has_the_line_too(noise: Pat
     assert lines == [1, 0]
 
 
+def test_what_is_chosen_by_kl_has_the_line_before_any_measurement(noise: Path, tmp_path: Path) -> None:
+    small = ["--windows", 3, "--length", 384, "--output", tmp_path / f"x{SUFFIX}"]
+    for command in (["tune-bits", "--objective", "kl", "--max-bits", 0.1], ["recommend", "--max-bits", 0.1]):
+        done = kvcal(*command, *small, "--text", noise)  # limits that nothing meets end it early
+        assert done.code != 0
+        assert done.err.count(LINE) == 1, done.err
+
+
 def test_a_line_that_was_said_is_not_said_again(tmp_path: Path) -> None:
     said: list[str] = []
     say = each_line_once(said.append)

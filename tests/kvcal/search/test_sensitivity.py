@@ -149,6 +149,7 @@ def test_the_command_writes_what_it_chose(tmp_path: Path) -> None:
     assert bundle.scheme.bits_per_value() == pytest.approx(done.json["bits_per_value"], abs=1e-3)
     assert done.json["bits_per_value"] <= 6
     assert done.json["holdout_kl"] <= done.json["best_uniform_kl"]
+    assert 0 < done.json["best_uniform_bits"] <= 6
     preset = Preset(
         done.json["keys"], done.json["values"], sink=4, recent=32, block=32, per_layer=tuple(done.json["per_layer"])
     )
