@@ -83,6 +83,30 @@ def apart(kls: list[dict[str, float]]) -> float:
     return max((abs(one - other) / max(abs(one), abs(other)) for one, other in pairs), default=0.0)
 
 
+def command(asked: argparse.Namespace) -> list[str]:
+    """Options of `kvcal compare`."""
+    options = ["-m", str(Path(asked.model).resolve()) if Path(asked.model).exists() else asked.model]
+    options += ["--text", str(Path(asked.text).resolve()) if Path(asked.text).exists() else asked.text]
+    options += ["--windows", str(asked.windows), "--length", str(asked.length), "--device", asked.device]
+    return options + [word for preset in PRESETS[: asked.presets] for word in ("-p", preset)]
+
+
+def read_trees(parser: argparse.ArgumentParser, given: list[str]) -> dict[str, Path]:
+    trees: dict[str, Path] = {}
+    for each in given:
+        name, equals, folder = each.partition("=")
+        if not (name and equals and folder):
+            parser.error(f"--tree {each}: must be NAME=FOLDER, as in before=../before")
+        if name in trees:
+            parser.error(f"--tree {each}: {name} is {trees[name]} already: give each tree a name of its own")
+        if not Path(folder, "kvcal").is_dir():
+            parser.error(
+                f"--tree {each}: no folder {Path(folder, 'kvcal')}: give a checkout, as git worktree add makes it"
+            )
+        trees[name] = Path(folder).resolve()
+    return trees
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", action="append", required=True, help="NAME=FOLDER; may be repeated")
@@ -97,12 +121,12 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True, help="a folder for caches and output")
     parser.add_argument("--output", type=Path, help="JSON of all rounds")
     asked = parser.parse_args()
-    trees = {name: Path(folder).resolve() for name, folder in (each.split("=", 1) for each in asked.tree)}
-    presets = [word for preset in PRESETS[: asked.presets] for word in ("-p", preset)]
-    place = Path(asked.model)
-    options = ["-m", str(place.resolve()) if place.exists() else asked.model]
-    options += ["--text", str(Path(asked.text).resolve()) if Path(asked.text).exists() else asked.text]
-    options += ["--windows", str(asked.windows), "--length", str(asked.length), "--device", asked.device, *presets]
+    trees = read_trees(parser, asked.tree)
+    if not 1 <= asked.presets <= len(PRESETS):
+        parser.error(f"--presets {asked.presets}: must be from 1 to {len(PRESETS)}, which is all")
+    if asked.rounds < 1:
+        parser.error(f"--rounds {asked.rounds}: must be 1 or more; the last one counts")
+    options = command(asked)
     rounds: list[dict[str, Any]] = []
     for _ in range(asked.rounds):
         found = one_round(trees, options, asked.state.resolve(), asked.first_gpu)

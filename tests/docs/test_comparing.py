@@ -46,3 +46,30 @@ def test_a_command_that_fails_ends_all(comparing: Any, tmp_path: Path) -> None:
     running = comparing.Running("before", ROOT, ["--preset", "no-such-preset"], tmp_path, None)
     with pytest.raises(SystemExit, match="no-such-preset"):
         running.result()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--presets", "20"], "--presets 20: must be from 1 to 17, which is all"),
+        (["--presets", "0"], "--presets 0: must be from 1 to 17, which is all"),
+        (["--rounds", "0"], "--rounds 0: must be 1 or more; the last one counts"),
+        (["--tree", "before"], "--tree before: must be NAME=FOLDER, as in before=../before"),
+        (["--tree", "a=none"], "--tree a=none: no folder none/kvcal: give a checkout, as git worktree add makes it"),
+        (["--tree", "after=."], f"--tree after=.: after is {ROOT} already: give each tree a name of its own"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(
+    comparing: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    line: str,
+) -> None:
+    state = ["--tree", f"after={ROOT}", "--state", str(tmp_path / "state")]
+    monkeypatch.setattr(sys, "argv", ["comparing.py", *state, *words])
+    with pytest.raises(SystemExit, match="2"):
+        comparing.main()
+    assert capsys.readouterr().err.splitlines()[-1] == f"comparing.py: error: {line}"
+    assert not (tmp_path / "state").exists()
