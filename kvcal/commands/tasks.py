@@ -44,6 +44,7 @@ TEXT = "embedded:evaluation"
 ESSAY = 2**20  # characters of a text that essays are taken from, at least
 GATE = "max-score-drop"
 BLIND = "full precision answered none of {questions}, so that no drop can be seen"
+COUNTED = "each row to its own end"  # of `rows` in checkpoints; those of other counts are not taken up
 EXACT = "nothing was packed while it was answered, so that its score is full precision's"
 LONGER = "give a task of longer contexts, or a scheme with smaller windows"
 OTHER_TASK = "give a task that this model can do"
@@ -161,7 +162,7 @@ def run_tasks(
     for task, answer in _answers(asked, model).items():
         full: Scores = {}
         for row, maker in (("full", None), *makers.items()):
-            place = f"task-{short(json.dumps([task, row, settings, asked.contents[task]], default=str))}"
+            place = f"task-{short(json.dumps([COUNTED, task, row, settings, asked.contents[task]], default=str))}"
             recorded = work.read(place)
             if recorded is None:
                 say(f"task {task}: {row}")

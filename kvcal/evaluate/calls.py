@@ -33,12 +33,12 @@ def calls(scheme: Scheme, start: int, stop: int, step: int) -> list[tuple[int, i
     """
     starts = list(range(start, stop, step))
     if scheme.selection is None and step > QUERIES:
-        packed = [_blocks(scheme, column) for column in starts]
+        packed = [packed_blocks(scheme, column) for column in starts]
         starts = [column for i, column in enumerate(starts) if i == 0 or packed[i] != packed[i - 1]]
     return list(zip(starts, [*starts[1:], stop], strict=True))
 
 
-def _blocks(scheme: Scheme, columns: int) -> int:
-    """Blocks that are packed once so many tokens have come."""
+def packed_blocks(scheme: Scheme, columns: int) -> int:
+    """Blocks that are packed once so many tokens of a row have come, those evicted instead included."""
     windows = scheme.windows
     return max(0, columns - windows.sink - windows.recent) // windows.block

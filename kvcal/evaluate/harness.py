@@ -21,18 +21,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
 from kvcal_artifacts.errors import KVCalError, TextUnavailable, UsageError
 
-from .calls import calls
+from .compressed_lm import language_model
 from .packed_share import OpenCache
 from .ruler import Contexts, Generator, is_generator
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
-    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
     from transformers import PreTrainedTokenizerBase
 
@@ -267,42 +263,3 @@ def in_one_line(names: Sequence[str]) -> Iterator[None]:
             ) from error
         message = " ".join(str(error).split())[:300]
         raise KVCalError(f"--task {','.join(names)}: lm-eval failed: {type(error).__name__}: {message}") from error
-
-
-def language_model(
-    model: CausalLM, tokenizer: PreTrainedTokenizerBase, maker: OpenCache | None, options: TaskOptions
-) -> HFLM:
-    """lm-eval's model class over the caches of `maker`; None: the model's cache."""
-    from lm_eval.models.huggingface import HFLM
-
-    class CompressedLM(HFLM):  # type: ignore[misc]
-        def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-            if maker is None:
-                whole: Tensor = super()._model_call(inps, attn_mask, labels)
-                return whole
-            return forced_logits(self.model, inps, maker, options.step)
-
-        def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: object) -> Tensor:
-            if maker is None:
-                return self._generated(context, max_length, stop, kwargs)
-            with maker() as cache:
-                return self._generated(context, max_length, stop, kwargs | {"past_key_values": cache})
-
-        def _generated(self, context: Tensor, max_length: int, stop: list[str], kwargs: Mapping[str, object]) -> Tensor:
-            out: Tensor = super()._model_generate(context, max_length, stop, **kwargs)
-            return out
-
-    return CompressedLM(pretrained=model, tokenizer=tokenizer, batch_size=options.batch, backend="causal")
-
-
-@torch.no_grad()
-def forced_logits(model: nn.Module, ids: Tensor, maker: OpenCache, step: int) -> Tensor:
-    """Logits (B, T, vocabulary) of token ids (B, T), teacher-forced through a cache. Padding on the right changes no
-    token before it.
-    """
-    with maker() as cache:
-        parts = [
-            model(input_ids=ids[:, first:last], past_key_values=cache, use_cache=True).logits
-            for first, last in calls(cache.scheme, 0, ids.shape[1], step)
-        ]
-    return torch.cat(parts, 1)

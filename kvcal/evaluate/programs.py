@@ -13,7 +13,8 @@ from kvcal_artifacts.files import read_text
 from ..report.extras import require
 from ..report.progress import progress
 from . import sandbox
-from .harness import Scores, TaskOptions, check_installed, in_one_line, language_model
+from .compressed_lm import language_model
+from .harness import Scores, TaskOptions, check_installed, in_one_line
 from .packed_share import OpenCache
 
 if TYPE_CHECKING:

@@ -21,10 +21,12 @@ from kvcal.commands import evaluation
 from kvcal.commands.task_choice import CONTEXT_NAMES, HUMANEVAL, chosen_tasks, lengths_of
 from kvcal.commands.tasks import Answered, judged, load_tasks, run_tasks, task_names
 from kvcal.evaluate import contexts, harness, programs
+from kvcal.evaluate.compressed_lm import forced_logits, language_model
 from kvcal.evaluate.contexts import CONTEXT_TASKS, Agreement, Haystack, agreed, by_length, context_once, needle
-from kvcal.evaluate.harness import TaskOptions, by_question, forced_logits, in_one_line, language_model
+from kvcal.evaluate.harness import TaskOptions, by_question, in_one_line
 from kvcal.evaluate.packed_share import PackedShare, share_of
 from kvcal.evaluate.paired import Paired
+from kvcal.evaluate.row_ends import Reading, Requests, answer_lengths, forced, generated
 from kvcal.methods.data_free import Preset
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
@@ -37,6 +39,7 @@ from tests.support.models_fixture import kvcal, write_text
 
 if TYPE_CHECKING:
     from kvcal.commands.results import TaskScores
+    from kvcal.evaluate.packed_share import OpenCache
 
 LM_EVAL = importlib.util.find_spec("lm_eval") is not None
 needs_lm_eval = pytest.mark.skipif(not LM_EVAL, reason="lm-eval is not installed")
@@ -248,7 +251,61 @@ def test_lm_evals_class_answers_through_the_cache(loaded: Any) -> None:
     assert through[0] == pytest.approx(own[0], abs=1e-3)
     assert through[1] == own[1]
     coarse = Preset("uniform-1", "uniform-1", sink=0, recent=0, block=8).scheme(loaded.model)
-    assert answers(lambda: KVCalCache(coarse, loaded.model))[0] != pytest.approx(own[0], abs=1e-2)
+    assert answers(lambda **_: KVCalCache(coarse, loaded.model))[0] != pytest.approx(own[0], abs=1e-2)
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("keep", [None, 0.4])
+def test_the_packed_share_does_not_depend_on_the_batch(loaded: Any, keep: float | None) -> None:
+    """Rows of unlike prompts and answers are counted up to their own ends; alone, a row is counted by the cache."""
+    from lm_eval.api.instance import Instance
+
+    scheme = Preset("exact-32", "exact-32", sink=4, recent=16, block=8).scheme(loaded.model)
+    scheme = scheme if keep is None else scheme.keeping(HeavyHitters(keep))
+    texts = [
+        "it was a long day",
+        "the year of " * 9,
+        "in the middle of the year and " * 3,
+        "nobody said",
+        "a man " * 20,
+    ]
+    settings = {"until": [",", " that"], "max_gen_toks": 40, "do_sample": False}
+    written = [Instance("generate_until", {}, (text, dict(settings)), 0) for text in texts]
+    likely = [Instance("loglikelihood", {}, (text * 3, " of the night" * i), 0) for i, text in enumerate(texts, 1)]
+
+    def rows(batch: int, by_cache: bool = False) -> tuple[list[tuple[int, int, int]], list[str]]:
+        share = PackedShare()
+        opened = share.counting(lambda: KVCalCache(scheme, loaded.model))
+        maker = cast("OpenCache", lambda readings: opened()) if by_cache else opened
+        lm = language_model(loaded.model, loaded.tokenizer, maker, TaskOptions(batch=batch))
+        answers = lm.generate_until(written)
+        lm.loglikelihood(likely)
+        return sorted(share.rows), answers
+
+    alone, answers = rows(1, by_cache=True)
+    assert len(set(map(len, answers))) > 2 and any(changed for _, _, changed in alone)
+    together, same = rows(5)
+    assert answers == same or keep is not None  # an evicting cache may answer otherwise, where rows are padded
+    assert together == alone
+
+
+def test_an_answer_ends_with_its_first_stop() -> None:
+    """With the end of a text, a stop string, or the last token that there is; what follows is its neighbours'."""
+    tokens = torch.tensor([[5, 9, 0, 0], [5, 6, 7, 9], [5, 6, 6, 6], [9, 7, 0, 0]])
+    stopped = lambda so_far: [7 in row for row in so_far.tolist()]  # noqa: E731
+    assert answer_lengths(tokens, {9}, stopped) == [2, 3, 4, 1]
+    assert generated([10, 10], [1, 3]) == [Reading(10, 0), Reading(12, 11)]
+
+
+def test_rows_of_likelihoods_are_found_without_their_padding() -> None:
+    requests = Requests(frozenset({(1, 2), (1, 2, 0), (3,), (0,)}))
+    assert requests.lengths(torch.tensor([[1, 2, 5], [3, 0, 0], [1, 2, 0], [0, 0, 0]])) == [3, 1, 3, 1]
+    assert forced([3, 32, 33, 70], [(0, 32), (32, 96)]) == [
+        Reading(3, 0),
+        Reading(32, 0),
+        Reading(33, 32),
+        Reading(70, 32),
+    ]
 
 
 @needs_lm_eval
