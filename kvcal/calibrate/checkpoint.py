@@ -220,8 +220,12 @@ class CommandCheckpoint(CheckpointFolder):
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-        if all(path.name == SETTINGS or path.suffix == ".tmp" for path in self.folder.glob("*")):
+        if not self._holds_work():
             self.remove()
+
+    def _holds_work(self) -> bool:
+        """Whether anything is stored but the settings and what was cut off while written."""
+        return any(path.name != SETTINGS and path.suffix != ".tmp" for path in self.folder.glob("*"))
 
     @contextmanager
     def until_done(self) -> Iterator[None]:
@@ -240,7 +244,8 @@ class CommandCheckpoint(CheckpointFolder):
     @contextmanager
     def until_out(self, then: str = "the same command writes it without measuring") -> Iterator[None]:
         """Remove the checkpoint when the block has written the result, and when a reader of it closed early (`| head`).
-        Any other failure leaves it for the same command, and says so. then: what that command does.
+        Any other failure leaves it for the same command, and says so; a checkpoint that stores nothing is removed.
+        then: what that command does.
         """
         try:
             yield
@@ -248,8 +253,14 @@ class CommandCheckpoint(CheckpointFolder):
             self.remove()
             raise
         except BaseException:
-            if self.folder.exists():
+            if not self._holds_work():
+                self.remove()
+            elif self._able:
                 self._say(f"note: what was measured is kept in {self.folder}; {then}")
+            else:
+                self._say(
+                    f"note: a part of what was measured is kept in {self.folder}; the same command goes on from it"
+                )
             raise
         self.remove()
 

@@ -27,14 +27,14 @@ def build(o: BuildOptions, typed: Typed) -> None:
     result = run_build(
         read, note, dry_run=o.dry_run, jobs=o.jobs, gpus=o.gpus, share=o.share, gates=o.gates, typed=typed
     )
-    report(result["gates"], o.junit, o.summary)
+    unwritten = report(result["gates"], o.junit, o.summary)
     if o.json:
         print_json(result)
     else:
         rows = [[row["name"], row["method"], row["action"], row["pass"], row["why"]] for row in result["bundles"]]
         print_table(["bundle", "method", "would be" if o.dry_run else "state", "pass", "why"], rows, wide=o.wide)
         print_gates(result["gates"], o.wide)
-    raise_if_failed(result["gates"])
+    raise_if_failed(result["gates"], unwritten)
     if not o.json:
         _next(o, result)
 

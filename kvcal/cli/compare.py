@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvcal.cli.evaluate import FULL, unequal_windows, windows_of
+from kvcal.cli.evaluate import FULL, as_lines, unequal_windows, windows_of
 from kvcal.cli.output import (
     line,
     note,
@@ -34,18 +34,20 @@ def compare(o: CompareOptions, typed: Typed) -> None:
     """
     from kvcal.commands.compare import run_compare
     from kvcal.commands.workbench import raise_first
+    from kvcal.report.outputs import raise_unwritten
 
     result = run_compare(o, note, typed)
-    failed = result["failed"]
+    failed, unwritten = result["failed"], result["unwritten"]
     if o.json:
-        print_json(result | {"failed": {name: str(error) for name, error in failed.items()}})
+        print_json(result | as_lines(failed, unwritten))
     else:
         print_compared(result, o.wide)
-        if files := [path for path in (o.csv, o.plot) if path is not None]:
+        if (files := [path for path in (o.csv, o.plot) if path is not None]) and not unwritten:
             print_open(*files)
         if o.output is not None:
             print_next("report", o.output, "--output", o.output.with_suffix(".html"))
-    raise_first(failed)
+    raise_first(failed, unwritten)
+    raise_unwritten(unwritten)
 
 
 COLUMNS = (

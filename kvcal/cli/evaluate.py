@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,10 +33,9 @@ def evaluate(o: EvalOptions, typed: Typed) -> None:
 
     check_reports(o.junit, o.summary)
     result = run_eval(o, note, typed=typed)
-    failed = result["failed"]
-    report(result["gates"], o.junit, o.summary)
+    failed, unwritten = result["failed"], [*result["unwritten"], *report(result["gates"], o.junit, o.summary)]
     if o.json:
-        print_json(result | {"failed": {name: str(error) for name, error in failed.items()}})
+        print_json(result | as_lines(failed, unwritten))
     else:
         print_evaluation(result["rows"], o.wide)
         if unequal := unequal_windows(result["rows"]):
@@ -45,10 +44,15 @@ def evaluate(o: EvalOptions, typed: Typed) -> None:
             wrapped(few, wide=o.wide)
         print_tasks(result["rows"], o.wide)
         print_gates(result["gates"], o.wide)
-        if o.needle_plot is not None:
+        if o.needle_plot is not None and not result["unwritten"]:
             print_open(o.needle_plot)
-    raise_first(failed)
-    raise_if_failed(result["gates"])
+    raise_first(failed, unwritten)
+    raise_if_failed(result["gates"], unwritten)
+
+
+def as_lines(failed: Mapping[str, Exception], unwritten: Sequence[Exception]) -> dict[str, object]:
+    """Errors of rows and of files, as `--json` has them."""
+    return {"failed": {name: str(error) for name, error in failed.items()}, "unwritten": [*map(str, unwritten)]}
 
 
 def check_reports(junit: Path | None, summary: Path | None) -> None:

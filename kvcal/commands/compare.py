@@ -39,7 +39,7 @@ from ..models.names import ModelSource, resolve
 from ..pipeline.options import FitPredictorsOptions
 from ..pipeline.scheme_file import Recipe, read_recipe
 from ..report.drawn import machine_and_date
-from ..report.outputs import check_output
+from ..report.outputs import check_output, figures_first
 from ..report.progress import Items
 from ..report.version import __version__
 from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results, token_bytes, within
@@ -186,7 +186,8 @@ def of_recipe(recipe: Recipe) -> DataFree | AquaKV:
 
 def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Every candidate through the cache on one text; the front of bits and KL, and the best under --max-bits. "failed"
-    has the errors of rows that could not be fitted or measured, by name: the others are there nevertheless.
+    has the errors of rows that could not be fitted or measured, by name, "unwritten" those of files: all else is there
+    nevertheless.
 
     typed: names of the options that somebody gave; UsageError for one that no row takes. Raises the first of the errors
     where no row is left.
@@ -358,16 +359,20 @@ def _judged(o: CompareOptions, measured: list[dict[str, Any]], text: str, called
     on_front = front(measured, cost="size" if o.against == "size" else "bits_per_value")
     chosen = best(measured, o.max_bits) if o.max_bits is not None else None
     ordered = [row | {"front": row["name"] in on_front} for row in sorted(measured, key=_order)]
+    unwritten: list[KVCalError] = []
     if o.csv is not None:
-        write_atomically(o.csv, as_csv(ordered).encode(), "--csv")
+        with figures_first(unwritten):
+            write_atomically(o.csv, as_csv(ordered).encode(), "--csv")
     if o.plot is not None:
         from ..report.costs import BITS, SIZE
         from ..report.plots import plot_quality
 
         name = resolve(o.model, o.revision).public
         cost = SIZE if o.against == "size" else BITS
-        plot_quality(ordered, f"{name}, {text}; {machine_and_date(called)}", o.plot, cost)
+        with figures_first(unwritten):
+            plot_quality(ordered, f"{name}, {text}; {machine_and_date(called)}", o.plot, cost)
     return {
+        "unwritten": unwritten,
         "full_perplexity": measured[0]["full_perplexity"],
         "rows": ordered,
         "resumed_rows": resumed,

@@ -33,6 +33,7 @@ from ..models.spread import input_device
 from ..pipeline.gates import Check, Limits, broken_off, check_recorded, check_row
 from ..pipeline.options import EvalOptions
 from ..report.drawn import machine_and_date
+from ..report.outputs import figures_first
 from ..report.progress import progress, tracked
 from ..text.token_windows import EvaluationWindows
 from .bundles import file_sha256
@@ -75,8 +76,8 @@ def run_eval(
 ) -> dict[str, Any]:
     """Rows `full`, presets, bundles (with their files' "sha256") on the same text. limits: of each row by name; by
     default those of the options for all. typed: names of the options that somebody gave; UsageError for one that
-    nothing takes. "failed" has the errors of rows that could not be measured, by name: the others are there
-    nevertheless.
+    nothing takes. "failed" has the errors of rows that could not be measured, by name, "unwritten" those of a plot
+    that could not be written: all else is there nevertheless.
     """
     refuse_idle_seed(o, typed)
     methods = rows_named(o.preset or [], [*(o.bundles or []), *(o.bundle or [])])
@@ -103,11 +104,13 @@ def run_eval(
     for line in [*unlikely, *measured_warnings(o.model, plan.methods, behind)]:
         say(line)
     checks += judged(answered, o.max_score_drop)
+    unwritten: list[KVCalError] = []
     if o.needle_plot is not None:
         from ..report.plots import plot_needle_maps
 
         title = f"{plan.source.public}, needles found; {machine_and_date(machine(loaded.model.device))}"
-        plot_needle_maps(answered.needles, title, o.needle_plot)
+        with figures_first(unwritten):
+            plot_needle_maps(answered.needles, title, o.needle_plot)
     selection = plan.selection
     return {
         "rows": [
@@ -125,6 +128,7 @@ def run_eval(
             for name, error in broken.items()
             if not _fails_gate(error, plan.limits[row_names[name]])
         },
+        "unwritten": unwritten,
         "passed": all(check.passed for check in checks),
         "model": plan.source.public,
         "revision": loaded.revision,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, cast
 
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.scheme import FRAMES, Frame
 
@@ -20,7 +20,7 @@ from ..capture.spill import SpillStore
 from ..evaluate.probe import Probe, Settings, measure, paper_probes, table
 from ..models import configuration, names
 from ..report.drawn import machine_and_date
-from ..report.outputs import check_output
+from ..report.outputs import check_output, figures_first
 from ..report.timing import PhaseTimer
 from ..report.version import __version__
 from ..search.comparison import Ledger, read_results
@@ -101,17 +101,20 @@ def run_probe(o: ProbeOptions, say: Say) -> dict[str, Any]:
         "seconds": round(time.monotonic() - started, 1),
         "phases": timer.split(),
     }
+    unwritten: list[KVCalError] = []
     if o.csv is not None:
-        write_atomically(o.csv, as_csv(rows, sorted(layers)).encode(), "--csv")
+        with figures_first(unwritten):
+            write_atomically(o.csv, as_csv(rows, sorted(layers)).encode(), "--csv")
     if o.plot is not None:
         from ..report.plots import plot_probes
 
         title = (
             f"{source.public}, {of.text.source}, keys {settings.frame}; {machine_and_date(machine(of.opened.device))}"
         )
-        plot_probes(rows, title, o.plot)
+        with figures_first(unwritten):
+            plot_probes(rows, title, o.plot)
     files = {"output": o.output, "csv": o.csv, "plot": o.plot}
-    return result | {name: str(path) for name, path in files.items() if path is not None}
+    return result | {name: str(path) for name, path in files.items() if path is not None} | {"unwritten": unwritten}
 
 
 def _run(settings: Settings, of: Calibration, ledger: Ledger, timer: PhaseTimer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -206,11 +206,14 @@ def named_error(name: str, error: KVCalError) -> KVCalError:
     return error if str(error).startswith(name) else type(error)(f"{name}: {error}")
 
 
-def raise_first(failed: Mapping[str, KVCalError]) -> None:
-    """Raise the first error of rows that failed, which says how many more did."""
+def raise_first(failed: Mapping[str, KVCalError], unwritten: Sequence[KVCalError] = ()) -> None:
+    """Raise the first error of rows that failed, which says how many more did, and which files could not be written
+    (`unwritten`). Nothing where no row failed.
+    """
     if failed:
         first, *others = failed.values()
-        raise type(first)(f"{first}; and {len(others)} more" if others else str(first))
+        more = [f"{len(others)} more"] if others else []
+        raise type(first)("; and ".join([str(first), *more, *map(str, unwritten)]))
 
 
 def check_selection(source: names.ModelSource, selection: HeavyHitters | None, *, random_weights: bool) -> None:

@@ -19,6 +19,7 @@ from kvcal_artifacts.shown import message
 
 from ..evaluate.layers import ROLES, check_errors, recorded_rows, worst_layer
 from ..report.escape import markdown as escaped
+from ..report.outputs import figures_first, raise_unwritten
 from ..report.records import mistyped
 
 if TYPE_CHECKING:
@@ -228,31 +229,35 @@ def failed(checks: Iterable[Check]) -> list[Check]:
     return [check for check in checks if not check.passed]
 
 
-def raise_if_failed(checks: Sequence[Check]) -> None:
-    """GateFailed with the first failure's line, and how many more there are."""
-    bad = failed(checks)
-    if bad:
-        rest = f"; and {len(bad) - 1} more" if len(bad) > 1 else ""
-        raise GateFailed(f"gate failed: {bad[0].line}{rest}")
-
-
-def report(checks: Sequence[Check], junit: Path | None, summary: Path | None) -> None:
-    """JUnit XML and Markdown, where asked for, of no gates too; where there are some the Markdown also behind what
-    $GITHUB_STEP_SUMMARY names holds already.
+def raise_if_failed(checks: Sequence[Check], unwritten: Sequence[KVCalError] = ()) -> None:
+    """GateFailed with the first failure's line, how many more there are, and the files that could not be written
+    (`unwritten`). Where no gate failed, KVCalError for these.
     """
-    if junit is not None:
-        write_atomically(junit, junit_xml(checks), "--junit")
+    bad = failed(checks)
+    if bad:  # what the gates say matters more
+        rest = f"; and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise GateFailed("; and ".join([f"gate failed: {bad[0].line}{rest}", *map(str, unwritten)]))
+    raise_unwritten(unwritten)
+
+
+def report(checks: Sequence[Check], junit: Path | None, summary: Path | None) -> list[KVCalError]:
+    """JUnit XML and Markdown, where asked for, of no gates too; where there are some the Markdown also behind what
+    $GITHUB_STEP_SUMMARY names holds already. The errors of those that could not be written.
+    """
+    unwritten: list[KVCalError] = []
     text = markdown(checks)
+    if junit is not None:
+        with figures_first(unwritten):
+            write_atomically(junit, junit_xml(checks), "--junit")
     if summary is not None:
-        write_atomically(summary, text.encode(), "--summary")
+        with figures_first(unwritten):
+            write_atomically(summary, text.encode(), "--summary")
     if checks and (step := os.environ.get(SUMMARY_VARIABLE)):
         try:
             _append(Path(step), text + "\n")
         except OSError as error:
-            unwritten = f"${SUMMARY_VARIABLE} {step}: cannot be written ({error.strerror})"
-            if bad := failed(checks):  # what the gates say matters more
-                raise GateFailed(f"gate failed: {bad[0].line}; and {unwritten}") from error
-            raise KVCalError(unwritten) from error
+            unwritten.append(KVCalError(f"${SUMMARY_VARIABLE} {step}: cannot be written ({error.strerror})"))
+    return unwritten
 
 
 def _append(path: Path, text: str) -> None:

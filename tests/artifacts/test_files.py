@@ -409,12 +409,12 @@ def test_a_pipe_in_a_model_folder(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("alarm")
 def test_a_pipe_as_the_summary_of_a_job(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcal.pipeline.gates import Check, report
+    from kvcal.pipeline.gates import Check, raise_if_failed, report
 
     os.mkfifo(tmp_path / "summary")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary"))
     with pytest.raises(KVCalError, match=r"cannot be written .a pipe, not a file"):
-        report([Check("a", "canary", True)], None, None)
+        raise_if_failed([], report([Check("a", "canary", True)], None, None))
 
 
 @pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="asks Linux which pages are in memory")

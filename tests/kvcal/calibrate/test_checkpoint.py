@@ -22,7 +22,17 @@ from kvcal.commands import bench
 from kvcal.evaluate.perplexity import _Sums
 from kvcal_artifacts.errors import KVCalError
 from tests.support import quick_clock
-from tests.support.models_fixture import ROOT_COMMAND, SUFFIX, Done, denied, killed_at, kvcal, write_model, write_text
+from tests.support.models_fixture import (
+    ROOT_COMMAND,
+    SUFFIX,
+    Done,
+    denied,
+    killed_at,
+    kvcal,
+    small_disk,
+    write_model,
+    write_text,
+)
 
 WINDOWS = 6  # one at a time
 TEXT = ["--length", 132, "--windows", WINDOWS, "--batch", 1, "--step", 33]
@@ -351,6 +361,31 @@ def test_figures_of_a_file_that_fails_are_shown_and_kept(
     again = good(kvcal(*SHORT, option, path, "--json"))
     assert again["rows"] == failed.json["rows"] and path.exists()
     assert list((cache / "partial").iterdir()) == []
+
+
+def test_only_what_is_stored_is_said_to_be_kept(tmp_path: Path) -> None:
+    """On a full disk nothing is; where it fills meanwhile, a part."""
+
+    def lines_of(disk: Path, *values: object) -> list[str]:
+        lines: list[str] = []
+        work = CommandCheckpoint("x", {}, output=disk / "y", resume=True, say=lines.append)
+        with contextlib.suppress(KVCalError), work.until_out():
+            for place, value in enumerate(values):
+                work.keep(f"row-{place}", value)
+            raise KVCalError("no room")
+        return lines
+
+    with small_disk(tmp_path) as disk:
+        unkept, part = lines_of(disk, 1, "x" * (1 << 14))
+        assert "nothing is kept" in unkept and part.startswith(
+            f"note: a part of what was measured is kept in {disk}/.y"
+        )
+        shutil.rmtree(disk / ".y.partial")
+        assert "note: what was measured is kept" in lines_of(disk, 1)[0]
+        shutil.rmtree(disk / ".y.partial")
+        (disk / "rest").write_bytes(bytes(1 << 14))
+        [unkept] = lines_of(disk, 1)
+        assert "nothing is kept" in unkept and not (disk / ".y.partial").exists()
 
 
 def test_a_reader_that_left_wants_no_more(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

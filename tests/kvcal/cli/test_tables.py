@@ -97,13 +97,14 @@ CACHE = {"name": "full", "bits_per_value": None, "nbytes": 33_554_432, "kl": 0.0
 GIVEN: dict[str, tuple[str, str, dict[str, Any]]] = {  # command -> its words, the function, what that returns
     "eval": (
         "eval --preset kivi-2", "kvcal.commands.evaluation.run_eval",
-        {"rows": [FULL, ROW], "windows": 4, "gates": GATES, "failed": {}},
+        {"rows": [FULL, ROW], "windows": 4, "gates": GATES, "failed": {}, "unwritten": []},
     ),
     "compare": (
         "compare --preset kivi-2 --output rows.json", "kvcal.commands.compare.run_compare",
         {
             "full_perplexity": 62.75, "rows": [ROW, ROW | {"name": f"{LONG} + {LONG}"}], "at_length": 131_072, "length": 1024,
             "windows": 2, "against": "bits", "max_bits": 2.5, "best": LONG, "ties": [LONG] * 3, "failed": {},
+            "unwritten": [],
         },
     ),
     "recommend": (

@@ -20,7 +20,7 @@ from kvcal.methods.data_free import DataFree, Preset
 from kvcal.methods.mixkvq import MixKVQ
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.pipeline.gates import Check, junit_xml, markdown, report
+from kvcal.pipeline.gates import Check, junit_xml, markdown, raise_if_failed, report
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer, reading
 from kvcal_artifacts.errors import GateFailed, KVCalError
@@ -209,10 +209,11 @@ def test_a_summary_stands_on_lines_of_its_own(base: Path, tmp_path: Path, monkey
 
 def test_a_summary_that_cannot_be_written_hides_no_failed_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))
+    bad, good = [Check("a", "max-kl", False, 0.5, 0.1)], [Check("a", "max-kl", True, 0.1, 0.5)]
     with pytest.raises(GateFailed, match=r"a: max-kl 0.5, at most 0.1; and \$GITHUB_STEP_SUMMARY .* cannot be written"):
-        report([Check("a", "max-kl", False, 0.5, 0.1)], None, None)
+        raise_if_failed(bad, report(bad, None, None))
     with pytest.raises(KVCalError, match="cannot be written") as caught:
-        report([Check("a", "max-kl", True, 0.1, 0.5)], None, None)
+        raise_if_failed(good, report(good, None, None))
     assert not isinstance(caught.value, GateFailed)
 
 
