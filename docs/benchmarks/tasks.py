@@ -1,14 +1,14 @@
 """Tasks through the default scheme, the best 2.25-bit scheme and full precision: HumanEval, GSM8K, RULER, needles.
 
     python docs/benchmarks/tasks.py --qwen ./qwen2.5-coder-0.5b --smollm2 ./smollm2-135m --calibration books.txt \
-        --data ../shared/data/eval --output tasks --jobs 4
+        --text wiki.txt --data eval --output tasks --jobs 4
 
 Every task, and every length of a RULER task or of needles, is one `kvcal eval --task …` in a process of its own, with all
 schemes in it. It writes OUTPUT/NAME.json when it ends, to a temporary name first, and its progress to OUTPUT/NAME.log.
-Nothing is fetched: HumanEval and GSM8K are read from --data (`humaneval/HumanEval.jsonl`, `gsm8k/test.jsonl`), RULER's
-contexts are generated. Can be cut at any second: the same command leaves out what is there, and `kvcal eval` goes on
-behind the last task and row that were answered (in KVCAL_CACHE_DIR or HF_HOME, so leave these as they were).
-`--task-seconds` ends one task, `--budget-seconds` all.
+Nothing is fetched: HumanEval and GSM8K are read from --data (`humaneval/HumanEval.jsonl`, `gsm8k/test.jsonl`), where they
+are asked; RULER's contexts are generated. Can be cut at any second: the same command leaves out what is there, and
+`kvcal eval` goes on behind the last task and row that were answered (in KVCAL_CACHE_DIR or HF_HOME, so leave these as
+they were). `--task-seconds` ends one task, `--budget-seconds` all.
 
 Needs lm-eval; `--packages` prints what a machine lacks of it, for pip. GSM8K is lm-eval's gsm8k_cot, whose eight examples
 stand in its task file. `--table` prints Markdown from what is there, `--report` makes
@@ -26,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,16 @@ PACKAGES = {  # what lm-eval and kvcal import beside torch and Transformers -> w
     "fsspec": "fsspec", "requests": "requests", "rich": "rich", "jinja2": "jinja2", "yaml": "pyyaml", "tqdm": "tqdm",
     "typer": "typer", "click": "click", "shellingham": "shellingham", "accelerate": "accelerate", "psutil": "psutil",
 }  # fmt: skip
+DATA = {  # by task: the file in --data, and where it comes from
+    "humaneval": (
+        Path("humaneval/HumanEval.jsonl"),
+        "data/HumanEval.jsonl.gz of github.com/openai/human-eval (MIT), unpacked",
+    ),
+    "gsm8k": (
+        Path("gsm8k/test.jsonl"),
+        "grade_school_math/data/test.jsonl of github.com/openai/grade-school-math (MIT)",
+    ),
+}
 BEST = "--keys transform-2.25 --values transform-2 --key-inputs k1,v1 --value-inputs v1,k1,k0"  # 2.19 to 2.25 bits
 BEST_FIT = [*BEST.split(), "--first-layer", ""]
 
@@ -86,16 +97,31 @@ def tasks(args: argparse.Namespace, folder: Path) -> list[Task]:
     return [task for task in every if task.name.startswith(tuple(begun))]
 
 
-def write_tasks(data: Path, folder: Path) -> None:
-    """The task files that --tasks-path names: HumanEval's problems, and GSM8K with lm-eval's own examples and filters."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(data / "humaneval" / "HumanEval.jsonl", folder / "humaneval.jsonl")
-    spec = importlib.util.find_spec("lm_eval")
-    if spec is None or spec.origin is None:
+def write_tasks(data: Path, folder: Path, names: Collection[str]) -> None:
+    """The files that --tasks-path names, of those tasks that need them: HumanEval's problems, and GSM8K with lm-eval's
+    examples and filters. Ends in one line where data are missing, or lm-eval is, without which needles alone are asked.
+    """
+    if "lm-eval" in lacking() and any(not name.startswith("needle") for name in names):
         raise SystemExit("tasks.py: needs lm-eval, which is not installed; --packages prints what to install")
+    problems = {name: data / DATA[name][0] for name in names if name in DATA}
+    for name, path in problems.items():
+        if not path.is_file():
+            raise SystemExit(
+                f"tasks.py: {name} needs {path}, which is not there: it is {DATA[name][1]}; put it there, give another "
+                "--data, or choose other --tasks"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    if "humaneval" in problems:
+        shutil.copy(problems["humaneval"], folder / "humaneval.jsonl")
+    if "gsm8k" in problems:
+        _write_gsm8k(problems["gsm8k"].resolve(), folder / "gsm8k_offline.yaml")
+
+
+def _write_gsm8k(problems: Path, place: Path) -> None:
+    spec = importlib.util.find_spec("lm_eval")
+    assert spec is not None and spec.origin is not None
     theirs = Path(spec.origin).parent / "tasks"
-    problems = (data / "gsm8k" / "test.jsonl").resolve()
-    (folder / "gsm8k_offline.yaml").write_text(
+    place.write_text(
         f"include: {theirs}/gsm8k/gsm8k-cot.yaml\ntask: gsm8k_offline\ndataset_path: json\ndataset_name: null\n"
         f"dataset_kwargs:\n  data_files:\n    test: {problems}\ntest_split: test\ntag: []\n"
     )
@@ -186,11 +212,10 @@ def check_settings(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0 where every task has its file."""
     end = time.monotonic() + args.budget_seconds
-    args.output.mkdir(parents=True, exist_ok=True)
-    check_settings(args)
-    write_tasks(args.data, args.output / "task-files")
     chosen = tasks(args, args.output / "task-files")
     waiting = [task for task in chosen if not (args.output / f"{task.name}.json").exists()]
+    write_tasks(args.data, args.output / "task-files", [task.name for task in waiting])
+    check_settings(args)
     bundles = {model: fitted(args, model) for model in dict.fromkeys(task.model for task in waiting)}
     running: list[Running] = []
     while (waiting or running) and time.monotonic() < end:
@@ -218,14 +243,16 @@ def reports(folder: Path) -> None:
 
 
 def collected(folder: Path, machine: str) -> dict[str, Any]:
-    """All results of a folder, without the text's figures beside them. machine: what ran them, and at which commit."""
+    """All results of a folder, without the text's figures beside them. machine: what ran them, and at which commit.
+    "packed_by_row" says that shares of packed tokens count each row of a batch up to its own end.
+    """
     kept = ("name", "bits_per_value", "sha256", "tasks", "needles")
     runs = []
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text())
         rows = [{key: row[key] for key in kept if key in row} for row in result["rows"] if "tasks" in row]
         runs.append({"run": path.stem, "model": result["model"], "seconds": result.get("seconds"), "rows": rows})
-    return {"machine": machine, "runs": runs}
+    return {"machine": machine, "packed_by_row": True, "runs": runs}
 
 
 def table(files: list[dict[str, Any]]) -> str:
@@ -234,6 +261,7 @@ def table(files: list[dict[str, Any]]) -> str:
     """
     lines: list[str] = []
     runs = [run for file in files for run in file["runs"]]
+    whole = {run["model"] for file in files if not file.get("packed_by_row") for run in file["runs"]}
     for model, schemes in dict.fromkeys((run["model"], tuple(row["name"] for row in run["rows"])) for run in runs):
         here = [
             run["rows"] for run in runs if (run["model"], tuple(r["name"] for r in run["rows"])) == (model, schemes)
@@ -245,9 +273,21 @@ def table(files: list[dict[str, Any]]) -> str:
         lines += [f"**{model}**", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         lines += [_line(_titled(task), ones) for task, ones in pairs]
         lines += _means([(_titled(task), ones) for task, ones in pairs], len(columns))
-        least = min(one["packed"] for _, ones in pairs for one in ones if one.get("packed") is not None)
-        lines += ["", f"At least {least:.0%} of a context were packed when its last token was asked for.", ""]
+        lines += ["", _least(pairs, model in whole), ""]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _least(pairs: list[tuple[str, list[dict[str, Any]]]], whole: bool) -> str:
+    """The least share of packed tokens. whole: batches were counted at their end, where rows that had ended were as
+    long as the slowest, so that the tasks of batches are left out.
+    """
+    named = [(_titled(task)[0], ones) for task, ones in pairs]
+    counted = [ones for name, ones in named if not (whole and name in DATA)]
+    shares = [one["packed"] for ones in counted for one in ones if one.get("packed") is not None]
+    if not shares:
+        return "No share of packed tokens was counted row by row."
+    start = "At" if len(counted) == len(named) else "Except for HumanEval and GSM8K, at"
+    return f"{start} least {min(shares):.0%} of a context were packed when its last token was asked for."
 
 
 def _titled(task: str) -> tuple[str, int | None]:
@@ -338,7 +378,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--qwen", default="./qwen2.5-coder-0.5b", help="a folder")
     parser.add_argument("--smollm2", default="./smollm2-135m", help="a folder")
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "eval")
+    parser.add_argument("--data", type=Path, default=Path("eval"), help="a folder, of HumanEval and GSM8K")
     parser.add_argument("--calibration", default="embedded:calibration")
     parser.add_argument("--text", default="embedded:evaluation")
     parser.add_argument("--fit-windows", type=int, default=24)

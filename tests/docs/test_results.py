@@ -181,6 +181,36 @@ def test_a_task_of_one_question_has_no_interval_in_the_table(tmp_path: Path) -> 
     assert "| two | – | 2 | 1.000 | 0.000 | -1.000 (-1.000 to -0.500) |" in lines
 
 
+def test_shares_of_batches_that_were_counted_at_their_end_are_left_out(tmp_path: Path) -> None:
+    tasks = script("tasks")
+    pair = {"score": 0.0, "full": 1.0, "difference": -1.0, "low": -1.0, "high": -0.5, "n": 2, "packed": 0.9}
+    row = {"name": "kivi-2", "bits_per_value": 2.0, "tasks": {"needle@4096": pair, "humaneval": pair | {"packed": 0.5}}}
+    (tmp_path / "a.json").write_text(json.dumps({"model": "m", "rows": [row]}))
+    by_row = tasks.collected(tmp_path, "")
+    before = {key: value for key, value in by_row.items() if key != "packed_by_row"}
+    assert "\nAt least 50% of a context" in tasks.table([by_row])
+    assert "\nExcept for HumanEval and GSM8K, at least 90% of a context" in tasks.table([before])
+
+
+def test_data_are_asked_for_only_by_the_tasks_that_need_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in one line, with the file and where it comes from; needles and RULER need none."""
+    tasks, files = script("tasks"), tmp_path / "task-files"
+    monkeypatch.setattr(tasks, "PACKAGES", {})  # no test without lm-eval is refused
+    tasks.write_tasks(tmp_path / "eval", files, ["needle-smollm2-4k", "ruler-qwen-4k-ruler_vt"])
+    assert not list(files.iterdir())
+    for name, origin in (("humaneval", "github.com/openai/human-eval"), ("gsm8k", "github.com/openai/grade-school")):
+        with pytest.raises(SystemExit) as ended:
+            tasks.write_tasks(tmp_path / "eval", files, [name])
+        line = str(ended.value.code)
+        assert line.startswith(f"tasks.py: {name} needs {tmp_path / 'eval' / tasks.DATA[name][0]}, which is not there")
+        assert origin in line and "\n" not in line
+    problems = tmp_path / "eval" / "humaneval" / "HumanEval.jsonl"
+    problems.parent.mkdir(parents=True)
+    problems.write_text("{}")
+    tasks.write_tasks(tmp_path / "eval", files, ["humaneval"])
+    assert [path.name for path in files.iterdir()] == ["humaneval.jsonl"]
+
+
 def test_older_intervals_of_scores_of_0_or_1_become_those_of_today() -> None:
     """From what a file of before Tango's interval has: both means, McNemar's p-value and the bootstrap's ends."""
     import numpy as np
