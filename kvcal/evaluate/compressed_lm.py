@@ -1,4 +1,4 @@
-"""lm-eval's Hugging Face model class over compressed caches: generation, likelihoods, and where each row of them ends."""
+"""lm-eval's Hugging Face model class over compressed caches: generation, likelihoods, and where each row ends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..models.structure import CausalLM
-    from .harness import TaskOptions
 
 
 def language_model(
-    model: CausalLM, tokenizer: PreTrainedTokenizerBase, maker: OpenCache | None, options: TaskOptions
+    model: CausalLM, tokenizer: PreTrainedTokenizerBase, maker: OpenCache | None, step: int, batch: int
 ) -> HFLM:
-    """lm-eval's model class over the caches of `maker`; None: the model's cache."""
+    """lm-eval's model class over the caches of `maker`; None: the model's cache. step: tokens a forward pass of
+    likelihoods. batch: requests at a time.
+    """
     from lm_eval.models.huggingface import HFLM
 
     class CompressedLM(HFLM):  # type: ignore[misc]
@@ -33,7 +34,7 @@ def language_model(
             if maker is None:
                 whole: Tensor = super()._model_call(inps, attn_mask, labels)
                 return whole
-            return forced_logits(self.model, inps, maker, options.step, self._requested.lengths(inps))
+            return forced_logits(self.model, inps, maker, step, self._requested.lengths(inps))
 
         def _loglikelihood_tokens(self, requests: list[Any], *others: Any, **settings: Any) -> list[tuple[float, bool]]:
             # as lm-eval sends them: the last token is only scored
@@ -56,7 +57,7 @@ def language_model(
             out: Tensor = super()._model_generate(context, max_length, stop, **kwargs)
             return out
 
-    return CompressedLM(pretrained=model, tokenizer=tokenizer, batch_size=options.batch, backend="causal")
+    return CompressedLM(pretrained=model, tokenizer=tokenizer, batch_size=batch, backend="causal")
 
 
 def _answer_lengths(lm: HFLM, tokens: Tensor, stop: list[str]) -> list[int]:

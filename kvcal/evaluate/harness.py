@@ -172,7 +172,7 @@ class Harness:
         """
         from lm_eval.evaluator import evaluate
 
-        lm = language_model(model, self.tokenizer, maker, self.options)
+        lm = language_model(model, self.tokenizer, maker, self.options.step, self.options.batch)
         with in_one_line(self.names):
             results = evaluate(
                 lm=lm,

@@ -88,7 +88,7 @@ def humaneval(
     from lm_eval.api.instance import Instance
 
     chosen = problems(options)
-    lm = language_model(model, tokenizer, maker, options)
+    lm = language_model(model, tokenizer, maker, options.step, options.batch)
     settings = {"until": [*STOPS, FENCE] if options.chat else STOPS, "max_gen_toks": NEW_TOKENS, "do_sample": False}
     with in_one_line([NAME]):
         prompts = [_in_chat(lm, row["prompt"]) if options.chat else row["prompt"] for row in chosen]

@@ -240,7 +240,7 @@ def test_lm_evals_class_answers_through_the_cache(loaded: Any) -> None:
     from lm_eval.api.instance import Instance
 
     def answers(maker: Any) -> tuple[list[float], list[str]]:
-        lm = language_model(loaded.model, loaded.tokenizer, maker, TaskOptions(batch=2))
+        lm = language_model(loaded.model, loaded.tokenizer, maker, TaskOptions().step, 2)
         pairs = [("it was a " * 20, "long day"), ("the year " * 25, "of the night"), ("in", " the end")]
         asked = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
         settings = {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": False}
@@ -277,7 +277,7 @@ def test_the_packed_share_does_not_depend_on_the_batch(loaded: Any, keep: float 
         share = PackedShare()
         opened = share.counting(lambda: KVCalCache(scheme, loaded.model))
         maker = cast("OpenCache", lambda readings: opened()) if by_cache else opened
-        lm = language_model(loaded.model, loaded.tokenizer, maker, TaskOptions(batch=batch))
+        lm = language_model(loaded.model, loaded.tokenizer, maker, TaskOptions().step, batch)
         answers = lm.generate_until(written)
         lm.loglikelihood(likely)
         return sorted(share.rows), answers
