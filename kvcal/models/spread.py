@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.hf import input_device as input_device  # others ask here
 
 from ..report.extras import require
 from .structure import head_of, tied
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from .structure import CausalLM
 
 DeviceMap: TypeAlias = str | Mapping[str, str | int]
@@ -150,13 +149,3 @@ def _processes() -> int:
             "--tp-plan spreads heads over processes: start it by torchrun --nproc-per-node N, N at least 2"
         )
     return int(count)
-
-
-def input_device(model: nn.Module) -> torch.device:
-    """Where a model takes token ids: where its first weights are, or are brought by accelerate's hooks."""
-    for module in model.modules():
-        hook = getattr(module, "_hf_hook", None)
-        device = getattr(hook, "execution_device", None)
-        if device is not None:
-            return torch.device(device)
-    return next(model.parameters()).device

@@ -19,7 +19,7 @@ from kvcal.methods import AquaKV, Squat
 from kvcal.models.configuration import load_config
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.models.spread import Spread, tied_together
+from kvcal.models.spread import Spread, input_device, tied_together
 from kvcal.models.structure import empty_model
 from kvcal.text import token_windows
 from kvcal_artifacts import load_bundle, load_cache
@@ -212,6 +212,31 @@ def test_a_map_gives_a_tied_head_its_embeddings_device(devices: dict[str, str | 
     untied = empty_model(load_config(resolve("tiny")), torch.float32)
     untied.config.tie_word_embeddings = False
     assert tied_together(untied, devices) == devices
+
+
+ON_DISK: dict[str, list[str]] = {
+    "fit": ["aqua-kv", *SMALL, "--text", "TEXT", "--output", f"fitted{SUFFIX}"],
+    "eval": ["-p", "kivi-4", "--text", "TEXT", "--windows", "2", "--length", "60", "--task", "agreement"],
+    "compare": ["-p", "kivi-4", "--text", "TEXT", "--windows", "2", "--length", "60"],
+    "recommend": ["--text", "TEXT", "--windows", "4", "--length", "68", "--output", f"chosen{SUFFIX}"],
+    "generate": ["-p", "kivi-4", "--prompt", "a house of words", "--tokens", "2"],
+}
+
+
+@pytest.mark.parametrize("command", ON_DISK)
+def test_an_embedding_on_a_disk(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [str(base / "words.txt") if word == "TEXT" else word for word in ON_DISK[command]]
+    words += ["--lengths", "64", "--limit", "1"] if command == "eval" else []
+    done = kvcal(command, *words, "-m", base / "m", "--json", "--device-map", '{"model": "disk", "lm_head": "cpu"}')
+    assert done.code == 0 and done.json.get("device", "cpu") == "cpu", done.err
+
+
+def test_tokens_go_where_an_offloaded_embedding_is_brought(base: Path) -> None:
+    model, whole = loaded(base, Spread(device_map={"model": "disk", "lm_head": "disk"})), loaded(base, Spread())
+    assert model.device.type == "meta" and input_device(model).type == "cpu"
+    with load_cache("auto-4", model) as cache, load_cache("auto-4", whole) as other:
+        assert cache.describe()["auto"] == other.describe()["auto"]
 
 
 @pytest.mark.parametrize(
