@@ -19,7 +19,7 @@ from kvcal.methods import AquaKV, Squat
 from kvcal.models.configuration import load_config
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.models.spread import Spread, input_device, tied_together
+from kvcal.models.spread import Spread, divided, input_device, tied_together
 from kvcal.models.structure import empty_model
 from kvcal.text import token_windows
 from kvcal_artifacts import load_bundle, load_cache
@@ -233,10 +233,32 @@ def test_an_embedding_on_a_disk(base: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_tokens_go_where_an_offloaded_embedding_is_brought(base: Path) -> None:
-    model, whole = loaded(base, Spread(device_map={"model": "disk", "lm_head": "disk"})), loaded(base, Spread())
+    model, whole = loaded(base, Spread(device_map={"": "disk"})), loaded(base, Spread())
     assert model.device.type == "meta" and input_device(model).type == "cpu"
     with load_cache("auto-4", model) as cache, load_cache("auto-4", whole) as other:
         assert cache.describe()["auto"] == other.describe()["auto"]
+
+
+@pytest.mark.parametrize("more", [{}, {"model.layers.1": "cpu"}])
+def test_a_whole_model_on_a_disk(base: Path, more: dict[str, str | int]) -> None:
+    """Also one of which a layer stays in memory."""
+    assert torch.equal(random_logits(base, Spread(device_map={"": "disk", **more})), random_logits(base, Spread()))
+
+
+def test_a_map_is_divided_into_modules_apart(base: Path) -> None:
+    model = empty_model(load_config(resolve(str(base / "m"))), torch.float32)
+    rest = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb"), 0)
+    layers = {f"model.layers.{index}": 1 for index in range(1, LAYERS)}
+    assert divided(model, {"": "disk"}) == {"model": "disk", "lm_head": "disk"}
+    assert divided(model, {"": 0, "model.layers": 1, "model.layers.0": "disk"}) == {
+        **rest,
+        **layers,
+        "model.layers.0": "disk",
+        "lm_head": 0,
+    }
+    assert divided(model, {"model.layers.0": 0, "nothing": 1}) == {"model.layers.0": 0, "nothing": 1}
+    model.model.register_parameter("shift", torch.nn.Parameter(torch.zeros(1, device="meta")))
+    assert divided(model, {"": 0, "model.norm": 1})["model"] == 0
 
 
 @pytest.mark.parametrize(
