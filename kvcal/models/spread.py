@@ -79,7 +79,21 @@ def _parsed(text: str) -> DeviceMap:
             f"--device-map {text[:80]}: allowed are {', '.join(MAPS)}, or a JSON object of devices by names of "
             'modules, as {"model.embed_tokens": 0, …}'
         )
+    _check_places(devices)
     return devices
+
+
+def _check_places(devices: Mapping[str, str | int]) -> None:
+    """Raises UsageError for a device that is not here."""
+    gpus = torch.cuda.device_count()
+    here = ["cpu", "disk", *range(gpus), *(f"cuda:{index}" for index in range(gpus)), *["cuda"][:gpus]]
+    for name, place in devices.items():
+        if place not in here:
+            shown = ", ".join(map(json.dumps, here[: gpus + 2]))
+            raise UsageError(
+                f"--device-map: {json.dumps(name)} is given {json.dumps(place)[:80]}, which is no device here; allowed "
+                f"are {shown}{'' if gpus else ': torch sees no GPU'}"
+            )
 
 
 def map_for(model: CausalLM, device_map: DeviceMap, dtype: torch.dtype) -> dict[str, str | int]:

@@ -245,6 +245,14 @@ def test_a_whole_model_on_a_disk(base: Path, more: dict[str, str | int]) -> None
     assert torch.equal(random_logits(base, Spread(device_map={"": "disk", **more})), random_logits(base, Spread()))
 
 
+def test_devices_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    text = '{"a": "cpu", "b": "disk", "c": 1, "d": "cuda", "e": "cuda:1"}'
+    assert Spread.of(text, None).device_map == json.loads(text)
+    with pytest.raises(UsageError, match='"b" is given 2, which is no device here; allowed are "cpu", "disk", 0, 1'):
+        Spread.of('{"a": 1, "b": 2}', None)
+
+
 def test_a_map_is_divided_into_modules_apart(base: Path) -> None:
     model = empty_model(load_config(resolve(str(base / "m"))), torch.float32)
     rest = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb"), 0)
@@ -268,8 +276,11 @@ def test_a_map_is_divided_into_modules_apart(base: Path) -> None:
         ("fit-predictors", ["--device-map", "auto", "--layerwise"], "--device-map and --layerwise: give one of them"),
         ("fit-predictors", ["--device-map", "auto", "--tp-plan", "auto"], "--device-map and --tp-plan: give one"),
         ("fit-predictors", ["--tp-plan", "auto"], "start it by torchrun --nproc-per-node N"),
-        ("fit-predictors", ["--device-map", '{"nothing": 0}', "--random-weights"], "has no module 'nothing'"),
+        ("fit-predictors", ["--device-map", '{"nothing": "cpu"}', "--random-weights"], "has no module 'nothing'"),
         ("fit-predictors", ["--device-map", '{"model": "cpu"}', "--random-weights"], "no device for lm_head.weight"),
+        ("fit-predictors", ["--device-map", '{"": 99}'], 'map: "" is given 99, which is no device here; allowed are'),
+        ("fit-predictors", ["--device-map", '{"model": -1}'], 'allowed are "cpu", "disk"'),
+        ("fit-predictors", ["--device-map", '{"model": "nowhere"}'], '"model" is given "nowhere", which is no device'),
     ],
 )
 def test_what_means_nothing_is_refused(
