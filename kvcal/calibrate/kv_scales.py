@@ -110,7 +110,7 @@ def kv_scales(model: CausalLM, ids: Tensor, settings: ScaleSettings, batch: int 
     Raises UsageError as `check_exportable`, NonFiniteError for keys or values with a NaN or infinity.
     """
     check_exportable(model.config)
-    device, decoder = next(model.parameters()).device, hf.decoder_of(model)
+    device, decoder = hf.input_device(model), hf.decoder_of(model)
     sites = [hf.attention_site(decoder, layer) for layer in range(len(decoder.layers))]
     size, largest = batch or default_batch(ids.shape[1], device), dict[tuple[int, str], Tensor]()
     with progress("Measuring scales", total=ids.numel()) as advance:

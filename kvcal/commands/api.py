@@ -149,7 +149,7 @@ def fit(
     config: Any = hf.config_of(model)
     revision = getattr(config, "_commit_hash", None)
     name = str(getattr(config, "_name_or_path", "") or config.model_type).rstrip("/").rpartition("/")[2]
-    device: torch.device = next(model.parameters()).device
+    device: torch.device = hf.input_device(model)
     with tempfile.TemporaryDirectory() as folder:
         result = fit_bundle(
             settings,

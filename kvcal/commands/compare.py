@@ -211,7 +211,7 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     ready = {row.name: row.what for row in rows if not isinstance(row.what, AquaKV)}  # a fit says it itself
     cache_makers(loaded.model, ready, loaded.revision, selection, require)  # refuses rows before any work
     hashes = [texts.evaluation.ids_sha256, *([texts.fitting["text"].ids_sha256] if texts.fitting else [])]
-    record = settings | decided_by(o, loaded.model.dtype, loaded.model.device, *hashes)
+    record = settings | decided_by(o, loaded.model.dtype, loaded.device, *hashes)
     work = command_checkpoint("compare", record, output=o.output, resume=o.resume, say=say)
     ledger = Ledger("compare", o.output, settings, work, o.resume, ranks.current())
     resumed = sum(row.key in ledger.rows for row in rows)
@@ -234,7 +234,7 @@ def run_compare(o: CompareOptions, say: Say, typed: Collection[str] = ()) -> dic
     measured = [at_length(ledger.rows[row.key] | {"name": row.name}, sized["at_length"]) for row in rows]
     count = f"{len(texts.evaluation.ids)} window{'s' * (len(texts.evaluation.ids) > 1)} of {texts.length:,} tokens"
     text = f"{texts.evaluation.source}, {count}"
-    judged = _judged(o, measured, text, machine(loaded.model.device), resumed)
+    judged = _judged(o, measured, text, machine(loaded.device), resumed)
     return settings | sized | judged | {"failed": failed}
 
 
@@ -287,7 +287,7 @@ def _settings(o: CompareOptions, texts: Texts, loaded: LoadedModel, selection: H
         "revision": loaded.revision,
         "random_weights": loaded.random_weights,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "device": loaded.model.device.type,
+        "device": loaded.device.type,
         "text": text.source,
         "text_sha256": text.sha256,
         "windows": len(text.ids),
@@ -321,7 +321,7 @@ def _measure_rows(
     ids, failed = texts.evaluation.ids, dict[str, KVCalError]()
     todo = [row for row in rows if row.key not in ledger.rows]
     items = Items(say, len(rows), len(rows) - len(todo))
-    full = FullRuns(most=min(FULL_BYTES, (free_bytes(loaded.model.device) or 0) // 8)) if len(todo) > 1 else None
+    full = FullRuns(most=min(FULL_BYTES, (free_bytes(loaded.device) or 0) // 8)) if len(todo) > 1 else None
 
     def figures_of(row: Candidate) -> dict[str, Any] | KVCalError:
         method = row.what
@@ -472,7 +472,7 @@ def _fitted(
             path,
             model_record={"name": fitting["name"]},
             revision=loaded.revision,
-            device=loaded.model.device,
+            device=loaded.device,
             seed=fitting["seed"],
             options=FitOptions(),
             say=say,

@@ -108,7 +108,7 @@ def run_eval(
     if o.needle_plot is not None:
         from ..report.plots import plot_needle_maps
 
-        title = f"{plan.source.public}, needles found; {machine_and_date(machine(loaded.model.device))}"
+        title = f"{plan.source.public}, needles found; {machine_and_date(machine(loaded.device))}"
         with figures_first(unwritten):
             plot_needle_maps(answered.needles, title, o.needle_plot)
     selection = plan.selection
@@ -217,7 +217,7 @@ def _opened(o: EvalOptions, plan: Plan, say: Say) -> tuple[LoadedModel, dict[str
 
 def _record(o: EvalOptions, plan: Plan, model: CausalLM, text: EvaluationWindows) -> dict[str, Json]:
     """What the figures depend on: the key of the checkpoint."""
-    return decided_by(o, model.dtype, model.device, text.ids_sha256) | {
+    return decided_by(o, model.dtype, input_device(model), text.ids_sha256) | {
         "rows": {name: row_key(method) for name, method in plan.methods.items()},
         "step": o.step,
         "selection": None if plan.selection is None else asdict(plan.selection),

@@ -20,7 +20,6 @@ from kvcal_artifacts.scheme import Scheme
 
 from ..calibrate.outlier_guard import LENGTH, WINDOWS, measured_warning, unlikely, window_length
 from ..methods.data_free import DataFree
-from ..models.spread import input_device
 from ..text import token_windows
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def say_unlikely(loaded: LoadedModel, ids: Tensor, say: Callable[[str], None]) -
     """
     if loaded.random_weights:
         return
-    window = ids[:1, :LENGTH].to(input_device(loaded.model))
+    window = ids[:1, :LENGTH].to(loaded.device)
     with torch.no_grad():
         logits = loaded.model(window, use_cache=False).logits[0, :-1]
     nats = float(functional.cross_entropy(logits.float(), window[0, 1:].to(logits.device)))

@@ -119,7 +119,7 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return self.loaded.device
 
     def makers(self, names: Sequence[str]) -> dict[str, CacheMaker]:
         """Makers of caches of these schemes."""
@@ -150,7 +150,7 @@ def run_recommend(o: RecommendOptions, say: Say) -> Recommendation:
     say_coverage(loaded.model, say)
     rungs, schemes, omitted = _fitting(loaded.model, text.length)
     say_unlikely(loaded, text.holdout, say)
-    record = decided_by(calibration, loaded.model.dtype, loaded.model.device, text.ids_sha256)
+    record = decided_by(calibration, loaded.model.dtype, loaded.device, text.ids_sha256)
     record |= {"ladder": {name: repr(rung.method) for name, rung in rungs.items()}}
     work = command_checkpoint("recommend", record, output=output, resume=o.resume, say=say)
     with (
@@ -195,7 +195,7 @@ def run_recommend(o: RecommendOptions, say: Say) -> Recommendation:
         "train_windows": len(text.train),
         "holdout_windows": len(text.holdout),
         "length": text.length,
-        "device": str(loaded.model.device),
+        "device": str(loaded.device),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "next": shell(["kvcal", "eval", str(output), "-m", o.model]),
         "seconds": round(time.monotonic() - started, 1),

@@ -121,7 +121,7 @@ def run_tune_kl(o: TuneBitsOptions, say: Say) -> dict[str, Any]:
     base = Preset(codecs[0], codecs[0], sink=o.sink, recent=o.recent, block=o.block)
     check_length(DataFreeSchemes(loaded.model, base).exact, text.train)  # before minutes of fits
     say_unlikely(loaded, text.holdout, say)
-    record = decided_by(o, loaded.model.dtype, loaded.model.device, text.ids_sha256)
+    record = decided_by(o, loaded.model.dtype, loaded.device, text.ids_sha256)
     settings: dict[str, Json] = {"codecs": codecs, "base": asdict(base), "predict": o.predict}
     settings |= {} if o.head_groups == 1 else {"head_groups": o.head_groups}
     work, ranks = command_checkpoint("tune-bits", record | settings, output=output, resume=o.resume, say=say), current()
@@ -254,7 +254,7 @@ def _fit(
                     text,
                     model_record=model,
                     revision=loaded.revision,
-                    device=loaded.model.device,
+                    device=loaded.device,
                     options=FitOptions(o.batch, resume=o.resume, warn=False, ranks=ranks),
                     say=say,
                 )

@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
 
+from ..models.spread import input_device
 from ..report.progress import progress
 from .harness import Scores, TaskOptions
 from .packed_share import OpenCache
@@ -183,7 +184,7 @@ def context_once(model: CausalLM, haystack: Haystack, maker: OpenCache | None, o
 def _asked(model: CausalLM, haystack: Haystack, drawn: Drawn, maker: OpenCache | None) -> Iterator[float]:
     context = drawn.cut(haystack)
     with _cache(model, maker, drawn.length, copied=True) as filled:
-        ids = torch.tensor([context], device=model.device)
+        ids = torch.tensor([context], device=input_device(model))
         model(input_ids=ids, past_key_values=filled, use_cache=True, logits_to_keep=1)
         for city, number in zip(drawn.cities, drawn.numbers, strict=True):
             with _closing(copy.deepcopy(filled)) as cache:
@@ -251,7 +252,7 @@ CONTEXT_TASKS: dict[str, Callable[[], ContextTask]] = {  # by name, what makes t
 @torch.no_grad()
 def _decoded(model: CausalLM, prompt: list[int], cache: Cache, tokens: int) -> Tensor:
     """The greedy continuation of a prompt, whose first tokens may be in the cache already."""
-    ids = torch.tensor([prompt], device=model.device)
+    ids = torch.tensor([prompt], device=input_device(model))
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),

@@ -22,6 +22,7 @@ from kvcal_artifacts.checked import Json
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Scheme
 
+from ..models.spread import input_device
 from ..report.extras import require
 from ..report.progress import progress
 
@@ -95,7 +96,7 @@ class CacheCalls:
         stops = [until] if isinstance(until, str) else list(until)
         new = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or MAX_NEW_TOKENS)
         longest = max(1, self.max_length - new)
-        ids, mask = _left_padded([prompt[-longest:] for prompt in prompts], self._pad, self.model.device)
+        ids, mask = _left_padded([prompt[-longest:] for prompt in prompts], self._pad, input_device(self.model))
         sample = bool(settings.get("do_sample", False)) and float(settings.get("temperature", 0.0)) > 0
         drawn = {name: settings[name] for name in ("temperature", "top_p", "top_k") if sample and name in settings}
         with self._cache() as cache:
@@ -144,7 +145,7 @@ class CacheCalls:
 
     @torch.no_grad()
     def _score(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-        ids = torch.tensor([(context + continuation)[-self.max_length - 1 :]], device=self.model.device)
+        ids = torch.tensor([(context + continuation)[-self.max_length - 1 :]], device=input_device(self.model))
         count, total, greedy = len(continuation), 0.0, True
         first = ids.shape[1] - 1 - count  # position whose logits give the continuation's first token
         with self._cache() as cache:

@@ -26,7 +26,7 @@ from .memory import is_oom
 from .names import ModelSource
 from .quiet import quiet
 from .revision import weights_revision
-from .spread import WHOLE, Spread, dispatch, map_for, tensor_parallel, tied_together, weights_device
+from .spread import WHOLE, Spread, dispatch, input_device, map_for, tensor_parallel, weights_device
 from .tokenizers import local_tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
@@ -45,6 +45,11 @@ class LoadedModel:
     source: ModelSource
     revision: str
     random_weights: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model takes token ids, and runs if it is on one device; `model.device` is where weights lie."""
+        return input_device(self.model)
 
 
 def load_model(
@@ -157,7 +162,7 @@ def _from_folder(
     if spread.device_map is not None:
         device_map = spread.device_map
         if not isinstance(device_map, str):
-            device_map = tied_together(structure.empty_model(config, dtype), device_map)
+            device_map = map_for(structure.empty_model(config, dtype), device_map, dtype)
         where = {"device_map": device_map}
     try:
         with _silent_loading(), torch.device("cpu"):  # else where torch's default is, whatever `device` says

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.hf import input_device as input_device  # others ask here
 
 from ..report.extras import require
 from .structure import head_of, tied
@@ -78,13 +79,27 @@ def _parsed(text: str) -> DeviceMap:
             f"--device-map {text[:80]}: allowed are {', '.join(MAPS)}, or a JSON object of devices by names of "
             'modules, as {"model.embed_tokens": 0, …}'
         )
+    _check_places(devices)
     return devices
 
 
+def _check_places(devices: Mapping[str, str | int]) -> None:
+    """Raises UsageError for a device that is not here."""
+    gpus = torch.cuda.device_count()
+    here = ["cpu", "disk", *range(gpus), *(f"cuda:{index}" for index in range(gpus)), *["cuda"][:gpus]]
+    for name, place in devices.items():
+        if place not in here:
+            shown = ", ".join(map(json.dumps, here[: gpus + 2]))
+            raise UsageError(
+                f"--device-map: {json.dumps(name)} is given {json.dumps(place)[:80]}, which is no device here; allowed "
+                f"are {shown}{'' if gpus else ': torch sees no GPU'}"
+            )
+
+
 def map_for(model: CausalLM, device_map: DeviceMap, dtype: torch.dtype) -> dict[str, str | int]:
-    """Devices by names of modules, for a model on the meta device; a tied head's is that of `tied_together`."""
+    """Devices by names of modules, for a model on the meta device: `divided`, a tied head's that of `tied_together`."""
     if not isinstance(device_map, str):
-        return tied_together(model, device_map)
+        return tied_together(model, divided(model, device_map))
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
@@ -93,7 +108,34 @@ def map_for(model: CausalLM, device_map: DeviceMap, dtype: torch.dtype) -> dict[
     if device_map != "sequential":
         low = device_map == "balanced_low_0"
         memory = get_balanced_memory(model, dtype=dtype, no_split_module_classes=whole, low_zero=low)
-    return tied_together(model, infer_auto_device_map(model, memory, whole, dtype=dtype))
+    return tied_together(model, divided(model, infer_auto_device_map(model, memory, whole, dtype=dtype)))
+
+
+def divided(model: nn.Module, device_map: Mapping[str, str | int]) -> dict[str, str | int]:
+    """The same devices by names of modules, of which none holds another, and none is "", the whole model.
+
+    Such a module is divided into those of its parts that the map does not name. It stays, too, if it has weights beside
+    its parts. accelerate writes nothing of "" to a disk, and fails for a part on a CPU whose whole is on a disk.
+    """
+    modules = {name for name, _ in model.named_modules()}
+    devices = _divided(model, "", device_map, None)
+    return devices | {name: place for name, place in device_map.items() if name not in modules}
+
+
+def _divided(
+    module: nn.Module, name: str, device_map: Mapping[str, str | int], around: str | int | None
+) -> dict[str, str | int]:
+    """The devices of a module's parts. around: that of what the module is in."""
+    place, prefix = device_map.get(name, around), f"{name}." if name else ""
+    children = dict(module.named_children())
+    whole = bool(name) and not any(part.startswith(prefix) for part in device_map)
+    if whole or not children:
+        return {} if place is None else {name: place}
+    weights = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    devices = {name: place} if weights and place is not None else {}
+    for child, part in children.items():
+        devices |= _divided(part, prefix + child, device_map, place)
+    return devices
 
 
 def tied_together(model: CausalLM, device_map: Mapping[str, str | int]) -> dict[str, str | int]:
@@ -150,13 +192,3 @@ def _processes() -> int:
             "--tp-plan spreads heads over processes: start it by torchrun --nproc-per-node N, N at least 2"
         )
     return int(count)
-
-
-def input_device(model: nn.Module) -> torch.device:
-    """Where a model takes token ids: where its first weights are, or are brought by accelerate's hooks."""
-    for module in model.modules():
-        hook = getattr(module, "_hf_hook", None)
-        device = getattr(hook, "execution_device", None)
-        if device is not None:
-            return torch.device(device)
-    return next(model.parameters()).device

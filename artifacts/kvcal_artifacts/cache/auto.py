@@ -86,11 +86,10 @@ def probe_keys(name: str, model: nn.Module) -> dict[int, Tensor]:
     Raises NonFiniteError where keys are not finite.
     """
     decoder: Any = hf.decoder_of(model)  # of a class of Transformers, called
-    embedding = decoder.get_input_embeddings()
-    ids = (START + STEP * torch.arange(TOKENS, device="cpu")) % embedding.num_embeddings
+    ids = (START + STEP * torch.arange(TOKENS, device="cpu")) % decoder.get_input_embeddings().num_embeddings
     cache: Any = DynamicCache(config=decoder.config)  # its layers share no class that has keys
     with _evaluating(model):
-        decoder(input_ids=ids[None].to(embedding.weight.device), past_key_values=cache, use_cache=True)
+        decoder(input_ids=ids[None].to(hf.input_device(decoder)), past_key_values=cache, use_cache=True)
     probed: dict[int, Tensor] = {
         site.index: site.gather(cache.layers[site.index].keys) for site in hf.attention_sites(model)
     }

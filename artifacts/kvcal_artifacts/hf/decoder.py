@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from ..codecs.base import Shape
@@ -68,6 +69,18 @@ def why_no_decoder(model: nn.Module, decoder: nn.Module) -> str | None:
 def config_of(model: nn.Module) -> ModelConfig:
     """The config of a model's decoder."""
     return decoder_of(model).config
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where a model, or its decoder, takes token ids: where its first weights are, or where accelerate's hooks bring
+    those that lie elsewhere, as on a disk. `model.device` is "meta" then.
+    """
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        device = getattr(hook, "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return next(model.parameters()).device
 
 
 def head_dim_of(config: ModelConfig) -> int:

@@ -19,7 +19,7 @@ from kvcal.methods import AquaKV, Squat
 from kvcal.models.configuration import load_config
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
-from kvcal.models.spread import Spread, tied_together
+from kvcal.models.spread import Spread, divided, input_device, tied_together
 from kvcal.models.structure import empty_model
 from kvcal.text import token_windows
 from kvcal_artifacts import load_bundle, load_cache
@@ -214,6 +214,61 @@ def test_a_map_gives_a_tied_head_its_embeddings_device(devices: dict[str, str | 
     assert tied_together(untied, devices) == devices
 
 
+ON_DISK: dict[str, list[str]] = {
+    "fit": ["aqua-kv", *SMALL, "--text", "TEXT", "--output", f"fitted{SUFFIX}"],
+    "eval": ["-p", "kivi-4", "--text", "TEXT", "--windows", "2", "--length", "60", "--task", "agreement"],
+    "compare": ["-p", "kivi-4", "--text", "TEXT", "--windows", "2", "--length", "60"],
+    "recommend": ["--text", "TEXT", "--windows", "4", "--length", "68", "--output", f"chosen{SUFFIX}"],
+    "generate": ["-p", "kivi-4", "--prompt", "a house of words", "--tokens", "2"],
+}
+
+
+@pytest.mark.parametrize("command", ON_DISK)
+def test_an_embedding_on_a_disk(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [str(base / "words.txt") if word == "TEXT" else word for word in ON_DISK[command]]
+    words += ["--lengths", "64", "--limit", "1"] if command == "eval" else []
+    done = kvcal(command, *words, "-m", base / "m", "--json", "--device-map", '{"model": "disk", "lm_head": "cpu"}')
+    assert done.code == 0 and done.json.get("device", "cpu") == "cpu", done.err
+
+
+def test_tokens_go_where_an_offloaded_embedding_is_brought(base: Path) -> None:
+    model, whole = loaded(base, Spread(device_map={"": "disk"})), loaded(base, Spread())
+    assert model.device.type == "meta" and input_device(model).type == "cpu"
+    with load_cache("auto-4", model) as cache, load_cache("auto-4", whole) as other:
+        assert cache.describe()["auto"] == other.describe()["auto"]
+
+
+@pytest.mark.parametrize("more", [{}, {"model.layers.1": "cpu"}])
+def test_a_whole_model_on_a_disk(base: Path, more: dict[str, str | int]) -> None:
+    """Also one of which a layer stays in memory."""
+    assert torch.equal(random_logits(base, Spread(device_map={"": "disk", **more})), random_logits(base, Spread()))
+
+
+def test_devices_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    text = '{"a": "cpu", "b": "disk", "c": 1, "d": "cuda", "e": "cuda:1"}'
+    assert Spread.of(text, None).device_map == json.loads(text)
+    with pytest.raises(UsageError, match='"b" is given 2, which is no device here; allowed are "cpu", "disk", 0, 1'):
+        Spread.of('{"a": 1, "b": 2}', None)
+
+
+def test_a_map_is_divided_into_modules_apart(base: Path) -> None:
+    model = empty_model(load_config(resolve(str(base / "m"))), torch.float32)
+    rest = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb"), 0)
+    layers = {f"model.layers.{index}": 1 for index in range(1, LAYERS)}
+    assert divided(model, {"": "disk"}) == {"model": "disk", "lm_head": "disk"}
+    assert divided(model, {"": 0, "model.layers": 1, "model.layers.0": "disk"}) == {
+        **rest,
+        **layers,
+        "model.layers.0": "disk",
+        "lm_head": 0,
+    }
+    assert divided(model, {"model.layers.0": 0, "nothing": 1}) == {"model.layers.0": 0, "nothing": 1}
+    model.model.register_parameter("shift", torch.nn.Parameter(torch.zeros(1, device="meta")))
+    assert divided(model, {"": 0, "model.norm": 1})["model"] == 0
+
+
 @pytest.mark.parametrize(
     ("command", "words", "complaint"),
     [
@@ -221,8 +276,11 @@ def test_a_map_gives_a_tied_head_its_embeddings_device(devices: dict[str, str | 
         ("fit-predictors", ["--device-map", "auto", "--layerwise"], "--device-map and --layerwise: give one of them"),
         ("fit-predictors", ["--device-map", "auto", "--tp-plan", "auto"], "--device-map and --tp-plan: give one"),
         ("fit-predictors", ["--tp-plan", "auto"], "start it by torchrun --nproc-per-node N"),
-        ("fit-predictors", ["--device-map", '{"nothing": 0}', "--random-weights"], "has no module 'nothing'"),
+        ("fit-predictors", ["--device-map", '{"nothing": "cpu"}', "--random-weights"], "has no module 'nothing'"),
         ("fit-predictors", ["--device-map", '{"model": "cpu"}', "--random-weights"], "no device for lm_head.weight"),
+        ("fit-predictors", ["--device-map", '{"": 99}'], 'map: "" is given 99, which is no device here; allowed are'),
+        ("fit-predictors", ["--device-map", '{"model": -1}'], 'allowed are "cpu", "disk"'),
+        ("fit-predictors", ["--device-map", '{"model": "nowhere"}'], '"model" is given "nowhere", which is no device'),
     ],
 )
 def test_what_means_nothing_is_refused(

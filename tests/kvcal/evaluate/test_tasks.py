@@ -16,6 +16,7 @@ import torch
 from kvcal.evaluate.tasks import CacheCalls, pick
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
+from kvcal.models.spread import Spread
 from kvcal_artifacts.errors import UsageError
 from tests.support import schemes
 from tests.support.models_fixture import SMALL, SUFFIX, kvcal, write_model, write_text
@@ -48,6 +49,15 @@ def calls(loaded: Any, codec: str = "exact-32", batch: int = 1) -> CacheCalls:
 
 def asked(*arguments: Any) -> Any:
     return SimpleNamespace(args=arguments)
+
+
+def test_answers_of_a_model_on_a_disk_are_those_of_one_in_memory(loaded: Any, folder: Path) -> None:
+    source, spread = resolve(str(folder)), Spread(device_map={"": "disk"})
+    on_disk = load_model(source, dtype="float32", device="cpu", spread=spread)
+    assert on_disk.model.device.type == "meta" and on_disk.device.type == "cpu"
+    for kind, request in (("generate_until", {"max_gen_toks": 2}), ("loglikelihood", " words")):
+        found, wanted = (getattr(calls(one), kind)([asked(PROMPTS[0], request)]) for one in (on_disk, loaded))
+        assert found == wanted
 
 
 def test_generation_is_the_models_own(loaded: Any) -> None:
