@@ -7,7 +7,6 @@ names, settings and texts come from files of strangers.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import re
@@ -18,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any, Literal
+from typing import Literal
 
 from kvcal.cli.failure import NO_STDOUT
 from kvcal_artifacts.shown import COMMANDS, message, shown
@@ -189,14 +188,6 @@ def print_facts(facts: Mapping[str, object], *, names: Mapping[str, str] | None 
             fits = is_hash(key) and margin + len(whole) <= width()
             fact = whole if fits else "-" if text is None else text
             wrapped(fact, before=f"{shown(heads[key]):{margin}}", indent=" " * margin, wide=wide)
-
-
-def folded(rows: Iterable[Sequence[Any]]) -> Iterator[list[Any]]:
-    """Rows whose first cell is a layer's number; neighbours that are equal otherwise become one, as 1–29."""
-    from kvcal.report.quantities import ranges
-
-    for rest, group in itertools.groupby(rows, key=lambda row: list(row[1:])):
-        yield [ranges(row[0] for row in group), *rest]
 
 
 @dataclass(frozen=True)

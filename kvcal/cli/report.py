@@ -10,7 +10,7 @@ from kvcal.commands.options import ReportOptions
 @command(ReportOptions)
 def report(o: ReportOptions, typed: Typed) -> None:
     """Write one HTML page, which needs no network: figures, quality against bits, KL by position, errors by layer and
-    head, needles, tasks, memory against length, speed.
+    head, needles, tasks, memory against length, speed; and what bundles hold.
     """
     from kvcal.commands.report import run_report
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcal.cli.output import folded, line, note, print_facts, print_json, print_next, print_rows, print_table
+from kvcal.cli.output import line, note, print_facts, print_json, print_next, print_rows, print_table
 from kvcal.cli.signature import Typed, command
 from kvcal.pipeline.options import TuneBitsOptions
+from kvcal.report.quantities import folded
 
 
 @command(TuneBitsOptions, spread=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -46,6 +46,14 @@ def run_inspect(o: InspectOptions, say: Say, typed: Collection[str] = ()) -> dic
     refuse_idle_seed(o, typed)
     bundle = bundle_at(path)
     check_depth(bundle)
+    errors = head_errors(bundle, o, say)
+    if o.plot is not None:
+        _draw(bundle, errors, o, o.plot)
+    return described(bundle, path, errors) | {"plot": None if o.plot is None else str(o.plot)}
+
+
+def described(bundle: Bundle, path: Path, errors: dict[str, Any] | None) -> dict[str, Any]:
+    """A bundle's header in short. path: of its file. errors: as `head_errors` gives them."""
     scheme = bundle.scheme
     rows = [
         {"layer": i, "key": pair.key.describe(), "value": pair.value.describe()}
@@ -53,8 +61,7 @@ def run_inspect(o: InspectOptions, say: Say, typed: Collection[str] = ()) -> dic
         else {"layer": i, "key": "skipped", "value": scheme.skipped[i]}
         for i, pair in enumerate(scheme.layers)
     ]
-    errors = head_errors(bundle, o, say)
-    facts = {
+    return {
         "bundle": str(path),
         "sha256": file_sha256(path),
         "bytes": path.stat().st_size,
@@ -70,11 +77,55 @@ def run_inspect(o: InspectOptions, say: Say, typed: Collection[str] = ()) -> dic
         "layers": rows,
         "packages": origins_of([state_of(codec) for pair in scheme.layers if pair for codec in (pair.key, pair.value)]),
         "head_errors": errors,
-        "plot": None if o.plot is None else str(o.plot),
     }
-    if o.plot is not None:
-        _draw(bundle, errors, o, o.plot)
+
+
+def facts_of(inspected: Mapping[str, Any], wide: bool = False) -> dict[str, Any]:
+    """Names and values to be shown of what `described` gives. wide: also settings that are empty or off."""
+    model, record, metrics = inspected["model"], Table(inspected["provenance"]), Table(inspected["metrics"])
+    text, settings = record.table("text"), record.table("settings")
+    facts = {
+        "bundle": inspected["bundle"],
+        "sha256": inspected["sha256"],
+        "bytes": inspected["bytes"],
+        "made_by": record.display("tool"),
+        "method": record.display("method"),
+        "settings": settings.fault or _listed(settings, wide),
+        "model": f"{model['architecture']}, {model['layers']} layers, {model['kv_heads']} x {model['head_dim']}",
+        "weights": model["revision"],  # random:SEED where they are random
+        "text": text.fault or text.display("source"),
+        "windows": ", ".join(f"{name} {value}" for name, value in inspected["windows"].items()),
+        "frame": inspected["frame"],
+        "tokens": _selection(inspected["selection"]),
+        "bits_per_value": inspected["bits_per_value"],
+        "bits_are": "expected: blocks differ in size" if inspected["bits_are"] == "expected" else None,
+        "resident_bytes": inspected["resident_bytes"],
+        "codecs_of": _packages(inspected["packages"]),
+        "held-out": {name: value for name, value in metrics.fields.items() if isinstance(value, float)},
+    }
+    if inspected["head_errors"] is None and (fault := head_errors_fault(inspected["metrics"])) is not None:
+        facts["errors_by_head"] = fault
     return facts
+
+
+def _selection(selection: dict[str, float] | None) -> str:
+    return "every token" if selection is None else f"H2O, keep {selection['keep']:g}, heavy {selection['heavy']:g}"
+
+
+def _packages(origins: Mapping[str, Mapping[str, str | None]]) -> str | None:
+    """Codecs of other packages, as "acme-float8 (kvcal-acme 1)"; None where there are none."""
+    each = (f"{name} ({origin['package']} {origin['version'] or 'not installed'})" for name, origin in origins.items())
+    return ", ".join(each) or None
+
+
+def _listed(fields: Any, wide: bool) -> str:
+    """name=value, ... of a kvcal.report.records.Table, as options are given. wide: also what is empty or off."""
+    shown = {name: value for name, value in fields.items() if wide or value not in ("", [], None, False)}
+    return ", ".join(f"{name}={_option(value)}" for name, value in shown.items())
+
+
+def _option(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 MEASURES = ("revision", "text", "column", "windows", "length", "random_weights", "seed", "dtype", "device")

@@ -6,19 +6,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import SUFFIX
+from kvcal_artifacts.bundle import SUFFIX, Bundle
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import write_atomically
 
 from ..bundles.paths import bundle_at
-from ..evaluate.errors import stored_head_errors
+from ..evaluate.errors import HeadErrors, stored_head_errors
+from ..report.bundle_section import BundleFigures
 from ..report.outputs import check_output
 from ..report.page import LENGTHS, Heads, Report, Speed, page
+from ..report.records import check_depth
 from ..report.result_file import COMPARED, OF_ONE_MODEL, read_result
 from ..report.version import __version__
 from ..search.comparison import front
 from .common import Say
 from .options import ReportOptions
+from .report_bundles import figures_of, model_name
 
 ONE_TEXT = "give files of one model and text"
 
@@ -31,16 +34,22 @@ def run_report(o: ReportOptions, say: Say) -> dict[str, object]:
     if o.output.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--output {o.output}: must end in .html")
     fitted: list[Heads] = []
+    bundles: list[Bundle] = []
+    shown: list[BundleFigures] = []
     joined = Joined()
     for path in o.inputs:
         if path.name.endswith(SUFFIX):
-            fitted += _of_bundle(path, joined.facts, say)
+            bundles.append(bundle := _bundle(path, joined.facts))
+            errors = _stored_errors(bundle, say)
+            fitted += [] if errors is None else [Heads(f"{bundle.name}, when fitted", errors.key, errors.value)]
+            shown.append(figures_of(bundle, path, errors))
         else:
             joined.add(path, read_result(path), say)
     facts, speeds, heads = joined.facts, joined.speeds, [*joined.heads.values(), *fitted]
     ordered = sorted(joined.rows.values(), key=lambda row: (row["name"] != "full", row["bits_per_value"] or 0.0))
     compressed = [row for row in ordered if row["name"] != "full"]
-    title = f"KV-cache compression of {facts['model']}" if "model" in facts else "KV-cache compression"
+    model = facts.get("model") or next(filter(None, map(model_name, bundles)), None)
+    title = "KV-cache compression" if model is None else f"KV-cache compression of {model}"
     report = Report(
         title,
         facts | {"made by": f"kvcal {__version__}"},
@@ -49,11 +58,11 @@ def run_report(o: ReportOptions, say: Say) -> dict[str, object]:
         heads,
         {row["name"]: points for row in ordered if (points := memory(row, facts)) is not None},
         speeds,
+        shown,
     )
     text = page(report)
     write_atomically(o.output, text.encode(), "--output")
-    bundles = sum(path.name.endswith(SUFFIX) for path in o.inputs)
-    sizes = {"rows": len(ordered), "speeds": len(speeds), "bundles": bundles, "bytes": len(text.encode())}
+    sizes = {"rows": len(ordered), "speeds": len(speeds), "bundles": len(bundles), "bytes": len(text.encode())}
     return {"output": o.output, **sizes}
 
 
@@ -116,11 +125,12 @@ class Joined:
                     )
 
 
-def _of_bundle(path: Path, facts: dict[str, object], say: Say) -> list[Heads]:
-    """Errors that a bundle records. facts: of the files before it, or the model of the first bundle. Raises UsageError
-    where it was made for another model.
+def _bundle(path: Path, facts: dict[str, object]) -> Bundle:
+    """A bundle. facts: of the files before it, or the model of the first bundle. Raises UsageError where it was made
+    for another model.
     """
     bundle = bundle_at(path)
+    check_depth(bundle)
     revision, other = bundle.fingerprint.revision, facts.get("revision")
     if revision is not None and isinstance(other, str) and revision != other and _kind(revision) == _kind(other):
         raise UsageError(
@@ -128,11 +138,15 @@ def _of_bundle(path: Path, facts: dict[str, object], say: Say) -> list[Heads]:
         )
     if revision is not None:
         facts.setdefault("revision", revision)
+    return bundle
+
+
+def _stored_errors(bundle: Bundle, say: Say) -> HeadErrors | None:
+    """Errors by head that a bundle records; a line where it records none."""
     errors = stored_head_errors(bundle.metrics)
     if errors is None:
         say(f"note: {bundle.name} records no errors by head; `kvcal inspect --model` measures them")
-        return []
-    return [Heads(f"{bundle.name}, when fitted", errors.key, errors.value)]
+    return errors
 
 
 def _kind(revision: str) -> str:

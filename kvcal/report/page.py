@@ -6,14 +6,15 @@ comes here (kvcal.report.result_file).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .bundle_section import BundleFigures, bundle_section
 from .colours import Shades, shades
+from .html import figure, heat, heat_by_log, listed, section, table, wide
 from .plots import needle_table
-from .quantities import percent, quantity, size, written
+from .quantities import percent, size
 from .svg import Chart, Interval, Series, intervals, legend, text
 
 LENGTHS = [1024 * 2**power for power in range(8)]  # tokens, of memory against length
@@ -40,6 +41,7 @@ svg { width: 100%; min-width: 34rem; height: auto; display: block; } svg text { 
   margin-right: .4rem; vertical-align: -.1rem; }
 .series { --c: var(--light); } .dashed { border-radius: 0; }
 @media (prefers-color-scheme: dark) { .series { --c: var(--dark); } }
+td.words { text-align: left; white-space: normal; min-width: 14rem; }
 td.heat { color: #000; text-align: center; border: 1px solid var(--back); }
 .panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 1rem; }
 """
@@ -76,7 +78,7 @@ class Speed:
 class Report:
     """What a page of an evaluation shows. title: what was measured. facts: names and values below it. rows: those
     of `kvcal eval --json`, full precision first. front: names of rows that no other beats. heads: errors by layer and
-    head. memory: by row, tokens and bytes. speeds: in the order of their files.
+    head. memory: by row, tokens and bytes. speeds: in the order of their files. bundles: what each bundle's file holds.
     """
 
     title: str
@@ -86,6 +88,7 @@ class Report:
     heads: Sequence[Heads] = ()
     memory: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
     speeds: Sequence[Speed] = ()
+    bundles: Sequence[BundleFigures] = ()
 
     @property
     def shades(self) -> dict[str, Shades]:
@@ -103,50 +106,21 @@ def page(report: Report) -> str:
         _figures(report),
         _quality(report),
         _positions(report),
+        *map(bundle_section, report.bundles),
         _heads(report),
         _needles(report),
         _tasks(report),
         _memory(report),
         _speeds(report),
     ]
-    facts = "".join(
-        f"<li>{text(quantity(name).name)}: {text(written(name, value, whole=True) or '')}</li>"
-        for name, value in report.facts.items()
-    )
     body = "\n".join(section for section in sections if section)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
         f"<title>{text(report.title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        f"<h1>{text(report.title)}</h1>\n<ul>{facts}</ul>\n{body}\n</main>\n</body>\n</html>\n"
+        f"<h1>{text(report.title)}</h1>\n{listed(report.facts)}\n{body}\n</main>\n</body>\n</html>\n"
     )
-
-
-def _wide(label: str, chart: object) -> str:
-    """A chart that is scrolled on narrow screens, so that its words stay large enough to be read."""
-    return f'<div class="scroll" role="region" aria-label="{text(label)}" tabindex="0">{chart}</div>'
-
-
-def _section(title: str, words: str, *parts: str) -> str:
-    return f"<section>\n<h2>{text(title)}</h2>\n<p>{words}</p>\n" + "\n".join(parts) + "\n</section>"
-
-
-def _table(label: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML already."""
-    head = "".join(f'<th scope="col">{text(column)}</th>' for column in columns)
-    body = "\n".join(
-        "<tr>" + "".join(cell if cell.startswith("<td") else f"<td>{cell}</td>" for cell in row) + "</tr>"
-        for row in rows
-    )
-    return (
-        f'<div class="scroll" role="region" aria-label="{text(label)}" tabindex="0"><table>\n<thead><tr>{head}</tr>'
-        f"</thead>\n<tbody>\n{body}\n</tbody></table></div>"
-    )
-
-
-def _shown(value: float | None, form: str = "{:.4g}") -> str:
-    return "–" if value is None else form.format(value)
 
 
 def _figures(report: Report) -> str:
@@ -156,13 +130,13 @@ def _figures(report: Report) -> str:
     rows = [
         [
             text(row["name"]),
-            _shown(row["bits_per_value"], "{:.3f}"),
-            _shown(row["kl"], "{:.5f}"),
-            _shown(row.get("kl_se"), "{:.5f}"),
-            *(_shown(row.get(name), "{:.5f}") for name in ("kl_median", "kl_p99", "kl_max")),
-            _shown(row.get("same_top"), "{:.2%}"),
-            _shown(row.get("smaller"), "{:.2f}"),
-            _shown(row.get("perplexity"), "{:.4f}"),
+            figure(row["bits_per_value"], "{:.3f}"),
+            figure(row["kl"], "{:.5f}"),
+            figure(row.get("kl_se"), "{:.5f}"),
+            *(figure(row.get(name), "{:.5f}") for name in ("kl_median", "kl_p99", "kl_max")),
+            figure(row.get("same_top"), "{:.2%}"),
+            figure(row.get("smaller"), "{:.2f}"),
+            figure(row.get("perplexity"), "{:.4f}"),
         ]
         for row in report.rows
     ]
@@ -171,7 +145,7 @@ def _figures(report: Report) -> str:
         "standard error over windows. Which rows are apart follows from their paired differences, which "
         "<code>kvcal compare --wide</code> prints."
     )
-    return _section("Figures", words, _table("Figures", columns, rows))
+    return section("Figures", words, table("Figures", columns, rows))
 
 
 def _quality(report: Report) -> str:
@@ -187,7 +161,7 @@ def _quality(report: Report) -> str:
     labels = ("stored bits per value", "KL, nats per token")
     chart = Chart.of("KL against stored bits", labels, [Series("front", best), *points], (False, True))
     words = "Lower and further left is better. The line joins rows that no other row beats."
-    return _section("Quality against bits", words, _wide("chart of quality against bits", chart), legend(points))
+    return section("Quality against bits", words, wide("chart of quality against bits", chart), legend(points))
 
 
 def _positions(report: Report) -> str:
@@ -206,15 +180,7 @@ def _positions(report: Report) -> str:
     ]
     chart = Chart.of("KL by position", ("position in the window, tokens", "KL, nats per token"), series, (True, True))
     words = "Mean KL of buckets of positions, each at its middle. Tokens that see no packed block have none."
-    return _section("KL by position", words, _wide("chart of KL by position", chart), legend(series))
-
-
-def _heat(share: float | None, shown: str) -> str:
-    """A cell from green (0) to red (1), always light enough for black text."""
-    if share is None:
-        return "<td>–</td>"
-    hue = round(120 * (1 - min(max(share, 0.0), 1.0)))
-    return f'<td class="heat" style="background:hsl({hue} 60% 72%)">{shown}</td>'
+    return section("KL by position", words, wide("chart of KL by position", chart), legend(series))
 
 
 def _heads(report: Report) -> str:
@@ -224,44 +190,38 @@ def _heads(report: Report) -> str:
             errors = [x for row in rows if row for x in row if x > 0]
             if not errors:
                 continue
-            low, high = math.log(min(errors)), math.log(max(errors))
-            heads = max(len(row) for row in rows if row)
-
-            def cell(x: float, low: float = low, high: float = high) -> str:
-                share = 0.0 if x <= 0 or high == low else (math.log(x) - low) / (high - low)
-                return _heat(share, f"{x:.2g}")
-
+            cell, heads = heat_by_log(errors), max(len(row) for row in rows if row)
             cells = [
                 [str(layer), *([cell(x) for x in row] if row else ["–"] * heads)] for layer, row in enumerate(rows)
             ]
             label = f"{one.name}: {role}"
             columns = ["layer", *(f"head {head}" for head in range(heads))]
-            parts.append(f"<div><h3>{text(label)}</h3>{_table(label, columns, cells)}</div>")
+            parts.append(f"<div><h3>{text(label)}</h3>{table(label, columns, cells)}</div>")
     if not parts:
         return ""
     words = (
         "Squared error over squared size of packed tokens, by layer and kv head. A bundle's own are of the text that "
         "was held out when it was fitted."
     )
-    return _section("Error by layer and head", words, '<div class="panels">', *parts, "</div>")
+    return section("Error by layer and head", words, '<div class="panels">', *parts, "</div>")
 
 
 def _needles(report: Report) -> str:
     rows = [row for row in report.rows if row.get("needles")]
     parts = []
     for row in rows:
-        lengths, depths, table = needle_table(row["needles"])
+        lengths, depths, shares_by_depth = needle_table(row["needles"])
         columns = ["depth", *(f"{length:,}" for length in lengths)]
         cells = [
-            [f"{depth:.0%}", *(_heat(1 - share, f"{share:.0%}") for share in shares)]
-            for depth, shares in zip(depths, table, strict=True)
+            [f"{depth:.0%}", *(heat(1 - share, f"{share:.0%}") for share in shares)]
+            for depth, shares in zip(depths, shares_by_depth, strict=True)
         ]
         label = f"needles, {row['name']}"
-        parts.append(f"<div><h3>{text(row['name'])}</h3>{_table(label, columns, cells)}</div>")
+        parts.append(f"<div><h3>{text(row['name'])}</h3>{table(label, columns, cells)}</div>")
     if not parts:
         return ""
     words = "Share of needles found, by depth in the context (down) and its length in tokens (across)."
-    return _section("Needle map", words, '<div class="panels">', *parts, "</div>")
+    return section("Needle map", words, '<div class="panels">', *parts, "</div>")
 
 
 def _tasks(report: Report) -> str:
@@ -277,7 +237,7 @@ def _tasks(report: Report) -> str:
         [
             text(task),
             text(row),
-            *(_shown(one[name], "{:.4f}") for name in ("score", "full", "difference", "low", "high")),
+            *(figure(one[name], "{:.4f}") for name in ("score", "full", "difference", "low", "high")),
             str(one["n"]),
             "–" if (share := one.get("packed")) is None else percent(share),
         ]
@@ -285,8 +245,8 @@ def _tasks(report: Report) -> str:
     ]
     words = "Difference to full precision on the same questions, with its interval of 95 %."
     chart = intervals("Task scores less full precision", "difference of the score", bars)
-    parts = (_wide("chart of task scores", chart), legend(list(series.values())), _table("Tasks", columns, cells))
-    return _section("Tasks", words, *parts)
+    parts = (wide("chart of task scores", chart), legend(list(series.values())), table("Tasks", columns, cells))
+    return section("Tasks", words, *parts)
 
 
 def _by_length(task: str) -> tuple[str, int]:
@@ -310,7 +270,7 @@ def _memory(report: Report) -> str:
         "Packed blocks, windows and constants. Projected from the measured window at each row's stored bits per "
         f"value. At {longest:,} tokens: {sizes}."
     )
-    return _section("Memory against length", words, _wide("chart of memory", chart), legend(series))
+    return section("Memory against length", words, wide("chart of memory", chart), legend(series))
 
 
 def _speeds(report: Report) -> str:
@@ -325,8 +285,8 @@ def _speeds(report: Report) -> str:
             f"{one.batch:,}",
             f"{one.length:,}",
             f"{one.microseconds:,.1f}",
-            _heat(None if one.share is None else 1 - one.share, _shown(one.share, "{:.0%}")),
-            _shown(one.faster, "{:.2f}"),
+            heat(None if one.share is None else 1 - one.share, figure(one.share, "{:.0%}")),
+            figure(one.faster, "{:.2f}"),
             text(f"{one.device}, projected" if one.projected else one.device),
         ]
         for one in report.speeds
@@ -335,4 +295,4 @@ def _speeds(report: Report) -> str:
         "Medians of <code>kvcal bench</code>. The limit is memory: the time in which the device copies as many bytes as the "
         "operation must move. × FP16: how many times as fast as the best FP16 attention of the same run."
     )
-    return _section("Speed", words, _table("Speed", columns, cells))
+    return section("Speed", words, table("Speed", columns, cells))

@@ -5,8 +5,9 @@ The keys are those of `--json`, which has every digit. Imports neither torch nor
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +83,12 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([one, one])
     return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in runs)
+
+
+def folded(rows: Iterable[Sequence[Any]]) -> Iterator[list[Any]]:
+    """Rows whose first cell is a layer's number; neighbours that are equal otherwise become one, as 1–29."""
+    for rest, group in itertools.groupby(rows, key=lambda row: list(row[1:])):
+        yield [ranges(row[0] for row in group), *rest]
 
 
 @dataclass(frozen=True)

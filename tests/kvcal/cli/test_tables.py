@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from kvcal.cli.app import COMMANDS
-from kvcal.cli.output import command_line, folded, print_facts, print_rows, print_table, width
+from kvcal.cli.output import command_line, print_facts, print_rows, print_table, width
 from kvcal.pipeline.gates import Check
-from kvcal.report.quantities import QUANTITIES, duration, percent, quantity, ranges, significant, size, written
+from kvcal.report.quantities import QUANTITIES, duration, folded, percent, quantity, ranges, significant, size, written
 from tests.support.models_fixture import SUFFIX, kvcal, write_model, write_text
 from tests.support.pages import ROOT
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 
 from kvcal.report.colours import colour, shades
 from kvcal.report.svg import Axis, Chart, Interval, Series, intervals, number
+from kvcal_artifacts import load_bundle
 from tests.support.models_fixture import kvcal
 from tests.support.pages import ROOT
 
@@ -174,6 +177,66 @@ def test_a_bundle_of_another_model_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps(result(row("a", 2.0, 0.1)) | {"revision": "sha256:0"}))
     done = kvcal("report", file, bundle, "--output", tmp_path / "x.html")
     assert (done.code, "was made for revision" in done.err) == (2, True)
+
+
+@pytest.fixture(scope="module")
+def preset_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("preset") / "small.kvcal.safetensors"
+    assert kvcal("preset", "kivi-2", "--model", "tiny", "--output", path).code == 0
+    return path
+
+
+def page_of(bundle: Path) -> Page:
+    output = bundle.with_suffix(".html")
+    done = kvcal("report", bundle, "--output", output)
+    assert done.code == 0, done.err
+    page = Page(output.read_text())
+    assert page.open == []
+    return page
+
+
+def test_a_page_shows_what_a_bundles_file_holds(preset_bundle: Path) -> None:
+    """Of one without errors by head, too. The cache has 992 packed tokens of 1,024, in 3 bits a value."""
+    page = page_of(preset_bundle)
+    words = "\n".join(page.words)
+    for part in (
+        "KV-cache compression of tiny", "Bundle small", "made for: tiny", "method: kivi-2", "sink 0, recent 32, block 32",
+        "frame: post_rope", f"size: {preset_bundle.stat().st_size:,} B", "resident: 0 B", "0–7", "3.000", "uniform(bits=2, ",
+        "At 131,072 tokens 101 MB instead of 537 MB.", "tokens 1,024, size of one sequence 893 kB",
+    ):  # fmt: skip
+        assert part in words, part
+    assert not {"Explained variance", "Sensitivity"} & set(page.words)
+
+
+def test_a_page_shows_what_a_bundle_records_of_its_search_and_fit(preset_bundle: Path, tmp_path: Path) -> None:
+    """What is recorded as something else is left out, and text of strangers stays text."""
+    bad, found = "<script>alert(1)</script>\x1b[31m", load_bundle(preset_bundle)
+    layers = [{}, {"key_explained_variance": 0.25, "value_explained_variance": "x"}, 3, None]
+    costs = {"0:keys": {"higgs-2": 0.5, bad: 0.125, "none": "x"}, bad: {"higgs-2": 0.25}, "1:keys": 3, "2:keys": {},
+             "10:keys": {"kivi-2": 1}, "9:keys": {"kivi-2": 1}}  # fmt: skip
+    scheme = replace(found.scheme, layers=(None, *found.scheme.layers[1:]), skipped={0: bad})
+    model = {"name": bad, "hub_id": 3}
+    other = replace(
+        found,
+        scheme=scheme,
+        metrics={"layers": layers, "holdout_kl": 0.015, "sensitivity": costs},
+        provenance={"model": model, "method": bad, "settings": {bad: bad}},
+    )
+    path = tmp_path / "other.kvcal.safetensors"
+    other.write(path)
+    page = page_of(path)
+    cells = [word for word in page.words if word.strip()]
+    start = cells.index("Explained variance")
+    assert cells[start + 2 : start + 8] == ["layer", "keys", "values", "1", "0.25", "–"]
+    start = cells.index("Sensitivity")
+    safe = bad.replace("\x1b", "\\x1b")
+    columns, dashes = [safe, "higgs-2", "kivi-2"], ["–", "–", "1"]
+    rows = [["0:keys", "0.12", "0.5", "–"], ["9:keys", *dashes], ["10:keys", *dashes], [safe, "–", "0.25", "–"]]
+    assert cells[start + 2 :] == ["stored", *columns, *itertools.chain(*rows)]
+    assert "held-out: held-out KL 0.015" in cells and f"made for: {safe}" in cells and safe in cells
+    assert ("left alone" in cells, "1–7" in cells) == (True, True)
+    assert "script" not in {tag for tag, _ in page.tags} and "\x1b" not in path.with_suffix(".html").read_text()
+    assert "At 131,072 tokens 88.2 MB instead of 470 MB." in "".join(cells)
 
 
 @pytest.mark.parametrize(
