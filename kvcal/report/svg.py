@@ -13,7 +13,7 @@ from kvcal_artifacts.shown import shown
 from .colours import OTHER, Shades
 
 WIDTH, HEIGHT = 720, 340
-MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 70, 16, 14, 46
+MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 84, 16, 14, 46
 PLAIN = Shades(OTHER, "#a3adb8")
 TICKS = 6
 ROW, LONGEST = 20, 32  # height of an interval; letters left of it
