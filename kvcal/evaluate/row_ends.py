@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -63,7 +62,7 @@ class Requests:
         """The tokens of each row (B, T) that are of a request; all T where the row is of none. Where one request is
         another with tokens 0 behind it, the longer one counts.
         """
-        return [self._length(tuple(row)) for row in torch.as_tensor(ids).tolist()]
+        return [self._length(tuple(row)) for row in ids.tolist()]
 
     def _length(self, row: tuple[int, ...]) -> int:
         padding = next((i for i, token in enumerate(reversed(row)) if token), len(row))
