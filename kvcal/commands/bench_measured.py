@@ -45,7 +45,7 @@ from .bench_options import (
 )
 from .bench_projected import assumptions, memory_rows
 from .bundles import file_sha256
-from .common import Say
+from .common import Say, each_line_once
 from .doctor import machine
 from .options import BenchOptions
 
@@ -108,7 +108,7 @@ def _session(o: BenchOptions, where: Target, model: str, operations: list[str], 
         dtype_of(o, torch.float16),
         rows,
         say,
-        _once(say),
+        each_line_once(say),
     )
 
 
@@ -251,18 +251,6 @@ class RowCheckpoint:
         copies = [ceilings["copy"]] if "copy" in ceilings else []
         self.work.keep(name, {"rows": [asdict(row) for row in rows], "copy": copies})
         return rows
-
-
-def _once(say: Say) -> Say:
-    """Each line the first time: what is skipped at one shape is skipped at others."""
-    printed: set[str] = set()
-
-    def new(line: str) -> None:
-        if line not in printed:
-            printed.add(line)
-            say(line)
-
-    return new
 
 
 def _with_shares(rows: list[Row]) -> list[Row]:

@@ -146,7 +146,7 @@ def check_column(column: str | None, *origins: str | None) -> None:
 
 
 def each_line_once(say: Say) -> Say:
-    """`say` that leaves out a line that was said before: fits of many schemes on one text have the same advice."""
+    """`say` that leaves out a line that was said before: many schemes have the same advice, or are skipped alike."""
     before: set[str] = set()
 
     def once(line: str) -> None:
