@@ -70,8 +70,8 @@ RECORDED_HERE = (  # of the files beside this script, not of others' rows
     "- Attention errors of SQuat before RoPE were measured on a CPU, where KIVI's equal those of the H100 to 1e-5.",
     "- Rows were measured at 8cfb961a. Those of the transform, of VQKV with 65,536 codewords and of Gemma are of 9b640dec,"
     " those of InnerQ fitted on text and of bits by KL with groups of 128 of 7e995b21. Those of bits by KL"
-    " under predictors are of 5d0f4ee7 and d6629266, on an H200, and at 2.0 bits or fewer of 6928256b, Gemma's"
-    " there on a CPU.",
+    " under predictors are of 5d0f4ee7 and d6629266, on an H200. Those at 2.0 bits or fewer are of 6928256b, Gemma's"
+    " on a CPU.",
 )
 NOTES = {  # folder of a model -> figures of its rows that surprise
     "qwen2.5-coder-0.5b": (
